@@ -1,0 +1,237 @@
+"""The typed shape of a run's YAML file: every key, its unit, range, default and meaning.
+
+Owns the schema alone. Reading YAML and positions is `loader.py`; rules between keys are `rules.py`; what a
+layout needs from a model is `plan/`. Sections are frozen and refuse unknown keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Run(Section):
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; its folder is <dir>/<name>.")
+    dir: str = Field(default="runs", min_length=1, description="Folder that holds run folders. Shared by all nodes.")
+    seed: int = Field(default=1, ge=0, lt=2**31, description="Seeds prompt order, sampling and every rank's RNG.")
+
+
+class Model(Section):
+    path: str = Field(min_length=1, description="Hugging Face folder (config.json, safetensors, tokenizer) to start from.")
+
+
+class Cluster(Section):
+    num_nodes: int = Field(default=1, ge=1, description="Trainer nodes.")
+    ranks_per_node: int = Field(default=1, ge=1, description="Trainer ranks a node; one GPU each where there are GPUs.")
+
+
+class Parallel(Section):
+    """Megatron's sizes. Data parallelism is what is left: world / (tensor x pipeline x context)."""
+
+    tensor: int = Field(default=1, ge=1, description="Tensor-parallel size.")
+    pipeline: int = Field(default=1, ge=1, description="Pipeline-parallel size.")
+    virtual_pipeline: int | None = Field(default=None, ge=2, description="Model chunks a pipeline rank; none by default.")
+    context: int = Field(default=1, ge=1, description="Context-parallel size.")
+    expert: int = Field(default=1, ge=1, description="Expert-parallel size.")
+    expert_tensor: int = Field(default=1, ge=1, description="Tensor-parallel size inside experts.")
+    sequence: bool = Field(default=True, description="Sequence parallelism; has an effect with tensor > 1 only.")
+    expert_dispatcher: Literal["alltoall", "allgather"] = Field(default="alltoall", description="Megatron's token dispatcher.")
+
+
+class Recompute(Section):
+    granularity: Literal["none", "full"] = Field(default="none", description="`full` recomputes whole layers in the backward pass.")
+    num_layers: int = Field(default=1, ge=1, description="Layers a recomputed block.")
+
+
+class Objective(Section):
+    clip_low: float = Field(default=3e-4, ge=0, description="Lower clip width of the ratio. The paper's: 3e-4.")
+    clip_high: float = Field(default=4e-4, ge=0, description="Upper clip width of the ratio. The paper's: 4e-4.")
+    dual_clip: float | None = Field(default=None, gt=1, description="For A < 0 also bound the term from below by this times A. Off by default.")
+    ratio: Literal["sequence", "sequence_token", "token"] | None = Field(
+        default=None, description="With `algorithm: custom`: importance ratio of a sequence (GSPO), its token form (GSPO-token), or of a token (GRPO)."
+    )
+    aggregation: Literal[
+        "sequence_mean_token_mean", "token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm", "group_mean_token_mean"
+    ] = Field(default="sequence_mean_token_mean", description="How tokens and sequences are averaged. The paper's: sequence_mean_token_mean.")
+    norm_constant_tokens: int | None = Field(default=None, ge=1, description="The constant of sequence_mean_token_sum_norm.")
+
+
+class Advantage(Section):
+    std_ddof: Literal[0, 1] = Field(default=0, description="0: population standard deviation; 1: sample.")
+    divide_by_std: bool = Field(default=True, description="False leaves A = r - mean.")
+
+
+class Kl(Section):
+    coefficient: float = Field(default=0.0, ge=0, description="Weight of a KL term to a reference policy. GSPO has none.")
+
+
+class Mismatch(Section):
+    """Correction of the gap between the two engines, pi_old(trainer) / mu(server), apart from the policy ratio."""
+
+    correction: Literal["none", "truncate", "mask"] = Field(
+        default="truncate",
+        description="truncate: weigh a sequence by min(exp(mean log ratio), cap), detached. mask: drop sequences whose weight leaves [1/cap, cap].",
+    )
+    cap: float = Field(default=2.0, gt=1, description="Bound of the sequence-level importance weight.")
+    budget: float = Field(default=0.5, gt=0, description="Warn when the mean |sequence log mismatch| exceeds this share of clip_low + clip_high.")
+
+
+class Batch(Section):
+    prompts_per_step: int = Field(ge=1, description="Prompts of one rollout batch.")
+    group_size: int = Field(ge=2, description="Trajectories a prompt (G).")
+    num_mini_batches: int = Field(default=4, ge=1, description="Optimizer steps a rollout batch. The paper's: 4.")
+    micro_batch_tokens: int = Field(ge=1, description="Most tokens of one packed forward of one data-parallel rank.")
+
+
+class Optimizer(Section):
+    lr: float = Field(gt=0, description="Peak learning rate of AdamW.")
+    min_lr: float = Field(default=0.0, ge=0, description="Learning rate at the end of a decaying schedule.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="After the warm-up.")
+    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off.")
+    distributed: bool = Field(default=True, description="Shard the optimizer state over data-parallel ranks.")
+    max_skipped_in_a_row: int = Field(default=3, ge=1, description="Non-finite gradients in a row that stop the run.")
+
+
+class Train(Section):
+    num_steps: int = Field(ge=1, description="Rollout batches to train on.")
+
+
+class Source(Section):
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Shown in metrics and prompt ids.")
+    path: str = Field(min_length=1, description="JSONL file.")
+    weight: float = Field(default=1.0, gt=0, description="Relative share of prompts drawn from this source.")
+    reward: str | None = Field(default=None, description="Reward for this source's prompts instead of `reward`: a built-in's name or package.module:function.")
+
+
+class Data(Section):
+    path: str | None = Field(default=None, description="JSONL file of prompts and answers; short for one entry in `sources`.")
+    sources: tuple[Source, ...] = Field(default=(), description="Several files with weights, instead of `path`.")
+    prompt_key: str = Field(default="prompt", description="Key of the prompt text (or list of chat messages) in a line.")
+    answer_key: str = Field(default="answer", description="Key of what the verifier compares with.")
+    response_key: str = Field(default="response", description="Key of the demonstration, for `gspo-mega sft`.")
+    chat_template: bool = Field(default=True, description="Apply the tokenizer's chat template; False feeds the text as it is.")
+    system_prompt: str | None = Field(default=None, description="System message put before every prompt; needs chat_template.")
+    max_prompt_tokens: int = Field(ge=1, description="Longer prompts are left out and counted.")
+    shuffle: bool = Field(default=True, description="A new order every epoch, from the run's seed.")
+
+
+class RewardFunction(Section):
+    function: str = Field(min_length=1, description="A built-in verifier's name, or package.module:function.")
+    weight: float = Field(default=1.0, description="Weight in the sum.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Passed to the function as keyword arguments.")
+
+
+class Reward(Section):
+    functions: tuple[RewardFunction, ...] = Field(min_length=1, description="Reward = sum of weight x function.")
+    deadline_seconds: float = Field(default=10.0, gt=0, description="Longest one scoring may take; then its process is killed.")
+    num_workers: int = Field(default=2, ge=1, description="Scoring processes.")
+    recycle_after: int = Field(default=10_000, ge=1, description="Scorings after which a process is replaced.")
+    memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2, description="Address space beyond its start that a scoring process may take.")
+
+
+class Rollout(Section):
+    max_new_tokens: int = Field(ge=1, description="Longest response.")
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1, description="-1: all tokens.")
+    max_concurrent_requests: int = Field(default=256, ge=1, description="Open requests a server.")
+    request_deadline_seconds: float = Field(default=600.0, gt=0, description="Longest one request may take before it goes to another server.")
+    max_attempts: int = Field(default=8, ge=1, description="Times one request is tried before the run stops.")
+    no_server_deadline_seconds: float = Field(default=300.0, gt=0, description="Longest wait for any healthy server before the run stops.")
+    max_staleness: Literal[0] = Field(default=0, description="Steps a trajectory's weights may lag. Only 0 so far.")
+    filter_constant_groups: bool = Field(default=False, description="Drop groups whose rewards are all equal and sample others in their place.")
+    max_oversampling: float = Field(default=3.0, ge=1, description="With the filter: most prompts sampled a step, as a multiple of prompts_per_step.")
+    return_routed_experts: bool = Field(default=False, description="Have the servers return the experts each token went to (MoE).")
+
+
+class Server(Section):
+    num_servers: int = Field(default=1, ge=1, description="SGLang servers that `gspo-mega train` starts on this machine.")
+    tensor: int = Field(default=1, ge=1, description="Tensor-parallel size of one server.")
+    host: str = Field(default="127.0.0.1", description="Address to bind and to register.")
+    start_deadline_seconds: float = Field(default=300.0, gt=0, description="Longest a server may take from start to healthy.")
+    max_restarts: int = Field(default=5, ge=0, description="Restarts of one server before the run stops.")
+    max_total_tokens: int | None = Field(default=None, ge=1, description="KV-cache size; SGLang's own choice when absent.")
+    memory_fraction: float = Field(default=0.85, gt=0, lt=1, description="SGLang's mem_fraction_static.")
+    context_tokens: int | None = Field(default=None, ge=1, description="Longest prompt + response; max_prompt_tokens + max_new_tokens when absent.")
+    attention_backend: str | None = Field(default=None, description="SGLang's attention backend; on CPU the batched one of this package by default.")
+    log_level: Literal["error", "warning", "info", "debug"] = "warning"
+    options: dict[str, Any] = Field(default_factory=dict, description="Further SGLang ServerArgs fields, checked against the installed version.")
+
+
+class Publish(Section):
+    method: Literal["disk", "distributed"] = Field(default="disk", description="disk: through the run folder. distributed: a broadcast group with the servers.")
+    deadline_seconds: float = Field(default=300.0, gt=0, description="Longest one publish may take.")
+    bucket_bytes: int = Field(default=256 * 1024**2, ge=1024, description="Size of one broadcast, method distributed.")
+    verify: Literal["tensors", "replicas"] = Field(
+        default="tensors",
+        description="tensors: every server tensor's checksum equals what was sent (servers with tensor 1 on CPU). replicas: all servers agree, and exactly what changed in the trainer changed.",
+    )
+    keep_last: int = Field(default=2, ge=1, description="Published versions kept on disk.")
+
+
+class Eval(Section):
+    path: str = Field(min_length=1, description="JSONL file of held-out prompts; keys as in `data`.")
+    num_prompts: int | None = Field(default=None, ge=1, description="First so many prompts; all when absent.")
+    samples_per_prompt: int = Field(default=1, ge=1)
+    temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
+    every_steps: int = Field(default=0, ge=0, description="Evaluate after every so many steps; 0: only before and after.")
+
+
+class Checkpoint(Section):
+    every_steps: int = Field(default=0, ge=0, description="Save after every so many steps; 0: only at the end and on a stop.")
+    keep_last: int = Field(default=2, ge=1, description="Checkpoints kept.")
+
+
+class Metrics(Section):
+    tensorboard: bool = Field(default=True, description="Write TensorBoard events beside metrics.jsonl.")
+
+
+class Sft(Section):
+    """Supervised cold start (`gspo-mega sft`): cross-entropy on `data.response_key`."""
+
+    max_steps: int = Field(ge=1, description="Optimizer steps at most.")
+    sequences_per_step: int = Field(ge=1, description="Demonstrations an optimizer step.")
+    eval_every_steps: int = Field(ge=1, description="Measure sampled accuracy after every so many optimizer steps.")
+    stop_accuracy_low: float = Field(ge=0, le=1, description="Stop once sampled held-out accuracy is at least this ...")
+    stop_accuracy_high: float = Field(ge=0, le=1, description="... and at most this; beyond it the run ends with an error.")
+
+
+class Config(Section):
+    """One run. See `configs/` for commented examples."""
+
+    run: Run
+    model: Model
+    algorithm: Literal["gspo", "gspo_token", "grpo", "custom"] = "gspo"
+    objective: Objective = Objective()
+    advantage: Advantage = Advantage()
+    kl: Kl = Kl()
+    old_log_probs: Literal["trainer", "rollout"] = Field(
+        default="trainer", description="trainer: recomputed by the trainer. rollout: SGLang's are used as they are (warned about)."
+    )
+    mismatch: Mismatch = Mismatch()
+    batch: Batch
+    cluster: Cluster = Cluster()
+    parallel: Parallel = Parallel()
+    precision: Literal["fp32", "bf16"] = Field(default="bf16", description="Parameters and matmuls; log-softmax and reductions are fp32 always.")
+    recompute: Recompute = Recompute()
+    optimizer: Optimizer
+    train: Train | None = Field(default=None, description="Needed by `gspo-mega train`.")
+    data: Data
+    reward: Reward
+    rollout: Rollout
+    server: Server = Server()
+    publish: Publish = Publish()
+    eval: Eval | None = None
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+    sft: Sft | None = None

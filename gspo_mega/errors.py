@@ -1,0 +1,73 @@
+"""The error family.
+
+Every error a user can cause derives from `GspoMegaError`; its text says what is wrong, where, and what
+would be valid. Commands print the text alone; anything else is a defect of ours and shows a traceback.
+"""
+
+from __future__ import annotations
+
+
+class GspoMegaError(Exception):
+    """Base of all errors that are addressed to a person. `exit_code` is what the command returns."""
+
+    exit_code = 1
+
+
+class ConfigError(GspoMegaError):
+    """The YAML file or an override is wrong. One line a problem: `file:line:column: key: what; what is valid`."""
+
+    exit_code = 2
+
+
+class PlanError(GspoMegaError):
+    """The configuration is well formed and cannot run: an impossible layout or batch."""
+
+    exit_code = 2
+
+
+class ModelError(GspoMegaError):
+    """A Hugging Face folder cannot be used: unknown architecture, a field that changes the maths, a bad shape."""
+
+    exit_code = 2
+
+
+class DataError(GspoMegaError):
+    """A data file is malformed; names file and line."""
+
+    exit_code = 2
+
+
+class RewardError(GspoMegaError):
+    """A reward function cannot be loaded. (A failure on one trajectory is recorded there instead.)"""
+
+    exit_code = 2
+
+
+class RolloutError(GspoMegaError):
+    """No server can serve, or a server answered nonsense more often than the retries allow."""
+
+    exit_code = 3
+
+
+class PublishError(GspoMegaError):
+    """A weight update was not applied, or not verified, in full."""
+
+    exit_code = 4
+
+
+class NumericsError(GspoMegaError):
+    """A non-finite number where training would silently be wrong; names the trajectory or tensor."""
+
+    exit_code = 5
+
+
+class CheckpointError(GspoMegaError):
+    """A checkpoint is torn, damaged, of another model, or cannot be written."""
+
+    exit_code = 6
+
+
+class RankError(GspoMegaError):
+    """A rank or server process of the run failed; carries its traceback."""
+
+    exit_code = 7

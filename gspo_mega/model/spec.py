@@ -1,0 +1,45 @@
+"""ModelSpec: what a Hugging Face `config.json` says about a model, in this package's own words.
+
+Owns the record alone; reading a folder is `huggingface.py`, tensor names and shapes are `families.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    num_experts: int
+    experts_per_token: int
+    expert_intermediate_size: int
+    norm_topk_prob: bool = True
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP or MoE.
+
+    `family` is the key of the table in `families.py` (`qwen3`, `qwen3_moe`). Sizes are global, before any
+    parallelism. `torch_dtype` is the checkpoint's (`float32`, `bfloat16`). `raw` is config.json as read.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qk_norm: bool
+    attention_bias: bool
+    torch_dtype: str
+    eos_token_ids: tuple[int, ...]
+    moe: MoeSpec | None = None
+    raw: dict[str, Any] | None = None

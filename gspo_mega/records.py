@@ -1,0 +1,130 @@
+"""The records that travel between the parts: Prompt, Trajectory, Group, MicroBatch.
+
+Plain data, no torch and no behaviour beyond small derived values, so that every layer may import them.
+Token ids are never decoded and tokenised again: `Prompt.token_ids + Trajectory.response_token_ids` is
+what the server saw and what the trainer scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt x. `prompt_id` is stable across runs: `<source>:<zero-based row>`."""
+
+    prompt_id: str
+    source: str
+    token_ids: tuple[int, ...]
+    text: str
+    answer: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Trajectory:
+    """One response y to one prompt, with its records.
+
+    `response_token_ids`, `response_mask`, `rollout_log_probs` and `weight_versions` have one entry a
+    response token. `response_mask` is 1 where the policy sampled the token. `rollout_log_probs` are nats
+    under log_softmax(logits / temperature), as sampled. `routed_experts` is int32
+    [prompt + response - 1, moe layers, top_k] or None. `reward` is None until scored; a failed scoring
+    leaves 0.0 there and says why in `reward_error`. `reward_parts` holds each reward function's own value.
+    `advantage` is filled by the loop. `finish_reason` is `stop` or `length`.
+    """
+
+    trajectory_id: str
+    group_id: int
+    prompt: Prompt
+    response_token_ids: list[int]
+    response_mask: list[int]
+    rollout_log_probs: list[float]
+    weight_versions: list[int]
+    finish_reason: str
+    response_text: str = ""
+    routed_experts: np.ndarray | None = None
+    reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_error: str | None = None
+    advantage: float | None = None
+
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.response_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.token_ids) + len(self.response_token_ids)
+
+
+@dataclass
+class Group:
+    """The trajectories of one prompt in one rollout batch. Uneven groups are normal: samples may be dropped."""
+
+    group_id: int
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [float(t.reward) if t.reward is not None else 0.0 for t in self.trajectories]
+
+    @property
+    def is_constant(self) -> bool:
+        """True when the group carries no signal: every reward equal (or fewer than two of them)."""
+        rewards = self.rewards
+        return len(rewards) < 2 or all(r == rewards[0] for r in rewards)
+
+
+@dataclass
+class RolloutBatch:
+    """What `source.take(step)` returns: complete groups, scored, of one step, and how they were come by.
+
+    `counts` holds the collector's own numbers for metrics (`num_*`), `phase_seconds` its times.
+    """
+
+    step: int
+    groups: list[Group]
+    counts: dict[str, float] = field(default_factory=dict)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [t for g in self.groups for t in g.trajectories]
+
+
+@dataclass
+class MicroBatch:
+    """One packed forward of S whole sequences, T tokens, before any context-parallel slicing.
+
+    Arrays (numpy): `token_ids` [T] int64; `position_ids` [T] int64, from 0 in each sequence;
+    `cu_seqlens` [S+1] int32, offsets of the padded sequences; `sequence_ids` [T] int64 in [0, S), the
+    sequence each position belongs to; `labels` [T] int64, the next token (0 where there is none);
+    `loss_mask` [T] float32, 1 where `labels` is an active response token; `trajectory_index` [S] int64,
+    row of each sequence in the rank's shard; `rollout_log_probs` [T] float32 aligned with `labels`.
+    A per-sequence value (advantage, response length, keep) lives in `sequence` as [S] arrays.
+    A sequence without trajectory (`trajectory_index` -1) is filler so that all ranks run the same number
+    of micro-batches; its loss_mask is 0.
+    """
+
+    token_ids: np.ndarray
+    position_ids: np.ndarray
+    cu_seqlens: np.ndarray
+    sequence_ids: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+    trajectory_index: np.ndarray
+    rollout_log_probs: np.ndarray
+    sequence: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.trajectory_index.shape[0])
