@@ -1,0 +1,127 @@
+"""The process groups of a layout. The only file that reads Megatron's `parallel_state`.
+
+Owns making Megatron's groups from a `Layout` and handing them out as plain values; knows nothing of
+models or batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from gspo_mega.engine.cpu import is_cpu_backend
+
+
+@dataclass(frozen=True)
+class Group:
+    """One process group as this rank sees it. `ranks` are global ranks in group order."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """All groups of this rank. `data` excludes context parallelism, `data_context` includes it.
+
+    `host` is a gloo group of all ranks for small host-side traffic (shards, metrics); on a machine
+    without GPU it is distinct from the default group as well, so that its traffic never interleaves with
+    collectives of the model.
+    """
+
+    world: Group
+    tensor: Group
+    pipeline: Group
+    context: Group
+    data: Group
+    data_context: Group
+    expert: Group
+    expert_tensor: Group
+    expert_data: Group
+    host: Group
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def reports_sequences(self) -> bool:
+        """True on the one rank of each data-parallel rank that reports its sequences' numbers."""
+        return self.is_last_stage and self.tensor.rank == 0 and self.context.rank == 0
+
+
+def _group(group: dist.ProcessGroup) -> Group:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Group(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=ranks)
+
+
+def create_groups(
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int | None = None,
+    context: int = 1,
+    expert: int = 1,
+    expert_tensor: int = 1,
+    seed: int = 1,
+    timeout_seconds: float = 1800.0,
+) -> ParallelGroups:
+    """Make Megatron's groups for a layout over the default process group and seed its RNG trackers.
+
+    Collective over all ranks. Ranks follow Megatron's order tensor, context, expert, data, pipeline
+    (fastest first). Raises RuntimeError from Megatron if the sizes do not divide the world, which `plan`
+    has refused before.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual_pipeline,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+        distributed_timeout_minutes=max(1, int(timeout_seconds // 60)),
+        create_gloo_process_groups=not is_cpu_backend(),
+    )
+    model_parallel_cuda_manual_seed(seed)
+    host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    return ParallelGroups(
+        world=_group(dist.group.WORLD),
+        tensor=_group(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=_group(parallel_state.get_pipeline_model_parallel_group()),
+        context=_group(parallel_state.get_context_parallel_group()),
+        data=_group(parallel_state.get_data_parallel_group()),
+        data_context=_group(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        expert=_group(parallel_state.get_expert_model_parallel_group()),
+        expert_tensor=_group(parallel_state.get_expert_tensor_parallel_group()),
+        expert_data=_group(parallel_state.get_expert_data_parallel_group()),
+        host=_group(host),
+    )
+
+
+def destroy_groups() -> None:
+    """Forget Megatron's groups, so that another layout can be made in the same processes. Collective."""
+    parallel_state.destroy_model_parallel()
+
+
+def stage_flags(virtual_stage: int | None) -> tuple[bool, bool]:
+    """(holds the embedding, holds the LM head) for one model chunk of this rank."""
+    return (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
+        parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
+    )
+
+
+def device() -> torch.device:
+    """The device of this rank's tensors."""
+    return torch.device("cpu") if is_cpu_backend() else torch.device("cuda", torch.cuda.current_device())
