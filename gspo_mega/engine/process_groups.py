@@ -91,7 +91,6 @@ def create_groups(
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
         distributed_timeout_minutes=max(1, int(timeout_seconds // 60)),
-        create_gloo_process_groups=not is_cpu_backend(),
     )
     model_parallel_cuda_manual_seed(seed)
     host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))

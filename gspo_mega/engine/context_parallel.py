@@ -1,0 +1,54 @@
+"""How sequences are divided over context-parallel ranks, and the one sum the loss shares between them.
+
+Each sequence is cut into 2 x size equal chunks; rank r holds chunks r and 2 x size - 1 - r, so that causal
+attention costs every rank the same. Transformer Engine uses the same layout.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from gspo_mega.engine.process_groups import Group
+
+
+def local_positions(length: int, size: int, rank: int) -> torch.Tensor:
+    """Positions [length / size] int64 of one sequence that `rank` holds. `length` divides by 2 x size."""
+    if size == 1:
+        return torch.arange(length)
+    if length % (2 * size):
+        raise ValueError(f"a sequence of {length} padded tokens does not divide into 2 x {size} chunks")
+    chunks = torch.arange(length).view(2 * size, -1)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def local_rows(cu_seqlens: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """Rows [T / size] int64 of a pack (offsets `cu_seqlens` [S+1]) that `rank` holds, in its own order."""
+    if size == 1:
+        return torch.arange(int(cu_seqlens[-1]))
+    bounds = cu_seqlens.tolist()
+    return torch.cat([start + local_positions(end - start, size, rank) for start, end in zip(bounds, bounds[1:])])
+
+
+class _SumForward(torch.autograd.Function):
+    """Sum over the group; the gradient goes back to each rank's own addend unchanged."""
+
+    @staticmethod
+    def forward(ctx, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = values.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad, None
+
+
+def sum_over_context(values: torch.Tensor, context: Group) -> torch.Tensor:
+    """Sum of [S] partial sums over context-parallel ranks, identical on each of them.
+
+    Every rank then computes the same per-sequence loss and back-propagates its own tokens only, so the
+    gradient is complete once gradients are summed over the group, which data-parallel reduction does.
+    Collective over the context group when its size is above 1.
+    """
+    return values if context.size == 1 else _SumForward.apply(values, context.group)

@@ -1,0 +1,74 @@
+"""One MicroBatch as tensors of this rank: sliced for context parallelism, on its device.
+
+Owns the alignment between packed positions and active response tokens; no model and no loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from gspo_mega.engine.context_parallel import local_rows
+from gspo_mega.engine.process_groups import ParallelGroups, device
+from gspo_mega.records import MicroBatch
+
+
+@dataclass
+class DeviceBatch:
+    """What one forward of one rank needs.
+
+    `token_ids`, `position_ids` [1, t] int64 with t = T / context size; `packed` Megatron's packed-sequence
+    parameters; for the N active response tokens this rank holds: `rows` [N] int64 (position in t whose
+    next token it is), `labels` [N] int64, `sequence_ids` [N] int64 in [0, S), `rollout_log_probs` [N]
+    float32. `sequence` holds per-sequence tensors [S]; `trajectory_index` [S] stays on the host.
+    """
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    packed: PackedSeqParams
+    rows: torch.Tensor
+    labels: torch.Tensor
+    sequence_ids: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    num_sequences: int
+    sequence: dict[str, torch.Tensor]
+    trajectory_index: np.ndarray
+
+
+def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
+    """Slice `micro_batch` for this context rank and copy it to this rank's device."""
+    cu_seqlens = torch.from_numpy(micro_batch.cu_seqlens)
+    held = local_rows(cu_seqlens, groups.context.size, groups.context.rank)
+    rows = torch.nonzero(torch.from_numpy(micro_batch.loss_mask)[held] > 0).flatten()
+    active = held[rows]
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    target = device()
+
+    def move(array: np.ndarray, index: torch.Tensor | None = None) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return (tensor if index is None else tensor[index]).to(target)
+
+    offsets = cu_seqlens.to(target)
+    return DeviceBatch(
+        token_ids=move(micro_batch.token_ids, held)[None],
+        position_ids=move(micro_batch.position_ids, held)[None],
+        packed=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            cu_seqlens_q_padded=offsets,
+            cu_seqlens_kv_padded=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        ),
+        rows=rows.to(target),
+        labels=move(micro_batch.labels, active),
+        sequence_ids=move(micro_batch.sequence_ids, active),
+        rollout_log_probs=move(micro_batch.rollout_log_probs, active),
+        num_sequences=micro_batch.num_sequences,
+        sequence={name: move(values) for name, values in micro_batch.sequence.items()},
+        trajectory_index=micro_batch.trajectory_index,
+    )

@@ -1,0 +1,182 @@
+"""From a ModelSpec and a layout to Megatron GPT chunks that return hidden states.
+
+Owns the translation into Megatron's `TransformerConfig` and layer spec. Weights come from
+`gspo_mega.weights`; the LM head is applied by `log_probs.py`, in chunks, not here.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gspo_mega.config.schema import Config
+from gspo_mega.engine.cpu import is_cpu_backend
+from gspo_mega.engine.cpu_attention import PackedAttention, TorchNorm
+from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
+from gspo_mega.errors import ModelError
+from gspo_mega.model.families import padded_vocab_size
+from gspo_mega.model.spec import ModelSpec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class PolicyModel(GPTModel):
+    """A Megatron GPT whose last stage returns hidden states [t, 1, H] instead of logits.
+
+    With sequence parallelism t is this tensor rank's share. `output_layer` still owns the LM head weight.
+    """
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return hidden_states
+
+    def head_weight(self) -> torch.Tensor:
+        """The LM head [padded vocabulary / tensor, H] of the last stage: its own, or the tied embedding."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
+    """Megatron's configuration of this model in this layout and precision."""
+    parallel = config.parallel
+    dtype = DTYPES[config.precision]
+    settings: dict = dict(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.attention_bias,
+        qk_layernorm=spec.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.precision == "bf16",
+        use_cpu_initialization=is_cpu_backend(),
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        # The loss is divided by its global denominator before the backward pass: no further averaging.
+        calculate_per_token_loss=True,
+        # Packs differ in length, so pipeline stages announce shapes.
+        variable_seq_lengths=parallel.pipeline > 1,
+        # The schedules may not free outputs that gloo has not finished sending.
+        deallocate_pipeline_outputs=not is_cpu_backend(),
+        # Interleaved stages exchange with their only neighbour in both directions at once; batched
+        # transfers then mix the two up on gloo.
+        overlap_p2p_comm=parallel.virtual_pipeline is not None,
+        batch_p2p_comm=parallel.virtual_pipeline is None,
+    )
+    if config.recompute.granularity == "full":
+        settings.update(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=config.recompute.num_layers
+        )
+    if spec.moe is not None:
+        settings.update(
+            num_moe_experts=spec.moe.num_experts,
+            moe_router_topk=spec.moe.experts_per_token,
+            moe_ffn_hidden_size=spec.moe.expert_intermediate_size,
+            moe_router_dtype="fp32",
+            # Softmax over the chosen k is softmax over all, renormalised; without renormalisation the
+            # softmax comes first.
+            moe_router_pre_softmax=not spec.moe.norm_topk_prob,
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            moe_token_dispatcher_type=parallel.expert_dispatcher,
+            moe_grouped_gemm=not is_cpu_backend(),
+        )
+    return TransformerConfig(**settings)
+
+
+def _layer_specs(megatron_config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    num_layers = get_num_layers_to_build(megatron_config, vp_stage=virtual_stage)
+    if is_cpu_backend():
+        layer = get_gpt_layer_local_spec(
+            num_experts=megatron_config.num_moe_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=megatron_config.qk_layernorm,
+            normalization=megatron_config.normalization,
+        )
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if megatron_config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = TorchNorm
+        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TorchNorm)
+    try:
+        from megatron.core.extensions.transformer_engine import TENorm
+    except ImportError as error:
+        raise ModelError(
+            f"this machine has a GPU but Transformer Engine cannot be imported ({error}); packed sequences on a GPU "
+            "need its attention: install transformer-engine for this torch and CUDA"
+        ) from error
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=megatron_config.num_moe_experts,
+        moe_grouped_gemm=megatron_config.moe_grouped_gemm,
+        qk_layernorm=megatron_config.qk_layernorm,
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+
+
+def build_chunks(megatron_config: TransformerConfig, spec: ModelSpec, groups: ParallelGroups) -> list[PolicyModel]:
+    """This rank's model chunks: one, or one a virtual pipeline stage. Parameters are untrained.
+
+    Collective over the embedding group when embeddings are tied over several pipeline stages.
+    """
+    virtual = megatron_config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for stage in [None] if virtual is None else range(virtual):
+        has_embedding, has_head = stage_flags(stage)
+        chunk = PolicyModel(
+            megatron_config,
+            _layer_specs(megatron_config, stage),
+            vocab_size=padded_vocab_size(spec.vocab_size, groups.tensor.size),
+            max_sequence_length=spec.max_position_embeddings,
+            pre_process=has_embedding,
+            post_process=has_head,
+            parallel_output=True,
+            share_embeddings_and_output_weights=spec.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=spec.rope_theta,
+            vp_stage=stage,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        if not is_cpu_backend():
+            chunk.cuda(torch.cuda.current_device())
+        chunks.append(chunk)
+    return chunks
+
+
+def wrap_data_parallel(
+    megatron_config: TransformerConfig, chunks: list[PolicyModel], distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """Megatron's DDP around each chunk: fp32 gradient buffers, summed (not averaged) over data ranks."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=False,
+        average_in_collective=False,
+    )
+    return [
+        DistributedDataParallel(megatron_config, settings, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
