@@ -1,0 +1,246 @@
+"""Where a run keeps what: every path of a run folder in one place, and the atomic writes that fill it.
+
+Owns names and the small-file primitives (write beside, fsync, rename). It does not own what the files mean:
+checkpoints, published weights, server registrations and metrics belong to their own packages. Standard
+library only, so that every layer may import it.
+
+    <run.dir>/<run.name>/
+      config.resolved.yaml
+      lock                           held (flock) by the one supervisor of the run
+      attempts/0001/                 one start of the run; attempts/latest -> 0001
+        api_key                      0600; the servers' key, made anew for every attempt
+        servers/<server_id>.json     written by `gspo-mega serve`
+        errors/rank_<r>.json         written by a rank that failed
+        logs/{supervisor,rank_<r>,server_<k>}.log
+        console.log                  the progress lines of rank 0
+        stop                         a stop request; its text is the reason
+      weights/v<8 digits>/           one published Hugging Face folder
+      weights/current.json           {"weight_version": int, "path": absolute path}
+      checkpoints/step_<8 digits>/   checkpoints/latest holds the newest complete folder's name
+      metrics.jsonl  tensorboard/  hf/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_ATTEMPT_NAME = re.compile(r"\d{4,}")
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _written_beside(path: Path, mode: int) -> Iterator[int]:
+    """Yield a descriptor of a new file beside `path`; on success it is synced and renamed to `path`."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        try:
+            os.fchmod(descriptor, mode)
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    _fsync_folder(path.parent)
+
+
+def atomic_write_text(path: str | os.PathLike[str], text: str, *, mode: int = 0o644) -> None:
+    """Write `text` (UTF-8) so that a reader sees the old file or the new one, never a part; durable on return.
+
+    `mode` is the file's permission, whatever the umask. Raises OSError.
+    """
+    with _written_beside(Path(path), mode) as descriptor:
+        remaining = memoryview(text.encode("utf-8"))
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
+
+
+def atomic_write_json(path: str | os.PathLike[str], value: Any, *, mode: int = 0o644) -> None:
+    """`atomic_write_text` of strict JSON (a NaN raises ValueError), one line and a newline."""
+    atomic_write_text(path, json.dumps(value, allow_nan=False) + "\n", mode=mode)
+
+
+def read_json(path: str | os.PathLike[str]) -> Any | None:
+    """The JSON value in `path`, or None when there is no such file. A damaged file raises ValueError naming it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+
+
+class Attempt:
+    """The folder of one start of a run, `attempts/NNNN`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    def __repr__(self) -> str:
+        return f"Attempt({str(self.path)!r})"
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    @property
+    def run_folder(self) -> RunFolder:
+        return RunFolder(self.path.parent.parent)
+
+    @property
+    def api_key_file(self) -> Path:
+        return self.path / "api_key"
+
+    @property
+    def servers_dir(self) -> Path:
+        return self.path / "servers"
+
+    def server_file(self, server_id: str) -> Path:
+        return self.servers_dir / f"{server_id}.json"
+
+    @property
+    def errors_dir(self) -> Path:
+        return self.path / "errors"
+
+    def error_file(self, rank: int) -> Path:
+        return self.errors_dir / f"rank_{rank}.json"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.logs_dir / "supervisor.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs_dir / f"rank_{rank}.log"
+
+    def server_log(self, index: int) -> Path:
+        return self.logs_dir / f"server_{index}.log"
+
+    @property
+    def console_log(self) -> Path:
+        return self.path / "console.log"
+
+    @property
+    def stop_file(self) -> Path:
+        return self.path / "stop"
+
+    def create(self) -> Attempt:
+        """Make the folder with its sub-folders and a fresh API key. Raises FileExistsError if it is there."""
+        self.path.mkdir(parents=True)
+        for folder in (self.servers_dir, self.errors_dir, self.logs_dir):
+            folder.mkdir()
+        atomic_write_text(self.api_key_file, secrets.token_hex(32), mode=0o600)
+        return self
+
+    def read_api_key(self) -> str:
+        return self.api_key_file.read_text(encoding="ascii").strip()
+
+
+class RunFolder:
+    """The folder of one run, `<run.dir>/<run.name>`. Constructing it touches nothing on disk."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.resolved.yaml"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def attempts_dir(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def latest_attempt_link(self) -> Path:
+        return self.attempts_dir / "latest"
+
+    def attempt(self, number: int) -> Attempt:
+        return Attempt(self.attempts_dir / f"{number:04d}")
+
+    def attempts(self) -> list[Attempt]:
+        """Attempts on disk, oldest first."""
+        if not self.attempts_dir.is_dir():
+            return []
+        found = (Attempt(entry) for entry in self.attempts_dir.iterdir() if _ATTEMPT_NAME.fullmatch(entry.name))
+        return sorted(found, key=lambda attempt: attempt.number)
+
+    def latest_attempt(self) -> Attempt | None:
+        attempts = self.attempts()
+        return attempts[-1] if attempts else None
+
+    def new_attempt(self) -> Attempt:
+        """Create the next attempt (its folders and API key) and point `attempts/latest` to it.
+
+        The caller holds the run's lock: two callers at once are not an error this function resolves.
+        """
+        latest = self.latest_attempt()
+        attempt = self.attempt(latest.number + 1 if latest else 1).create()
+        # A symbolic link cannot be overwritten in place: make it beside and rename, as with files.
+        beside = self.attempts_dir / f".latest.{attempt.path.name}"
+        beside.symlink_to(attempt.path.name)
+        os.replace(beside, self.latest_attempt_link)
+        return attempt
+
+    @property
+    def weights_dir(self) -> Path:
+        return self.path / "weights"
+
+    def weights_version_dir(self, weight_version: int) -> Path:
+        return self.weights_dir / f"v{weight_version:08d}"
+
+    @property
+    def current_weights_file(self) -> Path:
+        return self.weights_dir / "current.json"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint_dir(self, step: int) -> Path:
+        return self.checkpoints_dir / f"step_{step:08d}"
+
+    @property
+    def latest_checkpoint_file(self) -> Path:
+        return self.checkpoints_dir / "latest"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def huggingface_dir(self) -> Path:
+        return self.path / "hf"
