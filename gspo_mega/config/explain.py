@@ -1,0 +1,142 @@
+"""A schema violation in words a person can act on: what is wrong and what would be valid.
+
+Owns the wording of pydantic's error types and the did-you-mean over the schema's keys. Positions are
+`loader.py`'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from gspo_mega.config.schema import Config
+
+_TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "keys with values",
+    "model_type": "a section: keys with values, indented below it",
+}
+_BOUNDS = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "less_than": ("lt", "<"), "less_than_equal": ("le", "<=")}
+
+
+def explain(error: dict[str, Any]) -> str:
+    """Text for one entry of pydantic's `ValidationError.errors()`."""
+    kind, location, value, context = error["type"], error["loc"], error.get("input"), error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(location)
+    if kind == "missing":
+        field = _field(location)
+        meaning = f" ({field.description})" if field is not None and field.description else ""
+        return f"missing; it has no default{meaning}"
+    if kind in _TYPES:
+        return f"is {_written(value)}; must be {_TYPES[kind]}{_hint(kind, value)}"
+    if kind == "literal_error":
+        return f"is {_written(value)}; valid: {context['expected']}{_did_you_mean(value, context['expected'])}"
+    if kind in _BOUNDS:
+        key, sign = _BOUNDS[kind]
+        return f"is {_written(value)}; must be {sign} {context[key]}"
+    if kind == "string_too_short" or kind == "too_short":
+        return "is empty; must hold at least one entry" if kind == "too_short" else "is empty; must be some text"
+    if kind == "string_pattern_mismatch":
+        return f"is {_written(value)}; valid: letters, digits and `.`, `_`, `-`"
+    return f"is {_written(value)}; {error['msg']}"
+
+
+def closest(name: str, valid: typing.Iterable[str]) -> str | None:
+    """The nearest of `valid` to a mistyped `name`, or None when nothing is near."""
+    matches = difflib.get_close_matches(name.lower(), list(valid), 1, 0.6)
+    return matches[0] if matches else None
+
+
+def all_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Path of every key of the schema, sections first; list entries are not entered."""
+    for name, field in model.model_fields.items():
+        yield (*prefix, name)
+        section = _section_of(field.annotation)
+        if section is not None and not _is_list(field.annotation):
+            yield from all_keys(section, (*prefix, name))
+
+
+def _unknown_key(location: tuple[str | int, ...]) -> str:
+    model = _model_at(location[:-1])
+    name = str(location[-1])
+    siblings = list(model.model_fields) if model is not None else []
+    near = closest(name, siblings)
+    if near is not None:
+        return f"unknown key; did you mean {near!r}?"
+    elsewhere = [".".join(path) for path in all_keys() if path[-1] == name]
+    if elsewhere:
+        return f"unknown key here; did you mean {' or '.join(map(repr, elsewhere))}?"
+    return f"unknown key; valid: {', '.join(siblings)}"
+
+
+def _model_at(location: tuple[str | int, ...]) -> type[BaseModel] | None:
+    """The section class that a location's keys belong to."""
+    model: type[BaseModel] | None = Config
+    for part in location:
+        if isinstance(part, int):
+            continue  # a list's entries have the class that the list's annotation names
+        if model is None or part not in model.model_fields:
+            return None
+        model = _section_of(model.model_fields[part].annotation)
+    return model
+
+
+def _field(location: tuple[str | int, ...]) -> Any:
+    model = _model_at(location[:-1])
+    return model.model_fields.get(str(location[-1])) if model is not None else None
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside `X`, `X | None` or `tuple[X, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in typing.get_args(annotation) if (found := _section_of(inner)) is not None), None)
+
+
+def _is_list(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is tuple
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "empty (null)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return "a list"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _hint(kind: str, value: Any) -> str:
+    if isinstance(value, float) and value.is_integer() and kind.startswith("int"):
+        return f"; write {int(value)}"
+    if isinstance(value, str):
+        if kind.startswith("bool") and value.lower() in ("yes", "no", "on", "off"):
+            return f"; write {'true' if value.lower() in ('yes', 'on') else 'false'}"
+        bare = value.replace("_", "").replace(",", "")
+        if kind.startswith(("int", "float")) and bare != value and bare.isdecimal():
+            return f"; write {bare}"
+    if kind == "string_type" and isinstance(value, (int, float, bool)):
+        return f'; quote it: "{_written(value)}"'
+    return ""
+
+
+def _did_you_mean(value: Any, expected: str) -> str:
+    near = closest(str(value), [choice.strip("' ") for choice in expected.replace(" or ", ", ").split(",")])
+    return f"; did you mean {near!r}?" if near is not None else ""

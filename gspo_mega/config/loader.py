@@ -1,0 +1,163 @@
+"""A run's YAML file and overrides to a checked `Config`: the one way in.
+
+Owns positions, the shorthands (`reward: name`) and the order of the checks: syntax, schema, then the rules
+between keys (`rules.py`). Everything wrong at one stage is reported at once, a line a problem.
+Imports neither torch nor numpy: it runs on a login node.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from gspo_mega.config.explain import explain
+from gspo_mega.config.overrides import apply_override, parse_overrides
+from gspo_mega.config.rules import check_rules, resolve_defaults
+from gspo_mega.config.schema import Config
+from gspo_mega.config.strict_yaml import KeyPath, Position, parse
+from gspo_mega.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A valid configuration and where each of its values came from.
+
+    `notices`: what a user should know before the run, to be shown at its start and its end. `text`: the
+    file as read. `origins`: position in the file, or text of the override, of every key that was given.
+    """
+
+    config: Config
+    path: Path
+    text: str
+    notices: tuple[str, ...]
+    origins: dict[KeyPath, Position | str]
+
+    def where(self, key: str) -> str:
+        """`file:line:column` or `override 'x=y'` of a dotted key, of the section around it when it was not given."""
+        return _where(self.path, self.origins, tuple(key.split(".")))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | None = None) -> LoadedConfig:
+    """Read, override, validate.
+
+    `overrides`: `key.sub=value` each. `command` (`train`, `sft`, `eval`) adds what that command needs.
+    Raises ConfigError naming every problem as `file:line:column: key: what; what is valid`.
+    """
+    path = Path(path)
+    text = _read(path)
+    document = parse(text)
+    parsed, override_problems = parse_overrides(overrides)
+    tree = document.value
+    origins: dict[KeyPath, Position | str] = dict(document.positions)
+    problems = [
+        (_order(problem.position), f"{_at(path, problem.position)}: {_key(problem.path)}{problem.text}")
+        for problem in document.problems
+    ]
+    if isinstance(tree, dict):
+        _expand_shorthands(tree, origins)
+        for override in parsed:
+            key_path, line = apply_override(tree, override)
+            if key_path is None:
+                override_problems.append(str(line))
+                continue
+            _claim(origins, key_path, f"override {override.text!r}")
+            _expand_shorthands(tree, origins)
+        config, invalid = _validate(tree, path, origins)
+        explained = {problem.path for problem in document.problems}
+        problems += [(order, line) for order, location, line in invalid if location not in explained]
+    elif not problems:
+        said = "the file is empty" if tree is None else f"the top level is {'a list' if isinstance(tree, list) else repr(tree)}"
+        problems.append(((1, 1), f"{path}:1:1: {said}; it must be keys with values: run, model, batch, data, ..."))
+    lines = [line for _, line in sorted(problems)] + override_problems
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+    assert config is not None
+    violations, notices = check_rules(config, command)
+    if violations:
+        raise ConfigError(
+            "\n".join(f"{_where(path, origins, tuple(v.key.split('.')))}: {v.key}: {v.text}" for v in violations)
+        )
+    return LoadedConfig(resolve_defaults(config), path, text, tuple(notices), origins)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        near = ""
+        if path.parent.is_dir():
+            here = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+            near = f"; in {path.parent}: {', '.join(here)}" if here else ""
+        raise ConfigError(f"{path}: no such file{near}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a folder; name the YAML file in it") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _expand_shorthands(tree: dict[str, Any], origins: dict[KeyPath, Position | str]) -> None:
+    """`reward: name` is short for one function of that name."""
+    if isinstance(tree.get("reward"), str):
+        tree["reward"] = {"functions": [{"function": tree["reward"]}]}
+        for inner in (("functions",), ("functions", 0), ("functions", 0, "function")):
+            origins[("reward", *inner)] = origins[("reward",)]
+
+
+def _validate(
+    tree: dict[str, Any], path: Path, origins: dict[KeyPath, Position | str]
+) -> tuple[Config | None, list[tuple[tuple[int, int], KeyPath, str]]]:
+    """The configuration, or None and (order, key, line) of everything the schema refuses."""
+    try:
+        # By way of JSON: pydantic's strict mode then still takes a list for a tuple and a whole number for a float.
+        return Config.model_validate_json(json.dumps(tree), strict=True), []
+    except ValidationError as error:
+        invalid = []
+        for entry in error.errors():
+            location = tuple(entry["loc"])
+            line = f"{_where(path, origins, location)}: {_key(location)}{explain(entry)}"
+            invalid.append((_order(_deepest(origins, location)), location, line))
+        return None, invalid
+
+
+def _claim(origins: dict[KeyPath, Position | str], key_path: KeyPath, origin: str) -> None:
+    """From now on `key_path`, all inside it, and every section that did not exist before come from `origin`."""
+    for inside in [known for known in origins if known[: len(key_path)] == key_path]:
+        del origins[inside]
+    origins[key_path] = origin
+    for length in range(1, len(key_path)):
+        origins.setdefault(key_path[:length], origin)
+
+
+def _deepest(origins: dict[KeyPath, Position | str], location: KeyPath) -> Position | str | None:
+    location = tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in location)
+    for length in range(len(location), 0, -1):
+        if location[:length] in origins:
+            return origins[location[:length]]
+    return None
+
+
+def _where(path: Path, origins: dict[KeyPath, Position | str], location: KeyPath) -> str:
+    origin = _deepest(origins, location)
+    return origin if isinstance(origin, str) else _at(path, origin)
+
+
+def _order(origin: Position | str | None) -> tuple[int, int]:
+    """Problems are listed as they stand in the file; those of absent sections and of overrides come last."""
+    return (origin.line, origin.column) if isinstance(origin, Position) else (2**31, 0)
+
+
+def _at(path: Path, position: Position | None) -> str:
+    return f"{path}:{position.line}:{position.column}" if position is not None else str(path)
+
+
+def _key(location: KeyPath) -> str:
+    return ".".join(map(str, location)) + ": " if location else ""

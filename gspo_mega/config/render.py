@@ -1,0 +1,38 @@
+"""A `Config` as YAML text with every value written out: `config.resolved.yaml`.
+
+What is written loads back to an equal configuration, and other YAML readers see the same values: text that
+any of them would take for something else is quoted.
+"""
+
+from __future__ import annotations
+
+import yaml
+
+from gspo_mega.config.schema import Config
+from gspo_mega.config.strict_yaml import implicit_resolvers
+
+
+def _union_of_resolvers() -> dict[str, list[tuple[str, object]]]:
+    """Ours first, so that `1e-06` may stand as a number; YAML 1.1's after them, so that the text `no` is quoted."""
+    table = {first: list(entries) for first, entries in implicit_resolvers().items()}
+    for first, entries in yaml.resolver.Resolver.yaml_implicit_resolvers.items():
+        table.setdefault(first, []).extend(entries)
+    return table
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _union_of_resolvers()
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value))
+)
+
+
+def render_config(config: Config) -> str:
+    """YAML text in the schema's order; `load_config` of it gives an equal Config."""
+    values = config.model_dump(mode="json")
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=10_000)

@@ -1,0 +1,193 @@
+"""Rules between keys: what contradicts the chosen algorithm, what a command needs, what deserves a notice.
+
+A violation is an error before anything starts. A notice is a setting that is allowed and changes what the
+numbers mean; it is shown at the start of a run and in its final table. What needs to know the model or the
+ranks is `plan/`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gspo_mega.config.schema import Config, Objective
+
+PAPER_CLIP = (3e-4, 4e-4)
+GRPO_CLIP = (0.2, 0.27)
+LARGEST_GSPO_CLIP = 0.05  # a sequence ratio is a mean over tokens: this is already hundreds of times the paper's band
+_GSPO = ("gspo", "gspo_token")
+
+
+class Violation(NamedTuple):
+    """`key`: dotted; `text`: what is wrong and what is valid."""
+
+    key: str
+    text: str
+
+
+def check_rules(config: Config, command: str | None = None) -> tuple[list[Violation], list[str]]:
+    """All violations and all notices of a configuration that fits the schema.
+
+    `command`: `train`, `sft` or `eval` adds what that command needs; None and others add nothing.
+    """
+    violations = [
+        *_objective(config),
+        *_batch_and_optimizer(config),
+        *_data(config),
+        *_rollout_and_servers(config),
+        *_command(config, command),
+    ]
+    return violations, list(_notices(resolve_defaults(config)))
+
+
+def resolve_defaults(config: Config) -> Config:
+    """Fill in the defaults that depend on another key: GRPO's clip range where none was given."""
+    if config.algorithm != "grpo":
+        return config
+    given = config.objective.model_fields_set
+    missing = {key: value for key, value in zip(("clip_low", "clip_high"), GRPO_CLIP) if key not in given}
+    return config.model_copy(update={"objective": config.objective.model_copy(update=missing)})
+
+
+def _objective(config: Config) -> Iterator[Violation]:
+    objective, algorithm = config.objective, config.algorithm
+    if algorithm in _GSPO:
+        for key in ("clip_low", "clip_high"):
+            value = getattr(objective, key)
+            if value > LARGEST_GSPO_CLIP:
+                yield Violation(
+                    f"objective.{key}",
+                    f"{value:g} contradicts `algorithm: {algorithm}`, whose ratio is a mean over a whole response and is "
+                    f"clipped at 3e-4 / 4e-4 in the paper; at most {LARGEST_GSPO_CLIP:g} (or `algorithm: custom`, or `algorithm: grpo`)",
+                )
+        if objective.aggregation != "sequence_mean_token_mean":
+            yield Violation(
+                "objective.aggregation",
+                f"{objective.aggregation} contradicts `algorithm: {algorithm}`; valid: sequence_mean_token_mean "
+                "(or `algorithm: custom`)",
+            )
+    if config.kl.coefficient > 0:
+        reason = "a reference policy is not available yet, with any algorithm; valid: 0"
+        if algorithm in _GSPO:
+            reason = f"contradicts `algorithm: {algorithm}`, which has no KL term (it would be `algorithm: custom`); and {reason}"
+        yield Violation("kl.coefficient", f"{config.kl.coefficient:g}: {reason}")
+    if algorithm == "custom" and objective.ratio is None:
+        yield Violation("objective.ratio", "missing; `algorithm: custom` needs it; valid: sequence, sequence_token, token")
+    if algorithm != "custom" and objective.ratio is not None:
+        yield Violation("objective.ratio", f"`algorithm: {algorithm}` has its own ratio; leave it out, or use `algorithm: custom`")
+    if objective.ratio == "token" and not {"clip_low", "clip_high"} <= objective.model_fields_set:
+        yield Violation(
+            "objective.clip_low",
+            "the default clip range is that of a sequence ratio; with `ratio: token` give clip_low and clip_high "
+            f"(GRPO's: {GRPO_CLIP[0]:g} and {GRPO_CLIP[1]:g})",
+        )
+    norm = objective.aggregation == "sequence_mean_token_sum_norm"
+    if norm and objective.norm_constant_tokens is None:
+        yield Violation("objective.norm_constant_tokens", "missing; `aggregation: sequence_mean_token_sum_norm` divides by it")
+    if not norm and objective.norm_constant_tokens is not None:
+        yield Violation(
+            "objective.norm_constant_tokens",
+            f"`aggregation: {objective.aggregation}` does not use it; leave it out, or use sequence_mean_token_sum_norm",
+        )
+
+
+def _batch_and_optimizer(config: Config) -> Iterator[Violation]:
+    num_sequences = config.batch.prompts_per_step * config.batch.group_size
+    if config.batch.num_mini_batches > num_sequences:
+        yield Violation(
+            "batch.num_mini_batches",
+            f"{config.batch.num_mini_batches} mini-batches of prompts_per_step x group_size = {num_sequences} trajectories "
+            f"leave some empty; at most {num_sequences}",
+        )
+    if config.optimizer.min_lr > config.optimizer.lr:
+        yield Violation("optimizer.min_lr", f"{config.optimizer.min_lr:g} is above lr {config.optimizer.lr:g}; at most that")
+
+
+def _data(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if data.path is None and not data.sources:
+        yield Violation("data.path", "missing; give `path` (one JSONL file) or `sources` (several with weights)")
+    if data.path is not None and data.sources:
+        yield Violation("data.path", "both `path` and `sources` are given; keep one of them (override: data.path=null or data.sources=[])")
+    if data.path == "":
+        yield Violation("data.path", "is empty; the path of a JSONL file")
+    for name, count in Counter(source.name for source in data.sources).items():
+        if count > 1:
+            yield Violation("data.sources", f"{count} sources are named {name!r}; names must differ")
+    if data.system_prompt is not None and not data.chat_template:
+        yield Violation("data.system_prompt", "needs `chat_template: true`; without a template there is no system message")
+    for name, count in Counter(function.function for function in config.reward.functions).items():
+        if count > 1:
+            yield Violation("reward.functions", f"{name!r} is listed {count} times; list it once, with the summed weight")
+
+
+def _rollout_and_servers(config: Config) -> Iterator[Violation]:
+    if config.rollout.top_k == 0:
+        yield Violation("rollout.top_k", "0 leaves no token to sample; valid: -1 (all tokens) or at least 1")
+    if config.run.name in (".", ".."):
+        yield Violation("run.name", f"{config.run.name!r} is not a folder of its own; valid: letters, digits and `.`, `_`, `-`")
+    if config.server.host in ("0.0.0.0", "::"):
+        yield Violation("server.host", f"{config.server.host} opens the server to every network; give this machine's own address")
+    if config.publish.verify == "tensors" and config.server.tensor > 1:
+        yield Violation(
+            "publish.verify",
+            f"`tensors` compares whole tensors and server.tensor is {config.server.tensor}; valid then: replicas",
+        )
+
+
+def _command(config: Config, command: str | None) -> Iterator[Violation]:
+    needs = {"train": ("train",), "sft": ("sft", "eval"), "eval": ("eval",)}.get(command or "", ())
+    for section in needs:
+        if getattr(config, section) is None:
+            yield Violation(section, f"missing; `gspo-mega {command}` needs this section")
+    if config.sft is not None and config.sft.stop_accuracy_low > config.sft.stop_accuracy_high:
+        yield Violation(
+            "sft.stop_accuracy_low",
+            f"{config.sft.stop_accuracy_low:g} is above stop_accuracy_high {config.sft.stop_accuracy_high:g}; at most that",
+        )
+
+
+def _notices(config: Config) -> Iterator[str]:
+    objective, rollout = config.objective, config.rollout
+    default = GRPO_CLIP if config.algorithm == "grpo" else PAPER_CLIP
+    if (objective.clip_low, objective.clip_high) != default:
+        yield (
+            f"clip range {_band(objective)} instead of {default[0]:g} / {default[1]:g}, the published one of "
+            f"{config.algorithm if config.algorithm != 'custom' else 'gspo'}"
+        )
+    if config.algorithm == "custom":
+        yield f"algorithm custom: ratio {objective.ratio}, aggregation {objective.aggregation}; this is not the paper's GSPO by name"
+    if objective.dual_clip is not None:
+        yield f"dual clip {objective.dual_clip:g}: negative-advantage terms are bounded, which the papers do not do"
+    if config.old_log_probs == "rollout":
+        yield (
+            "old_log_probs: rollout: the engines' mismatch enters the policy ratio and clips many negative-advantage "
+            "responses (mismatch.correction then has nothing to correct)"
+        )
+    elif config.batch.num_mini_batches == 1:
+        yield "one mini-batch a step: old and current policy are the same, so the old log-prob pass is skipped and nothing is clipped"
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        yield (
+            f"top_p {rollout.top_p:g}, top_k {rollout.top_k}: sampled from a truncated distribution, while log-probs describe "
+            "the whole one (temperature included)"
+        )
+    if rollout.temperature != 1:
+        yield f"temperature {rollout.temperature:g}: the policy that is trained is softmax(logits / {rollout.temperature:g}), on both engines"
+    if rollout.filter_constant_groups and rollout.max_oversampling == 1:
+        yield "filter_constant_groups with max_oversampling 1: dropped groups are not refilled, batches shrink"
+    if config.optimizer.schedule == "constant" and config.optimizer.min_lr > 0:
+        yield "optimizer.min_lr has no effect with `schedule: constant`"
+    if config.recompute.granularity == "none" and config.recompute.num_layers > 1:
+        yield "recompute.num_layers has no effect with `granularity: none`"
+    if config.train is not None and 0 < config.train.num_steps * config.batch.num_mini_batches <= config.optimizer.warmup_steps:
+        yield (
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not over before the run ends "
+            f"({config.train.num_steps * config.batch.num_mini_batches} optimizer steps)"
+        )
+    if config.eval is not None and config.eval.path in {config.data.path, *(source.path for source in config.data.sources)}:
+        yield "eval.path is also trained on: the accuracy will not be held-out"
+
+
+def _band(objective: Objective) -> str:
+    return f"{objective.clip_low:g} / {objective.clip_high:g}"

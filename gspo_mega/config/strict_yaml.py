@@ -1,0 +1,234 @@
+"""YAML text to plain values with the position of every key: YAML 1.2's scalars, nothing silently accepted.
+
+PyYAML scans and composes; its own scalar rules (YAML 1.1) are not used, because they read `1e-6` as text,
+`no` as False, `1:30:00` as 5400, and let the last of two equal keys win. All problems of a document are
+collected; only a syntax error, after which the rest means nothing, stands alone.
+
+Does not know the schema (`loader.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+KeyPath = tuple[str | int, ...]
+
+_TAG = "tag:yaml.org,2002:"
+_MAX_NODES = 100_000  # aliases of aliases can make a small file grow without bound
+
+# YAML 1.2, core schema, chapter 10.3.2.
+SCALARS: tuple[tuple[str, re.Pattern[str], str], ...] = (
+    ("null", re.compile(r"^(?:null|Null|NULL|~|)$"), "nN~\0"),
+    ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF"),
+    ("int", re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"), "-+0123456789"),
+    (
+        "float",
+        re.compile(
+            r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        ),
+        "-+0123456789.",
+    ),
+    ("merge", re.compile(r"^<<$"), "<"),
+)
+
+
+def implicit_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """The table of `SCALARS` in the form PyYAML's resolver class wants: first character to (tag, pattern)."""
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for name, pattern, first in SCALARS:
+        for character in first:
+            table.setdefault("" if character == "\0" else character, []).append((_TAG + name, pattern))
+    return table
+
+
+class _Composer(yaml.SafeLoader):
+    yaml_implicit_resolvers = implicit_resolvers()
+
+
+@dataclass(frozen=True)
+class Position:
+    """One-based line and column."""
+
+    line: int
+    column: int
+
+    @classmethod
+    def of(cls, mark: yaml.Mark) -> Position:
+        return cls(mark.line + 1, mark.column + 1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong at a place. `path` is the key concerned, () when the document itself is."""
+
+    position: Position | None
+    path: KeyPath
+    text: str
+
+
+@dataclass
+class Document:
+    """`value`: dict, list, str, int, float, bool or None. `positions`: of every key and list entry in it."""
+
+    value: Any = None
+    positions: dict[KeyPath, Position] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def parse(text: str) -> Document:
+    """Read one YAML document. Never raises for a bad document: look at `problems`."""
+    document = Document()
+    try:
+        root = yaml.compose(text, _Composer)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        document.problems.append(Problem(Position.of(mark) if mark else None, (), _explain_syntax(error, text)))
+        return document
+    except yaml.YAMLError as error:  # the reader's: a character that may not stand in YAML
+        document.problems.append(Problem(_reader_position(error, text), (), f"not YAML: {_reader_reason(error)}"))
+        return document
+    except RecursionError:
+        document.problems.append(Problem(None, (), "nested too deeply to be a configuration"))
+        return document
+    if root is not None:
+        document.value = _Builder(document).build(root, (), frozenset())
+    return document
+
+
+def _explain_syntax(error: yaml.MarkedYAMLError, text: str) -> str:
+    mark = error.problem_mark
+    line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+    indentation = line[: len(line) - len(line.lstrip())]
+    if "\t" in indentation or (error.problem and "'\\t'" in error.problem):
+        return "a tab where YAML wants spaces; indent with spaces"
+    if error.context == "expected a single document in the stream":
+        return "a second document starts here; one configuration a file (remove `---`)"
+    said = error.problem or "cannot be read"
+    return f"not YAML: {error.context}, {said}" if error.context else f"not YAML: {said}"
+
+
+def _reader_reason(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"the character {chr(error.character)!r} may not stand here"
+    return str(error)
+
+
+def _reader_position(error: yaml.YAMLError, text: str) -> Position | None:
+    if not isinstance(error, yaml.reader.ReaderError):
+        return None
+    before = text[: error.position]
+    return Position(before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1)
+
+
+class _Builder:
+    """Nodes to values. Aliased nodes are built anew at each place, so that every path has its positions."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._num_nodes = 0
+
+    def build(self, node: yaml.Node, path: KeyPath, ancestors: frozenset[int]) -> Any:
+        self._document.positions.setdefault(path, Position.of(node.start_mark))
+        if self._too_many(node, path):
+            return None
+        if id(node) in ancestors:
+            self._problem(node, path, "an alias that contains itself")
+            return None
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path, ancestors | {id(node)})
+        if isinstance(node, yaml.SequenceNode):
+            return self._sequence(node, path, ancestors | {id(node)})
+        return self._scalar(node, path)
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath, ancestors: frozenset[int]) -> dict[str, Any]:
+        self._check_tag(node, path, "map")
+        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            if key.tag == _TAG + "merge":
+                for name, pair in self._merge(value, path, ancestors).items():
+                    merged.setdefault(name, pair)
+                continue
+            if not isinstance(key, yaml.ScalarNode) or key.tag != _TAG + "str":
+                self._problem(key, path, f"a key must be text{_as_written(key)}; quote it if it is meant as text")
+                continue
+            if key.value in own:
+                first = own[key.value][0].start_mark.line + 1
+                self._problem(key, (*path, key.value), f"duplicate key, first at line {first}; keep one")
+                continue
+            own[key.value] = (key, value)
+        result = {}
+        for name, (key, value) in {**own, **{k: v for k, v in merged.items() if k not in own}}.items():
+            self._document.positions[(*path, name)] = Position.of(key.start_mark)
+            result[name] = self.build(value, (*path, name), ancestors)
+        return result
+
+    def _merge(
+        self, node: yaml.Node, path: KeyPath, ancestors: frozenset[int]
+    ) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        """Keys that `<<: *anchor` or `<<: [*a, *b]` brings in; of several the earliest wins."""
+        pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        if self._too_many(node, path):
+            return pairs
+        for source in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            if not isinstance(source, yaml.MappingNode) or id(source) in ancestors:
+                self._problem(node, path, "`<<` takes a mapping that stands elsewhere (`<<: *name`) or a list of them")
+                continue
+            inherited: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+            for key, value in source.value:
+                if key.tag == _TAG + "merge":
+                    for name, pair in self._merge(value, path, ancestors | {id(source)}).items():
+                        inherited.setdefault(name, pair)
+                elif isinstance(key, yaml.ScalarNode):
+                    pairs.setdefault(key.value, (key, value))
+            for name, pair in inherited.items():
+                pairs.setdefault(name, pair)
+        return pairs
+
+    def _sequence(self, node: yaml.SequenceNode, path: KeyPath, ancestors: frozenset[int]) -> list[Any]:
+        self._check_tag(node, path, "seq")
+        return [self.build(item, (*path, index), ancestors) for index, item in enumerate(node.value)]
+
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
+        text, tag = node.value, node.tag.removeprefix(_TAG)
+        if tag in ("str", "merge"):
+            return text
+        if tag == "null":
+            return None
+        try:
+            if tag == "bool" and text.lower() in ("true", "false"):
+                return text.lower() == "true"
+            if tag == "int":
+                return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+            if tag == "float":
+                number = float(re.sub(r"^([-+]?)\.(?=[in])", r"\1", text.lower()))
+                if math.isfinite(number):
+                    return number
+                self._problem(node, path, f"{text} is not a finite number")
+                return 0.0
+        except ValueError:
+            pass  # an explicit tag that its text does not fit, as in `!!int x`
+        self._problem(node, path, f"the tag {node.tag!r} with {text!r} is not understood; leave the tag out")
+        return None
+
+    def _too_many(self, node: yaml.Node, path: KeyPath) -> bool:
+        self._num_nodes += 1
+        if self._num_nodes == _MAX_NODES + 1:
+            self._problem(node, path, f"aliases make the document larger than {_MAX_NODES} values")
+        return self._num_nodes > _MAX_NODES
+
+    def _check_tag(self, node: yaml.Node, path: KeyPath, expected: str) -> None:
+        if node.tag != _TAG + expected:
+            self._problem(node, path, f"the tag {node.tag!r} is not understood; leave it out")
+
+    def _problem(self, node: yaml.Node, path: KeyPath, text: str) -> None:
+        self._document.problems.append(Problem(Position.of(node.start_mark), path, text))
+
+
+def _as_written(node: yaml.Node) -> str:
+    return f", not {node.value!r}" if isinstance(node, yaml.ScalarNode) else ""
