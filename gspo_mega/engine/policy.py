@@ -30,13 +30,15 @@ Head = Callable[[DeviceBatch, torch.Tensor, torch.Tensor], PassOutput]
 
 @dataclass
 class PassReport:
-    """Per-sequence numbers of one pass over a mini-batch, on ranks that report sequences; empty elsewhere.
+    """What one pass over a mini-batch has to tell, this rank's part; empty where the rank reports nothing.
 
-    `trajectory_index` [n] int64 rows of the rollout batch; every entry of `columns` [n] float64.
+    `trajectory_index` [n] int64 rows of the rollout batch; `columns` per sequence, [n] or [n, K] float64;
+    `totals` [K] float64. Parts of context-parallel ranks name the same rows.
     """
 
     trajectory_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     columns: dict[str, np.ndarray] = field(default_factory=dict)
+    totals: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass
@@ -104,7 +106,7 @@ class PolicyEngine:
 
     def train_supervised(self, micro_batches: list[MicroBatch], denominator: float) -> tuple[StepResult, PassReport]:
         """One optimizer step of the mean negative log-prob over `denominator` demonstration tokens. Collective."""
-        return self._step(micro_batches, SupervisedLoss(self.groups, denominator))
+        return self._step(micro_batches, SupervisedLoss(denominator))
 
     # --- parts ---------------------------------------------------------------------------------------------
 
@@ -167,14 +169,13 @@ class PolicyEngine:
         return outputs
 
     def _report(self, micro_batches: list[MicroBatch], outputs: list[PassOutput]) -> PassReport:
-        if not self.groups.reports_sequences:
+        if not self.groups.reports:
             return PassReport()
         index = np.concatenate([m.trajectory_index for m in micro_batches])
-        columns = {
-            name: torch.cat([o.sequences[name] for o in outputs]).double().cpu().numpy() for name in outputs[0].sequences
-        }
         real = index >= 0
-        return PassReport(index[real], {name: values[real] for name, values in columns.items()})
+        columns = {n: torch.cat([o.columns[n] for o in outputs]).double().cpu().numpy()[real] for n in outputs[0].columns}
+        totals = {n: sum(o.totals[n] for o in outputs).double().cpu().numpy() for n in outputs[0].totals}
+        return PassReport(index[real], columns, totals)
 
 
 def _sequence_alignment(config: Config) -> int:

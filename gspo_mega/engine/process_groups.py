@@ -56,9 +56,9 @@ class ParallelGroups:
         return self.pipeline.rank == self.pipeline.size - 1
 
     @property
-    def reports_sequences(self) -> bool:
-        """True on the one rank of each data-parallel rank that reports its sequences' numbers."""
-        return self.is_last_stage and self.tensor.rank == 0 and self.context.rank == 0
+    def reports(self) -> bool:
+        """True on the ranks whose part of a report counts: the last stage, once a tensor group."""
+        return self.is_last_stage and self.tensor.rank == 0
 
 
 def _group(group: dist.ProcessGroup) -> Group:
