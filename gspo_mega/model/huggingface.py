@@ -1,0 +1,221 @@
+"""A Hugging Face folder's `config.json` to a ModelSpec, or an error that names what is not supported.
+
+Reads the files of transformers 4.x and 5.x. Everything in them that would change the maths and that the
+engine does not do is refused by name: a model that runs a little differently from its checkpoint is worse
+than one that does not start. Weights are not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.errors import ModelError
+from gspo_mega.model.spec import ModelSpec, MoeSpec
+
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
+_DTYPES = ("float32", "bfloat16")
+
+# Present and not None, False, 0, 1.0-like neutral: the model computes something that no family here has.
+_FOREIGN = {
+    "quantization_config": "quantised weights",
+    "shared_expert_intermediate_size": "shared experts",
+    "n_shared_experts": "shared experts",
+    "num_nextn_predict_layers": "multi-token prediction",
+    "attn_logit_softcapping": "soft-capped attention",
+    "final_logit_softcapping": "soft-capped logits",
+    "q_lora_rank": "latent attention",
+    "kv_lora_rank": "latent attention",
+    "mlp_bias": "biases in the MLP",
+}
+
+
+def read_model_spec(folder: str | Path) -> ModelSpec:
+    """Read `config.json` (and `generation_config.json` for further end-of-sequence ids) of a folder.
+
+    Raises ModelError listing everything that is missing, malformed or unsupported.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; a Hugging Face folder with config.json and safetensors is wanted")
+    raw = _read_json(folder / "config.json")
+    if raw is None:
+        raise ModelError(f"{folder}: there is no config.json in it; a Hugging Face folder is wanted")
+    generation = _read_json(folder / "generation_config.json") or {}
+    return spec_from_config(raw, where=str(folder / "config.json"), generation=generation)
+
+
+def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation: dict[str, Any] | None = None) -> ModelSpec:
+    """The ModelSpec of a parsed `config.json`. `where` names it in errors. Raises ModelError."""
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        raise ModelError(f"{where}: architectures is {architectures!r}; supported: {', '.join(ARCHITECTURES)}, one of them")
+    family = ARCHITECTURES[architectures[0]]
+    reader = _Reader(raw)
+    _refuse_other_maths(reader, family)
+
+    hidden_size = reader.size("hidden_size")
+    num_heads = reader.size("num_attention_heads")
+    num_kv_heads = reader.size("num_key_value_heads")
+    if family == "qwen3_moe" and raw.get("head_dim") is None:
+        head_dim = hidden_size // num_heads  # as every reader of this architecture has it
+    else:
+        head_dim = reader.size("head_dim")
+    if num_heads % num_kv_heads:
+        reader.problem("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+    if head_dim % 2:
+        reader.problem("head_dim", f"{head_dim} is odd; rotary positions need pairs")
+    vocab_size = reader.size("vocab_size")
+    spec = ModelSpec(
+        family=family,
+        num_layers=reader.size("num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=reader.size("intermediate_size"),
+        vocab_size=vocab_size,
+        max_position_embeddings=reader.size("max_position_embeddings"),
+        rope_theta=_rope_theta(reader),
+        rms_norm_eps=reader.number("rms_norm_eps"),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", False),
+        qk_norm=True,
+        attention_bias=False,
+        torch_dtype=_dtype(reader),
+        eos_token_ids=_eos_token_ids(reader, generation or {}, vocab_size),
+        moe=_moe(reader) if family == "qwen3_moe" else None,
+        raw=raw,
+    )
+    if reader.problems:
+        raise ModelError("\n".join(f"{where}: {problem}" for problem in reader.problems))
+    return spec
+
+
+class _Reader:
+    """Typed look-ups in a config.json; problems are collected, and 1 stands in for a bad size meanwhile."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self.raw = raw
+        self.problems: list[str] = []
+
+    def problem(self, key: str, text: str) -> None:
+        self.problems.append(f"{key}: {text}")
+
+    def size(self, *keys: str) -> int:
+        key = next((key for key in keys if self.raw.get(key) is not None), keys[0])
+        value = self.raw.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.problem(key, "missing; a positive whole number" if value is None else f"is {value!r}; must be a positive whole number")
+        return 1
+
+    def number(self, key: str) -> float:
+        return self.check_number(key, self.raw.get(key))
+
+    def check_number(self, key: str, value: Any) -> float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            return float(value)
+        self.problem(key, "missing; a positive number" if value is None else f"is {value!r}; must be a positive number")
+        return 1.0
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key, default)
+        if isinstance(value, bool):
+            return value
+        self.problem(key, f"is {value!r}; must be true or false")
+        return default
+
+
+def _refuse_other_maths(reader: _Reader, family: str) -> None:
+    raw = reader.raw
+    if raw.get("hidden_act", "silu") != "silu":
+        reader.problem("hidden_act", f"{raw['hidden_act']!r} is not supported; supported: 'silu'")
+    if raw.get("attention_bias"):
+        reader.problem("attention_bias", "biases in attention are not supported; supported: false")
+    if raw.get("attention_dropout"):
+        reader.problem("attention_dropout", f"{raw['attention_dropout']!r} is not supported; supported: 0")
+    layer_types = raw.get("layer_types") or []
+    if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
+        key = "use_sliding_window" if raw.get("use_sliding_window") else "layer_types"
+        reader.problem(key, "sliding-window and other partial attention is not supported; supported: full attention in every layer")
+    for key, meaning in _FOREIGN.items():
+        if raw.get(key):
+            reader.problem(key, f"{meaning} are not supported; a checkpoint without them is wanted")
+    if family == "qwen3_moe":
+        if raw.get("mlp_only_layers"):
+            reader.problem("mlp_only_layers", f"{raw['mlp_only_layers']!r}: dense layers between MoE layers are not supported; supported: []")
+        if raw.get("decoder_sparse_step", 1) != 1:
+            reader.problem("decoder_sparse_step", f"{raw['decoder_sparse_step']!r} is not supported; supported: 1, experts in every layer")
+
+
+def _rope_theta(reader: _Reader) -> float:
+    """The rotary base: at the top level (4.x), or in `rope_parameters` (5.x). Scaled variants are refused."""
+    theta = reader.raw.get("rope_theta")
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = reader.raw.get(key)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            reader.problem(key, f"is {rope!r}; must be an object")
+            continue
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            reader.problem(key, f"rotary scaling {kind!r} is not supported; supported: 'default'")
+        theta = rope.get("rope_theta", theta)
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            reader.problem(key, f"partial_rotary_factor {rope['partial_rotary_factor']!r} is not supported; supported: 1.0")
+    if reader.raw.get("partial_rotary_factor", 1.0) != 1.0:
+        reader.problem("partial_rotary_factor", f"{reader.raw['partial_rotary_factor']!r} is not supported; supported: 1.0")
+    return reader.check_number("rope_theta", theta)
+
+
+def _dtype(reader: _Reader) -> str:
+    key = "dtype" if reader.raw.get("dtype") is not None else "torch_dtype"
+    value = reader.raw.get(key) or "float32"  # what both transformers and torch mean by leaving it out
+    name = str(value).removeprefix("torch.")
+    if name not in _DTYPES:
+        reader.problem(key, f"{value!r} is not supported; supported: {', '.join(_DTYPES)}")
+    return name
+
+
+def _eos_token_ids(reader: _Reader, generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Ids that end a response: those of generation_config.json and of config.json, each once, in that order."""
+    ids: list[int] = []
+    for source, value in (("generation_config.json's eos_token_id", generation.get("eos_token_id")), ("eos_token_id", reader.raw.get("eos_token_id"))):
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                reader.problem(source, f"{token_id!r} is not a token id below vocab_size {vocab_size}")
+            elif token_id not in ids:
+                ids.append(token_id)
+    return tuple(ids)
+
+
+def _moe(reader: _Reader) -> MoeSpec:
+    num_experts = reader.size("num_experts", "num_local_experts")  # 4.x and 5.x
+    experts_per_token = reader.size("num_experts_per_tok")
+    if experts_per_token > num_experts:
+        reader.problem("num_experts_per_tok", f"{experts_per_token} is more than the {num_experts} experts there are")
+    return MoeSpec(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        expert_intermediate_size=reader.size("moe_intermediate_size"),
+        norm_topk_prob=reader.flag("norm_topk_prob", False),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, None where there is no file. Raises ModelError naming file and line."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
+    except UnicodeDecodeError:
+        raise ModelError(f"{path}: not UTF-8 text") from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return value

@@ -1,0 +1,47 @@
+"""How large a model is and what a token costs: parameter counts and FLOPs, from the family tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gspo_mega.model.families import hf_tensors
+from gspo_mega.model.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """`total`: stored. `embedding`: the input embedding, counted in total. `active`: used for one token, that is
+    total without the experts a token does not go to (the embedding is in it, although only a row is read)."""
+
+    total: int
+    active: int
+    embedding: int
+
+
+def count_parameters(spec: ModelSpec) -> ParameterCounts:
+    """Parameters without any padding or replication. Tied embeddings count once."""
+    total = experts = embedding = 0
+    for tensor in hf_tensors(spec):
+        total += tensor.num_elements
+        if tensor.expert is not None:
+            experts += tensor.num_elements
+        if tensor.stage == "first":
+            embedding += tensor.num_elements
+    idle = 0
+    if spec.moe is not None:
+        idle = experts // spec.moe.num_experts * (spec.moe.num_experts - spec.moe.experts_per_token)
+    return ParameterCounts(total=total, active=total - idle, embedding=embedding)
+
+
+def forward_flops_per_token(spec: ModelSpec, sequence_tokens: int) -> float:
+    """FLOPs of one forward pass, a token, averaged over a causal sequence of `sequence_tokens`; backward is twice that.
+
+    Counted are matrix products: two FLOPs a weight that multiplies the token (LM head included, embedding look-up
+    not), and in attention 4 x heads x head_dim a position attended to, (sequence_tokens + 1) / 2 on average.
+    """
+    counts = count_parameters(spec)
+    norms = spec.num_layers * (2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)) + spec.hidden_size
+    head = counts.embedding if spec.tie_word_embeddings else 0
+    matrices = counts.active - counts.embedding - norms + head
+    attention = 4 * spec.num_heads * spec.head_dim * (sequence_tokens + 1) / 2
+    return 2.0 * matrices + spec.num_layers * attention
