@@ -1,0 +1,93 @@
+"""How rank 0 leads the other ranks: announcements through the store, payloads over the host group.
+
+Rank 0 may think for minutes while servers sample. The others must not sit in a device collective then, so
+they poll a store key, watch rank 0's heartbeat, and receive only once something was announced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gspo_mega.engine.process_groups import Group
+from gspo_mega.errors import RankError
+from gspo_mega.runtime.wire import decode, encode
+
+POLL_SECONDS = 0.01
+HEARTBEAT_SECONDS = 1.0
+
+
+class Exchange:
+    """One per rank. Messages are numbered; every rank must send or receive each of them.
+
+    `silence_seconds`: how long rank 0's heartbeat may stand still before the others give up.
+    """
+
+    def __init__(self, store: dist.Store, host: Group, silence_seconds: float = 120.0) -> None:
+        self._store, self._host, self._silence_seconds = store, host, silence_seconds
+        self._sequence = 0
+        self._beats = 0
+        self._last_beat = 0.0
+
+    # --- rank 0 to the others ------------------------------------------------------------------------------
+
+    def heartbeat(self) -> None:
+        """Rank 0, while it waits for something else: tell the others that it lives. Cheap; call it often."""
+        now = time.monotonic()
+        if now - self._last_beat >= HEARTBEAT_SECONDS:
+            self._last_beat = now
+            self._beats += 1
+            self._store.set("heartbeat", str(self._beats))
+
+    def send_each(self, values: Sequence[Any]) -> Any:
+        """Rank 0: send `values[r]` to rank r and return `values[0]`."""
+        self._store.set(f"message/{self._sequence}", "ready")
+        self._sequence += 1
+        for rank in range(1, self._host.size):
+            _send(encode(values[rank]), rank, self._host)
+        return values[0]
+
+    def send_all(self, value: Any) -> Any:
+        """Rank 0: send the same value to every rank."""
+        return self.send_each([value] * self._host.size)
+
+    def receive(self) -> Any:
+        """Other ranks: wait for the next message of rank 0. Raises RankError when rank 0 falls silent."""
+        key = f"message/{self._sequence}"
+        seen, since = "", time.monotonic()
+        while not self._store.check([key]):
+            time.sleep(POLL_SECONDS)
+            if time.monotonic() - since > self._silence_seconds / 4:
+                beat = self._store.get("heartbeat").decode() if self._store.check(["heartbeat"]) else ""
+                if beat != seen:
+                    seen, since = beat, time.monotonic()
+                elif time.monotonic() - since > self._silence_seconds:
+                    raise RankError(f"rank 0 gave no sign of life for {self._silence_seconds:.0f} s while this rank waited for {key}")
+        self._sequence += 1
+        return decode(_receive(0, self._host))
+
+    # --- the others to rank 0 ------------------------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Collect every rank's value on rank 0, in rank order; None elsewhere. Collective over all ranks."""
+        if self._host.rank != 0:
+            _send(encode(value), 0, self._host)
+            return None
+        return [value] + [decode(_receive(rank, self._host)) for rank in range(1, self._host.size)]
+
+
+def _send(message: bytes, rank: int, host: Group) -> None:
+    dist.send(torch.tensor([len(message)], dtype=torch.int64), dst=rank, group=host.group)
+    dist.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), dst=rank, group=host.group)
+
+
+def _receive(rank: int, host: Group) -> bytes:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, src=rank, group=host.group)
+    message = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(message, src=rank, group=host.group)
+    return message.numpy().tobytes()
