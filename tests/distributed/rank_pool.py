@@ -1,0 +1,112 @@
+"""A living pool of gloo ranks for tests: start once, lead through many layouts.
+
+`RankPool(n).run("module:function", **arguments)` calls `function(**arguments)` on every rank at once and
+returns the ranks' results in order; a rank's exception is raised here with its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+
+_TEST_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(rank: int, size: int, port: int, pipe) -> None:
+    sys.path.insert(0, _TEST_FOLDER)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1"
+    )
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    import gspo_mega.engine  # noqa: F401  the CPU backend comes before torch.distributed and Megatron
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    while True:
+        job = pipe.recv()
+        if job is None:
+            break
+        target, arguments = job
+        module, _, function = target.partition(":")
+        try:
+            pipe.send(("ok", getattr(importlib.import_module(module), function)(**arguments)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        self.size, self._pipes, self._processes = size, [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, target: str, timeout: float = 240.0, **arguments) -> list:
+        for pipe in self._pipes:
+            pipe.send((target, arguments))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(timeout):
+                self.kill()
+                raise TimeoutError(f"rank {rank} of {self.size} did not finish {target} in {timeout:.0f} s")
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                self.kill()
+                raise RuntimeError(f"rank {rank} of {self.size} died in {target}") from None
+            if kind == "error":
+                self.kill()
+                raise AssertionError(f"rank {rank} of {self.size} in {target}:\n{value}")
+            results.append(value)
+        return results
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self._processes:
+            process.join(20)
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+
+
+class RankPools:
+    """Pools by size, made when first asked for; a pool that a failure killed is replaced."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, size: int) -> RankPool:
+        pool = self._pools.get(size)
+        if pool is None or not all(p.is_alive() for p in pool._processes):
+            pool = self._pools[size] = RankPool(size)
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
