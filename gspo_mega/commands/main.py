@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     command.add_arguments(parser)
     try:
-        code = command.run(parser.parse_args(words[1:]))
+        # Intermixed: an override may stand before or after an option.
+        code = command.run(parser.parse_intermixed_args(words[1:]))
         sys.stdout.flush()
         return code
     except GspoMegaError as error:

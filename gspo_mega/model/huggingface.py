@@ -17,7 +17,7 @@ from gspo_mega.model.spec import ModelSpec, MoeSpec
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 _DTYPES = ("float32", "bfloat16")
 
-# Present and not None, False, 0, 1.0-like neutral: the model computes something that no family here has.
+# Where one of these is set, the model computes something that no family here has. (False, 0 and null are as good as absent.)
 _FOREIGN = {
     "quantization_config": "quantised weights",
     "shared_expert_intermediate_size": "shared experts",
@@ -34,9 +34,13 @@ _FOREIGN = {
 def read_model_spec(folder: str | Path) -> ModelSpec:
     """Read `config.json` (and `generation_config.json` for further end-of-sequence ids) of a folder.
 
+    A `.json` file instead of a folder is read as a config.json: a shape to plan with.
+
     Raises ModelError listing everything that is missing, malformed or unsupported.
     """
     folder = Path(folder)
+    if folder.is_file() and folder.suffix == ".json":
+        return spec_from_config(_read_json(folder) or {}, where=str(folder))
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a Hugging Face folder with config.json and safetensors is wanted")
     raw = _read_json(folder / "config.json")

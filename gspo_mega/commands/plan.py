@@ -1,0 +1,36 @@
+"""Show what a configuration resolves to on how many ranks, or every reason why it cannot run.
+
+Starts nothing and imports no torch, so it answers at once on a login node. Exit code 0: it can run; 2: it
+cannot, with a line for every reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from gspo_mega.config import load_config, render_config, render_json_schema
+from gspo_mega.errors import ConfigError
+from gspo_mega.plan import plan_run, render_report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="the run's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
+    parser.add_argument("--model", metavar="PATH", help="plan with this Hugging Face folder or config.json instead of model.path")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="what the ranks will run on, when it is known")
+    parser.add_argument("--command", choices=("train", "sft", "eval"), help="also check what this command needs")
+    parser.add_argument("--resolved", action="store_true", help="print the configuration with every default written out, too")
+    parser.add_argument("--json-schema", action="store_true", help="print the JSON Schema for editors and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.json_schema:
+        print(render_json_schema(), end="")
+        return 0
+    if args.config is None:
+        raise ConfigError("gspo-mega plan: no configuration; for example: gspo-mega plan configs/quickstart.yaml")
+    loaded = load_config(args.config, args.overrides, args.command)
+    print(render_report(plan_run(loaded, args.device, args.model)))
+    if args.resolved:
+        print("\n" + render_config(loaded.config), end="")
+    return 0

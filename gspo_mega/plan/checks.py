@@ -1,0 +1,242 @@
+"""What makes a layout impossible for a model, each with the nearest value that would do.
+
+Three kinds: sizes that do not divide, layouts known to train wrong, lengths and batches that do not fit. All
+of them are found before anything starts. Settings that are wrong whatever the model are `config/rules.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from gspo_mega.config.schema import Config
+from gspo_mega.model.spec import ModelSpec
+
+
+class Violation(NamedTuple):
+    """`key`: dotted; `nearest`: the nearest valid values, in words, empty when there are none."""
+
+    key: str
+    text: str
+    nearest: str = ""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that follow from a configuration alone. `data` is rounded down where ranks do not divide."""
+
+    world: int
+    model: int
+    data: int
+    sequence_parallel: bool
+    sequence_multiple: int
+    longest_sequence: int
+
+    @classmethod
+    def of(cls, config: Config) -> Sizes:
+        parallel = config.parallel
+        world = config.cluster.num_nodes * config.cluster.ranks_per_node
+        model = parallel.tensor * parallel.pipeline * parallel.context
+        sequence_parallel = parallel.sequence and parallel.tensor > 1
+        # Context parallelism gives each rank two equal slices of a sequence, one from either end, to balance causal
+        # attention; sequence parallelism cuts a pack's tokens evenly over tensor ranks.
+        multiple = (2 * parallel.context if parallel.context > 1 else 1) * (parallel.tensor if sequence_parallel else 1)
+        return cls(
+            world=world,
+            model=model,
+            data=max(1, world // model),
+            sequence_parallel=sequence_parallel,
+            sequence_multiple=multiple,
+            longest_sequence=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        )
+
+
+def check_layout(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | None) -> list[Violation]:
+    """Every violation, in the order of the file's sections. Empty for a layout that can run."""
+    sizes = Sizes.of(config)
+    return [
+        *_ranks(config, sizes),
+        *_model_division(config, spec),
+        *_pipeline(config, spec),
+        *_experts(config, spec, sizes, device),
+        *_batches(config, sizes),
+        *_lengths(config, spec, sizes),
+        *_servers(config, spec, sizes),
+    ]
+
+
+def nearest(value: int, valid: Iterable[int]) -> str:
+    """The closest valid values below and above, in words."""
+    choices = sorted(set(valid))
+    below = [choice for choice in choices if choice < value][-1:]
+    above = [choice for choice in choices if choice > value][:1]
+    return " or ".join(map(str, below + above))
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _ranks(config: Config, sizes: Sizes) -> Iterator[Violation]:
+    parallel = config.parallel
+    if sizes.world % sizes.model:
+        multiples = [sizes.model * k for k in (sizes.world // sizes.model, sizes.world // sizes.model + 1) if k > 0]
+        yield Violation(
+            "cluster.ranks_per_node",
+            f"num_nodes {config.cluster.num_nodes} x ranks_per_node {config.cluster.ranks_per_node} = {sizes.world} ranks, "
+            f"which tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {sizes.model} does not divide",
+            " or ".join(f"{multiple} ranks in all" for multiple in multiples),
+        )
+
+
+def _model_division(config: Config, spec: ModelSpec) -> Iterator[Violation]:
+    tensor = config.parallel.tensor
+    parts = {"attention heads": spec.num_heads, "key-value heads": spec.num_kv_heads}
+    if spec.moe is None:
+        parts["intermediate size"] = spec.intermediate_size
+    bad = [f"{name} {count}" for name, count in parts.items() if count % tensor]
+    if bad:
+        common = math.gcd(*parts.values())
+        yield Violation("parallel.tensor", f"{tensor} does not divide the model's {', '.join(bad)}", nearest(tensor, divisors(common)))
+
+
+def _pipeline(config: Config, spec: ModelSpec) -> Iterator[Violation]:
+    pipeline, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
+    if spec.num_layers % pipeline:
+        yield Violation(
+            "parallel.pipeline", f"{pipeline} does not divide the model's {spec.num_layers} layers", nearest(pipeline, divisors(spec.num_layers))
+        )
+        return
+    if virtual is not None and pipeline == 1:
+        yield Violation("parallel.virtual_pipeline", f"{virtual} chunks a rank need pipeline stages, and pipeline is 1", "leave it out (null)")
+        return
+    layers = spec.num_layers // pipeline
+    if virtual is not None and layers % virtual:
+        choices = [d for d in divisors(layers) if d > 1]
+        yield Violation(
+            "parallel.virtual_pipeline",
+            f"{virtual} does not divide the {layers} layers of a pipeline stage",
+            nearest(virtual, choices) or "leave it out (null)",
+        )
+        return
+    layers //= virtual or 1
+    if config.recompute.granularity == "full" and config.recompute.num_layers > layers:
+        yield Violation(
+            "recompute.num_layers", f"{config.recompute.num_layers} is more than the {layers} layers of a model chunk", str(layers)
+        )
+
+
+def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) -> Iterator[Violation]:
+    parallel = config.parallel
+    if spec.moe is None:
+        for key, value in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
+            if value > 1:
+                yield Violation(f"parallel.{key}", f"{value}, but the model ({spec.family}) has no experts", "1")
+        if config.rollout.return_routed_experts:
+            yield Violation("rollout.return_routed_experts", f"the model ({spec.family}) has no experts", "false")
+        return
+    moe, expert, expert_tensor = spec.moe, parallel.expert, parallel.expert_tensor
+    per_stage = sizes.world // parallel.pipeline
+    if moe.num_experts % expert:
+        yield Violation(
+            "parallel.expert",
+            f"{expert} does not divide the model's {moe.num_experts} experts",
+            nearest(expert, (d for d in divisors(moe.num_experts) if per_stage % (d * expert_tensor) == 0)),
+        )
+    elif sizes.world % (expert * expert_tensor * parallel.pipeline):
+        yield Violation(
+            "parallel.expert",
+            f"expert {expert} x expert_tensor {expert_tensor} x pipeline {parallel.pipeline} does not divide {sizes.world} ranks",
+            nearest(expert, (d for d in divisors(moe.num_experts) if sizes.world % (d * expert_tensor * parallel.pipeline) == 0)),
+        )
+    if moe.expert_intermediate_size % expert_tensor:
+        yield Violation(
+            "parallel.expert_tensor",
+            f"{expert_tensor} does not divide the experts' intermediate size {moe.expert_intermediate_size}",
+            nearest(expert_tensor, divisors(moe.expert_intermediate_size)),
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield Violation("parallel.sequence", "experts with tensor > 1 need sequence parallelism (Megatron's dispatchers count on it)", "true")
+    if parallel.tensor > 1 and expert == 1 and expert_tensor == 1:
+        choices = [d for d in divisors(moe.num_experts) if d > 1 and per_stage % d == 0]
+        yield Violation(
+            "parallel.expert",
+            f"tensor {parallel.tensor} with expert 1 and expert_tensor 1 trains wrong: experts would not be reduced over "
+            "their data-parallel group",
+            " or ".join([f"expert {d}" for d in choices[:1]] + [f"expert_tensor {parallel.tensor}"]),
+        )
+    if expert_tensor > 1 and parallel.expert_dispatcher == "alltoall" and device == "cpu":
+        yield Violation(
+            "parallel.expert_dispatcher",
+            f"alltoall with expert_tensor {expert_tensor} gathers uneven token counts, which gloo, the only backend without GPUs, cannot",
+            "allgather",
+        )
+
+
+def _batches(config: Config, sizes: Sizes) -> Iterator[Violation]:
+    batch = config.batch
+    num_sequences = batch.prompts_per_step * batch.group_size
+    if num_sequences // batch.num_mini_batches < sizes.data:
+        largest = num_sequences // sizes.data
+        yield Violation(
+            "batch.num_mini_batches",
+            f"{num_sequences} trajectories (prompts_per_step x group_size) in {batch.num_mini_batches} mini-batches are "
+            f"{num_sequences // batch.num_mini_batches} a mini-batch, fewer than the {sizes.data} data-parallel ranks",
+            str(largest) if largest else f"1, with at least {math.ceil(sizes.data / batch.group_size)} prompts_per_step",
+        )
+    if config.sft is not None and config.sft.sequences_per_step < sizes.data:
+        yield Violation(
+            "sft.sequences_per_step",
+            f"{config.sft.sequences_per_step} demonstrations are fewer than the {sizes.data} data-parallel ranks",
+            str(sizes.data),
+        )
+
+
+def _lengths(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
+    longest = sizes.longest_sequence
+    spelled = f"max_prompt_tokens {config.data.max_prompt_tokens} + max_new_tokens {config.rollout.max_new_tokens} = {longest}"
+    if longest > spec.max_position_embeddings:
+        room = spec.max_position_embeddings - config.data.max_prompt_tokens
+        yield Violation(
+            "rollout.max_new_tokens",
+            f"{spelled} is more than the model's {spec.max_position_embeddings} positions",
+            str(room) if room > 0 else f"none: max_prompt_tokens must be below {spec.max_position_embeddings} first",
+        )
+    padded = math.ceil(longest / sizes.sequence_multiple) * sizes.sequence_multiple
+    if padded > config.batch.micro_batch_tokens:
+        rounding = f", {padded} when padded to a multiple of {sizes.sequence_multiple}," if padded != longest else ""
+        yield Violation(
+            "batch.micro_batch_tokens",
+            f"{config.batch.micro_batch_tokens} cannot hold the longest sequence: {spelled}{rounding} and sequences are never split",
+            str(padded),
+        )
+
+
+def _servers(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
+    server = config.server
+    tensor, heads, kv_heads = server.tensor, spec.num_heads, spec.num_kv_heads
+    intermediate = spec.intermediate_size if spec.moe is None else spec.moe.expert_intermediate_size
+
+    def divides(size: int) -> bool:
+        # SGLang copies a key-value head where there are more ranks than heads.
+        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0) and intermediate % size == 0
+
+    if not divides(tensor):
+        yield Violation(
+            "server.tensor",
+            f"{tensor} does not fit the model's {heads} heads, {kv_heads} key-value heads and intermediate size {intermediate}",
+            nearest(tensor, filter(divides, divisors(heads))),
+        )
+    longest = sizes.longest_sequence
+    if server.context_tokens is not None and not longest <= server.context_tokens <= spec.max_position_embeddings:
+        valid = nearest(server.context_tokens, (longest, spec.max_position_embeddings))
+        yield Violation(
+            "server.context_tokens",
+            f"{server.context_tokens} is not between the longest sequence ({longest}) and the model's positions ({spec.max_position_embeddings})",
+            valid if longest <= spec.max_position_embeddings else "",
+        )
+    if server.max_total_tokens is not None and server.max_total_tokens < longest:
+        yield Violation("server.max_total_tokens", f"{server.max_total_tokens} cannot hold one sequence of {longest} tokens", str(longest))

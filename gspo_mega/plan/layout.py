@@ -1,0 +1,116 @@
+"""Which rank does what: the sizes of every kind of parallelism and each rank's place in them.
+
+`resolve_layout` is the only way to a Layout: it refuses what cannot run (`checks.py`). Makes no process
+groups; the engine does, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from gspo_mega.config.schema import Config
+from gspo_mega.errors import PlanError
+from gspo_mega.model.families import padded_vocab_size
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.checks import Sizes, check_layout
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """One rank's index in each kind of parallelism."""
+
+    data: int
+    pipeline: int
+    context: int
+    tensor: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that can run. Sizes are numbers of ranks unless they say otherwise.
+
+    `data` excludes context parallelism. `expert_data` is over how many ranks an expert's gradient is summed.
+    `layers_per_chunk`: layers of one model chunk (a pipeline stage, or a virtual one). `sequence_multiple_tokens`:
+    every packed sequence is padded to a multiple of it. `mini_batch_sequences`: trajectories of each mini-batch
+    when no sample is dropped, the largest first.
+    """
+
+    world_size: int
+    tensor: int
+    pipeline: int
+    virtual_pipeline: int | None
+    context: int
+    data: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+    sequence_parallel: bool
+    layers_per_chunk: int
+    padded_vocab_size: int
+    sequence_multiple_tokens: int
+    mini_batch_sequences: tuple[int, ...]
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Megatron's order, fastest first: tensor, context, (expert,) data, pipeline.
+
+        The same ranks are cut a second time for experts: expert tensor, expert, expert data, pipeline; context
+        parallelism has no meaning inside an expert and its ranks are expert or expert-data ranks there.
+        """
+        within_stage = rank % (self.world_size // self.pipeline)
+        return Coordinates(
+            data=within_stage // (self.tensor * self.context),
+            pipeline=rank // (self.world_size // self.pipeline),
+            context=within_stage // self.tensor % self.context,
+            tensor=within_stage % self.tensor,
+            expert=within_stage // self.expert_tensor % self.expert,
+            expert_tensor=within_stage % self.expert_tensor,
+            expert_data=within_stage // (self.expert_tensor * self.expert),
+        )
+
+
+def resolve_layout(
+    config: Config,
+    spec: ModelSpec,
+    where: Callable[[str], str] | None = None,
+    device: Literal["cpu", "gpu"] | None = None,
+) -> Layout:
+    """The layout of a configuration for a model.
+
+    `where` turns a dotted key into its place (`LoadedConfig.where`). `device`: what the ranks will run on, None
+    when that is not known, as on a login node. Raises PlanError with a line for every violation:
+    `place: key: what; nearest valid: ...`.
+    """
+    violations = check_layout(config, spec, device)
+    if violations:
+        lines = [f"{where(v.key)}: " if where is not None else "" for v in violations]
+        raise PlanError(
+            "\n".join(
+                f"{place}{v.key}: {v.text}" + (f"; nearest valid: {v.nearest}" if v.nearest else "")
+                for place, v in zip(lines, violations)
+            )
+        )
+    sizes = Sizes.of(config)
+    parallel = config.parallel
+    num_sequences = config.batch.prompts_per_step * config.batch.group_size
+    quotient, remainder = divmod(num_sequences, config.batch.num_mini_batches)
+    return Layout(
+        world_size=sizes.world,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        data=sizes.data,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        expert_data=sizes.world // (parallel.pipeline * parallel.expert * parallel.expert_tensor),
+        sequence_parallel=sizes.sequence_parallel,
+        layers_per_chunk=spec.num_layers // (parallel.pipeline * (parallel.virtual_pipeline or 1)),
+        padded_vocab_size=padded_vocab_size(spec.vocab_size, parallel.tensor),
+        sequence_multiple_tokens=sizes.sequence_multiple,
+        mini_batch_sequences=tuple(quotient + (index < remainder) for index in range(config.batch.num_mini_batches)),
+    )

@@ -1,0 +1,60 @@
+"""From a loaded configuration to everything that is decided before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gspo_mega.config.loader import LoadedConfig
+from gspo_mega.config.schema import Config
+from gspo_mega.errors import ModelError
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.layout import Layout, resolve_layout
+
+Device = Literal["cpu", "gpu"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`notices`: the configuration's and the layout's, to be shown at a run's start and end."""
+
+    config: Config
+    spec: ModelSpec
+    layout: Layout
+    notices: tuple[str, ...]
+
+
+def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Path | None = None) -> Plan:
+    """Read the model's shape and resolve the layout.
+
+    `model`: another Hugging Face folder or config.json to plan with instead of `model.path`. `device`: what the
+    ranks will run on, when known. Raises ModelError or PlanError with the place in the configuration.
+    """
+    config = loaded.config
+    try:
+        spec = read_model_spec(model if model is not None else config.model.path)
+    except ModelError as error:
+        if model is not None:
+            raise
+        place = f"{loaded.where('model.path')}: model.path: "
+        raise ModelError("\n".join(place + line for line in str(error).splitlines())) from None
+    layout = resolve_layout(config, spec, loaded.where, device)
+    return Plan(config, spec, layout, (*loaded.notices, *_notices(config, spec, layout, device)))
+
+
+def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | None) -> Iterator[str]:
+    parallel, ranks_per_node = config.parallel, config.cluster.ranks_per_node
+    if not spec.eos_token_ids:
+        yield "the model names no end-of-sequence token: every response runs to max_new_tokens"
+    if ranks_per_node % layout.tensor:
+        yield f"tensor groups of {layout.tensor} ranks span nodes of {ranks_per_node}: slow; keep them inside a node"
+    if layout.mini_batch_sequences[-1] % layout.data:
+        yield (
+            f"{layout.mini_batch_sequences[-1]} trajectories a mini-batch do not divide over {layout.data} data-parallel ranks: "
+            "some compute less and wait"
+        )
+    if device is None and parallel.expert_tensor > 1 and parallel.expert_dispatcher == "alltoall":
+        yield "expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher: allgather`"
