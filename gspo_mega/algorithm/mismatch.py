@@ -17,7 +17,7 @@ from gspo_mega.algorithm.ratio import active_values, exp_minus_linear, segment_s
 
 Correction = Literal["none", "truncate", "mask"]
 
-SUM_NAMES = ("tokens", "log_ratio", "log_ratio_squared", "k3", "abs_log_ratio", "ratio_excess", "ratio_squared_excess", "truncated_ratio", "truncated", "icepop_kept")
+SUM_NAMES = ("tokens", "log_ratio", "log_ratio_squared", "k3", "abs_log_ratio", "second_order_chi2", "truncated_ratio", "truncated", "icepop_kept")
 MAXIMUM_NAMES = ("abs_log_ratio", "abs_prob_difference", "negative_log_ratio")
 ICEPOP_BAND = (0.5, 5.0)
 
@@ -64,8 +64,7 @@ def mismatch_sums(
         "log_ratio_squared": d.square(),
         "k3": exp_minus_linear(d),
         "abs_log_ratio": d.abs(),
-        "ratio_excess": torch.expm1(d),
-        "ratio_squared_excess": torch.expm1(2 * d),
+        "second_order_chi2": exp_minus_linear(2 * d),
         "truncated_ratio": ratio.clamp(max=token_cap),
         "truncated": (ratio > token_cap).double(),
         "icepop_kept": ((ratio >= ICEPOP_BAND[0]) & (ratio <= ICEPOP_BAND[1])).double(),
@@ -111,8 +110,10 @@ def mismatch_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
         return float(by_name[name].sum()) / num_tokens
 
     means = by_name["log_ratio"] / lengths
+    mean_d = token_mean("log_ratio")
+    chi2_token = 2 * mean_d + token_mean("second_order_chi2")  # = mean(exp(2d)) - 1, its cancelling part apart
     return {
-        "k1": -token_mean("log_ratio"),
+        "k1": -mean_d,
         "k2": token_mean("log_ratio_squared") / 2,
         "k3": token_mean("k3"),
         "abs_log_ratio_mean": token_mean("abs_log_ratio"),
@@ -120,13 +121,13 @@ def mismatch_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
         "abs_prob_difference_max": float(top["abs_prob_difference"].max()),
         "log_ppl_difference_mean": float(-means.mean()),
         "ppl_ratio_mean": float((-means).exp().mean()),
-        "chi2_token": token_mean("ratio_squared_excess"),
+        "chi2_token": chi2_token,
         "chi2_sequence": float(torch.expm1(2 * by_name["log_ratio"]).mean()),
         "chi2_sequence_log1p": float(torch.logsumexp(2 * by_name["log_ratio"], 0)) - math.log(lengths.numel()),
         "chi2_sequence_length_normalised": float(torch.expm1(2 * means).mean()),
         "token_truncated_ratio_mean": token_mean("truncated_ratio"),
         "token_truncated_fraction": token_mean("truncated"),
-        "ess_token": (1 + token_mean("ratio_excess")) ** 2 / (1 + token_mean("ratio_squared_excess")),
+        "ess_token": (1 + mean_d + token_mean("k3")) ** 2 / (1 + chi2_token),
         "ess_sequence": effective_sample_fraction(by_name["log_ratio"]),
         "icepop_kept_fraction": token_mean("icepop_kept"),
     }
