@@ -17,6 +17,7 @@ import os
 import sys
 
 import torch
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -88,6 +89,9 @@ def _stand_in_for_cuda() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *a, **k: None)
     torch.Tensor.cuda = lambda self, *a, **k: self
+    # `with torch.device(...)` recognises the factories by identity, from a set it makes once: have it made
+    # before they are wrapped, or it would no longer reach the functions that the wrappers call.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _wrap_factory(getattr(torch, name)))
 
