@@ -49,6 +49,10 @@ def make_spec(moe: bool, **changes) -> ModelSpec:
 @pytest.mark.parametrize("moe", [False, True])
 def test_names_and_shapes_are_those_that_hugging_face_saves(moe, tied, tmp_path):
     import torch
+
+    from gspo_mega.rollout import cpu_server
+
+    cpu_server.activate()  # without a GPU, transformers meets the same torchvision that SGLang does
     import transformers
     from safetensors import safe_open
 

@@ -1,0 +1,130 @@
+"""Gather: from the policy's shards back to whole Hugging Face tensors, one at a time.
+
+Owns putting tensors together over tensor-parallel groups and bringing them to rank 0; writing files is
+`hf_export.py`, sending to servers `broadcast.py`. Holds one parameter at a time, never the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gspo_mega.errors import ModelError
+from gspo_mega.model.families import TensorEntry, parameter_blocks
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.weights.collectives import all_gather_json, raise_together
+from gspo_mega.weights.names import canonical_parameters, replica_group, table_by_parameter, tensor_group
+
+if TYPE_CHECKING:
+    from gspo_mega.engine.process_groups import ParallelGroups
+
+
+class PolicyTensors:
+    """The whole model as Hugging Face tensors, spread over ranks: each tensor has one owner.
+
+    The owner of a tensor is rank 0 of its tensor (or expert-tensor) group, on the pipeline stage and
+    expert-parallel rank that hold it, in the first of the data-parallel replicas.
+    """
+
+    def __init__(self, spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]) -> None:
+        """`chunks` are this rank's unwrapped GPT chunks. Collective over all ranks.
+
+        Raises ModelError, the same on every rank, when the chunks do not fit the family table, or a parameter
+        has no owner or two.
+        """
+        self.spec = spec
+        self.groups = groups
+        problems = []
+        try:
+            self._parameters = canonical_parameters(spec, groups, chunks)
+        except ModelError as error:
+            problems.append(str(error))
+        raise_together(problems, groups.host, ModelError, "the model does not fit its tensor table")
+        self.table = table_by_parameter(spec)
+        self._takes_part = {p for p, e in self.table.items() if p in self._parameters and self._replica(e[0])}
+        mine = [p for p, e in self.table.items() if p in self._takes_part and self._is_lead(e[0])]
+        self.owners: dict[str, int] = {}
+        for rank, owned in enumerate(all_gather_json(mine, groups.host)):
+            for parameter in owned:
+                if parameter in self.owners:
+                    raise ModelError(f"{parameter} is owned by ranks {self.owners[parameter]} and {rank}")
+                self.owners[parameter] = rank
+        if missing := [p for p in self.table if p not in self.owners]:
+            raise ModelError(f"{len(missing)} parameters are on no rank: {', '.join(missing[:5])}")
+
+    def _replica(self, entry: TensorEntry) -> bool:
+        """Does this rank take part in gathering the tensor, or is it a data-parallel copy?"""
+        if entry.sharding == "replicated" and not self._is_lead(entry):
+            return False
+        return replica_group(self.groups, entry).rank == 0
+
+    def _is_lead(self, entry: TensorEntry) -> bool:
+        return tensor_group(self.groups, entry).rank == 0
+
+    def owned(self, dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """(entry, whole tensor in `dtype` on the parameter's device) of the tensors that this rank owns, in table order.
+
+        A tensor may share memory with a parameter: read it, do not keep it. Collective over the tensor groups:
+        every rank must run the iterator to its end.
+        """
+        for parameter, entries in self.table.items():
+            if parameter in self._takes_part:
+                yield from self._gather(parameter, entries, dtype)
+
+    def _gather(self, parameter: str, entries: list[TensorEntry], dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        group = tensor_group(self.groups, entries[0])
+        share = self._parameters[parameter].detach().to(dtype)
+        if group.size == 1 or entries[0].sharding == "replicated":
+            shares = [share]
+        else:
+            share = share.contiguous()
+            shares = [torch.empty_like(share) for _ in range(group.size)] if group.rank == 0 else []
+            dist.gather(share, shares or None, dst=group.ranks[0], group=group.group)
+        if not shares:
+            return
+        for entry in entries:
+            yield entry, self._assemble(entry, shares)
+
+    def _assemble(self, entry: TensorEntry, shares: list[torch.Tensor]) -> torch.Tensor:
+        if entry.sharding == "replicated":
+            return shares[0]
+        whole = torch.empty(entry.shape, dtype=shares[0].dtype, device=shares[0].device)
+        for rank, share in enumerate(shares):
+            for block in parameter_blocks(self.spec, entry, len(shares), rank):
+                part = share.narrow(block.dim, block.local_start, block.length)
+                whole.narrow(block.dim, block.start, block.length).copy_(part)
+        return whole
+
+    def stream(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor in `dtype`) of every tensor of the model, in table order, on rank 0; nothing elsewhere.
+
+        Collective over all ranks: every rank must run the iterator to its end, rank 0 also after an error of
+        what it does with the tensors. A tensor may share memory with a parameter.
+        """
+        if self.groups.world.rank != 0:
+            for _, tensor in self.owned(dtype):
+                dist.send(tensor.contiguous(), dst=0, group=self.groups.world.group)
+            return
+        device = next(iter(self._parameters.values())).device
+        owned = self.owned(dtype)
+        for parameter, entries in self.table.items():
+            for entry in entries:
+                if self.owners[parameter] == 0:
+                    mine, tensor = next(owned)
+                    assert mine is entry, f"{mine.name} came where {entry.name} was due"
+                else:
+                    # Rank 0 leads every gather that it takes part in, so there is none to join here.
+                    tensor = torch.empty(entry.shape, dtype=dtype, device=device)
+                    dist.recv(tensor, src=self.owners[parameter], group=self.groups.world.group)
+                yield entry.name, tensor
+
+
+def gather_stream(
+    spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of every tensor of the model on rank 0, in table order; see `PolicyTensors.stream`. Collective."""
+    return PolicyTensors(spec, groups, chunks).stream(dtype)

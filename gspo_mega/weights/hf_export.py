@@ -1,0 +1,209 @@
+"""Export: the policy as a Hugging Face folder, written by all ranks that own tensors.
+
+Owns files, index and manifest of one folder, and that it appears whole or not at all. Which versions a run
+keeps is `versions.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from gspo_mega.errors import PublishError
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.weights.collectives import all_gather_json, raise_together
+from gspo_mega.weights.gather import PolicyTensors
+from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME
+
+if TYPE_CHECKING:
+    from gspo_mega.engine.process_groups import ParallelGroups
+
+MANIFEST_NAME = "manifest.json"
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# Weights and what describes them are written anew; everything else of the source (configuration, tokenizer) is copied.
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 (hex) of a tensor's bytes in row-major order, as they lie in a safetensors file."""
+    return hashlib.sha256(memoryview(tensor_bytes(tensor))).hexdigest()
+
+
+def tensor_bytes(tensor: torch.Tensor):
+    """A tensor's bytes in row-major order: numpy uint8, one-dimensional. Copies from a device, or if not contiguous."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def export_huggingface(
+    out_dir: str | Path,
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    chunks: Sequence[nn.Module],
+    dtype: torch.dtype,
+    source_folder: str | Path,
+    weight_version: int,
+    max_file_bytes: int = 4 * 1024**3,
+) -> dict[str, Any]:
+    """Write the policy to `out_dir`, with config and tokenizer files of `source_folder`; return the manifest.
+
+    Each owner of tensors writes its own files of at most about `max_file_bytes` and holds no more than that in
+    host memory. Files are written beside, synced, read back against the digests taken from memory, and then
+    renamed at once; a folder that is there is replaced. `out_dir` lies on a file system that all ranks share.
+
+    The manifest (also in the folder): `weight_version`, `dtype`, and for every tensor its `shape`, `sha256` of
+    what the owner held in memory, and `file`. Collective over all ranks.
+
+    Raises PublishError, the same on every rank, when a file cannot be written or reads back differently.
+    """
+    out_dir = Path(out_dir)
+    staging = out_dir.with_name(out_dir.name + ".writing")
+    policy = PolicyTensors(spec, groups, chunks)
+    lead = groups.world.rank == 0
+    problems: list[str] = []
+    if lead:
+        problems = _attempt(_start, staging, Path(source_folder), DTYPE_NAMES[dtype])
+    raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
+
+    writer = _Writer(staging, groups.world.rank, max_file_bytes)
+    for entry, tensor in policy.owned(dtype):
+        # After a failure the iterator still runs to its end: other ranks wait in its collectives.
+        if not problems:
+            problems = _attempt(writer.add, entry.name, tensor)
+    if not problems:
+        problems = _attempt(writer.close)
+    raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
+
+    written = all_gather_json([writer.files, writer.tensors], groups.host)
+    final_names = _final_names([file for files, _ in written for file in files])
+    problems = _attempt(writer.rename, final_names)
+    raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
+
+    tensors = {name: t | {"file": final_names[t["file"]]} for _, part in written for name, t in part.items()}
+    manifest = {
+        "weight_version": weight_version,
+        "dtype": DTYPE_NAMES[dtype],
+        "tensors": {name: tensors[name] for entries in policy.table.values() for name in (entry.name for entry in entries)},
+    }
+    if lead:
+        problems = _attempt(_finish, staging, out_dir, manifest)
+    raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
+    return manifest
+
+
+def _attempt(action, *arguments: object) -> list[str]:
+    """Run something that touches files; what went wrong, for all ranks to hear of."""
+    try:
+        action(*arguments)
+    except (OSError, SafetensorError, PublishError) as error:
+        return [f"{type(error).__name__}: {error}"]
+    return []
+
+
+class _Writer:
+    """One rank's files: fills one, writes it, checks it, goes on to the next."""
+
+    def __init__(self, folder: Path, rank: int, max_file_bytes: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self.max_file_bytes = max_file_bytes
+        self.files: list[str] = []
+        self.tensors: dict[str, dict[str, Any]] = {}
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self.max_file_bytes:
+            self._write()
+        # A copy: the tensor may be a parameter's own memory.
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+
+    def close(self) -> None:
+        if self._pending:
+            self._write()
+
+    def _write(self) -> None:
+        file = f"rank{self.rank:05d}-{len(self.files):05d}.safetensors"
+        for name, tensor in self._pending.items():
+            self.tensors[name] = {"shape": list(tensor.shape), "sha256": tensor_digest(tensor), "file": file}
+        save_file(self._pending, self.folder / file, metadata={"format": "pt"})
+        _sync(self.folder / file)
+        with safe_open(self.folder / file, framework="pt") as saved:
+            for name in self._pending:
+                if tensor_digest(saved.get_tensor(name)) != self.tensors[name]["sha256"]:
+                    raise PublishError(f"{self.folder / file}: {name} reads back other bytes than were written")
+        self.files.append(file)
+        self._pending, self._pending_bytes = {}, 0
+
+    def rename(self, final_names: dict[str, str]) -> None:
+        for file in self.files:
+            (self.folder / file).rename(self.folder / final_names[file])
+
+
+def _final_names(files: list[str]) -> dict[str, str]:
+    if len(files) == 1:
+        return {files[0]: SINGLE_NAME}
+    return {file: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, start=1)}
+
+
+def _start(staging: Path, source: Path, dtype_name: str) -> None:
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.startswith(".") and file.name != MANIFEST_NAME and not file.name.endswith(_NOT_COPIED):
+            shutil.copyfile(file, staging / file.name)
+            _sync(staging / file.name)
+    config = json.loads((source / "config.json").read_text())
+    # Both spellings are in use; the one that is there says what the files hold.
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = dtype_name
+    write_json(staging / "config.json", config)
+
+
+def _finish(staging: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
+    tensors = manifest["tensors"]
+    files = {t["file"] for t in tensors.values()}
+    if files != {SINGLE_NAME}:
+        total = sum((staging / file).stat().st_size for file in files)
+        write_json(staging / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": {n: t["file"] for n, t in tensors.items()}})
+    write_json(staging / MANIFEST_NAME, manifest)
+    _sync(staging)
+    replaced = out_dir.with_name(out_dir.name + ".replaced")
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    if out_dir.exists():
+        out_dir.rename(replaced)
+    staging.rename(out_dir)
+    _sync(out_dir.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file and sync it."""
+    with path.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,87 @@
+"""Reading a Hugging Face folder of safetensors: which tensor is in which file, its shape, and slices of it.
+
+Owns the folder as it lies on disk, one file or sharded with an index; knows nothing of models or ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from gspo_mega.errors import ModelError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+class HuggingFaceFolder:
+    """The tensors of one folder. Files are opened when first needed and mapped, so a slice reads only its bytes."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises ModelError when there are no safetensors or the index cannot be read."""
+        self.path = Path(folder)
+        self._open: dict[str, safe_open] = {}
+        index = self.path / INDEX_NAME
+        if index.is_file():
+            try:
+                self.files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ModelError(f"{index}: not an index of safetensors files ({error!r}); it needs a 'weight_map'") from error
+        elif (self.path / SINGLE_NAME).is_file():
+            self.files = dict.fromkeys(self._file(SINGLE_NAME).keys(), SINGLE_NAME)
+        else:
+            raise ModelError(f"{self.path}: neither {INDEX_NAME} nor {SINGLE_NAME} is there; only safetensors checkpoints are read")
+
+    def __enter__(self) -> HuggingFaceFolder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.clear()
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self.path / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{self.path / name}: cannot be read as safetensors: {error}") from error
+        return self._open[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor that the index names. Raises ModelError when its file lacks it."""
+        return tuple(self._slice(name).get_shape())
+
+    def _slice(self, name: str):
+        try:
+            return self._file(self.files[name]).get_slice(name)
+        except SafetensorError as error:
+            raise ModelError(f"{self.path / self.files[name]}: the index names {name!r} there, the file lacks it ({error})") from error
+
+    def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
+        """[start, start + length) of the tensor along `dim` (0 or 1), in the file's dtype; all of it without `length`."""
+        part = self._slice(name)
+        stop = part.get_shape()[dim] if length is None else start + length
+        return part[start:stop] if dim == 0 else part[:, start:stop]
+
+
+def check_names_and_shapes(folder: HuggingFaceFolder, shapes: dict[str, tuple[int, ...]], may_be_there: frozenset[str]) -> list[str]:
+    """What is wrong with the folder for a model of these tensors: missing, unexpected or of another shape.
+
+    `may_be_there` are tensors that older checkpoints hold without need.
+    """
+    problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in folder.files]
+    for name in folder.files:
+        if name not in shapes:
+            if name not in may_be_there:
+                problems.append(f"unexpected: {name}")
+            continue
+        try:
+            found = folder.shape(name)
+        except ModelError as error:
+            problems.append(str(error))
+            continue
+        if found != shapes[name]:
+            problems.append(f"wrong shape: {name} is {list(found)}, config.json makes it {list(shapes[name])}")
+    return problems

@@ -1,0 +1,78 @@
+"""Import: from a Hugging Face folder into the policy's chunks, whatever the layout.
+
+Owns filling parameters; where each tensor lies is `model/families.py`. Every rank reads only its own slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gspo_mega.errors import ModelError
+from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_blocks
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.weights.collectives import raise_together
+from gspo_mega.weights.hf_folder import HuggingFaceFolder, check_names_and_shapes
+from gspo_mega.weights.names import canonical_parameters, table_by_parameter, tensor_group
+
+if TYPE_CHECKING:
+    from gspo_mega.engine.process_groups import ParallelGroups
+
+_HEAD = "lm_head.weight"
+
+
+def import_huggingface(folder: str | Path, spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]) -> None:
+    """Fill every parameter of this rank's chunks from the folder, cast to the parameter's dtype.
+
+    `chunks` are unwrapped GPT chunks. Padding rows of the vocabulary become zero. Call it before the optimizer
+    copies the parameters. Collective over all ranks.
+
+    Raises ModelError, the same on every rank, listing tensors that are missing, unexpected or of another shape;
+    also when embeddings are tied and the folder holds a head that differs from them.
+    """
+    names = {entry.name: entry.shape for entry in hf_tensors(spec)}
+    # Published checkpoints with tied embeddings often hold the head a second time.
+    redundant = frozenset({_HEAD}) if spec.tie_word_embeddings else frozenset()
+    problems: list[str] = []
+    source = None
+    try:
+        parameters = canonical_parameters(spec, groups, chunks)
+        source = HuggingFaceFolder(folder)
+        # One rank reads all headers; the others open only the files that they need.
+        if groups.world.rank == 0:
+            problems = check_names_and_shapes(source, names, redundant)
+    except ModelError as error:
+        problems = [str(error)]
+    raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
+    with source:
+        try:
+            _fill(source, spec, groups, parameters)
+        except ModelError as error:
+            problems.append(str(error))
+    raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
+
+
+def _fill(source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, parameters: dict[str, nn.Parameter]) -> None:
+    owners = {}
+    for parameter, entries in table_by_parameter(spec).items():
+        owners |= dict.fromkeys((parameter, *entries[0].copies), entries)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.zero_()
+            for entry in owners[name]:
+                _fill_from_tensor(source, spec, groups, entry, parameter)
+
+
+def _fill_from_tensor(
+    source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, entry: TensorEntry, parameter: nn.Parameter
+) -> None:
+    group = tensor_group(groups, entry)
+    for block in parameter_blocks(spec, entry, group.size, group.rank):
+        values = source.read(entry.name, block.dim, block.start, block.length)
+        parameter.narrow(block.dim, block.local_start, block.length).copy_(values)
+        if entry.copies and _HEAD in source.files and not torch.equal(values, source.read(_HEAD, block.dim, block.start, block.length)):
+            raise ModelError(f"config.json ties the embeddings, and {_HEAD} differs from {entry.name}; set tie_word_embeddings to false there")

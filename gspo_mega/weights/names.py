@@ -1,0 +1,89 @@
+"""From a model chunk's own parameter names to canonical ones.
+
+Owns the differences between layer specs (plain and Transformer Engine) and between layouts (local layer and
+expert numbers); the names themselves are declared in `model/families.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from gspo_mega.errors import ModelError
+from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_shape
+from gspo_mega.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from gspo_mega.engine.process_groups import Group, ParallelGroups
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+# Transformer Engine fuses a norm into the linear layer that follows it.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def table_by_parameter(spec: ModelSpec) -> dict[str, list[TensorEntry]]:
+    """The tensors fused in each parameter, by canonical name, in table order."""
+    table: dict[str, list[TensorEntry]] = {}
+    for entry in hf_tensors(spec):
+        table.setdefault(entry.parameter, []).append(entry)
+    return table
+
+
+def tensor_group(groups: ParallelGroups, entry: TensorEntry) -> Group:
+    """The group over which the tensor is cut."""
+    return groups.tensor if entry.expert is None else groups.expert_tensor
+
+
+def replica_group(groups: ParallelGroups, entry: TensorEntry) -> Group:
+    """The group whose ranks all hold the same share of the tensor."""
+    return groups.data_context if entry.expert is None else groups.expert_data
+
+
+def canonical_parameters(spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """This rank's parameters by canonical name, checked against the family table.
+
+    `chunks` are unwrapped GPT chunks whose layers know their global `layer_number` (from 1). Raises ModelError
+    when a parameter is in no table or has another shape than the table gives it: weights would be lost silently.
+    """
+    table = table_by_parameter(spec)
+    expected = {parameter: entries[0] for parameter, entries in table.items()}
+    expected |= {copy: entries[0] for entries in table.values() for copy in entries[0].copies}
+    found: dict[str, nn.Parameter] = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            canonical = _canonical(spec, groups, chunk, name)
+            entry = expected.get(canonical)
+            if entry is None:
+                raise ModelError(f"{spec.family}: the model has a parameter {name!r} ({canonical}) that is in no tensor table")
+            shape = parameter_shape(spec, entry, tensor_group(groups, entry).size)
+            if tuple(parameter.shape) != shape:
+                raise ModelError(f"{spec.family}: parameter {name!r} has shape {tuple(parameter.shape)}; the tensor table says {shape}")
+            if canonical in found:
+                raise ModelError(f"{spec.family}: two parameters of this rank are {canonical}; the second is {name!r}")
+            found[canonical] = parameter
+    return found
+
+
+def _canonical(spec: ModelSpec, groups: ParallelGroups, chunk: nn.Module, name: str) -> str:
+    in_layer = _LAYER.fullmatch(name)
+    if in_layer is None:
+        return name
+    layer = chunk.decoder.layers[int(in_layer[1])].layer_number - 1
+    rest = _FUSED_NORMS.get(in_layer[2], in_layer[2])
+    local, linear = None, None
+    if match := _SEQUENTIAL_EXPERT.fullmatch(rest):
+        local, linear = int(match[1]), match[2]
+    elif match := _GROUPED_EXPERT.fullmatch(rest):
+        local, linear = int(match[2]), match[1]
+    if local is not None and spec.moe is not None:
+        expert = groups.expert.rank * (spec.moe.num_experts // groups.expert.size) + local
+        rest = f"mlp.experts.{expert}.{linear}.weight"
+    return f"decoder.layers.{layer}.{rest}"
