@@ -28,6 +28,7 @@ from gspo_mega.algorithm.mismatch import (
     sequence_mismatch_weights,
 )
 from gspo_mega.algorithm.objective import ObjectiveOutput, ObjectiveSettings, policy_objective
+from gspo_mega.algorithm.ratio import sequence_log_ratio_sums
 from gspo_mega.algorithm.vector_file import Combination, decode_array, parse_combination, read_vector_file
 from gspo_mega.errors import DataError, GspoMegaError
 
@@ -148,17 +149,21 @@ def _run(
     group_ids = torch.tensor(inputs["group_ids"], dtype=torch.int64)
     counted = lengths > 0 if not combination.denominator_all else torch.ones_like(lengths, dtype=torch.bool)
     denominators = {"token_mean": int(lengths.sum()), "group_mean_token_mean": int(group_ids[counted].unique().numel())}
+    old_log_probs, mask, segment_ids = packed.flat(inputs["old_logp"]), packed.mask, packed.segment_ids
     if combination.algorithm == "gspo_rawseq":
-        # exp of the whole sum is the ratio of a response of length one; the true length then only weighs the term.
+        # exp of the whole sum is GSPO's ratio of a response of one token whose log-ratio is that sum; where tokens
+        # are summed, the true length then weighs the term.
         if combination.aggregation not in ("sequence_mean_token_mean", "group_mean_token_mean"):
             weights = lengths.double()
-        lengths = (lengths > 0).long()
+        log_probs = sequence_log_ratio_sums(log_probs, old_log_probs, mask, segment_ids, packed.num_sequences)
+        old_log_probs, mask, segment_ids = torch.zeros_like(log_probs), lengths > 0, torch.arange(packed.num_sequences)
+        lengths = mask.long()
     return policy_objective(
         settings,
         log_probs=log_probs,
-        old_log_probs=packed.flat(inputs["old_logp"]),
-        mask=packed.mask,
-        segment_ids=packed.segment_ids,
+        old_log_probs=old_log_probs,
+        mask=mask,
+        segment_ids=segment_ids,
         num_sequences=packed.num_sequences,
         advantages=advantages,
         lengths=lengths,
