@@ -1,0 +1,88 @@
+"""The process that is one SGLang server: `python -m gspo_mega.rollout.server_entry --spec FILE.json`.
+
+Owns this process' environment, the CPU support where there is no GPU, and the arguments SGLang is started with.
+It does not watch or restart anything (`supervise_server.py` does). SGLang spawns children that import this
+module again as their `__main__`, so what must hold in them too happens at import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from gspo_mega.errors import ConfigError, GspoMegaError
+from gspo_mega.rollout import cpu_server
+from gspo_mega.rollout.secret import read_secret
+from gspo_mega.rollout.server_spec import ServerSpec, check_options_sglang, sglang_arguments
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent goes, however the parent ends (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it went before the request was in place
+        os._exit(1)
+
+
+def server_arguments(spec: ServerSpec):
+    """SGLang's ServerArgs for `spec`. Raises ConfigError for an option SGLang does not have or refuses."""
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    check_options_sglang(spec.options, (f.name for f in msgspec.structs.fields(ServerArgs)))
+    on_cpu = cpu_server.activate()
+    check_context(spec)
+    arguments = sglang_arguments(spec, on_cpu=on_cpu, cpu_attention_backend=cpu_server.ATTENTION_BACKEND)
+    return ServerArgs(**arguments, api_key=read_secret(Path(spec.api_key_file)))
+
+
+def check_context(spec: ServerSpec) -> None:
+    """Raise ConfigError if the model folder is none, or its positions do not reach the context asked for."""
+    try:
+        model_config = json.loads(Path(spec.model_path, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{spec.model_path} is no Hugging Face model folder: {error}") from error
+    limit = model_config.get("max_position_embeddings")
+    if limit is not None and spec.context_tokens > limit:
+        raise ConfigError(f"server.context_tokens: {spec.context_tokens} tokens, but the model's positions end at {limit}")
+    # The few tokens of slack that SGLang's own bounds need may reach beyond; no position there is ever used.
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="gspo_mega.rollout.server_entry", description="Be one SGLang server.")
+    parser.add_argument("--spec", type=Path, required=True, help="JSON file written by `gspo-mega serve`")
+    parser.add_argument("--parent", type=int, required=True, help="pid of `gspo-mega serve`; die when it does")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    try:
+        server_args = server_arguments(ServerSpec.read(arguments.spec))
+    except GspoMegaError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)
+
+    from sglang.launch_server import run_server
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+# In the parent and in every spawned child, before anything imports sglang or torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# /health then only says that the server is up; /health_generate still makes it produce a token.
+os.environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
+cpu_server.activate()
+
+if __name__ == "__main__":
+    main()

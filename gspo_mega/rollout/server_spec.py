@@ -1,0 +1,161 @@
+"""ServerSpec: all that one SGLang server process is told, as a JSON file between `serve` and the server entry.
+
+Owns the record, how it follows from the configuration, and its translation into SGLang's arguments. No torch
+and no sglang here: `serve` stays light, and SGLang may live in another environment. The API key is not in it,
+only the path of the file that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.config.schema import Config
+from gspo_mega.errors import ConfigError
+
+_OWN_FIELDS = {
+    "model_path": "model.path",
+    "host": "server.host",
+    "port": "(chosen at start)",
+    "api_key": "(made for each attempt)",
+    "tp_size": "server.tensor",
+    "dtype": "precision",
+    "context_length": "server.context_tokens",
+    "max_total_tokens": "server.max_total_tokens",
+    "mem_fraction_static": "server.memory_fraction",
+    "max_running_requests": "rollout.max_concurrent_requests",
+    "log_level": "server.log_level",
+    "attention_backend": "server.attention_backend",
+    "weight_version": "(kept by the run)",
+    "enable_return_routed_experts": "rollout.return_routed_experts",
+}
+"""SGLang's fields that follow from other keys, and which; `server.options` may not set them a second time."""
+
+
+_CONTEXT_SLACK = 8
+"""SGLang ends a response two tokens before its context is full and refuses a prompt within six of it."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One start of one server. `weight_version` is that of the weights in `model_path`."""
+
+    model_path: str
+    weight_version: int
+    host: str
+    port: int
+    api_key_file: str
+    tensor: int
+    dtype: str
+    context_tokens: int
+    max_total_tokens: int | None
+    memory_fraction: float
+    max_concurrent_requests: int
+    return_routed_experts: bool
+    attention_backend: str | None
+    log_level: str
+    seed: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> ServerSpec:
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def spec_from_config(
+    config: Config, *, model_path: str, weight_version: int, port: int, api_key_file: Path, index: int, generation: int
+) -> ServerSpec:
+    """The spec of server `index` at its `generation`-th start."""
+    server, rollout = config.server, config.rollout
+    check_options_ours(server.options)
+    context_tokens = server.context_tokens or config.data.max_prompt_tokens + rollout.max_new_tokens
+    if server.max_total_tokens is not None and server.max_total_tokens < context_tokens + _CONTEXT_SLACK:
+        raise ConfigError(
+            f"server.max_total_tokens: {server.max_total_tokens} cannot hold one request of {context_tokens} tokens;"
+            f" at least {context_tokens + _CONTEXT_SLACK}"
+        )
+    return ServerSpec(
+        model_path=str(Path(model_path).absolute()),
+        weight_version=weight_version,
+        host=server.host,
+        port=port,
+        api_key_file=str(Path(api_key_file).absolute()),
+        tensor=server.tensor,
+        dtype={"fp32": "float32", "bf16": "bfloat16"}[config.precision],
+        context_tokens=context_tokens,
+        max_total_tokens=server.max_total_tokens,
+        memory_fraction=server.memory_fraction,
+        max_concurrent_requests=rollout.max_concurrent_requests,
+        return_routed_experts=rollout.return_routed_experts,
+        attention_backend=server.attention_backend,
+        log_level=server.log_level,
+        # Another start, or another server, must not repeat the samples of the one before.
+        seed=(config.run.seed * 1_000_003 + index * 1_009 + generation) % 2**31,
+        options=dict(server.options),
+    )
+
+
+def check_options_ours(options: dict[str, Any]) -> None:
+    """Raise ConfigError for an option that this package sets from another key."""
+    problems = [f"server.options.{name}: set by this package from {_OWN_FIELDS[name]}" for name in options if name in _OWN_FIELDS]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_options_sglang(options: dict[str, Any], valid: Iterable[str]) -> None:
+    """Raise ConfigError, with the nearest name, for an option the installed SGLang does not have."""
+    valid = sorted(name for name in valid if not name.startswith("_"))
+    problems = []
+    for name in options:
+        if name not in valid:
+            near = get_close_matches(name, valid, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see the fields of sglang's ServerArgs"
+            problems.append(f"server.options.{name}: the installed SGLang has no such argument; {hint}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: str) -> dict[str, Any]:
+    """Keyword arguments for SGLang's ServerArgs, without the API key. Later entries win: the user's options last."""
+    arguments: dict[str, Any] = {
+        "model_path": spec.model_path,
+        "host": spec.host,
+        "port": spec.port,
+        "tp_size": spec.tensor,
+        "dtype": spec.dtype,
+        "context_length": spec.context_tokens + _CONTEXT_SLACK,
+        "max_total_tokens": spec.max_total_tokens,
+        "mem_fraction_static": spec.memory_fraction,
+        "max_running_requests": spec.max_concurrent_requests,
+        "enable_return_routed_experts": spec.return_routed_experts,
+        "weight_version": str(spec.weight_version),
+        "log_level": spec.log_level,
+        "log_level_http": spec.log_level,
+        "random_seed": spec.seed,
+        # Token ids in, token ids out: the server needs no tokenizer, and published weights carry none for it.
+        "skip_tokenizer_init": True,
+        # A model folder is data; code inside one is never run.
+        "trust_remote_code": False,
+    }
+    if spec.attention_backend is not None:
+        arguments["attention_backend"] = spec.attention_backend
+    if on_cpu:
+        arguments |= {
+            "device": "cpu",
+            "sampling_backend": "pytorch",
+            "attention_backend": spec.attention_backend or cpu_attention_backend,
+            "disable_decode_cuda_graph": True,
+            "disable_prefill_cuda_graph": True,
+            # An idle scheduler otherwise spins on a core that the trainer needs.
+            "sleep_on_idle": True,
+            # memory_fraction is of the whole machine on CPU: take what the open requests can fill instead.
+            "max_total_tokens": spec.max_total_tokens or spec.max_concurrent_requests * (spec.context_tokens + _CONTEXT_SLACK),
+        }
+    return arguments | spec.options

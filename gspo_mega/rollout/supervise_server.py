@@ -1,0 +1,239 @@
+"""One SGLang server, kept alive: start, wait healthy, register, restart with the current weights, end it all.
+
+Owns the process group of one server and its registration file. It never touches a running server's weights (the
+publisher does) and knows no other server. Light: no torch, no sglang in this process.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from gspo_mega.config.schema import Config
+from gspo_mega.errors import ConfigError, GspoMegaError, RankError
+from gspo_mega.rollout.process_tree import end_group, start_group
+from gspo_mega.rollout.registration import Registration
+from gspo_mega.rollout.secret import ensure_secret
+from gspo_mega.rollout.server_spec import spec_from_config
+from gspo_mega.run_folder import Attempt, read_json
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.25
+_HEARTBEAT_SECONDS = 2.0
+_PROBE_SECONDS = 15.0
+_TERM_GRACE_SECONDS = 2.0
+_LOG_TAIL_LINES = 30
+
+
+class _Stop(Exception):
+    """A signal asked to stop, or the parent went."""
+
+
+class ServerSupervisor:
+    """Runs server `index` of `attempt` until told to stop, or until it failed more often than allowed."""
+
+    def __init__(self, config: Config, attempt: Attempt, index: int) -> None:
+        self._config = config
+        self._attempt = attempt
+        self._index = index
+        self._log = attempt.server_log(index)
+        self._stop = threading.Event()
+        self._parent = os.getppid()
+        self._process: subprocess.Popen | None = None
+        self._scratch: Path | None = None
+        self._last_healthy = 0.0
+        self._registration = Registration(
+            server_id=f"server-{index}", address="", pid=os.getpid(), state="starting", generation=0,
+            weight_version=0, heartbeat=time.time(), tensor_parallel=config.server.tensor,
+        )  # fmt: skip
+
+    def run(self) -> int:
+        """Blocks; returns the exit code. Call it from the main thread (signals, parent-death). Raises nothing of its own:
+        a failure is registered, logged and returned as the error's exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: self._stop.set())
+        for folder in (self._attempt.servers_dir, self._attempt.logs_dir):
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            ensure_secret(self._attempt.api_key_file)
+            self._serve()
+        except _Stop:
+            self._register(state="stopped")
+            return 0
+        except GspoMegaError as error:
+            self._register(state="failed", error=str(error))
+            raise
+        except BaseException as error:
+            self._register(state="failed", error=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._end()
+
+    def _serve(self) -> None:
+        restarts = 0
+        while True:
+            cause = self._serve_once()
+            restarts += 1
+            if restarts > self._config.server.max_restarts:
+                raise RankError(
+                    f"{self._registration.server_id}: {cause}, and it was restarted"
+                    f" {self._config.server.max_restarts} times already (server.max_restarts).\n{self._log_tail()}"
+                )
+            delay = min(30.0, 0.5 * 2 ** (restarts - 1))
+            logger.warning("%s: %s; starting it again in %.1f s", self._registration.server_id, cause, delay)
+            self._register(state="restarting", error=cause)
+            self._end()
+            self._sleep(delay)
+
+    def _serve_once(self) -> str:
+        """Start the server and keep it until it dies or hangs. Returns what became of it."""
+        self._start()
+        started = time.monotonic()
+        while not self._answers("/health", timeout=2.0):
+            self._sleep(_POLL_SECONDS)
+            if (cause := self._death()) is not None:
+                return cause
+            if time.monotonic() - started > self._config.server.start_deadline_seconds:
+                return f"not healthy {self._config.server.start_deadline_seconds:g} s after its start"
+        self._register(state="ready")
+        logger.info("%s: ready at %s", self._registration.server_id, self._registration.address)
+        return self._watch()
+
+    def _watch(self) -> str:
+        """Until the process dies, or stays silent for as long as a whole start may take."""
+        done = threading.Event()
+        self._last_healthy = time.monotonic()
+        threading.Thread(target=self._probe, args=(done,), daemon=True).start()
+        last_heartbeat = 0.0
+        try:
+            while True:
+                if (cause := self._death()) is not None:
+                    return cause
+                now = time.monotonic()
+                if now - self._last_healthy > self._config.server.start_deadline_seconds + _PROBE_SECONDS:
+                    return f"silent for {now - self._last_healthy:.0f} s"
+                if now - last_heartbeat > _HEARTBEAT_SECONDS:
+                    self._register()
+                    last_heartbeat = now
+                self._sleep(_POLL_SECONDS)
+        finally:
+            done.set()
+
+    def _probe(self, done: threading.Event) -> None:
+        while not done.wait(_PROBE_SECONDS):
+            if self._answers("/health_generate", timeout=_PROBE_SECONDS):
+                self._last_healthy = time.monotonic()
+
+    def _start(self) -> None:
+        config, attempt = self._config, self._attempt
+        weight_version, model_path = self._current_weights()
+        generation = self._registration.generation + 1
+        port = _free_port(config.server.host)
+        spec = spec_from_config(
+            config, model_path=model_path, weight_version=weight_version, port=port,
+            api_key_file=attempt.api_key_file, index=self._index, generation=generation,
+        )  # fmt: skip
+        # SGLang leaves sockets and marker files in the temporary folder when it is killed: give it its own. Not below
+        # the run folder, whose path may be longer than a socket's may be.
+        self._scratch = Path(tempfile.mkdtemp(prefix="gspo-server-"))
+        spec_file = self._scratch / "spec.json"
+        spec.write(spec_file)
+        host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
+        self._registration = replace(
+            self._registration, address=f"http://{host}:{port}", generation=generation, weight_version=weight_version
+        )
+        self._register(state="starting")
+        command = [sys.executable, "-m", "gspo_mega.rollout.server_entry", "--spec", str(spec_file), "--parent", str(os.getpid())]
+        self._process = start_group(command, log=self._log, environment={**os.environ, "TMPDIR": str(self._scratch)})
+
+    def _current_weights(self) -> tuple[int, str]:
+        current_file = self._attempt.run_folder.current_weights_file
+        current = read_json(current_file)
+        if current is None:
+            return 0, self._config.model.path
+        try:
+            return int(current["weight_version"]), str(current["path"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{current_file}: needs weight_version and path: {error!r}") from error
+
+    def _death(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            return None
+        if code == ConfigError.exit_code:  # said by the server entry; the same configuration would fail again
+            raise ConfigError(f"{self._registration.server_id} refused its configuration:\n{self._log_tail()}")
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return f"SGLang {how} (see {self._log})"
+
+    def _answers(self, path: str, timeout: float) -> bool:
+        host, port = self._registration.address.removeprefix("http://").rsplit(":", 1)
+        connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _register(self, **changes) -> None:
+        self._registration = replace(self._registration, heartbeat=time.time(), **changes)
+        self._registration.write(self._attempt.servers_dir)
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep, and raise _Stop as soon as there is a reason to stop."""
+        deadline = time.monotonic() + seconds
+        while True:
+            if self._stop.is_set() or os.getppid() != self._parent:
+                raise _Stop
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._stop.wait(min(left, _POLL_SECONDS))
+
+    def _end(self) -> None:
+        if self._process is not None:
+            end_group(self._process, _TERM_GRACE_SECONDS)
+            self._process = None
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def _log_tail(self) -> str:
+        try:
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return ""
+        return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+
+def _free_port(host: str) -> int:
+    """A port of `host` that is free now and below the ephemeral range, so that no outgoing connection takes it."""
+    low, high = 20_000, 32_000
+    start = (os.getpid() * 7919) % (high - low)
+    for offset in range(high - low):
+        port = low + (start + offset) % (high - low)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except PermissionError:
+                continue
+            except OSError as error:
+                if error.errno == 98:  # in use
+                    continue
+                raise ConfigError(f"server.host: cannot bind {host}: {error}") from error
+            return port
+    raise ConfigError(f"server.host: no free port of {host} between {low} and {high}")
