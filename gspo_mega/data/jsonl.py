@@ -1,0 +1,129 @@
+"""A JSONL file of rows, checked once and then read row by row.
+
+Owns finding, counting and parsing lines, and naming what is wrong with them. What a row must hold is the
+caller's: it passes a check. Only the byte offsets stay in memory, so a million rows cost some megabytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_mega.errors import DataError
+
+Row = dict[str, Any]
+
+# A file with one systematic mistake has it on every line; so many of them are enough to see it.
+MAX_PROBLEMS_SHOWN = 10
+
+
+class JsonlFile:
+    """The rows of one JSONL file; blank lines are no rows. `file[k]` is row k, zero-based.
+
+    The file stays open, so replacing it (write beside, rename) while a run reads it does no harm.
+
+    Attributes:
+        path: as given.
+        fingerprint: SHA-256 of the file's bytes, hexadecimal.
+
+    Raises:
+        DataError: the file is missing, unreadable or without rows, or lines are malformed: one line
+            `file:line: what` a problem, the first 10 of them.
+    """
+
+    def __init__(self, path: str | Path, check: Callable[[Row], str | None]) -> None:
+        """`check(row)` says in words what is wrong with a row, or None."""
+        self.path = Path(path)
+        try:
+            self._file = self.path.open("rb")
+        except FileNotFoundError:
+            raise DataError(f"{path}: no such file (relative paths start in {Path.cwd()})") from None
+        except IsADirectoryError:
+            raise DataError(f"{path}: this is a folder; a JSONL file was expected") from None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        starts: list[int] = []
+        lengths: list[int] = []
+        lines: list[int] = []
+        problems: list[str] = []
+        num_problems = 0
+        digest = hashlib.sha256()
+        start = 0
+        for number, line in enumerate(self._file, start=1):
+            digest.update(line)
+            if line.strip():
+                problem = _problem_of(line, check)
+                if problem is not None:
+                    num_problems += 1
+                    if num_problems <= MAX_PROBLEMS_SHOWN:
+                        problems.append(f"{path}:{number}: {problem}")
+                starts.append(start)
+                lengths.append(len(line))
+                lines.append(number)
+            start += len(line)
+        if num_problems > MAX_PROBLEMS_SHOWN:
+            problems.append(f"... and {num_problems - MAX_PROBLEMS_SHOWN} more of {len(starts)} lines")
+        if problems:
+            raise DataError("\n".join(problems))
+        if not starts:
+            raise DataError(f"{path}: no rows; one JSON object a line was expected")
+        self.fingerprint = digest.hexdigest()
+        self._starts = np.asarray(starts, dtype=np.int64)
+        self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._lines = np.asarray(lines, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, row: int) -> Row:
+        """Row `row`, parsed from disk. Raises DataError if the file was written over since it was opened."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        line = os.pread(self._file.fileno(), int(self._lengths[row]), int(self._starts[row]))
+        try:
+            value = json.loads(line.decode("utf-8-sig"))
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise DataError(f"{self.line(row)}: the file was written over while it was being read")
+        return value
+
+    def line(self, row: int) -> str:
+        """`file:line` of a row, for messages."""
+        return f"{self.path}:{self._lines[row]}"
+
+
+def _problem_of(line: bytes, check: Callable[[Row], str | None]) -> str | None:
+    try:
+        # A byte-order mark, as some editors put before the first line, is not data.
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 (byte {error.start + 1} of the line)"
+    except json.JSONDecodeError as error:
+        if line.lstrip().startswith(b"["):
+            return "looks like a JSON array over several lines; one JSON object a line was expected"
+        return f"not JSON: {error.msg} at column {error.colno}"
+    except ValueError as error:  # Python refuses integers of thousands of digits
+        return f"not JSON: {error}"
+    except RecursionError:
+        return "not JSON: nested too deeply"
+    if not isinstance(value, dict):
+        return f"{type_name(value)} where a JSON object was expected"
+    return check(value)
+
+
+def type_name(value: Any) -> str:
+    """What JSON calls the type of a parsed value, with its article."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, (int, float)):
+        return "a number"
+    return {str: "a string", list: "an array", dict: "an object"}[type(value)]

@@ -1,0 +1,180 @@
+"""Prompt sources: JSONL files of prompts and answers, encoded on demand.
+
+Owns what a prompt row must hold, how it becomes a `Prompt`, and which rows are too long. Order and mixing are
+`stream.py`'s, the chat template is `chat.py`'s, reading lines is `jsonl.py`'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from gspo_mega.config.schema import Data, Source
+from gspo_mega.data.chat import PromptEncoder
+from gspo_mega.data.jsonl import JsonlFile, Row
+from gspo_mega.errors import DataError
+from gspo_mega.records import Prompt
+
+# The name of the only source where `data.path` is used.
+DEFAULT_SOURCE = "data"
+# So many rows are encoded at the start to count the over-long ones: a few seconds. Later rows count as they come.
+NUM_ROWS_SURVEYED = 10_000
+
+_FITS, _TOO_LONG = 1, 2  # 0: not known yet
+
+Item = TypeVar("Item")
+
+
+class RowSource(ABC, Generic[Item]):
+    """The items of one JSONL file, made from a row when asked for; rows that are too long are left out and counted.
+
+    Attributes:
+        name: of the source; part of every item's id.
+        path: of the file.
+        fingerprint: SHA-256 of the file.
+    """
+
+    def __init__(self, name: str, path: str | Path, data: Data, encoder: PromptEncoder) -> None:
+        """`data` gives the keys and `max_prompt_tokens`; name and path are not taken from it.
+
+        Raises DataError: the file or its rows are malformed, or no row fits.
+        """
+        self.name = name
+        self.path = str(path)
+        self._data = data
+        self._encoder = encoder
+        self._file = JsonlFile(path, self._problem_of)
+        self.fingerprint = self._file.fingerprint
+        self._length_class = np.zeros(len(self._file), dtype=np.uint8)
+        self._survey()
+
+    @abstractmethod
+    def _problem_of(self, values: Row) -> str | None:
+        """What is wrong with a row, or None."""
+
+    @abstractmethod
+    def _make(self, row: int, values: Row) -> Item | None:
+        """The item of a row without problem, or None where it is too long."""
+
+    @abstractmethod
+    def _limits(self) -> str:
+        """The limits that "too long" refers to, for a message."""
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    @property
+    def num_overlong(self) -> int:
+        """Rows found too long, and left out, so far."""
+        return int(np.count_nonzero(self._length_class == _TOO_LONG))
+
+    @property
+    def num_examined(self) -> int:
+        """Rows whose length is known so far; the over-long ones are among these."""
+        return int(np.count_nonzero(self._length_class))
+
+    def item(self, row: int) -> Item | None:
+        """The item of a row, or None where it is too long.
+
+        Raises DataError if the row cannot be encoded (a chat template that refuses it) or the file was written over.
+        """
+        if self._length_class[row] == _TOO_LONG:
+            return None
+        try:
+            item = self._make(row, self._file[row])
+        except DataError as error:
+            raise DataError(f"{self._file.line(row)}: {error}") from error
+        self._length_class[row] = _TOO_LONG if item is None else _FITS
+        return item
+
+    def items(self, limit: int | None = None) -> Iterator[Item]:
+        """The first `limit` items that fit (all by default), in the order of the file."""
+        num_given = 0
+        for row in range(len(self)):
+            if num_given == limit:
+                return
+            item = self.item(row)
+            if item is not None:
+                num_given += 1
+                yield item
+
+    def _survey(self) -> None:
+        """Count the over-long ones among the first rows, going on until at least one row fits."""
+        any_fits = False
+        for row in range(len(self)):
+            if row >= NUM_ROWS_SURVEYED and any_fits:
+                return
+            any_fits |= self.item(row) is not None
+        if not any_fits:
+            raise DataError(f"{self.path}: every one of its {len(self)} rows is too long ({self._limits()}); raise the limit, or shorten them")
+
+
+class PromptSource(RowSource[Prompt]):
+    """Prompts with their answers. One of more than `data.max_prompt_tokens` tokens is too long."""
+
+    def _problem_of(self, values: Row) -> str | None:
+        return problem_of_prompt(values, self._data, self._encoder) or missing_key(values, self._data.answer_key, "data.answer_key")
+
+    def _make(self, row: int, values: Row) -> Prompt | None:
+        data = self._data
+        text, token_ids = self._encoder.encode_prompt(values[data.prompt_key])
+        if len(token_ids) > data.max_prompt_tokens:
+            return None
+        used = (data.prompt_key, data.answer_key, data.response_key)
+        return Prompt(
+            prompt_id=f"{self.name}:{row}",
+            source=self.name,
+            token_ids=tuple(token_ids),
+            text=text,
+            answer=values[data.answer_key],
+            metadata={key: value for key, value in values.items() if key not in used},
+        )
+
+    def _limits(self) -> str:
+        return f"data.max_prompt_tokens: {self._data.max_prompt_tokens}"
+
+
+def missing_key(values: Row, key: str, setting: str) -> str | None:
+    """None where a row has the key, else a sentence with the keys that it has and the setting that chooses the key."""
+    if key in values:
+        return None
+    near = difflib.get_close_matches(key, values, n=1)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    return f"no key {key!r}; {guess}the line has {', '.join(map(repr, values)) or 'no keys at all'} ({setting} chooses the key)"
+
+
+def problem_of_prompt(values: Row, data: Data, encoder: PromptEncoder) -> str | None:
+    """What is wrong with the prompt of a row: missing, of a wrong type, empty."""
+    missing = missing_key(values, data.prompt_key, "data.prompt_key")
+    if missing is not None:
+        return missing
+    problem = encoder.problem_of(values[data.prompt_key])
+    return None if problem is None else f"{data.prompt_key!r} {problem}"
+
+
+def sources_of(data: Data) -> tuple[Source, ...]:
+    """The sources a configuration names: `data.sources`, or the one that `data.path` is short for."""
+    if data.path is not None:
+        return (Source(name=DEFAULT_SOURCE, path=data.path),)
+    if not data.sources:
+        raise DataError("no data: data.path or data.sources must name a JSONL file")
+    return data.sources
+
+
+def encoder_of(data: Data, tokenizer: Any) -> PromptEncoder:
+    """The encoder that `data` asks for. `tokenizer`: a Hugging Face tokenizer. Raises DataError as `PromptEncoder`."""
+    return PromptEncoder(tokenizer, chat_template=data.chat_template, system_prompt=data.system_prompt)
+
+
+def load_prompts(data: Data, tokenizer: Any) -> list[PromptSource]:
+    """Open and check every source of `data`, in its order; `PromptStream(sources, weights, ...)` draws from them.
+
+    Raises DataError for a malformed file, or one without a single prompt that fits `data.max_prompt_tokens`.
+    """
+    encoder = encoder_of(data, tokenizer)
+    return [PromptSource(source.name, source.path, data, encoder) for source in sources_of(data)]

@@ -1,0 +1,68 @@
+import pytest
+
+from gspo_mega.data.demonstrations import load_demonstrations
+from gspo_mega.data.prompts import load_prompts
+from gspo_mega.data.stream import PromptStream
+from gspo_mega.errors import DataError
+
+
+def test_prompt_and_response_as_token_ids(write_jsonl, data_settings, tokenizer):
+    data = data_settings(path=str(write_jsonl([{"prompt": "1+2=", "answer": "3", "response": "1+2=3#3"}])), chat_template=True)
+    [source] = load_demonstrations(data, tokenizer, max_response_tokens=64)
+    [demonstration] = source.items()
+    assert demonstration.demonstration_id == "data:0"
+    assert tokenizer.decode(demonstration.response_token_ids) == "1+2=3#3<|im_end|>"
+    assert demonstration.response_token_ids[-1] == tokenizer.eos_token_id
+    [prompts] = load_prompts(data, tokenizer)
+    assert demonstration.prompt_token_ids == prompts.item(0).token_ids
+
+
+def test_the_answer_is_not_needed_and_any_key_may_hold_the_response(write_jsonl, data_settings, tokenizer):
+    data = data_settings(path=str(write_jsonl([{"prompt": "1+2=", "solution": "3"}])), response_key="solution")
+    [source] = load_demonstrations(data, tokenizer, max_response_tokens=64)
+    assert len(source.item(0).response_token_ids) == 2
+
+
+def test_what_no_rollout_could_produce_is_left_out(write_jsonl, data_settings, tokenizer):
+    rows = [{"prompt": prompt, "response": response} for prompt, response in (("1", "7777"), ("1", "77777"), ("1" * 9, "7"))]
+    data = data_settings(path=str(write_jsonl(rows)), max_prompt_tokens=8)
+    [source] = load_demonstrations(data, tokenizer, max_response_tokens=5)
+    # Four sevens and the end token are five tokens.
+    assert [item is not None for item in map(source.item, range(3))] == [True, False, False]
+    assert source.num_overlong == 2
+    with pytest.raises(DataError, match="every one of its 3 rows is too long .data.max_prompt_tokens: 8, rollout.max_new_tokens: 1"):
+        load_demonstrations(data, tokenizer, max_response_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": "1"}, "no key 'response'"),
+        ({"prompt": "1", "response": None}, "'response' must be a text, not null"),
+        ({"prompt": "1", "response": 3}, "'response' must be a text, not a number"),
+        ({"prompt": "1", "response": ""}, "'response' is empty"),
+        ({"prompt": "1", "response": "3<|im_end|>\n"}, "ends with the end token '<|im_end|>'"),
+        ({"response": "3"}, "no key 'prompt'"),
+    ],
+)
+def test_malformed_rows(write_jsonl, data_settings, tokenizer, row, text):
+    path = write_jsonl([{"prompt": "1", "response": "2"}, row])
+    with pytest.raises(DataError) as caught:
+        load_demonstrations(data_settings(path=str(path)), tokenizer, max_response_tokens=8)
+    assert f"{path}:2: " in str(caught.value) and text in str(caught.value)
+
+
+def test_their_order_is_the_streams_and_resumes(write_jsonl, data_settings, tokenizer):
+    rows = [{"prompt": f"{k}", "response": f"{k}"} for k in range(12)]
+    data = data_settings(path=str(write_jsonl(rows)))
+
+    def stream():
+        return PromptStream(load_demonstrations(data, tokenizer, max_response_tokens=8), [1.0], seed=5, shuffle=True)
+
+    first = stream()
+    seen = [first.next().demonstration_id for _ in range(12)]
+    assert sorted(seen) == sorted(f"data:{k}" for k in range(12))
+    state = first.state_dict()
+    second = stream()
+    second.load_state_dict(state)
+    assert [first.next() for _ in range(20)] == [second.next() for _ in range(20)]

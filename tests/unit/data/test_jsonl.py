@@ -1,0 +1,95 @@
+import os
+
+import pytest
+
+from gspo_mega.data.jsonl import JsonlFile
+from gspo_mega.errors import DataError
+
+
+def no_check(row):
+    return None
+
+
+def needs_a(row):
+    return None if "a" in row else "no a"
+
+
+def test_rows_are_read_and_blank_lines_are_no_rows(write_jsonl):
+    path = write_jsonl([b"\xef\xbb\xbf" + b'{"a": 1}', "", {"a": "é\n"}, "   ", {"a": [1, None]}])
+    file = JsonlFile(path, no_check)
+    assert len(file) == 3
+    assert [file[k] for k in range(3)] == [{"a": 1}, {"a": "é\n"}, {"a": [1, None]}]
+    assert file.line(0) == f"{path}:1" and file.line(2) == f"{path}:5"
+    with pytest.raises(IndexError):
+        file[3]
+
+
+def test_last_line_needs_no_newline_and_crlf_is_fine(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": 1}\r\n{"a": 2}')
+    file = JsonlFile(path, needs_a)
+    assert [file[0], file[1]] == [{"a": 1}, {"a": 2}]
+
+
+def test_every_malformed_line_is_named_with_its_number(write_jsonl):
+    path = write_jsonl([{"a": 1}, '{"a": 1,}', "", "[1]", b'{"a": "\xff"}', {"b": 1}, "7", '{"a": ' + "9" * 5000 + "}", "[" * 100_000])
+    with pytest.raises(DataError) as caught:
+        JsonlFile(path, needs_a)
+    lines = str(caught.value).split("\n")
+    assert [line.split(": ")[0] for line in lines] == [f"{path}:{number}" for number in (2, 4, 5, 6, 7, 8, 9)]
+    assert "not JSON" in lines[0] and "column" in lines[0]
+    assert "an array where a JSON object was expected" in lines[1]
+    assert "not UTF-8 (byte 8 of the line)" in lines[2]
+    assert lines[3].endswith("no a")
+    assert "a number where" in lines[4]
+    assert "nested too deeply" in lines[6]
+
+
+def test_ten_problems_are_shown_and_the_others_counted(write_jsonl):
+    path = write_jsonl([{"b": 1}] * 25)
+    with pytest.raises(DataError) as caught:
+        JsonlFile(path, needs_a)
+    lines = str(caught.value).split("\n")
+    assert len(lines) == 11 and lines[-1] == "... and 15 more of 25 lines"
+
+
+def test_a_pretty_printed_array_is_recognised(write_jsonl):
+    with pytest.raises(DataError, match="one JSON object a line"):
+        JsonlFile(write_jsonl(["[", '{"a": 1},', '{"a": 2}', "]"]), no_check)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n  \n"])
+def test_a_file_without_rows(tmp_path, content):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="no rows"):
+        JsonlFile(path, no_check)
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        JsonlFile(tmp_path / "none.jsonl", no_check)
+    with pytest.raises(DataError, match="a folder"):
+        JsonlFile(tmp_path, no_check)
+
+
+def test_fingerprint_is_of_the_content(write_jsonl):
+    first = JsonlFile(write_jsonl([{"a": 1}], "one.jsonl"), no_check)
+    same = JsonlFile(write_jsonl([{"a": 1}], "two.jsonl"), no_check)
+    other = JsonlFile(write_jsonl([{"a": 2}], "three.jsonl"), no_check)
+    assert first.fingerprint == same.fingerprint != other.fingerprint
+
+
+def test_replacing_the_file_while_it_is_read_does_no_harm(write_jsonl):
+    path = write_jsonl([{"a": 1}, {"a": 2}])
+    file = JsonlFile(path, no_check)
+    os.replace(write_jsonl([{"a": 9}], "new.jsonl"), path)
+    assert file[1] == {"a": 2}
+
+
+def test_writing_over_the_file_is_noticed(write_jsonl):
+    path = write_jsonl([{"a": 1}, {"a": 2}])
+    file = JsonlFile(path, no_check)
+    path.write_text("shorter")
+    with pytest.raises(DataError, match="written over"):
+        file[1]
