@@ -1,11 +1,13 @@
 """How rank 0 leads the other ranks: announcements through the store, payloads over the host group.
 
 Rank 0 may think for minutes while servers sample. The others must not sit in a device collective then, so
-they poll a store key, watch rank 0's heartbeat, and receive only once something was announced.
+they poll a store key, watch the heartbeat of rank 0's process, and receive only once something was announced.
+(What makes no progress inside a living rank 0 has its own deadlines: requests, servers, publishes.)
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,24 +26,31 @@ HEARTBEAT_SECONDS = 1.0
 class Exchange:
     """One per rank. Messages are numbered; every rank must send or receive each of them.
 
-    `silence_seconds`: how long rank 0's heartbeat may stand still before the others give up.
+    `store` is this rank's client of the job's key-value store. `heartbeat_store` is a second client, rank 0's
+    own, for the thread that beats; None elsewhere. `silence_seconds`: how long the heartbeat may stand still
+    before the others give up.
     """
 
-    def __init__(self, store: dist.Store, host: Group, silence_seconds: float = 120.0) -> None:
+    def __init__(
+        self, store: dist.Store, host: Group, heartbeat_store: dist.Store | None = None, silence_seconds: float = 120.0
+    ) -> None:
         self._store, self._host, self._silence_seconds = store, host, silence_seconds
         self._sequence = 0
-        self._beats = 0
-        self._last_beat = 0.0
+        self._closed = threading.Event()
+        if heartbeat_store is not None:
+            threading.Thread(target=self._beat, args=(heartbeat_store,), name="heartbeat", daemon=True).start()
+
+    def _beat(self, store: dist.Store) -> None:
+        count = 0
+        while not self._closed.wait(HEARTBEAT_SECONDS):
+            count += 1
+            store.set("heartbeat", str(count))
+
+    def close(self) -> None:
+        """Stop the heartbeat."""
+        self._closed.set()
 
     # --- rank 0 to the others ------------------------------------------------------------------------------
-
-    def heartbeat(self) -> None:
-        """Rank 0, while it waits for something else: tell the others that it lives. Cheap; call it often."""
-        now = time.monotonic()
-        if now - self._last_beat >= HEARTBEAT_SECONDS:
-            self._last_beat = now
-            self._beats += 1
-            self._store.set("heartbeat", str(self._beats))
 
     def send_each(self, values: Sequence[Any]) -> Any:
         """Rank 0: send `values[r]` to rank r and return `values[0]`."""

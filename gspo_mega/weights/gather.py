@@ -6,7 +6,7 @@ Owns putting tensors together over tensor-parallel groups and bringing them to r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +30,15 @@ class PolicyTensors:
     expert-parallel rank that hold it, in the first of the data-parallel replicas.
     """
 
-    def __init__(self, spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]) -> None:
-        """`chunks` are this rank's unwrapped GPT chunks. Collective over all ranks.
+    def __init__(
+        self,
+        spec: ModelSpec,
+        groups: ParallelGroups,
+        chunks: Sequence[nn.Module],
+        values: Callable[[nn.Parameter], torch.Tensor] = lambda parameter: parameter,
+    ) -> None:
+        """`chunks` are this rank's unwrapped GPT chunks; `values` picks what to gather of a parameter (its gradient,
+        say, in the parameter's shape). Collective over all ranks.
 
         Raises ModelError, the same on every rank, when the chunks do not fit the family table, or a parameter
         has no owner or two.
@@ -40,7 +47,7 @@ class PolicyTensors:
         self.groups = groups
         problems = []
         try:
-            self._parameters = canonical_parameters(spec, groups, chunks)
+            self._parameters = {n: values(p) for n, p in canonical_parameters(spec, groups, chunks).items()}
         except ModelError as error:
             problems.append(str(error))
         raise_together(problems, groups.host, ModelError, "the model does not fit its tensor table")
