@@ -46,7 +46,8 @@ def explain(error: dict[str, Any]) -> str:
         return f"is {_written(value)}; valid: {context['expected']}{_did_you_mean(value, context['expected'])}"
     if kind in _BOUNDS:
         key, sign = _BOUNDS[kind]
-        return f"is {_written(value)}; must be {sign} {context[key]}"
+        bound = context[key]
+        return f"is {_written(value)}; must be {sign} {bound if isinstance(bound, int) else format(bound, 'g')}"
     if kind == "string_too_short" or kind == "too_short":
         return "is empty; must hold at least one entry" if kind == "too_short" else "is empty; must be some text"
     if kind == "string_pattern_mismatch":

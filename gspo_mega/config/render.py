@@ -27,9 +27,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.add_representer(
-    float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value))
-)
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    # Only double quotes escape line breaks (there are five in Unicode); other styles fold them.
+    style = '"' if any(character in value for character in "\n\r\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def render_config(config: Config) -> str:

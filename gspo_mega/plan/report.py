@@ -36,7 +36,7 @@ def _model(plan: Plan) -> list[str]:
     else:
         shape += f", intermediate {spec.intermediate_size}"
     return [
-        f"{config.model.path}, {config.precision}",
+        f"{plan.model}, {config.precision}",
         shape,
         f"{_quantity(counts.total)} parameters, {_quantity(counts.active)} active a token; "
         f"{_quantity(forward_flops_per_token(spec, longest))} FLOPs a token forward, at {longest} tokens",
@@ -90,15 +90,21 @@ def _batch(plan: Plan) -> list[str]:
     batch, mini = config.batch, layout.mini_batch_sequences
     sizes = str(mini[0]) if mini[0] == mini[-1] else f"{mini[0]} or {mini[-1]}"
     share = mini[0] // layout.data if mini[0] % layout.data == 0 else f"about {mini[0] / layout.data:.1f}"
-    lines = [
-        f"{batch.prompts_per_step} prompts x {batch.group_size} = {batch.prompts_per_step * batch.group_size} trajectories a step, "
-        f"{batch.num_mini_batches} mini-batches of {sizes}, {share} a data-parallel rank",
-        f"packs of at most {batch.micro_batch_tokens} tokens; longest sequence {Sizes.of(config).longest_sequence}"
-        + (f", padded to multiples of {layout.sequence_multiple_tokens}" if layout.sequence_multiple_tokens > 1 else ""),
-    ]
+    lines = []
+    if config.train is not None or config.sft is None:
+        lines.append(
+            f"{batch.prompts_per_step} prompts x {batch.group_size} = {batch.prompts_per_step * batch.group_size} trajectories a step, "
+            f"{batch.num_mini_batches} mini-batches of {sizes}, {share} a data-parallel rank"
+        )
     if config.train is not None:
         steps = config.train.num_steps
         lines.append(f"{steps} steps, {steps * batch.num_mini_batches} optimizer steps")
+    if config.sft is not None:
+        lines.append(f"supervised: {config.sft.sequences_per_step} demonstrations an optimizer step, at most {config.sft.max_steps} steps")
+    lines.append(
+        f"packs of at most {batch.micro_batch_tokens} tokens; longest sequence {Sizes.of(config).longest_sequence}"
+        + (f", padded to multiples of {layout.sequence_multiple_tokens}" if layout.sequence_multiple_tokens > 1 else "")
+    )
     return lines
 
 

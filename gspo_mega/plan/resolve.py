@@ -19,8 +19,10 @@ Device = Literal["cpu", "gpu"]
 
 @dataclass(frozen=True)
 class Plan:
-    """`notices`: the configuration's and the layout's, to be shown at a run's start and end."""
+    """`model`: the folder or shape file that was read. `notices`: the configuration's and the layout's, to be shown
+    at a run's start and end."""
 
+    model: Path
     config: Config
     spec: ModelSpec
     layout: Layout
@@ -34,21 +36,23 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
     ranks will run on, when known. Raises ModelError or PlanError with the place in the configuration.
     """
     config = loaded.config
+    source = Path(model if model is not None else config.model.path)
     try:
-        spec = read_model_spec(model if model is not None else config.model.path)
+        spec = read_model_spec(source)
     except ModelError as error:
         if model is not None:
             raise
         place = f"{loaded.where('model.path')}: model.path: "
         raise ModelError("\n".join(place + line for line in str(error).splitlines())) from None
     layout = resolve_layout(config, spec, loaded.where, device)
-    return Plan(config, spec, layout, (*loaded.notices, *_notices(config, spec, layout, device)))
+    notices = [*loaded.notices, *_notices(config, layout, device)]
+    if source.is_dir() and not spec.eos_token_ids:
+        notices.append("the model names no end-of-sequence token: every response runs to max_new_tokens")
+    return Plan(source, config, spec, layout, tuple(notices))
 
 
-def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | None) -> Iterator[str]:
+def _notices(config: Config, layout: Layout, device: Device | None) -> Iterator[str]:
     parallel, ranks_per_node = config.parallel, config.cluster.ranks_per_node
-    if not spec.eos_token_ids:
-        yield "the model names no end-of-sequence token: every response runs to max_new_tokens"
     if ranks_per_node % layout.tensor:
         yield f"tensor groups of {layout.tensor} ranks span nodes of {ranks_per_node}: slow; keep them inside a node"
     if layout.mini_batch_sequences[-1] % layout.data:

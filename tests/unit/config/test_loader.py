@@ -1,0 +1,138 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gspo_mega.config import data_sources, load_config
+from gspo_mega.errors import ConfigError
+
+
+def refused(path, overrides=(), command=None):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, command)
+    return str(caught.value).splitlines()
+
+
+def test_the_smallest_configuration(write):
+    loaded = load_config(write())
+    assert loaded.config.optimizer.lr == 1e-6
+    assert loaded.config.objective.clip_low == 3e-4
+    assert loaded.config.reward.functions[0].function == "gsm8k"
+    assert loaded.notices == ()
+
+
+def test_positions_of_given_keys_and_of_absent_ones(write):
+    path = write("objective:\n  dual_clip: 3\n")
+    loaded = load_config(path, ["train.num_steps=3"])
+    assert loaded.where("objective.dual_clip") == f"{path}:9:3"
+    assert loaded.where("objective.clip_low") == f"{path}:8:1"
+    assert loaded.where("train.num_steps") == "override 'train.num_steps=3'"
+    assert loaded.where("kl.coefficient") == str(path)
+    assert loaded.where("reward.functions.0.function") == f"{path}:6:1"
+
+
+def test_all_problems_are_reported_at_once_in_the_order_of_the_file(write):
+    path = write(
+        text="""\
+        run: {name: test, nme: x}
+        model: {path: m}
+        batch: {prompts_per_step: 4, group_size: 1, micro_batch_tokens: 1_000}
+        optimizer:
+          lr: 1e-6
+          lr: 2e-6
+          betas1: 0.9
+        data: {path: x.jsonl}
+        reward: gsm8k
+        rollout: {max_new_tokens: 1e3, filter_constant_groups: yes, temperature: -1}
+        algoritm: gspo
+        clip_low: 3e-3
+        precision: fp16
+        zzz: 1
+        """
+    )
+    lines = refused(path)
+    expected = [
+        "1:19: run.nme: unknown key; did you mean 'name'?",
+        "3:30: batch.group_size: is 1; must be >= 2",
+        "3:45: batch.micro_batch_tokens: is '1_000'; must be a whole number; write 1000",
+        "6:3: optimizer.lr: duplicate key, first at line 5; keep one",
+        "7:3: optimizer.betas1: unknown key; did you mean 'beta1'?",
+        "8:1: data.max_prompt_tokens: missing; it has no default (Longer prompts are left out and counted.)",
+        "10:11: rollout.max_new_tokens: is 1000.0; must be a whole number; write 1000",
+        "10:32: rollout.filter_constant_groups: is 'yes'; must be true or false; write true",
+        "10:61: rollout.temperature: is -1; must be > 0",
+        "11:1: algoritm: unknown key; did you mean 'algorithm'?",
+        "12:1: clip_low: unknown key here; did you mean 'objective.clip_low'?",
+        "13:1: precision: is 'fp16'; valid: 'fp32' or 'bf16'; did you mean 'bf16'?",
+    ]
+    assert lines[: len(expected)] == [f"{path}:{line}" for line in expected]
+    assert lines[-1].startswith(f"{path}:14:1: zzz: unknown key; valid: run, model, algorithm,")
+    assert len(lines) == len(expected) + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "empty"),
+        ("# only a comment\n", "empty"),
+        ("- a\n", "a list"),
+        ("words\n", "'words'"),
+        ("run: {name: 1e3}\n", "run.name: is 1000.0; must be text; quote it"),
+        ("run: {name: a/b}\n", "run.name: is 'a/b'; valid: letters"),
+        ("run:\n", "run: is empty (null); must be a section"),
+        ("run: {name: ''}\n", "run.name: is empty; must be some text"),
+        ("run: {name: a, seed: true}\n", "run.seed: is true; must be a whole number"),
+        ("run: {name: a, seed: 3000000000}\n", "run.seed: is 3000000000; must be < 2147483648"),
+        ("reward: {functions: []}\n", "reward.functions: is empty; must hold at least one entry"),
+        ("data: {sources: x}\n", "data.sources: is 'x'; must be a list"),
+        ("data: {sources: [{name: a, pth: b}]}\n", "data.sources.0.pth: unknown key; did you mean 'path'?"),
+        ("server: {options: 3}\n", "server.options: is 3; must be keys with values"),
+        ("advantage: {std_ddof: 2}\n", "advantage.std_ddof: is 2; valid: 0 or 1"),
+        ("a:\n\tb: 1\n", "tab"),
+    ],
+)
+def test_bad_files(write, text, said):
+    assert any(said in line for line in refused(write(text=text)))
+
+
+def test_a_file_that_cannot_be_read(tmp_path, write):
+    write(name="quickstart.yaml")
+    assert refused(tmp_path / "quikstart.yaml") == [
+        f"{tmp_path}/quikstart.yaml: no such file; in {tmp_path}: quickstart.yaml"
+    ]
+    assert "a folder" in refused(tmp_path)[0]
+    assert "no such file" in refused(tmp_path / "none" / "x.yaml")[0]
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("a: 1\nb: é\n".encode("latin-1"))
+    assert refused(latin) == [f"{latin}:2: not UTF-8 text"]
+
+
+def test_a_reward_section_and_its_shorthand_are_the_same(write):
+    short = load_config(write())
+    long = load_config(write("", text=write().read_text().replace("gsm8k", "{functions: [{function: gsm8k}]}")))
+    assert short.config == long.config
+
+
+def test_data_sources(write):
+    assert [(s.name, s.path) for s in data_sources(load_config(write()).config)] == [("train", "train.jsonl")]
+    odd = load_config(write(), ["data.path=/a/my file (1).jsonl"]).config
+    assert [s.name for s in data_sources(odd)] == ["my-file-1-"]
+    several = load_config(write(), ["data.path=", "data.sources=[{name: a, path: x}, {name: b, path: y, weight: 3}]"])
+    assert [(s.name, s.weight) for s in data_sources(several.config)] == [("a", 1.0), ("b", 3.0)]
+
+
+def test_loading_and_planning_import_neither_torch_nor_numpy(write):
+    """On a login node the answer comes at once: with these imports it would take seconds."""
+    script = (
+        "import sys, time; start = time.perf_counter()\n"
+        "from gspo_mega.config import load_config\n"
+        "import gspo_mega.plan, gspo_mega.commands.plan, gspo_mega.commands.main\n"
+        f"load_config({str(write())!r})\n"
+        "print(sorted({'torch', 'numpy', 'transformers', 'megatron', 'aiohttp'} & {m.split('.')[0] for m in sys.modules}))\n"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - start
+    assert done.stdout.strip() == "[]"
+    assert seconds < 5  # measured 0.25; the bound allows for a machine busy with other tests

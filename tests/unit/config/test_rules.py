@@ -1,0 +1,134 @@
+import pytest
+
+from gspo_mega.config import load_config
+from gspo_mega.errors import ConfigError
+
+SFT = "sft={max_steps: 1, sequences_per_step: 8, eval_every_steps: 1, stop_accuracy_low: 0.2, stop_accuracy_high: 0.5}"
+
+
+def refused(path, *overrides, command=None):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, command)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["objective.clip_low=0.2"], "objective.clip_low", "algorithm: custom"),
+        (["objective.clip_high=0.0501"], "objective.clip_high", "at most 0.05"),
+        (["algorithm=gspo_token", "objective.clip_low=0.2"], "objective.clip_low", "`algorithm: gspo_token`"),
+        (["objective.aggregation=token_mean"], "objective.aggregation", "algorithm: custom"),
+        (["kl.coefficient=0.04"], "kl.coefficient", "algorithm: custom"),
+        (["algorithm=grpo", "kl.coefficient=0.04"], "kl.coefficient", "not available yet"),
+        (["algorithm=custom", "objective.ratio=sequence", "kl.coefficient=1e-3"], "kl.coefficient", "not available yet"),
+        (["algorithm=custom"], "objective.ratio", "valid: sequence, sequence_token, token"),
+        (["objective.ratio=sequence"], "objective.ratio", "leave it out"),
+        (["algorithm=custom", "objective.ratio=token"], "objective.clip_low", "GRPO's: 0.2 and 0.27"),
+        (["algorithm=grpo", "objective.aggregation=sequence_mean_token_sum_norm"], "objective.norm_constant_tokens", "missing"),
+        (["objective.norm_constant_tokens=5"], "objective.norm_constant_tokens", "does not use it"),
+        (["batch.num_mini_batches=17"], "batch.num_mini_batches", "at most 16"),
+        (["optimizer.min_lr=1"], "optimizer.min_lr", "above lr"),
+        (["data.path=null"], "data.path", "give `path`"),
+        (["data.path="], "data.path", "give `path`"),
+        (["data.path=''"], "data.path", "empty"),
+        (["data.sources=[{name: a, path: x}]"], "data.path", "keep one"),
+        (["data.path=null", "data.sources=[{name: a, path: x}, {name: a, path: y}]"], "data.sources", "'a'"),
+        (["data.system_prompt=hi", "data.chat_template=false"], "data.system_prompt", "chat_template: true"),
+        (["reward={functions: [{function: a}, {function: a}]}"], "reward.functions", "listed 2 times"),
+        (["rollout.top_k=0"], "rollout.top_k", "-1"),
+        (["run.name=.."], "run.name", "folder"),
+        (["server.host=0.0.0.0"], "server.host", "own address"),
+        (["server.tensor=2"], "publish.verify", "replicas"),
+        ([SFT.replace("0.2", "0.6")], "sft.stop_accuracy_low", "above stop_accuracy_high"),
+    ],
+)
+def test_contradictions_are_refused_by_key(write, overrides, key, said):
+    text = refused(write(), *overrides)
+    assert f": {key}: " in text and said in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective.clip_low=0.05", "objective.clip_high=0.05"],
+        ["algorithm=custom", "objective.ratio=sequence", "objective.clip_low=0.2", "objective.aggregation=token_mean"],
+        ["algorithm=custom", "objective.ratio=token", "objective.clip_low=0.2", "objective.clip_high=0.2"],
+        ["algorithm=grpo", "objective.aggregation=sequence_mean_token_sum_norm", "objective.norm_constant_tokens=100"],
+        ["algorithm=grpo", "objective.aggregation=token_mean"],
+        ["batch.num_mini_batches=16"],
+        ["optimizer.min_lr=1e-6"],
+        ["server.tensor=2", "publish.verify=replicas"],
+        ["data.system_prompt=hi"],
+    ],
+)
+def test_what_stands_next_to_a_contradiction_is_allowed(write, overrides):
+    load_config(write(), overrides)
+
+
+def test_all_contradictions_are_reported_at_once(write):
+    text = refused(write(), "objective.clip_low=0.2", "kl.coefficient=1", "rollout.top_k=0")
+    assert len(text.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"), [("train", ["train"]), ("sft", ["sft", "eval"]), ("eval", ["eval"]), ("serve", []), (None, [])]
+)
+def test_what_a_command_needs(write, command, missing):
+    if not missing:
+        load_config(write(), (), command)
+        return
+    lines = refused(write(), command=command).splitlines()
+    assert [line.split(": ")[1] for line in lines] == missing
+    assert all(f"`gspo-mega {command}`" in line for line in lines)
+    load_config(write(), ["train={num_steps: 1}", "eval={path: h}", SFT], command)
+
+
+def test_the_default_clip_range_of_grpo(write):
+    objective = load_config(write(), ["algorithm=grpo"]).config.objective
+    assert (objective.clip_low, objective.clip_high) == (0.2, 0.27)
+    objective = load_config(write(), ["algorithm=grpo", "objective.clip_low=0.1"]).config.objective
+    assert (objective.clip_low, objective.clip_high) == (0.1, 0.27)
+    objective = load_config(write(), ["algorithm=gspo_token"]).config.objective
+    assert (objective.clip_low, objective.clip_high) == (3e-4, 4e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["objective.clip_low=3e-3", "objective.clip_high=4e-3"], "clip range 0.003 / 0.004 instead of 0.0003 / 0.0004"),
+        (["algorithm=grpo", "objective.clip_low=3e-4"], "clip range 0.0003 / 0.27 instead of 0.2 / 0.27"),
+        (["algorithm=custom", "objective.ratio=sequence"], "algorithm custom"),
+        (["objective.dual_clip=3"], "dual clip 3"),
+        (["old_log_probs=rollout"], "old_log_probs: rollout"),
+        (["batch.num_mini_batches=1"], "old log-prob pass is skipped"),
+        (["rollout.top_p=0.9"], "truncated"),
+        (["rollout.top_k=50"], "truncated"),
+        (["rollout.temperature=0.7"], "temperature 0.7"),
+        (["rollout.filter_constant_groups=true", "rollout.max_oversampling=1"], "not refilled"),
+        (["optimizer.min_lr=1e-7"], "no effect"),
+        (["recompute.num_layers=2"], "no effect"),
+        (["train.num_steps=2", "optimizer.warmup_steps=8"], "not over before"),
+        (["eval={path: train.jsonl}"], "held-out"),
+    ],
+)
+def test_notices(write, overrides, said):
+    notices = load_config(write(), overrides).notices
+    assert len(notices) == 1 and said in notices[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=grpo"],
+        ["objective.clip_low=3e-4"],
+        ["optimizer.min_lr=1e-7", "optimizer.schedule=cosine"],
+        ["recompute.num_layers=2", "recompute.granularity=full"],
+        ["train.num_steps=2", "optimizer.warmup_steps=7"],
+        ["rollout.filter_constant_groups=true"],
+        ["eval={path: other.jsonl}"],
+    ],
+)
+def test_no_notice_without_a_reason(write, overrides):
+    assert load_config(write(), overrides).notices == ()

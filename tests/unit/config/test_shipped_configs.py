@@ -1,0 +1,79 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.config import load_config, render_config, render_json_schema
+from gspo_mega.config.strict_yaml import parse
+from gspo_mega.plan import plan_run, render_report
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SHIPPED = sorted(CONFIGS.glob("*.yaml"))
+COMMANDS = {"quickstart_sft.yaml": "sft"}
+
+
+def test_there_are_some():
+    assert {"quickstart.yaml", "quickstart_sft.yaml", "gsm8k.yaml"} <= {path.name for path in SHIPPED}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_configuration_loads_and_plans_on_cpu(path, tmp_path):
+    loaded = load_config(path, (), COMMANDS.get(path.name, "train"))
+    plan = plan_run(loaded, "cpu", CONFIGS / "models" / "quickstart_moe.json")
+    assert plan.layout.world_size == 2 and plan.layout.expert == 2
+    assert "2 = 1 node x 2" in render_report(plan)
+    resolved = tmp_path / "config.resolved.yaml"
+    resolved.write_text(render_config(loaded.config))
+    assert load_config(resolved).config == loaded.config
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_configuration_fits_the_json_schema_it_names(path):
+    text = path.read_text()
+    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
+    schema = json.loads((CONFIGS / "schema.json").read_text())
+    assert list(misfits(parse(text).value, schema, schema)) == []
+    wrong = text + "\nalgoritm: gspo\nmetrics: {tensorbord: 1}\ncheckpoint2: {}\nadvantage: {divide_by_std: maybe}\n"
+    assert len(list(misfits(parse(wrong).value, schema, schema))) == 4
+
+
+def misfits(value, schema, root):
+    """What an editor would underline: the part of JSON Schema that pydantic writes for these sections."""
+    if "$ref" in schema:
+        yield from misfits(value, root["$defs"][schema["$ref"].rsplit("/", 1)[1]], root)
+    elif "anyOf" in schema:
+        attempts = [list(misfits(value, option, root)) for option in schema["anyOf"]]
+        yield from min(attempts, key=len)
+    elif schema.get("type") == "object" and isinstance(value, dict):
+        yield from (f"missing {key}" for key in schema.get("required", ()) if key not in value)
+        for key, inner in value.items():
+            if key in schema.get("properties", {}):
+                yield from misfits(inner, schema["properties"][key], root)
+            elif schema.get("additionalProperties") is False:
+                yield f"unknown {key}"
+    elif schema.get("type") == "array" and isinstance(value, list):
+        for inner in value:
+            yield from misfits(inner, schema["items"], root)
+    else:
+        types = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "object": dict, "array": list}
+        if "type" in schema and not isinstance(value, types[schema["type"]]):
+            yield f"{value!r} is not {schema['type']}"
+        if "enum" in schema and value not in schema["enum"]:
+            yield f"{value!r} is not one of {schema['enum']}"
+
+
+def test_the_committed_json_schema_is_current():
+    committed = (CONFIGS / "schema.json").read_text()
+    assert committed == render_json_schema(), "run: gspo-mega plan --json-schema > configs/schema.json"
+
+
+def test_only_the_quickstart_widens_the_clip_range_and_says_so():
+    noticed = {path.name: [n for n in load_config(path).notices if "clip range" in n] for path in SHIPPED}
+    assert noticed["gsm8k.yaml"] == [] and noticed["quickstart_sft.yaml"] == []
+    assert noticed["quickstart.yaml"] == ["clip range 0.003 / 0.004 instead of 0.0003 / 0.0004, the published one of gspo"]
+    assert "does not transfer" in (CONFIGS / "quickstart.yaml").read_text()
+
+
+def test_gsm8k_takes_a_file_by_override_alone():
+    loaded = load_config(CONFIGS / "gsm8k.yaml", ["data.path=elsewhere/problems.jsonl"], "train")
+    assert loaded.config.data.path == "elsewhere/problems.jsonl" and loaded.config.eval is None

@@ -1,0 +1,111 @@
+import pytest
+
+from gspo_mega.config.strict_yaml import Position, parse
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("1E+3", 1000.0),
+        (".5", 0.5),
+        ("5.", 5.0),
+        ("-3", -3),
+        ("010", 10),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("1_000", "1_000"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("Off", "Off"),
+        ("true", True),
+        ("FALSE", False),
+        ("1:30:00", "1:30:00"),
+        ("2024-01-02", "2024-01-02"),
+        ("~", None),
+        ("null", None),
+        ("", None),
+        ("'1e-6'", "1e-6"),
+        ('"true"', "true"),
+        ("1e", "1e"),
+        ("=", "="),
+    ],
+)
+def test_scalars_follow_yaml_1_2(written, value):
+    document = parse(f"key: {written}\n")
+    assert not document.problems
+    assert document.value == {"key": value}
+    assert type(document.value["key"]) is type(value)
+
+
+def test_positions_are_of_keys_and_of_list_entries():
+    document = parse("a:\n  b: 1\n  c:\n  - x\n  -   y\n")
+    assert document.positions[("a",)] == Position(1, 1)
+    assert document.positions[("a", "b")] == Position(2, 3)
+    assert document.positions[("a", "c", 1)] == Position(5, 7)
+
+
+def test_anchors_and_merges():
+    document = parse(
+        "base: &base {x: 1, y: 2}\nother: &other {y: 3, z: 4}\n"
+        "one: {<<: *base, y: 5}\nboth: {<<: [*base, *other]}\nalias: *base\n"
+    )
+    assert not document.problems
+    assert document.value["one"] == {"x": 1, "y": 5}
+    assert document.value["both"] == {"x": 1, "y": 2, "z": 4}
+    assert document.value["alias"] == {"x": 1, "y": 2}
+    assert document.positions[("one", "x")] == Position(1, 14)
+
+
+def test_a_merge_inside_a_merged_mapping_gives_way_to_the_mapping_itself():
+    document = parse("a: &a {x: 1, y: 1}\nb: &b {<<: *a, y: 2}\nc: {<<: *b}\n")
+    assert document.value["c"] == {"x": 1, "y": 2}
+
+
+def test_every_duplicate_key_is_named_with_its_first_place():
+    problems = parse("a: 1\nb:\n  c: 1\n  c: 2\na: 2\n").problems
+    assert {(p.position, p.path) for p in problems} == {(Position(4, 3), ("b", "c")), (Position(5, 1), ("a",))}
+    assert [("first at line 1" in p.text) for p in problems if p.path == ("a",)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "said"),
+    [
+        ("a:\n\tb: 1\n", Position(2, 1), "tab"),
+        ("a: [1, 2\n", Position(2, 1), "not YAML"),
+        ("a: 1\n---\nb: 2\n", Position(2, 1), "second document"),
+        ("a: *nowhere\n", Position(1, 4), "undefined alias"),
+        ("a: !!python/object:os.system x\n", Position(1, 4), "tag"),
+        ("a: !!int x\n", Position(1, 4), "tag"),
+        ("a: !mine {b: 1}\n", Position(1, 4), "tag"),
+        ("a: .inf\n", Position(1, 4), "finite"),
+        ("a: .NaN\n", Position(1, 4), "finite"),
+        ("1: x\n", Position(1, 1), "must be text"),
+        ("? [a]\n: x\n", Position(1, 3), "must be text"),
+        ("a: {<<: 3}\n", Position(1, 9), "`<<`"),
+        ("a: &a [*a]\n", Position(1, 4), "contains itself"),
+        ("a: &a {<<: *a}\n", Position(1, 4), "`<<`"),
+        ("a: x\x00y\n", Position(1, 5), "may not stand"),
+    ],
+)
+def test_refusals(text, position, said):
+    problems = parse(text).problems
+    assert said in problems[0].text
+    assert problems[0].position is None or problems[0].position.line == position.line
+
+
+def test_aliases_cannot_grow_without_bound():
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    problems = parse("\n".join(lines)).problems
+    assert len(problems) == 1 and "aliases" in problems[0].text
+
+
+def test_merges_cannot_grow_without_bound():
+    lines = ["a0: &a0 {x: 1}"] + [f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40)]
+    assert any("aliases" in problem.text for problem in parse("\n".join(lines)).problems)
+
+
+def test_deep_nesting_is_a_problem_and_not_a_crash():
+    assert "deeply" in parse("a: " + "[" * 5000).problems[0].text
