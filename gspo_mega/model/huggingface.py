@@ -8,6 +8,7 @@ than one that does not start. Weights are not looked at.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,10 @@ def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation
     num_heads = reader.size("num_attention_heads")
     num_kv_heads = reader.size("num_key_value_heads")
     if family == "qwen3_moe" and raw.get("head_dim") is None:
-        head_dim = hidden_size // num_heads  # as every reader of this architecture has it
+        head_dim = hidden_size // num_heads if num_heads else 0  # as every reader of this architecture has it
     else:
         head_dim = reader.size("head_dim")
-    if num_heads % num_kv_heads:
+    if num_kv_heads and num_heads % num_kv_heads:
         reader.problem("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
     if head_dim % 2:
         reader.problem("head_dim", f"{head_dim} is odd; rotary positions need pairs")
@@ -97,7 +98,7 @@ def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation
 
 
 class _Reader:
-    """Typed look-ups in a config.json; problems are collected, and 1 stands in for a bad size meanwhile."""
+    """Typed look-ups in a config.json; problems are collected, and 0 stands in for a bad size meanwhile."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
@@ -112,7 +113,7 @@ class _Reader:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         self.problem(key, "missing; a positive whole number" if value is None else f"is {value!r}; must be a positive whole number")
-        return 1
+        return 0
 
     def number(self, key: str) -> float:
         return self.check_number(key, self.raw.get(key))
@@ -188,7 +189,7 @@ def _eos_token_ids(reader: _Reader, generation: dict[str, Any], vocab_size: int)
     ids: list[int] = []
     for source, value in (("generation_config.json's eos_token_id", generation.get("eos_token_id")), ("eos_token_id", reader.raw.get("eos_token_id"))):
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < (vocab_size or math.inf):
                 reader.problem(source, f"{token_id!r} is not a token id below vocab_size {vocab_size}")
             elif token_id not in ids:
                 ids.append(token_id)
@@ -198,7 +199,7 @@ def _eos_token_ids(reader: _Reader, generation: dict[str, Any], vocab_size: int)
 def _moe(reader: _Reader) -> MoeSpec:
     num_experts = reader.size("num_experts", "num_local_experts")  # 4.x and 5.x
     experts_per_token = reader.size("num_experts_per_tok")
-    if experts_per_token > num_experts:
+    if 0 < num_experts < experts_per_token:
         reader.problem("num_experts_per_tok", f"{experts_per_token} is more than the {num_experts} experts there are")
     return MoeSpec(
         num_experts=num_experts,

@@ -1,0 +1,58 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.model.huggingface import spec_from_config
+from gspo_mega.model.sizes import count_parameters, forward_flops_per_token
+
+SHAPES = Path(__file__).parents[3] / "configs" / "models"
+
+
+def spec_of(name):
+    return spec_from_config(json.loads((SHAPES / f"{name}.json").read_text()))
+
+
+def test_a_dense_model_by_hand():
+    attention = 64 * 64 + 2 * (32 * 64) + 64 * 64 + 2 * 16  # q, k and v, output, query and key norms
+    layer = attention + 3 * 64 * 128 + 2 * 64
+    counts = count_parameters(spec_of("quickstart_dense"))
+    assert counts.embedding == 512 * 64
+    assert counts.total == 2 * 512 * 64 + 3 * layer + 64
+    assert counts.active == counts.total
+
+
+def test_a_moe_model_by_hand():
+    attention = 64 * 64 + 2 * (32 * 64) + 64 * 64 + 2 * 16
+    layer = attention + 8 * 64 + 8 * 3 * 64 * 64 + 2 * 64
+    counts = count_parameters(spec_of("quickstart_moe"))
+    assert counts.total == 2 * 512 * 64 + 3 * layer + 64
+    assert counts.active == counts.total - 3 * 6 * 3 * 64 * 64
+
+
+def test_tied_embeddings_count_once():
+    spec = spec_of("quickstart_dense")
+    tied = dataclasses.replace(spec, tie_word_embeddings=True)
+    assert count_parameters(spec).total - count_parameters(tied).total == 512 * 64
+
+
+def test_a_published_model_has_its_published_size():
+    spec = spec_of("quickstart_moe")
+    large = dataclasses.replace(
+        spec, num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936,
+        moe=dataclasses.replace(spec.moe, num_experts=128, experts_per_token=8, expert_intermediate_size=768),
+    )  # Qwen3-30B-A3B: 30.5 billion, 3.3 billion activated
+    counts = count_parameters(large)
+    assert counts.total / 1e9 == pytest.approx(30.5, abs=0.05)
+    assert counts.active / 1e9 == pytest.approx(3.3, abs=0.06)
+
+
+def test_flops_by_hand():
+    spec = spec_of("quickstart_dense")
+    matrices = 3 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 128) + 512 * 64
+    # At one token attention reads one position; at 9 it reads 5 on average. Scores and values: 2 x 2 FLOPs an element.
+    for tokens, positions in ((1, 1), (9, 5)):
+        assert forward_flops_per_token(spec, tokens) == 2 * matrices + 3 * 4 * 64 * positions
+    tied = dataclasses.replace(spec, tie_word_embeddings=True)
+    assert forward_flops_per_token(tied, 9) == forward_flops_per_token(spec, 9)
