@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Makes .venv beside this repository's pyproject.toml for a machine without a GPU: pinned, released packages and
+# the project itself, editable. Needs Python 3.11 (the pins' wheels are for it) on Linux x86_64 and pip's usual
+# indexes. A second call is instant: a stamp remembers what was installed.
+#
+#   launch/setup.sh                        GSPO_PYTHON=/path/to/python3.11 launch/setup.sh
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+log=$root/.cache/setup.log
+requirements=("$root/launch/env/cpu.txt" "$root/launch/env/cpu-no-deps.txt")
+
+die() {
+  printf 'setup: %s\n' "$@" >&2
+  exit 1
+}
+
+is_311() {
+  [[ $("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) == 3.11 ]]
+}
+
+find_python() {
+  local candidate
+  if [[ -n ${GSPO_PYTHON:-} ]]; then
+    is_311 "$GSPO_PYTHON" || die "GSPO_PYTHON=$GSPO_PYTHON is not a Python 3.11"
+    command -v "$GSPO_PYTHON"
+    return
+  fi
+  for candidate in python3.11 python3 python; do
+    if command -v "$candidate" >/dev/null && is_311 "$candidate"; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  die "needs Python 3.11; python3 here is $(python3 --version 2>&1 || echo absent)." \
+    "Install it, or name one: GSPO_PYTHON=/path/to/python3.11 $0"
+}
+
+# What the environment is made from. The root is part of it: an environment that was copied or moved is not ours.
+wanted_stamp() {
+  {
+    printf '%s\n' "$root"
+    cat "${requirements[@]}" "$root/pyproject.toml" "${BASH_SOURCE[0]}"
+  } | sha256sum | cut -d' ' -f1
+}
+
+step() {
+  local what=$1 started=$SECONDS
+  shift
+  printf 'setup: %s ... ' "$what"
+  if ! "$@" >>"$log" 2>&1; then
+    printf 'failed\n'
+    tail -n 20 "$log" >&2
+    die "'$*' failed; all of its output is in $log"
+  fi
+  printf '%d s\n' $((SECONDS - started))
+}
+
+[[ $(uname -sm) == "Linux x86_64" ]] || die "the pins in launch/env are for Linux x86_64; this is $(uname -sm)"
+mkdir -p "$root/.cache"
+exec 9>"$root/.cache/setup.lock"
+flock --nonblock 9 || { echo "setup: another set-up is running here; waiting for it"; flock 9; }
+
+stamp=$(wanted_stamp)
+if [[ -x $venv/bin/python && -f $venv/gspo_mega.stamp && $(<"$venv/gspo_mega.stamp") == "$stamp" ]]; then
+  exit 0
+fi
+
+: >"$log"
+if [[ ! -x $venv/bin/python ]] || ! is_311 "$venv/bin/python"; then
+  python=$(find_python)
+  step "virtual environment in .venv ($python)" "$python" -m venv --clear "$venv"
+fi
+rm -f "$venv/gspo_mega.stamp"
+pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install --progress-bar off)
+# --no-warn-conflicts: once phase 2 is in, pip would list everything that SGLang declares and a machine without a
+# GPU cannot have (see launch/env/cpu-no-deps.txt) each time phase 1 runs again.
+step "packages, phase 1 of 2 (PyTorch, Megatron-Core, ...)" "${pip[@]}" --no-warn-conflicts -r "${requirements[0]}"
+step "packages, phase 2 of 2 (SGLang)" "${pip[@]}" --no-deps -r "${requirements[1]}"
+step "gspo_mega itself" "${pip[@]}" --no-deps --no-build-isolation --editable "$root"
+printf '%s\n' "$stamp" >"$venv/gspo_mega.stamp"
+echo "setup: ready after $SECONDS s; activate it with: source $venv/bin/activate"
