@@ -1,0 +1,117 @@
+import pytest
+
+from gspo_mega.errors import PlanError
+from gspo_mega.plan import plan_run
+from gspo_mega.plan.checks import divisors, nearest
+
+
+def ranks(n):
+    return f"cluster.ranks_per_node={n}"
+
+
+# (shape, overrides, key, text, nearest valid)
+IMPOSSIBLE = [
+    ("dense", [ranks(3), "parallel.tensor=2"], "cluster.ranks_per_node", "= 3 ranks, which tensor 2", "2 ranks in all or 4 ranks in all"),
+    ("dense", ["parallel.pipeline=3"], "cluster.ranks_per_node", "pipeline 3", "3 ranks in all"),
+    ("dense", [ranks(4), "parallel.tensor=4"], "parallel.tensor", "key-value heads 2", "2"),
+    ("dense", [ranks(3), "parallel.tensor=3"], "parallel.tensor", "attention heads 4, key-value heads 2, intermediate size 128", "2"),
+    ("dense", [ranks(2), "parallel.pipeline=2"], "parallel.pipeline", "3 layers", "1 or 3"),
+    ("dense", ["parallel.virtual_pipeline=3"], "parallel.virtual_pipeline", "pipeline is 1", "leave it out (null)"),
+    ("dense", [ranks(3), "parallel.pipeline=3", "parallel.virtual_pipeline=2"], "parallel.virtual_pipeline", "1 layers", "leave it out (null)"),
+    ("dense", ["recompute={granularity: full, num_layers: 4}"], "recompute.num_layers", "3 layers", "3"),
+    ("dense", [ranks(2), "parallel.expert=2"], "parallel.expert", "no experts", "1"),
+    ("dense", [ranks(2), "parallel.expert_tensor=2"], "parallel.expert_tensor", "no experts", "1"),
+    ("dense", ["rollout.return_routed_experts=true"], "rollout.return_routed_experts", "no experts", "false"),
+    ("moe", [ranks(3), "parallel.expert=3"], "parallel.expert", "8 experts", "1"),
+    ("moe", [ranks(8), "parallel.expert=3"], "parallel.expert", "8 experts", "2 or 4"),
+    ("moe", [ranks(2), "parallel.expert=4"], "parallel.expert", "does not divide 2 ranks", "2"),
+    ("moe", [ranks(2), "parallel={tensor: 2, expert: 2, sequence: false}"], "parallel.sequence", "sequence parallelism", "true"),
+    ("moe", [ranks(2), "parallel.tensor=2"], "parallel.expert", "trains wrong", "expert 2 or expert_tensor 2"),
+    ("moe", [ranks(2), "batch.num_mini_batches=17"], "batch.num_mini_batches", "fewer than the 2 data-parallel ranks", "16"),
+    ("dense", [ranks(64)], "batch.num_mini_batches", "8 a mini-batch, fewer than the 64", "1, with at least 16 prompts_per_step"),
+    (
+        "dense",
+        [ranks(8), "sft={max_steps: 1, sequences_per_step: 6, eval_every_steps: 1, stop_accuracy_low: 0, stop_accuracy_high: 1}"],
+        "sft.sequences_per_step",
+        "8 data-parallel ranks",
+        "8",
+    ),
+    ("dense", ["batch.micro_batch_tokens=47"], "batch.micro_batch_tokens", "= 48", "48"),
+    (
+        "dense",
+        [ranks(4), "parallel={tensor: 2, context: 2}", "rollout.max_new_tokens=33", "batch.micro_batch_tokens=49"],
+        "batch.micro_batch_tokens",
+        "56 when padded to a multiple of 8",
+        "56",
+    ),
+    ("dense", ["rollout.max_new_tokens=1009", "batch.micro_batch_tokens=2000"], "rollout.max_new_tokens", "1024 positions", "1008"),
+    ("dense", ["server.tensor=3", "publish.verify=replicas"], "server.tensor", "4 heads, 2 key-value heads", "2 or 4"),
+    ("dense", ["server.context_tokens=47"], "server.context_tokens", "47 is not between", "48"),
+    ("dense", ["server.context_tokens=1025"], "server.context_tokens", "1025 is not between", "1024"),
+    ("dense", ["server.max_total_tokens=47"], "server.max_total_tokens", "one sequence of 48", "48"),
+]
+
+
+@pytest.mark.parametrize(("kind", "overrides", "key", "text", "valid"), IMPOSSIBLE)
+def test_the_impossible_is_refused_with_the_nearest_valid(load, shape, kind, overrides, key, text, valid):
+    with pytest.raises(PlanError) as caught:
+        plan_run(load(*overrides), model=shape(kind))
+    lines = [line for line in str(caught.value).splitlines() if f": {key}: " in line]
+    assert len(lines) == 1
+    assert text in lines[0]
+    assert lines[0].endswith(f"; nearest valid: {valid}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("dense", [ranks(2), "parallel.tensor=2", "parallel.sequence=false"]),
+        ("dense", [ranks(3), "parallel.pipeline=3"]),
+        ("dense", [ranks(2), "parallel.context=2"]),
+        ("moe", [ranks(2), "parallel={tensor: 2, expert: 2}"]),
+        ("moe", [ranks(2), "parallel={tensor: 2, expert_tensor: 2, expert_dispatcher: allgather}"]),
+        ("moe", [ranks(4), "parallel={expert: 4}"]),
+        ("moe", [ranks(2), "parallel={context: 2, expert: 2}"]),
+        ("moe", [ranks(2), "batch.num_mini_batches=16"]),
+        ("dense", ["batch.micro_batch_tokens=48"]),
+        ("dense", ["rollout.max_new_tokens=1008", "batch.micro_batch_tokens=1024"]),
+        ("dense", ["server.tensor=4", "publish.verify=replicas"]),
+        ("dense", ["server={context_tokens: 1024, max_total_tokens: 48}"]),
+        ("moe", ["rollout.return_routed_experts=true"]),
+    ],
+)
+def test_what_stands_next_to_the_impossible_is_possible(load, shape, kind, overrides):
+    plan_run(load(*overrides), "cpu", shape(kind))
+
+
+def test_experts_that_do_not_divide_over_the_expert_tensor_ranks(load, shape):
+    model = shape("moe", moe_intermediate_size=63)
+    with pytest.raises(PlanError, match="parallel.expert_tensor: 2 does not divide the experts' intermediate size 63"):
+        plan_run(load(ranks(2), "parallel={expert_tensor: 2}"), model=model)
+
+
+def test_uneven_gathers_are_refused_on_cpu_and_mentioned_where_the_device_is_unknown(load, shape):
+    loaded = load(ranks(2), "parallel={tensor: 2, expert_tensor: 2}")
+    with pytest.raises(PlanError, match="expert_dispatcher: alltoall .* gloo.*; nearest valid: allgather"):
+        plan_run(loaded, "cpu", shape("moe"))
+    assert any("runs on GPUs only" in notice for notice in plan_run(loaded, None, shape("moe")).notices)
+    assert plan_run(loaded, "gpu", shape("moe")).notices == ()
+
+
+def test_all_violations_are_reported_at_once_each_with_its_place(load, shape):
+    loaded = load(ranks(6), "parallel={tensor: 3, pipeline: 2}", "server.max_total_tokens=1")
+    with pytest.raises(PlanError) as caught:
+        plan_run(loaded, model=shape("dense"))
+    lines = str(caught.value).splitlines()
+    origin = "override 'parallel={tensor: 3, pipeline: 2}': "
+    assert [line.split(": nearest")[0].removeprefix(origin).split(":")[0] for line in lines[:2]] == ["parallel.tensor", "parallel.pipeline"]
+    assert lines[2].startswith("override 'server.max_total_tokens=1': server.max_total_tokens: ")
+    assert len(lines) == 3
+
+
+def test_nearest_and_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert nearest(5, [1, 2, 4, 8]) == "4 or 8"
+    assert nearest(9, [1, 2]) == "2"
+    assert nearest(0, [3]) == "3"
+    assert nearest(3, []) == ""
