@@ -97,5 +97,5 @@ def check_finite(mask: Tensor, segment_ids: Tensor, **tensors: Tensor) -> NonFin
         bad = active & ~torch.isfinite(values.detach())
         if bool(bad.any()):
             token = int(bad.to(torch.uint8).argmax())
-            return NonFiniteToken(name, int(segment_ids[token]), token, float(values[token]))
+            return NonFiniteToken(name, int(segment_ids[token]), token, float(values.detach()[token]))
     return None

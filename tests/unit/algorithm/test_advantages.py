@@ -1,0 +1,68 @@
+"""Group-relative advantages."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo_mega.algorithm.advantages import group_advantages
+
+REWARDS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(0, 3)), min_size=1, max_size=30)
+
+
+def advantages(rewards, groups, **options):
+    return group_advantages(torch.tensor(rewards), torch.tensor(groups), **options)
+
+
+@given(pairs=REWARDS, seed=st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_groups_are_by_id_in_any_order_and_size(pairs, seed):
+    rewards, groups = torch.tensor([r for r, _ in pairs]), torch.tensor([g for _, g in pairs])
+    result = group_advantages(rewards, groups)
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(group_advantages(rewards[order], groups[order] * -7), result[order], rtol=1e-12, atol=1e-15)
+    for group in groups.unique():
+        members = result[groups == group]
+        assert abs(float(members.sum())) < 1e-12
+        if float(members.abs().sum()) > 0:
+            assert float(members.square().mean()) == pytest.approx(1.0, rel=1e-12)
+
+
+def test_the_papers_example():
+    torch.testing.assert_close(advantages([1.0, 0.0, 0.0, 1.0], [0] * 4), torch.tensor([1.0, -1, -1, 1], dtype=torch.float64))
+    expected = [math.sqrt(3)] * 2 + [-1 / math.sqrt(3)] * 6
+    torch.testing.assert_close(advantages([1.0, 1.0] + [0.0] * 6, [5] * 8), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e300, -2.5e-10])
+@pytest.mark.parametrize("size", [3, 6, 7, 10])
+def test_a_constant_group_is_exactly_zero(value, size):
+    rewards = torch.full((size,), value, dtype=torch.float64)
+    assert torch.equal(group_advantages(rewards, torch.zeros(size)), torch.zeros(size, dtype=torch.float64))
+
+
+def test_ddof_eps_and_plain_difference():
+    rewards = [1.0, 0.0, 0.5]
+    sample = advantages(rewards, [0, 0, 0], std_ddof=1)
+    assert sample.tolist() == pytest.approx([1.0, -1.0, 0.0], abs=1e-15)
+    assert advantages(rewards, [0, 0, 0], divide_by_std=False).tolist() == [0.5, -0.5, 0.0]
+    assert advantages(rewards, [0, 0, 0], std_ddof=1, std_eps=0.5).tolist() == pytest.approx([0.5, -0.5, 0.0])
+    assert advantages([1.0, 3.0], [0, 1], std_ddof=1).tolist() == [0.0, 0.0]
+    assert advantages([1.0, 3.0], [0, 1]).tolist() == [0.0, 0.0]
+
+
+def test_tiny_and_large_rewards_scale():
+    for scale in (1e-200, 1e200):
+        rewards = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64) * scale
+        assert group_advantages(rewards, torch.zeros(4)).tolist() == [1.0, -1.0, -1.0, 1.0]
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="reward 1 is not finite"):
+        advantages([1.0, math.nan], [0, 0])
+    with pytest.raises(ValueError, match=r"must be \[N\]"):
+        advantages([1.0, 0.0], [0])
