@@ -77,6 +77,7 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
         # The loss is divided by its global denominator before the backward pass: no further averaging.
         calculate_per_token_loss=True,
+        moe_token_dispatcher_type=parallel.expert_dispatcher,
         # Packs differ in length, so pipeline stages announce shapes.
         variable_seq_lengths=parallel.pipeline > 1,
         # The schedules may not free outputs that gloo has not finished sending.
@@ -101,7 +102,6 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
             moe_router_pre_softmax=not spec.moe.norm_topk_prob,
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
-            moe_token_dispatcher_type=parallel.expert_dispatcher,
             moe_grouped_gemm=not is_cpu_backend(),
         )
     return TransformerConfig(**settings)

@@ -93,6 +93,7 @@ class RankPool:
         for process in self._processes:
             if process.is_alive():
                 process.kill()
+                process.join()
 
 
 class RankPools:
