@@ -33,6 +33,7 @@ def groups_by(layout, same):
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "-".join(map(str, sizes.values())))
 def test_coordinates_are_megatrons(sizes):
     """Against Megatron's own generator of ranks, without process groups."""
+    import gspo_mega.engine  # noqa: F401  installs the CPU backend, which must come before Megatron
     from megatron.core.parallel_state import RankGenerator
 
     layout = layout_of(**sizes)

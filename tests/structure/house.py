@@ -1,0 +1,203 @@
+"""The rules of the source tree, as functions from a tree to the places that break them. Standard library only."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# A package imports from itself and from what is named here. Top-level modules count as packages.
+_BASE = {"", "errors", "records", "run_folder"}
+_LEAVES = {"algorithm", "data", "reward", "metrics", "plan"}
+_BELOW_ENGINE = _BASE | {"config", "model"} | _LEAVES
+_BELOW_RUNTIME = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout"}
+LAYERS: dict[str, set[str]] = {
+    "errors": set(),
+    "records": set(),
+    "run_folder": {"errors"},
+    "config": _BASE,
+    "model": _BASE | {"config"},
+    **{leaf: _BASE | {"config", "model"} for leaf in _LEAVES},
+    "engine": _BELOW_ENGINE,
+    "weights": _BELOW_ENGINE | {"engine"},
+    "checkpoint": _BELOW_ENGINE | {"engine", "weights"},
+    "rollout": _BELOW_ENGINE,
+    "launcher": _BELOW_RUNTIME,
+    "runtime": _BELOW_RUNTIME,
+    "commands": _BELOW_RUNTIME | {"launcher", "runtime"},
+    "__main__": {"commands"},
+    "tools": _BELOW_RUNTIME | {"launcher", "runtime"},
+}
+
+# What may be imported (or touched) only in these packages or files; the empty set means nowhere.
+HOMES: dict[str, set[str]] = {
+    "megatron": {"engine", "checkpoint"},
+    "transformer_engine": {"engine", "checkpoint"},
+    "apex": {"engine", "checkpoint"},
+    "megatron.training": set(),
+    "megatron.core.parallel_state": {"engine/process_groups.py"},
+    "megatron.core.mpu": set(),
+    "torch.distributed": {"engine", "weights", "checkpoint", "runtime"},
+    "sglang": {"rollout"},
+    "aiohttp": {"rollout", "reward/remote.py"},
+    "requests": set(),
+    "httpx": set(),
+    "http": {"rollout", "reward/remote.py"},
+    "urllib.request": {"rollout", "reward/remote.py"},
+    "pickle": set(),
+    "os.environ": {"launcher", "runtime/worker.py", "engine/cpu.py", "rollout/server_entry.py", "rollout/supervise_server.py", "rollout/cpu_server.py"},
+    "os.getenv": set(),
+    "os.putenv": set(),
+}
+WITHOUT = {package: ("torch", "numpy", "transformers") for package in ("config", "model", "plan")}
+WITH_PRINT = {"commands", "tools"}
+MOST_LINES = 400
+TOP_LEVEL = {"pyproject.toml", "README.md", "gspo_mega", "launch", "configs", "tools", "tests", ".gitignore", ".ci"}
+
+# Where the product was made is no part of it.
+_WORDS = re.compile(
+    r"/work\b|\.\./shared|/root/|/home/\w|\bissues?\b|\b(?:this|next|last|previous|earlier|later) session\b|\bDESIGN\b"
+    r"|\bengineer [A-Z]\b|\b(?:TODO|FIXME|XXX)\b",
+)
+
+
+class Broken(NamedTuple):
+    path: str
+    line: int
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}"
+
+
+def python_files(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """(file, its package, its place inside gspo_mega or tools) of the product's Python."""
+    for path in sorted((root / "gspo_mega").rglob("*.py")):
+        inside = path.relative_to(root / "gspo_mega")
+        package = inside.parts[0] if len(inside.parts) > 1 else inside.stem
+        yield path, "" if package == "__init__" else package, inside.as_posix()
+    for path in sorted((root / "tools").rglob("*.py")):
+        yield path, "tools", path.relative_to(root).as_posix()
+
+
+def check_imports(root: Path) -> list[Broken]:
+    """Layers, homes of dangerous things, and packages that stay light."""
+    broken = []
+    for path, package, inside in python_files(root):
+        where = path.relative_to(root).as_posix()
+        if package and package not in LAYERS:
+            broken.append(Broken(where, 1, f"{package} has no place in the layers"))
+            continue
+        for name, line in _used_names(ast.parse(path.read_text(encoding="utf-8"))):
+            if name.startswith("."):
+                broken.append(Broken(where, line, "relative import; write the whole name"))
+            elif name == "gspo_mega" or name.startswith("gspo_mega."):
+                target = (name.split(".") + [""])[1]
+                if target in LAYERS and target != package and target not in LAYERS.get(package, _BASE):
+                    broken.append(Broken(where, line, f"{package} may not import {target}"))
+            for thing, homes in HOMES.items():
+                if _is_inside(name, thing) and package not in homes and inside not in homes:
+                    broken.append(Broken(where, line, f"{thing} belongs in {', '.join(sorted(homes)) or 'no file'}"))
+            for heavy in WITHOUT.get(package, ()):
+                if _is_inside(name, heavy):
+                    broken.append(Broken(where, line, f"{package} works without {heavy}"))
+    return broken
+
+
+def check_calls(root: Path) -> list[Broken]:
+    """`print` outside commands and tools, and errors that are swallowed."""
+    broken = []
+    for path, package, _ in python_files(root):
+        where = path.relative_to(root).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print" and package not in WITH_PRINT:
+                broken.append(Broken(where, node.lineno, "print belongs in commands and tools"))
+            if isinstance(node, ast.ExceptHandler) and _catches_all(node.type) and all(map(_does_nothing, node.body)):
+                broken.append(Broken(where, node.lineno, "an error is swallowed"))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress") and any(map(_catches_all, node.args)):
+                broken.append(Broken(where, node.lineno, "an error is swallowed"))
+    return broken
+
+
+def check_files(root: Path) -> list[Broken]:
+    """Length, a module docstring."""
+    broken = []
+    for path, _, _ in python_files(root):
+        where, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+        if (lines := text.count("\n")) > MOST_LINES:
+            broken.append(Broken(where, lines, f"{lines} lines; at most {MOST_LINES}: a file tells one story"))
+        if text.strip() and ast.get_docstring(ast.parse(text)) is None:
+            broken.append(Broken(where, 1, "no module docstring: what it owns and what it does not"))
+    return broken
+
+
+def check_words(root: Path) -> list[Broken]:
+    """Paths of one machine, and words of how the product was made, in anything that is shipped."""
+    broken = []
+    files = [root / "README.md", root / "pyproject.toml"]
+    files += [path for folder in ("gspo_mega", "tools", "launch", "configs") for path in (root / folder).rglob("*")]
+    for path in sorted(files):
+        if not path.is_file() or path.suffix == ".pyc":
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if (found := _WORDS.search(line)) is not None:
+                broken.append(Broken(path.relative_to(root).as_posix(), number, f"{found.group()!r} does not belong in the product"))
+    return broken
+
+
+def check_tests(root: Path) -> list[Broken]:
+    """Test files have unique names, because their folders are no packages."""
+    broken, seen = [], {}
+    for path in sorted((root / "tests").rglob("*.py")):
+        where = path.relative_to(root).as_posix()
+        if path.name == "__init__.py":
+            broken.append(Broken(where, 1, "test folders are no packages"))
+        elif path.name != "conftest.py" and seen.setdefault(path.name, where) != where:
+            broken.append(Broken(where, 1, f"the same name as {seen[path.name]}"))
+    return broken
+
+
+def check_top_level(entries: set[str]) -> list[Broken]:
+    return [Broken(entry, 1, "the top level is fixed") for entry in sorted(entries - TOP_LEVEL)]
+
+
+def _is_inside(name: str, thing: str) -> bool:
+    return name == thing or name.startswith(thing + ".")
+
+
+def _used_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Dotted names that a module imports, and `os.x`, `torch.x.y` reached through an imported module."""
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                modules[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield "." * node.level + (node.module or ""), node.lineno
+                continue
+            for alias in node.names:
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}", node.lineno
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            root, _, rest = dotted.partition(".")
+            if root in modules and re.fullmatch(r"[\w.]+", rest):
+                yield f"{modules[root]}.{rest}", node.lineno
+
+
+def _catches_all(expression: ast.expr | None) -> bool:
+    if expression is None:
+        return True
+    names = expression.elts if isinstance(expression, ast.Tuple) else [expression]
+    return any(isinstance(name, ast.Name) and name.id in ("Exception", "BaseException") for name in names)
+
+
+def _does_nothing(statement: ast.stmt) -> bool:
+    return isinstance(statement, (ast.Pass, ast.Continue)) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
