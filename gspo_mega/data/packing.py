@@ -1,0 +1,214 @@
+"""From trajectories to packed micro-batches: which mini-batch, which data-parallel rank, which forward pass.
+
+Owns the split of a rollout batch into mini-batches, the balanced packing of each under a token budget, and the
+arrays of one pack. Pure numpy; moving shards between ranks and slicing for context parallelism is the engine's.
+Everything is a function of its arguments: the same batch, seed and step give the same packs on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gspo_mega.errors import PlanError
+from gspo_mega.records import MicroBatch
+
+ATTENTION_CROSSOVER_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one data-parallel rank works on in a rollout batch.
+
+    `shard`: indices of its trajectories in the rollout batch, ascending. `mini_batches[m][k]`: the rows of `shard`
+    in micro-batch k of mini-batch m; an empty list is filler, there so that all ranks run equally many.
+    """
+
+    shard: list[int]
+    mini_batches: list[list[list[int]]]
+
+
+def split_mini_batches(num_trajectories: int, num_mini_batches: int, seed: int, step: int) -> list[list[int]]:
+    """Deal the trajectories 0..N-1 of a rollout batch to its mini-batches, shuffled by (`seed`, `step`).
+
+    Every index once; sizes differ by at most one. Raises PlanError when a mini-batch would be empty.
+    """
+    if not 1 <= num_mini_batches <= num_trajectories:
+        raise PlanError(
+            f"{num_trajectories} trajectories cannot be split into {num_mini_batches} mini-batches; batch.num_mini_batches must be 1 to {num_trajectories}"
+        )
+    order = np.random.default_rng((seed, step)).permutation(num_trajectories)
+    return [part.tolist() for part in np.array_split(order, num_mini_batches)]
+
+
+def padded_length(length: int, pad_multiple: int) -> int:
+    """The smallest multiple of `pad_multiple` that holds `length` tokens."""
+    return -(-length // pad_multiple) * pad_multiple
+
+
+def sequence_cost(length: int, attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS) -> float:
+    """Relative time of one sequence: linear layers plus causal attention, equal at `attention_crossover_tokens`."""
+    return length + length * length / attention_crossover_tokens
+
+
+def plan_packs(
+    lengths: Sequence[int],
+    budget_tokens: int,
+    pad_multiple: int,
+    num_data_parallel: int,
+    attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
+) -> list[list[list[int]]]:
+    """Pack the sequences of one mini-batch: packs[rank][k] lists the indices into `lengths` of one forward pass.
+
+    Sequences are never split; each takes its length padded to `pad_multiple`, and a pack takes at most
+    `budget_tokens` of those. All ranks get equally many packs, as few as the packing finds; an empty pack is filler.
+    Longest first, each goes to the cheapest pack with room; packs are then dealt to the ranks in order of cost,
+    back and forth, so that micro-batches that run at the same time cost alike, and the ranks' totals too.
+
+    Raises PlanError for a sequence that does not fit alone.
+    """
+    padded = [padded_length(length, pad_multiple) for length in lengths]
+    for index, length in enumerate(lengths):
+        if length < 1:
+            raise PlanError(f"sequence {index} has no tokens")
+        if padded[index] > budget_tokens:
+            raise PlanError(
+                f"sequence {index} has {length} tokens ({padded[index]} padded to a multiple of {pad_multiple}); "
+                f"batch.micro_batch_tokens is {budget_tokens} and must be at least {padded[index]}"
+            )
+    order = sorted(range(len(lengths)), key=lambda i: (-padded[i], i))
+    costs = [sequence_cost(length, attention_crossover_tokens) for length in padded]
+    packs_per_rank = max(1, -(-sum(padded) // (budget_tokens * num_data_parallel)))
+    while (packs := _fill(order, padded, costs, budget_tokens, packs_per_rank * num_data_parallel)) is None:
+        packs_per_rank += 1
+    packs.sort(key=lambda pack: (-sum(costs[i] for i in pack), pack))
+    ranks: list[list[list[int]]] = [[] for _ in range(num_data_parallel)]
+    for start in range(0, len(packs), num_data_parallel):
+        turn = packs[start : start + num_data_parallel]
+        if (start // num_data_parallel) % 2:
+            turn.reverse()
+        for rank, pack in zip(ranks, turn, strict=True):
+            rank.append(pack)
+    return ranks
+
+
+def _fill(order: list[int], padded: list[int], costs: list[float], budget_tokens: int, num_packs: int) -> list[list[int]] | None:
+    room, cost = np.full(num_packs, budget_tokens), np.zeros(num_packs)
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    for index in order:
+        target = int(np.where(room >= padded[index], cost, np.inf).argmin())
+        if room[target] < padded[index]:
+            return None
+        room[target] -= padded[index]
+        cost[target] += costs[index]
+        packs[target].append(index)
+    return packs
+
+
+def plan_rollout_batch(
+    lengths: Sequence[int],
+    *,
+    num_mini_batches: int,
+    budget_tokens: int,
+    pad_multiple: int,
+    num_data_parallel: int,
+    seed: int,
+    step: int,
+    attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
+) -> list[RankPlan]:
+    """The plan of every data-parallel rank for a rollout batch whose trajectories have `lengths` tokens.
+
+    Raises PlanError as `split_mini_batches` and `plan_packs` do.
+    """
+    packs_of: list[list[list[list[int]]]] = [[] for _ in range(num_data_parallel)]
+    for members in split_mini_batches(len(lengths), num_mini_batches, seed, step):
+        packed = plan_packs([lengths[i] for i in members], budget_tokens, pad_multiple, num_data_parallel, attention_crossover_tokens)
+        for rank, packs in enumerate(packed):
+            packs_of[rank].append([[members[i] for i in pack] for pack in packs])
+    plans = []
+    for mini_batches in packs_of:
+        shard = sorted(i for packs in mini_batches for pack in packs for i in pack)
+        row_of = {index: row for row, index in enumerate(shard)}
+        plans.append(RankPlan(shard, [[[row_of[i] for i in pack] for pack in packs] for packs in mini_batches]))
+    return plans
+
+
+def build_micro_batch(
+    trajectories: Sequence[Mapping[str, Any]], rows: Sequence[int], pad_multiple: int, sequence_keys: Sequence[str] = ()
+) -> MicroBatch:
+    """The arrays of one pack: the `rows` of a rank's shard, in that order; no rows give filler.
+
+    A trajectory is a mapping with `prompt_token_ids` [P], `response_token_ids` [R], `response_mask` [R] and
+    `rollout_log_probs` [R]. A position p of its P + R tokens is aligned with what the model predicts there:
+    `labels[p]` is token p + 1, and `loss_mask[p]` and `rollout_log_probs[p]` are those of token p + 1, 0 unless it
+    is an active response token. Padding up to `pad_multiple` belongs to the sequence (token 0, positions go on,
+    loss_mask 0). `sequence` holds, [S] each: `num_prompt_tokens`, `num_response_tokens`, `num_active_tokens`
+    int64, and float64 of every key in `sequence_keys`, looked up in the trajectory; 0 in filler, which is one
+    sequence of `pad_multiple` tokens with `trajectory_index` -1.
+
+    Raises ValueError for a trajectory whose arrays differ in length.
+    """
+    pieces = [_sequence_arrays(trajectories[row], row, pad_multiple) for row in rows] or [_filler_arrays(pad_multiple)]
+    sizes = [piece["token_ids"].shape[0] for piece in pieces]
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([piece[name] for piece in pieces])
+
+    counts = {name: np.array([piece[name] for piece in pieces], dtype=np.int64) for name in COUNTS}
+    values = {key: np.array([trajectories[row][key] for row in rows] or [0.0], dtype=np.float64) for key in sequence_keys}
+    return MicroBatch(
+        token_ids=joined("token_ids"),
+        position_ids=np.concatenate([np.arange(size, dtype=np.int64) for size in sizes]),
+        cu_seqlens=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
+        sequence_ids=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
+        labels=joined("labels"),
+        loss_mask=joined("loss_mask"),
+        trajectory_index=np.array(list(rows) or [-1], dtype=np.int64),
+        rollout_log_probs=joined("rollout_log_probs"),
+        sequence=counts | values,
+    )
+
+
+COUNTS = ("num_prompt_tokens", "num_response_tokens", "num_active_tokens")
+
+
+def _filler_arrays(size: int) -> dict[str, Any]:
+    return {
+        "token_ids": np.zeros(size, np.int64),
+        "labels": np.zeros(size, np.int64),
+        "loss_mask": np.zeros(size, np.float32),
+        "rollout_log_probs": np.zeros(size, np.float32),
+    } | dict.fromkeys(COUNTS, 0)
+
+
+def _sequence_arrays(trajectory: Mapping[str, Any], row: int, pad_multiple: int) -> dict[str, Any]:
+    prompt = np.asarray(trajectory["prompt_token_ids"], dtype=np.int64)
+    response = np.asarray(trajectory["response_token_ids"], dtype=np.int64)
+    mask = np.asarray(trajectory["response_mask"], dtype=np.float32)
+    log_probs = np.asarray(trajectory["rollout_log_probs"], dtype=np.float32)
+    if not response.shape == mask.shape == log_probs.shape:
+        raise ValueError(f"trajectory in row {row}: {response.shape[0]} response tokens, {mask.shape[0]} mask entries, {log_probs.shape[0]} log-probs")
+    if prompt.size == 0:
+        raise ValueError(f"trajectory in row {row}: no prompt token, so its first response token has no prediction")
+    tokens = np.concatenate([prompt, response])
+    arrays = _filler_arrays(padded_length(tokens.size, pad_multiple))
+    arrays["token_ids"][: tokens.size] = tokens
+    arrays["labels"][: tokens.size - 1] = tokens[1:]
+    predicted = slice(prompt.size - 1, tokens.size - 1)
+    active = mask != 0
+    arrays["loss_mask"][predicted] = active
+    arrays["rollout_log_probs"][predicted] = np.where(active, log_probs, 0)
+    return arrays | {"num_prompt_tokens": prompt.size, "num_response_tokens": response.size, "num_active_tokens": int(active.sum())}
+
+
+def response_values(micro_batch: MicroBatch, values: np.ndarray) -> dict[int, np.ndarray]:
+    """Values aligned with `labels`, [T], by trajectory: {row of the shard: [R], one entry a response token}. Filler is left out."""
+    result = {}
+    for s, row in enumerate(micro_batch.trajectory_index.tolist()):
+        if row >= 0:
+            start = int(micro_batch.cu_seqlens[s]) + int(micro_batch.sequence["num_prompt_tokens"][s]) - 1
+            result[row] = values[start : start + int(micro_batch.sequence["num_response_tokens"][s])]
+    return result
