@@ -1,0 +1,110 @@
+"""The reward protocol, and finding the function that a name stands for.
+
+A reward is a function
+
+    def score(*, prompt: str, response: str, answer, metadata: dict, **options) -> float | dict[str, float]
+
+`prompt` is the rendered prompt, `response` the response as text (its last 64 Ki characters), `answer` and
+`metadata` are what the data file has for the prompt, `options` what the configuration gives. The result is a finite
+number; or a dictionary of them whose entry `reward` counts and whose others are recorded beside it. The function
+runs in a process of its own: it may be slow, raise, print or crash, and loses nothing but that trajectory's reward.
+It may be called again for a response whose scoring was interrupted, so it should have no side effects.
+
+Owns the names and the checks before a run. Running functions is `worker.py`'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from gspo_mega.errors import RewardError
+from gspo_mega.reward import builtin
+
+RewardFunction = Callable[..., Any]
+
+BUILTINS: dict[str, RewardFunction] = {
+    "arithmetic": builtin.arithmetic,
+    "exact_match": builtin.exact_match,
+    "gsm8k": builtin.gsm8k,
+}
+
+
+def load_function(name: str, options: dict[str, Any]) -> RewardFunction:
+    """The function that a configuration's `function` names: a built-in, or `package.module:function`.
+
+    Raises RewardError: no such built-in, module or function; an import that fails; or a function that cannot be
+    called with the protocol's arguments and these options.
+    """
+    if ":" in name:
+        function = _import(name)
+    elif name in BUILTINS:
+        function = BUILTINS[name]
+    else:
+        near = difflib.get_close_matches(name, BUILTINS, n=1)
+        guess = f"did you mean {near[0]!r}? " if near else ""
+        raise RewardError(f"reward {name!r}: {guess}valid: {', '.join(BUILTINS)}, or package.module:function")
+    _check_call(name, function, options)
+    return function
+
+
+def _import(name: str) -> RewardFunction:
+    module_name, _, path = name.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
+        raise RewardError(f"reward {name!r}: not of the form package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise RewardError(
+                f"reward {name!r}: there is no module {error.name!r}, neither in {os.getcwd()} nor among the installed packages"
+            ) from error
+        raise RewardError(f"reward {name!r}: importing {module_name} fails: {describe(error)}") from error
+    except BaseException as error:  # a module may raise anything while it is imported, SystemExit too
+        raise RewardError(f"reward {name!r}: importing {module_name} fails: {describe(error)}") from error
+    found: Any = module
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise RewardError(f"reward {name!r}: {module_name} has no function {path!r}; {_offer(module, path)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise RewardError(f"reward {name!r}: {path} is a {type(found).__name__}, not a function")
+    return found
+
+
+def _offer(module: ModuleType, wanted: str) -> str:
+    functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+    if not functions:
+        return f"{module.__file__} defines none"
+    near = difflib.get_close_matches(wanted, functions, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"it defines {', '.join(functions)}"
+
+
+def _check_call(name: str, function: RewardFunction, options: dict[str, Any]) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise RewardError(f"reward {name!r}: it is an async function; a plain one is expected")
+    own = {"prompt": "", "response": "", "answer": None, "metadata": {}}
+    taken = own.keys() & options.keys()
+    if taken:
+        raise RewardError(f"reward {name!r}: option {sorted(taken)[0]!r} is an argument that every reward gets; give it another name")
+    try:
+        inspect.signature(function).bind(**own, **options)
+    except TypeError as error:
+        raise RewardError(
+            f"reward {name!r}: cannot be called with prompt, response, answer, metadata{''.join(f', {key}' for key in options)} "
+            f"as keywords: {error}"
+        ) from error
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line of at most 500 characters: type, message, and the file and line that raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if message else ''}{message}"[:500] + where

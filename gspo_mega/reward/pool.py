@@ -1,0 +1,300 @@
+"""The scoring pool: rewards for trajectories, from isolated processes, with a deadline.
+
+Owns which process scores what, and what becomes of a scoring that fails: it is that trajectory's failure, recorded
+and counted, never the run's. Only a function that can no longer be loaded stops the run.
+
+    score(trajectory) -> one job a function -> a process takes jobs -> replies, in order -> the trajectory's reward
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo_mega.config.schema import Reward
+from gspo_mega.errors import RewardError
+from gspo_mega.records import Trajectory
+from gspo_mega.reward.process import ScoringProcess
+
+# Of a longer response only the end is judged: final answers are there, and a hostile one stays affordable.
+MAX_RESPONSE_CHARACTERS = 64 * 1024
+# Every kind of failure that is counted.
+FAILURE_KINDS = ("exception", "wrong_type", "not_finite", "deadline", "crash", "memory")
+
+# Fast functions get several requests ahead, to save a round trip each; slow ones one, so that no process idles
+# while requests wait behind another's. As many as take about this long, by what the last ones took.
+_AHEAD_SECONDS = 0.02
+_MOST_AHEAD = 32
+_START_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One function of a sum. `label` is its name in a trajectory's `reward_parts`."""
+
+    label: str
+    weight: float
+
+
+@dataclass
+class _Job:
+    request: dict[str, Any]
+    reply: asyncio.Future[dict[str, Any]]
+
+
+@dataclass
+class _Slot:
+    """One place for a process; `sent` are the jobs it has, oldest first, of which it works on the first."""
+
+    process: ScoringProcess
+    sent: deque[_Job] = field(default_factory=deque)
+    num_scored: int = 0
+    head_since: float = 0.0
+    mean_seconds: float = _AHEAD_SECONDS
+
+    @property
+    def num_ahead(self) -> int:
+        return min(_MOST_AHEAD, max(1, int(_AHEAD_SECONDS / self.mean_seconds)))
+
+
+class ScoringPool:
+    """Scores trajectories with `settings.functions`, or with a source's own reward.
+
+    Use it inside one event loop: `await pool.start()`, any number of concurrent `score`, `await pool.close()`; or
+    as an async context manager. The thread of that loop must live as long as the pool, because the scoring processes
+    end with it.
+
+    Attributes:
+        num_scored: trajectories scored so far.
+        failure_counts: failed scorings of single functions so far, by kind (`FAILURE_KINDS`).
+    """
+
+    def __init__(self, settings: Reward, source_rewards: Mapping[str, str] | None = None) -> None:
+        """`source_rewards`: for each source with a reward of its own, that reward's name."""
+        self.num_scored = 0
+        self.failure_counts = dict.fromkeys(FAILURE_KINDS, 0)
+        self._settings = settings
+        self._setup, self._entries, self._entries_of_source = _table(settings, source_rewards or {})
+        self._waiting: deque[_Job] = deque()
+        self._work = asyncio.Event()
+        self._slots: list[_Slot] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._broken: RewardError | None = None
+        self._next_id = 0
+
+    async def start(self) -> None:
+        """Start all processes and load the functions. Raises RewardError as `check_reward`."""
+        started = await asyncio.gather(
+            *(ScoringProcess.start(self._setup) for _ in range(self._settings.num_workers)), return_exceptions=True
+        )
+        self._slots = [_Slot(process) for process in started if isinstance(process, ScoringProcess)]
+        for outcome in started:
+            if isinstance(outcome, BaseException):
+                await self.close()
+                raise outcome
+        self._tasks = [asyncio.create_task(self._serve(slot)) for slot in self._slots]
+
+    async def close(self) -> None:
+        """End every process, in the middle of a function if need be; what is still waiting fails with RewardError."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(slot.process.end() for slot in self._slots))
+        self._break(RewardError("the scoring pool is closed"))
+        self._tasks, self._slots = [], []
+
+    async def __aenter__(self) -> ScoringPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def score(self, trajectory: Trajectory) -> None:
+        """Fill `reward`, `reward_parts` and `reward_error` of a trajectory.
+
+        If any function fails, the reward is 0.0 and `reward_error` names function and reason; the parts of
+        the others are kept.
+
+        Raises RewardError: the pool is closed or was never started, or its functions cannot be loaded any more.
+        """
+        entries = self._entries_of_source.get(trajectory.prompt.source, self._entries)
+        replies = await asyncio.gather(*(self._call(entry.label, trajectory) for entry in entries))
+        parts: dict[str, float] = {}
+        errors: list[str] = []
+        total = 0.0
+        for entry, reply in zip(entries, replies):
+            if "failure" in reply:
+                self.failure_counts[reply["failure"]] += 1
+                errors.append(f"{entry.label}: {reply['why']}")
+                continue
+            parts[entry.label] = reply["value"]
+            parts |= {f"{entry.label}/{name}": value for name, value in reply["parts"].items()}
+            total += entry.weight * reply["value"]
+        if not errors and not math.isfinite(total):
+            self.failure_counts["not_finite"] += 1
+            errors.append(f"the weighted sum of {', '.join(parts)} is {total}")
+        trajectory.reward = 0.0 if errors else total
+        trajectory.reward_parts = parts
+        trajectory.reward_error = "; ".join(errors) or None
+        self.num_scored += 1
+
+    def _call(self, label: str, trajectory: Trajectory) -> asyncio.Future[dict[str, Any]]:
+        if self._broken is not None:
+            raise self._broken
+        if not self._tasks:
+            raise RewardError("the scoring pool was not started")
+        self._next_id += 1
+        prompt = trajectory.prompt
+        request = {
+            "id": self._next_id,
+            "label": label,
+            "prompt": prompt.text,
+            "response": trajectory.response_text[-MAX_RESPONSE_CHARACTERS:],
+            "answer": prompt.answer,
+            "metadata": prompt.metadata,
+        }
+        job = _Job(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        self._work.set()
+        return job.reply
+
+    async def _serve(self, slot: _Slot) -> None:
+        """Keep one slot's process supplied until the pool is closed; any way out of it fails what is waiting."""
+        try:
+            while True:
+                if slot.num_scored >= self._settings.recycle_after and not slot.sent:
+                    await self._replace(slot)
+                self._supply(slot)
+                if slot.sent:
+                    await self._receive(slot)
+                else:
+                    self._work.clear()
+                    await self._work.wait()
+        except RewardError as error:
+            self._break(error)
+        except Exception as error:
+            self._break(RewardError(f"the scoring pool failed: {error!r}"))
+            raise
+
+    def _supply(self, slot: _Slot) -> None:
+        """Hand waiting jobs to a process, as many as it takes ahead; none once it is due for replacement.
+
+        Never more than its share of those waiting, for they may turn out slower than the last ones.
+        """
+        share = math.ceil(len(self._waiting) / len(self._slots))
+        while self._waiting and len(slot.sent) < min(slot.num_ahead, share):
+            if slot.num_scored + len(slot.sent) >= self._settings.recycle_after:
+                return
+            job = self._waiting.popleft()
+            if job.reply.done():  # who asked has gone
+                continue
+            if not slot.sent:
+                slot.head_since = time.monotonic()
+            slot.sent.append(job)
+            slot.process.send(job.request)
+
+    async def _receive(self, slot: _Slot) -> None:
+        """Wait for the reply to a process's oldest job, or for its deadline or the process's end."""
+        deadline = self._settings.deadline_seconds
+        try:
+            reply = await slot.process.receive(slot.head_since + deadline - time.monotonic())
+        except TimeoutError:
+            if slot.process.is_gone:  # something that it started holds its pipe open
+                reply = None
+            else:
+                await self._give_up(slot, "deadline", f"no result within {deadline:g} s")
+                return
+        if reply is None:
+            await self._give_up(slot, "crash", f"the scoring process ended ({await slot.process.exit_text()})")
+            return
+        if reply.get("id") != slot.sent[0].request["id"]:
+            # A function that forks and returns twice does that.
+            await self._give_up(slot, "crash", "the scoring process answered out of turn")
+            return
+        job = slot.sent.popleft()
+        now = time.monotonic()
+        slot.mean_seconds += 0.25 * (max(now - slot.head_since, 1e-6) - slot.mean_seconds)
+        slot.head_since = now
+        slot.num_scored += 1
+        _resolve(job, reply)
+
+    async def _give_up(self, slot: _Slot, kind: str, why: str) -> None:
+        """Fail the job that a process was working on, give the ones behind it back, and replace the process."""
+        _resolve(slot.sent.popleft(), {"failure": kind, "why": why})
+        self._waiting.extendleft(reversed(slot.sent))
+        slot.sent.clear()
+        self._work.set()
+        await self._replace(slot)
+
+    async def _replace(self, slot: _Slot) -> None:
+        await slot.process.end()
+        for attempt in range(1, _START_ATTEMPTS + 1):
+            try:
+                slot.process = await ScoringProcess.start(self._setup)
+                break
+            except RewardError:
+                if attempt == _START_ATTEMPTS:
+                    raise
+        slot.num_scored = 0
+        slot.mean_seconds = _AHEAD_SECONDS
+
+    def _break(self, error: RewardError) -> None:
+        """Fail every job that is not done, and every one to come."""
+        self._broken = self._broken or error
+        for job in [*self._waiting, *(job for slot in self._slots for job in slot.sent)]:
+            if not job.reply.done():
+                job.reply.set_exception(self._broken)
+        self._waiting.clear()
+        for slot in self._slots:
+            slot.sent.clear()
+
+
+def check_reward(settings: Reward, source_rewards: Mapping[str, str] | None = None) -> None:
+    """Load every function of a configuration once, in a scoring process, before a run needs it.
+
+    Not to be called inside an event loop. Raises RewardError with what is missing.
+    """
+    setup = _table(settings, source_rewards or {})[0]
+
+    async def load() -> None:
+        process = await ScoringProcess.start(setup)
+        await process.end()
+
+    asyncio.run(load())
+
+
+def _resolve(job: _Job, reply: dict[str, Any]) -> None:
+    if not job.reply.done():
+        job.reply.set_result(reply)
+
+
+def _table(
+    settings: Reward, source_rewards: Mapping[str, str]
+) -> tuple[dict[str, Any], tuple[_Entry, ...], dict[str, tuple[_Entry, ...]]]:
+    """The processes' set-up message, the functions of the sum, and each source's own.
+
+    A function that is there twice (with other options) gets a number behind its label.
+    """
+    functions: dict[str, dict[str, Any]] = {}
+    uses: Counter[str] = Counter()
+
+    def label_of(name: str, options: dict[str, Any]) -> str:
+        uses[name] += 1
+        label = name if uses[name] == 1 else f"{name}#{uses[name]}"
+        functions[label] = {"function": name, "options": options}
+        return label
+
+    entries = tuple(_Entry(label_of(entry.function, entry.options), entry.weight) for entry in settings.functions)
+    own: dict[str, str] = {}
+    for name in source_rewards.values():
+        if name not in own:
+            plain = next((label for label, entry in functions.items() if entry == {"function": name, "options": {}}), None)
+            own[name] = plain or label_of(name, {})
+    of_source = {source: (_Entry(own[name], 1.0),) for source, name in source_rewards.items()}
+    return {"functions": functions, "memory_bytes": settings.memory_bytes}, entries, of_source

@@ -1,0 +1,138 @@
+"""A scoring process: `python -m gspo_mega.reward.worker PARENT_PID`, started by `process.py`.
+
+Owns calling reward functions, one request at a time, and judging what they return. It speaks JSON lines over the pipes
+that it was started with as stdin and stdout:
+
+    in   {"functions": {label: {"function": name, "options": {...}}}, "memory_bytes": n}          once
+    out  {"ready": true}  or  {"load_error": text}
+    in   {"id": n, "label": label, "prompt": ..., "response": ..., "answer": ..., "metadata": ...}
+    out  {"id": n, "value": x, "parts": {name: x}}  or  {"id": n, "failure": kind, "why": text}
+
+What functions print goes to stderr and cannot disturb this. The process ends with its stdin, with its parent, or
+when it is killed: deadlines are enforced from outside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import numbers
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+from gspo_mega.errors import RewardError
+from gspo_mega.reward.functions import RewardFunction, describe, load_function
+
+_PR_SET_PDEATHSIG = 1
+
+
+class BadResult(Exception):
+    """A function returned something that is no reward. `kind`: `wrong_type` or `not_finite`."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+def main() -> None:
+    end_with_parent(int(sys.argv[1]))
+    requests, replies = take_over_pipes()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    setup = json.loads(requests.readline())
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message).encode() + b"\n")
+        replies.flush()
+
+    try:
+        functions = {
+            label: (load_function(entry["function"], entry["options"]), entry["options"])
+            for label, entry in setup["functions"].items()
+        }
+    except RewardError as error:
+        reply({"load_error": str(error)})
+        leave()
+    limit_memory(setup["memory_bytes"])
+    reply({"ready": True})
+    for line in requests:
+        request = json.loads(line)
+        reply({"id": request["id"]} | answer(request, *functions[request["label"]]))
+    leave()
+
+
+def answer(request: dict[str, Any], function: RewardFunction, options: dict[str, Any]) -> dict[str, Any]:
+    """Call a function for one request: the reply without its id."""
+    arguments = {key: request[key] for key in ("prompt", "response", "answer", "metadata")}
+    try:
+        value, parts = result_of(function(**arguments, **options))
+    except BadResult as error:
+        return {"failure": error.kind, "why": str(error)}
+    except MemoryError as error:
+        return {"failure": "memory", "why": describe(error)}
+    except BaseException as error:  # whatever a function raises, SystemExit too, is the failure of this one trajectory
+        return {"failure": "exception", "why": describe(error)}
+    return {"value": value, "parts": parts}
+
+
+def result_of(returned: Any) -> tuple[float, dict[str, float]]:
+    """The reward and the further parts in what a function returned. Raises BadResult."""
+    if not isinstance(returned, dict):
+        return number_of(returned, "the result"), {}
+    if "reward" not in returned:
+        raise BadResult("wrong_type", f"returned a dictionary without 'reward'; it has {', '.join(map(repr, returned)) or 'nothing'}")
+    parts = {str(key): number_of(value, repr(key)) for key, value in returned.items()}
+    return parts.pop("reward"), parts
+
+
+def number_of(value: Any, what: str) -> float:
+    """A finite float of a real number (Python's, NumPy's). Raises BadResult."""
+    if not isinstance(value, numbers.Real):
+        shown = repr(value)[:60]
+        raise BadResult("wrong_type", f"{what} is {shown} ({type(value).__name__}); a number was expected")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise BadResult("not_finite", f"{what} is too large for a float") from None
+    if not math.isfinite(number):
+        raise BadResult("not_finite", f"{what} is {number}")
+    return number
+
+
+def take_over_pipes() -> tuple[Any, Any]:
+    """Keep stdin and stdout as private channels; give functions an empty stdin, and stderr for what they print."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, even in the middle of a function."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before
+        leave()
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Bound the address space to what is used now and `num_bytes` more; beyond it allocations fail."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, used + num_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def leave() -> None:
+    """End at once: a thread that a function left behind must not keep the process alive."""
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
