@@ -14,6 +14,8 @@ library only, so that every layer may import it.
         logs/{supervisor,rank_<r>,server_<k>}.log
         console.log                  the progress lines of rank 0
         stop                         a stop request; its text is the reason
+        command                      what was started: train, sft or eval
+        result.json                  what rank 0's work returned
       weights/v<8 digits>/           one published Hugging Face folder
       weights/current.json           {"weight_version": int, "path": absolute path}
       checkpoints/step_<8 digits>/   checkpoints/latest holds the newest complete folder's name
@@ -146,6 +148,14 @@ class Attempt:
     @property
     def stop_file(self) -> Path:
         return self.path / "stop"
+
+    @property
+    def command_file(self) -> Path:
+        return self.path / "command"
+
+    @property
+    def result_file(self) -> Path:
+        return self.path / "result.json"
 
     def create(self) -> Attempt:
         """Make the folder with its sub-folders and a fresh API key. Raises FileExistsError if it is there."""

@@ -136,6 +136,7 @@ class Reward(Section):
     deadline_seconds: float = Field(default=10.0, gt=0, description="Longest one scoring may take; then its process is killed.")
     num_workers: int = Field(default=2, ge=1, description="Scoring processes.")
     recycle_after: int = Field(default=10_000, ge=1, description="Scorings after which a process is replaced.")
+    permute_in_batch: bool = Field(default=False, description="Control of an experiment: deal rewards out anew inside the batch, so that nothing can be learnt from them.")
     memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2, description="Address space beyond its start that a scoring process may take.")
 
 

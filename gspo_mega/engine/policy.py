@@ -69,7 +69,6 @@ class PolicyEngine:
         self.megatron_config.finalize_model_grads_func = lambda model, _num_tokens, **kwargs: finalize_model_grads(
             model, None, **kwargs
         )
-        self.sequence_alignment = _sequence_alignment(config)
 
     def after_weights_loaded(self) -> None:
         """Take the parameters just loaded into the optimizer's fp32 copies."""
@@ -176,10 +175,3 @@ class PolicyEngine:
         columns = {n: torch.cat([o.columns[n] for o in outputs]).double().cpu().numpy()[real] for n in outputs[0].columns}
         totals = {n: sum(o.totals[n] for o in outputs).double().cpu().numpy() for n in outputs[0].totals}
         return PassReport(index[real], columns, totals)
-
-
-def _sequence_alignment(config: Config) -> int:
-    """Tokens to which every packed sequence is padded: 2 x context chunks, each divisible over sequence parallelism."""
-    context = 2 * config.parallel.context if config.parallel.context > 1 else 1
-    shards = config.parallel.tensor if config.parallel.sequence else 1
-    return context * shards

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MANIFEST_NAME = "manifest.json"
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+MAX_FILE_BYTES = 4 * 1024**3
 # Weights and what describes them are written anew; everything else of the source (configuration, tokenizer) is copied.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -52,7 +53,19 @@ def export_huggingface(
     dtype: torch.dtype,
     source_folder: str | Path,
     weight_version: int,
-    max_file_bytes: int = 4 * 1024**3,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> dict[str, Any]:
+    """Write the policy in `chunks` (this rank's unwrapped GPT chunks) to `out_dir`: see `export_policy`. Collective."""
+    return export_policy(PolicyTensors(spec, groups, chunks), out_dir, dtype, source_folder, weight_version, max_file_bytes)
+
+
+def export_policy(
+    policy: PolicyTensors,
+    out_dir: str | Path,
+    dtype: torch.dtype,
+    source_folder: str | Path,
+    weight_version: int,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> dict[str, Any]:
     """Write the policy to `out_dir`, with config and tokenizer files of `source_folder`; return the manifest.
 
@@ -67,7 +80,7 @@ def export_huggingface(
     """
     out_dir = Path(out_dir)
     staging = out_dir.with_name(out_dir.name + ".writing")
-    policy = PolicyTensors(spec, groups, chunks)
+    groups = policy.groups
     lead = groups.world.rank == 0
     problems: list[str] = []
     if lead:
@@ -138,7 +151,7 @@ class _Writer:
         for name, tensor in self._pending.items():
             self.tensors[name] = {"shape": list(tensor.shape), "sha256": tensor_digest(tensor), "file": file}
         save_file(self._pending, self.folder / file, metadata={"format": "pt"})
-        _sync(self.folder / file)
+        sync(self.folder / file)
         with safe_open(self.folder / file, framework="pt") as saved:
             for name in self._pending:
                 if tensor_digest(saved.get_tensor(name)) != self.tensors[name]["sha256"]:
@@ -164,7 +177,7 @@ def _start(staging: Path, source: Path, dtype_name: str) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith(".") and file.name != MANIFEST_NAME and not file.name.endswith(_NOT_COPIED):
             shutil.copyfile(file, staging / file.name)
-            _sync(staging / file.name)
+            sync(staging / file.name)
     config = json.loads((source / "config.json").read_text())
     # Both spellings are in use; the one that is there says what the files hold.
     for key in ("dtype", "torch_dtype"):
@@ -180,14 +193,14 @@ def _finish(staging: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
         total = sum((staging / file).stat().st_size for file in files)
         write_json(staging / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": {n: t["file"] for n, t in tensors.items()}})
     write_json(staging / MANIFEST_NAME, manifest)
-    _sync(staging)
+    sync(staging)
     replaced = out_dir.with_name(out_dir.name + ".replaced")
     if replaced.exists():
         shutil.rmtree(replaced)
     if out_dir.exists():
         out_dir.rename(replaced)
     staging.rename(out_dir)
-    _sync(out_dir.parent)
+    sync(out_dir.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -201,7 +214,8 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or a folder's list of names, reach the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

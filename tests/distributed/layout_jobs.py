@@ -62,7 +62,7 @@ def recorded_sequences(seed: int = 0, vocab: int = 512) -> list[dict]:
 def pack(sequences: list[dict], rows: list[int], align: int) -> MicroBatch:
     """One micro-batch of the given rows, each padded to `align`; -1 is filler."""
     parts: dict[str, list] = {name: [] for name in ("tokens", "positions", "ids", "labels", "mask", "rollout")}
-    lengths, values = [], {"advantage": [], "length": [], "group_size": []}
+    lengths, values = [], {"advantage": [], "num_active_tokens": [], "group_size": []}
     for place, row in enumerate(rows):
         s = sequences[row] if row >= 0 else dict(tokens=np.zeros(2, np.int64), prompt=1, mask=np.zeros(1, np.float32), rollout=np.zeros(1, np.float32), advantage=0.0)
         real = len(s["tokens"])
@@ -79,7 +79,7 @@ def pack(sequences: list[dict], rows: list[int], align: int) -> MicroBatch:
         parts["rollout"].append(rollout)
         lengths.append(size)
         values["advantage"].append(s["advantage"])
-        values["length"].append(int(s["mask"].sum()))
+        values["num_active_tokens"].append(int(s["mask"].sum()))
         values["group_size"].append(1)
     joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     return MicroBatch(
@@ -112,7 +112,7 @@ def run_layout(folder: str, parallel: dict, steps: int = 3, **sections) -> dict 
         import_huggingface(folder, spec, groups, engine.chunks)
         engine.after_weights_loaded()
         sequences = recorded_sequences()
-        batch = shard(sequences, groups.data.rank, groups.data.size, engine.sequence_alignment)
+        batch = shard(sequences, groups.data.rank, groups.data.size, 2 * groups.context.size * groups.tensor.size)
         denominator = float(sum(s["mask"].any() for s in sequences))
         # A clip range as wide as the spread of the recorded ratios: some clipped on each side, some not.
         settings = ObjectiveSettings(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
