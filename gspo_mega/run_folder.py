@@ -34,6 +34,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Exit code of a rank that stopped on request, with a checkpoint (EX_TEMPFAIL: run the same command again).
+EXIT_STOPPED = 75
+
 _ATTEMPT_NAME = re.compile(r"\d{4,}")
 
 
@@ -148,6 +151,18 @@ class Attempt:
     @property
     def stop_file(self) -> Path:
         return self.path / "stop"
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the ranks to end in order at their next safe point. The first reason stands."""
+        if self.stop_reason() is None:
+            atomic_write_text(self.stop_file, reason + "\n")
+
+    def stop_reason(self) -> str | None:
+        """Why the ranks should stop, or None while nobody asked for it."""
+        try:
+            return self.stop_file.read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return None
 
     @property
     def command_file(self) -> Path:

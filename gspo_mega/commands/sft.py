@@ -1,0 +1,25 @@
+"""Supervised cold start: train a model on demonstrations until its sampled accuracy is within the configured band.
+
+Runs through the same ranks, engine and servers as `gspo-mega train`. The result is a Hugging Face folder, `hf` in
+the run's folder <run.dir>/<run.name>. Ctrl-C stops after a checkpoint, Ctrl-C again at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from gspo_mega.config import load_config
+from gspo_mega.launcher.launch import launch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="the run's YAML file; needs `sft` and `eval`")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
+
+
+def run(args: argparse.Namespace) -> int:
+    return launch(load_config(args.config, args.overrides, "sft"), "sft", _say)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

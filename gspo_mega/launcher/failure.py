@@ -1,0 +1,84 @@
+"""What to tell the user when a run fails: one cause, once.
+
+Owns the choice of the cause among everything that broke (one failure breaks every rank's collectives) and its
+text. Reads the ranks' error records and logs; ends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gspo_mega.errors import RankError, RolloutError
+from gspo_mega.launcher.children import Child
+from gspo_mega.run_folder import Attempt, read_json
+
+_TAIL_LINES = 20
+
+
+def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
+    """The error of the run.
+
+    `failed`: the children, at least one, that ended otherwise than they should, before anything was asked to end. The cause is,
+    in this order: a rank that a signal killed (it leaves no record; its peers' records are the echo), the
+    earliest error record, a rank without a record, a server that gave up. `exit_code` of the returned error is
+    the cause's own.
+    """
+    ranks = [child for child in failed if child.spec.kind == "rank"]
+    records = sorted(_records(attempt), key=lambda record: record["time"])
+    recorded = {record["rank"] for record in records}
+    silent = [child for child in ranks if child.spec.index not in recorded]
+    killed = [child for child in silent if (child.exit_code or 0) < 0]
+    if killed:
+        return _from_log(killed[0], attempt)
+    if records:
+        return _from_record(records[0], attempt)
+    if silent:
+        return _from_log(silent[0], attempt)
+    return _from_server(failed[0], attempt)
+
+
+def _records(attempt: Attempt) -> list[dict]:
+    return [record for path in sorted(attempt.errors_dir.glob("rank_*.json")) if (record := read_json(path)) is not None]
+
+
+def _error(text: str, exit_code: int) -> RankError:
+    error = RankError(text)
+    error.exit_code = exit_code
+    return error
+
+
+def _from_record(record: dict, attempt: Attempt) -> RankError:
+    rank = record["rank"]
+    if record["is_user_error"]:
+        return _error(record["text"], record["exit_code"])
+    return _error(
+        f"rank {rank} failed:\n\n{record['traceback'].rstrip()}\n\n(all of its output: {attempt.rank_log(rank)})", record["exit_code"]
+    )
+
+
+def _from_log(child: Child, attempt: Attempt) -> RankError:
+    text = f"{child.name} {child.end_described} without a word of its own"
+    if child.exit_code == -9:
+        text += "; SIGKILL from outside is most often the machine running out of memory"
+    return _error(text + _tail(child.spec.log), RankError.exit_code)
+
+
+def _from_server(child: Child, attempt: Attempt) -> RankError:
+    registration = read_json(attempt.server_file(f"server-{child.spec.index}")) or {}
+    said = registration.get("error")
+    text = f"server {child.spec.index} gave up: {said}" if said else f"{child.name} {child.end_described}"
+    # Its own account holds the end of the log already where that explains anything.
+    text += f"\n(all of its output: {child.spec.log})" if said and "\n" in said else _tail(child.spec.log)
+    code = child.exit_code
+    return _error(text, code if code is not None and code > 0 else RolloutError.exit_code)
+
+
+def _tail(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        lines = []
+    if not lines:
+        return f"\n(its log {log} is empty)"
+    return f"\nend of {log}:\n  " + "\n  ".join(lines[-_TAIL_LINES:])

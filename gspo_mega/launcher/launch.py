@@ -1,0 +1,95 @@
+"""From a loaded configuration to a supervised attempt on this machine: plan, run folder, servers, ranks.
+
+Owns which processes a command needs and their command lines. Under Slurm, srun starts the same two commands.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from gspo_mega.config import LoadedConfig
+from gspo_mega.errors import PlanError
+from gspo_mega.launcher.children import ChildSpec
+from gspo_mega.launcher.places import rank_environments, share_gpus, visible_gpus
+from gspo_mega.launcher.prepare import hold, new_attempt
+from gspo_mega.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor
+from gspo_mega.plan import plan_run, render_report
+from gspo_mega.run_folder import Attempt, RunFolder
+
+Command = Literal["train", "sft", "eval"]
+WORKER_COMMAND = (sys.executable, "-m", "gspo_mega.runtime.worker")
+SERVE_COMMAND = (sys.executable, "-m", "gspo_mega", "serve")
+
+
+def launch(
+    loaded: LoadedConfig,
+    command: Command,
+    say: Callable[[str], None],
+    *,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+    serve_command: Sequence[str] = SERVE_COMMAND,
+    stop_grace_seconds: float = STOP_GRACE_SECONDS,
+) -> int:
+    """Run `command` with as many ranks and servers as the configuration says; returns the exit code.
+
+    `say` shows a line to the user. `worker_command`, `serve_command`: what a rank and a server are, before their
+    own arguments. Call from the main thread. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
+    PlanError before anything starts, RankError for what failed after.
+    """
+    config = loaded.config
+    if config.cluster.num_nodes != 1:
+        raise PlanError(
+            f"{loaded.where('cluster.num_nodes')}: cluster.num_nodes: {config.cluster.num_nodes}: `gspo-mega {command}` runs on"
+            " one machine; on several, srun starts the ranks and the servers, see launch/"
+        )
+    gpus = visible_gpus(os.environ)
+    plan = plan_run(loaded, "gpu" if gpus else "cpu")
+    rank_gpus, server_gpus = share_gpus(gpus, config.cluster.ranks_per_node, config)
+    say(render_report(plan))
+    folder = RunFolder(Path(config.run.dir) / config.run.name)
+    with hold(folder):
+        attempt = new_attempt(folder, loaded, command)
+        with _log_to(attempt.supervisor_log):
+            say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
+            ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
+            servers = _servers(server_gpus, attempt, serve_command)
+            return Supervisor(attempt, [*servers, *ranks], say, stop_grace_seconds).run()
+
+
+def _ranks(num_ranks: int, gpus: list[str], attempt: Attempt, command: str, worker_command: Sequence[str]) -> list[ChildSpec]:
+    arguments = ["--config", str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--command", command]
+    return [
+        ChildSpec("rank", rank, [*worker_command, *arguments], attempt.rank_log(rank), environment)
+        for rank, environment in enumerate(rank_environments(num_ranks, gpus))
+    ]
+
+
+def _servers(gpus: list[list[str]], attempt: Attempt, serve_command: Sequence[str]) -> list[ChildSpec]:
+    specs = []
+    for index, share in enumerate(gpus):
+        arguments = [str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--index", str(index)]
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {}
+        specs.append(ChildSpec("server", index, [*serve_command, *arguments], attempt.server_log(index), environment))
+    return specs
+
+
+@contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    """The launcher's log lines of one attempt go to its supervisor.log, and nowhere else."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    launcher = logging.getLogger("gspo_mega.launcher")
+    launcher.addHandler(handler)
+    launcher.setLevel(logging.INFO)
+    launcher.propagate = False
+    try:
+        yield
+    finally:
+        launcher.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,78 @@
+"""Where each rank and server of this machine runs: the variables that srun and torchrun would set, and the GPUs.
+
+Owns environment variables of children and the choice of a port. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from gspo_mega.config import Config
+from gspo_mega.errors import PlanError
+
+# Below the range that the kernel hands out to outgoing connections, and apart from the one servers choose from.
+_PORTS = range(14_000, 20_000)
+
+
+def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs that children may use, as values for CUDA_VISIBLE_DEVICES. Asks no driver."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
+    found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in devices.iterdir())
+    return [str(number) for number in sorted(int(match.group(1)) for match in found if match)]
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of `host` that nothing listens on now."""
+    candidates = random.Random(os.urandom(8)).sample(_PORTS, len(_PORTS))
+    for port in candidates:
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        return port
+    raise PlanError(f"no free port of {host} between {_PORTS.start} and {_PORTS.stop}")
+
+
+def rank_environments(num_ranks: int, gpus: list[str], threads: int = 1) -> list[dict[str, str]]:
+    """One environment a rank of a single machine, as torchrun or srun would give it.
+
+    `gpus`: those of the ranks, one each; empty on a machine without. `threads`: OMP_NUM_THREADS there: ranks that
+    each take every core hinder each other by far more than they gain.
+    """
+    port = free_port()
+    common = {
+        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    if gpus:
+        common["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    else:
+        common["OMP_NUM_THREADS"] = str(threads)
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def share_gpus(gpus: list[str], num_ranks: int, config: Config) -> tuple[list[str], list[list[str]]]:
+    """GPUs of the ranks, and of each server: apart, in the order they are visible. Without GPUs both are empty.
+
+    Raises PlanError when there are some, and fewer than ranks and servers need.
+    """
+    servers = [[] for _ in range(config.server.num_servers)]
+    if not gpus:
+        return [], servers
+    tensor = config.server.tensor
+    needed = num_ranks + config.server.num_servers * tensor
+    if needed > len(gpus):
+        raise PlanError(
+            f"{num_ranks} ranks and {config.server.num_servers} servers of server.tensor {tensor} need {needed} GPUs,"
+            f" and {len(gpus)} are visible; lower cluster.ranks_per_node, server.num_servers or server.tensor"
+        )
+    shares = [gpus[num_ranks + k * tensor : num_ranks + (k + 1) * tensor] for k in range(config.server.num_servers)]
+    return gpus[:num_ranks], shares

@@ -1,0 +1,106 @@
+"""The run folder before a process starts: taken by one supervisor, of one configuration, with a new attempt.
+
+Owns the lock and the question whether a folder may be continued with a configuration. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from gspo_mega.config import Config, LoadedConfig, load_config, render_config
+from gspo_mega.errors import ConfigError
+from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
+
+# What may differ when a run is continued: how long, how watched, how served. None of it changes what is learned
+# from a step. A trailing dot means the whole section.
+MAY_CHANGE = (
+    "run.dir", "train.num_steps", "sft.max_steps", "eval.every_steps", "checkpoint.", "metrics.", "server.", "publish.",
+    "rollout.max_concurrent_requests", "rollout.request_deadline_seconds", "rollout.max_attempts",
+    "rollout.no_server_deadline_seconds", "reward.deadline_seconds", "reward.num_workers", "reward.recycle_after",
+    "reward.memory_bytes", "mismatch.budget",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def hold(folder: RunFolder) -> Iterator[None]:
+    """Hold the run folder for this process, making it if need be. Raises ConfigError while another process does.
+
+    An flock: the kernel lets go of it however the holder ends, so there is no stale lock to remove.
+    """
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = folder.lock_file.open("a+", encoding="ascii")
+    except OSError as error:
+        raise ConfigError(f"run.dir, run.name: cannot write the run folder {folder.path}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise ConfigError(
+                f"run folder {folder.path} is in use by another run (process {holder}); stop that one, or choose another run.name"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str) -> Attempt:
+    """A new attempt of `command` in `folder`, which the caller holds, with config.resolved.yaml in place.
+
+    A folder with a checkpoint is continued and must be of the same command and configuration, `MAY_CHANGE`
+    apart; raises ConfigError with every key that differs. One without a checkpoint has nothing to continue: its
+    run starts over, and what it published is withdrawn, lest a server start with it.
+    """
+    if folder.latest_checkpoint_file.exists():
+        _check_same_run(folder, loaded, command)
+    else:
+        folder.current_weights_file.unlink(missing_ok=True)
+    atomic_write_text(folder.config_file, render_config(loaded.config))
+    attempt = folder.new_attempt()
+    atomic_write_text(attempt.command_file, command + "\n")
+    return attempt
+
+
+def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> None:
+    latest = folder.latest_attempt()
+    if latest is not None and latest.command_file.exists():
+        before = latest.command_file.read_text(encoding="utf-8").strip()
+        if before != command:
+            raise ConfigError(f"run folder {folder.path} holds a `gspo-mega {before}` run; choose another run.name for {command}")
+    if not folder.config_file.exists():
+        raise ConfigError(f"run folder {folder.path} holds checkpoints and no {folder.config_file.name}; choose another run.name")
+    differing = differing_keys(load_config(folder.config_file).config, loaded.config)
+    if differing:
+        lines = [f"run folder {folder.path} holds checkpoints of another configuration:"]
+        lines += [f"{loaded.where(key)}: {key}: {now!r} here, {before!r} in the folder" for key, (before, now) in differing.items()]
+        lines.append("choose another run.name, or give these keys the folder's values to continue it")
+        raise ConfigError("\n".join(lines))
+
+
+def differing_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with both, but for those that may change in a continued run."""
+    flat_before, flat_now = _flatten(before.model_dump()), _flatten(now.model_dump())
+    keys = sorted(flat_before.keys() | flat_now.keys())
+    return {
+        key: (flat_before.get(key), flat_now.get(key))
+        for key in keys
+        if flat_before.get(key) != flat_now.get(key)
+        and not any(key.startswith(allowed) if allowed.endswith(".") else key == allowed for allowed in MAY_CHANGE)
+    }
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

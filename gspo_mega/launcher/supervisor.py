@@ -1,0 +1,170 @@
+"""Watches over the processes of one attempt until they are done, fail, or are asked to stop; then none is left.
+
+Owns the life of the children and what signals mean. What they are is `launch.py`'s choice, how they are ended
+`children.py`'s, what a failure is called `failure.py`'s.
+
+Signals. The first SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 makes a stop request: the ranks finish what they
+are at, save a checkpoint and end. A second one, or the end of the grace period, ends everything now. Exit code
+128 + the signal's number: 130 for Ctrl-C, 143 for SIGTERM; the same command continues the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from gspo_mega.errors import RankError
+from gspo_mega.launcher.children import Child, ChildSpec, Family
+from gspo_mega.launcher.failure import describe_failure
+from gspo_mega.run_folder import EXIT_STOPPED, Attempt, read_json
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_SECONDS = 300.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_POLL_SECONDS = 0.1
+# After a first failure: long enough for the rank that caused it to have left its record, if another was seen first.
+_SETTLE_SECONDS = 0.7
+# A server ends its own group within 2 s. With the settling the whole run is gone well within 10 s.
+_END_GRACE_SECONDS = 4.0
+
+
+class ConsoleTail:
+    """Hands on the lines that rank 0 appends to console.log, each once, whole lines only."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        self._offset = 0
+
+    def pump(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        whole, newline, _ = new.rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        if newline:
+            for line in whole.decode("utf-8", errors="replace").split("\n"):
+                self._say(line)
+
+
+class Supervisor:
+    """One attempt's processes. `say` shows a line to the user."""
+
+    def __init__(
+        self, attempt: Attempt, specs: Sequence[ChildSpec], say: Callable[[str], None], stop_grace_seconds: float = STOP_GRACE_SECONDS
+    ) -> None:
+        self._attempt, self._specs, self._say = attempt, specs, say
+        self._stop_grace_seconds = stop_grace_seconds
+        self._console = ConsoleTail(attempt.console_log, say)
+        self._children: list[Child] = []
+        self._signals: list[int] = []
+        self._stop_deadline: float | None = None
+
+    def run(self) -> int:
+        """Start everything, watch, end everything. Returns 0, or 128 + signal after a stop (75 when nobody signalled).
+
+        Call from the main thread. Raises RankError with the text for the user and the exit code when something
+        failed. However it ends, none of the processes, nor of theirs, is left.
+        """
+        with self._signals_taken():
+            family = Family()
+            self._children = family.children
+            try:
+                for spec in self._specs:
+                    child = family.start(spec)
+                    logger.info("%s started as process %d: %s", child.name, child.pid, " ".join(spec.command))
+                return self._watch()
+            finally:
+                family.close(_END_GRACE_SECONDS)
+                for child in family.children:
+                    logger.info("%s %s", child.name, child.end_described)
+                self._console.pump()
+
+    @contextmanager
+    def _signals_taken(self) -> Iterator[None]:
+        # One that was ignored at our start stays so: `nohup`, and jobs a script puts in the background.
+        heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, lambda received, _: self._signals.append(received)) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _watch(self) -> int:
+        ranks = [child for child in self._children if child.spec.kind == "rank"]
+        while True:
+            self._console.pump()
+            if self._must_end_now():
+                return self._stop_code()
+            if self._failed():
+                self._settle()
+                raise self._failure()
+            if all(child.exit_code is not None for child in ranks):
+                stopped = any(child.exit_code == EXIT_STOPPED for child in ranks)
+                if stopped:
+                    self._say("Stopped in order. The same command continues the run.")
+                return self._stop_code() if stopped else 0
+            time.sleep(_POLL_SECONDS)
+
+    # --- failure -------------------------------------------------------------------------------------------
+
+    def _failed(self) -> list[Child]:
+        """Children that ended otherwise than they should, or said that they will not serve any more."""
+        return [
+            child
+            for child in self._children
+            if (child.exit_code not in (None, 0, EXIT_STOPPED) if child.spec.kind == "rank" else self._server_failed(child))
+        ]
+
+    def _server_failed(self, child: Child) -> bool:
+        if child.exit_code is not None:
+            return True  # whatever its code: the run still needs it
+        registration = read_json(self._attempt.server_file(f"server-{child.spec.index}"))
+        return registration is not None and registration.get("state") == "failed"
+
+    def _settle(self) -> None:
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < deadline and any(child.exit_code is None for child in self._children):
+            time.sleep(_POLL_SECONDS)
+
+    def _failure(self) -> RankError:
+        failed = self._failed()
+        logger.error("failed: %s", ", ".join(f"{child.name} {child.end_described}" for child in failed))
+        return describe_failure(failed, self._attempt)
+
+    # --- stop ----------------------------------------------------------------------------------------------
+
+    def _must_end_now(self) -> bool:
+        """Turn the first signal into a stop request; True on the second, or when the grace period is over."""
+        if not self._signals:
+            return False
+        name = signal.Signals(self._signals[0]).name
+        if self._stop_deadline is None:
+            self._attempt.request_stop(name)
+            logger.info("%s: stop requested", name)
+            self._stop_deadline = time.monotonic() + self._stop_grace_seconds
+            self._say(
+                f"{name}: stopping after a checkpoint, within {self._stop_grace_seconds:.0f} s. Once more ends the run now,"
+                " and loses the steps since the last checkpoint."
+            )
+        if len(self._signals) > 1:
+            self._say("Ended at once. The same command continues the run from its last checkpoint.")
+            return True
+        if time.monotonic() > self._stop_deadline:
+            self._say(
+                f"The ranks did not stop within {self._stop_grace_seconds:.0f} s: ended."
+                " The same command continues the run from its last checkpoint."
+            )
+            return True
+        return False
+
+    def _stop_code(self) -> int:
+        return 128 + self._signals[0] if self._signals else EXIT_STOPPED

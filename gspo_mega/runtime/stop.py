@@ -1,0 +1,23 @@
+"""The stop request, as a rank sees it.
+
+A file, attempts/NNNN/stop, whose text is the reason: it works from any process and any node that sees the run
+folder, where a signal would not reach a rank that sits in a collective. Rank 0 looks at safe points and tells
+the others.
+"""
+
+from __future__ import annotations
+
+import os
+
+from gspo_mega.run_folder import Attempt
+
+
+class StopRequest:
+    """The request of one attempt."""
+
+    def __init__(self, attempt_dir: str | os.PathLike[str]) -> None:
+        self._attempt = Attempt(attempt_dir)
+
+    def check(self) -> str | None:
+        """The reason once a stop was asked for, else None. One `open` a call: cheap enough for every step."""
+        return self._attempt.stop_reason()

@@ -1,0 +1,170 @@
+"""Entry of one rank: `python -m gspo_mega.runtime.worker --config FILE --attempt DIR --command train`.
+
+Owns what surrounds the work of a rank: log, signals, torch.distributed, the error record, the exit code. Reads
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the supervisor, torchrun or a wrapper around
+srun set. What the rank does is `loop.py`, `supervised.py` or `evaluate.py`.
+
+Exit code: 0 done; 75 stopped on request, to be continued by the same command; otherwise the error's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.config import Config, load_config
+from gspo_mega.errors import ConfigError
+from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
+from gspo_mega.runtime.shutdown import fail, leave
+
+# A collective that makes no progress for so long never will: with all ranks alive the longest wait between two of
+# them is a publish or a checkpoint. (Waiting for rollouts is not a collective.)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+ENTRY_POINTS = {
+    "train": ("gspo_mega.runtime.loop", "run_train"),
+    "sft": ("gspo_mega.runtime.supervised", "run_sft"),
+    "eval": ("gspo_mega.runtime.evaluate", "run_eval"),
+}
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """This rank's place, as the launcher gave it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> RankEnvironment:
+        """Raises ConfigError naming every variable that is missing or no number."""
+        names = {"RANK": "rank", "WORLD_SIZE": "world_size", "LOCAL_RANK": "local_rank"}
+        wrong = [name for name in names if not environment.get(name, "").isdecimal()]
+        wrong += [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+        if wrong:
+            raise ConfigError(
+                f"a rank needs {', '.join(wrong)} in its environment; `gspo-mega train` sets them, and so does torchrun"
+            )
+        place = cls(**{field: int(environment[name]) for name, field in names.items()})
+        if place.rank >= place.world_size:
+            raise ConfigError(f"RANK={place.rank} is not below WORLD_SIZE={place.world_size}")
+        return place
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a rank's work is given. `console` shows a line to the user (rank 0's alone; elsewhere it does nothing).
+
+    The work returns a JSON object or None. Rank 0's is kept as attempts/NNNN/result.json; one with a true
+    `stopped` says that the work ended early on a stop request and can be continued.
+    """
+
+    config: Config
+    attempt_dir: Path
+    run_dir: Path
+    rank: int
+    world_size: int
+    local_rank: int
+    notices: tuple[str, ...]
+    console: Callable[[str], None]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Does not return: the process ends with the rank's exit code."""
+    parser = argparse.ArgumentParser(prog="gspo_mega.runtime.worker")
+    parser.add_argument("--config", required=True, help="config.resolved.yaml of the run")
+    parser.add_argument("--attempt", required=True, type=Path, help="attempt folder")
+    parser.add_argument("--command", required=True, choices=sorted(ENTRY_POINTS))
+    args = parser.parse_args(arguments)
+    attempt = Attempt(args.attempt)
+    place = RankEnvironment.read(os.environ)
+    _redirect_output(attempt.rank_log(place.rank))
+    _default_signals()
+    try:
+        result = _work(args.command, args.config, attempt, place)
+        if result is not None and place.rank == 0:
+            atomic_write_json(attempt.result_file, result)
+        code = EXIT_STOPPED if result and result.get("stopped") else 0
+        leave(code)
+    except BaseException as error:
+        # Everything, SystemExit and KeyboardInterrupt too: whatever ends a rank early is the other ranks' failure.
+        fail(error, place.rank, attempt)
+
+
+def _work(command: str, config_file: str, attempt: Attempt, place: RankEnvironment) -> dict[str, Any] | None:
+    loaded = load_config(config_file, command=command)
+    _init_distributed(place)
+    module, function = ENTRY_POINTS[command]
+    work = getattr(importlib.import_module(module), function)
+    context = WorkerContext(
+        config=loaded.config, attempt_dir=attempt.path, run_dir=attempt.run_folder.path,
+        rank=place.rank, world_size=place.world_size, local_rank=place.local_rank,
+        notices=loaded.notices, console=_console(attempt) if place.rank == 0 else lambda line: None,
+    )  # fmt: skip
+    return work(context)
+
+
+def _redirect_output(log: Path) -> None:
+    """Standard output and error, this process's and its libraries', to the rank's log, whoever started us."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+
+def _default_signals() -> None:
+    """A rank ends at once on SIGTERM, inside a collective too: no Python handler would run there. SIGUSR2 writes
+    every thread's stack to the log."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+
+
+def _init_distributed(place: RankEnvironment) -> None:
+    """torch.distributed over all ranks: gloo for host tensors, NCCL for the GPU's where there is one. Collective."""
+    import gspo_mega.engine.cpu as cpu  # before any other import of Megatron: it makes the CPU usable to it
+
+    import torch
+    import torch.distributed as dist
+
+    on_cpu = cpu.is_cpu_backend()
+    if on_cpu:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    else:
+        torch.cuda.set_device(place.local_rank)
+    dist.init_process_group(
+        backend="gloo" if on_cpu else "cpu:gloo,cuda:nccl",
+        rank=place.rank, world_size=place.world_size, timeout=COLLECTIVE_TIMEOUT,
+    )  # fmt: skip
+
+
+def _console(attempt: Attempt) -> Callable[[str], None]:
+    """A line for the user: appended to console.log, which the supervisor shows, and to this rank's log."""
+    logger = logging.getLogger("gspo_mega.console")
+
+    def show(line: str) -> None:
+        with attempt.console_log.open("a", encoding="utf-8") as console:
+            console.write(line + "\n")
+        logger.info("%s", line)
+
+    return show
+
+
+if __name__ == "__main__":
+    main()
