@@ -69,6 +69,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | 
             _expand_shorthands(tree, origins)
         config, invalid = _validate(tree, path, origins)
         explained = {problem.path for problem in document.problems}
+        explained |= {()} if document.problems else set()  # then the document as a whole may be unfit, too
         problems += [(order, line) for order, location, line in invalid if location not in explained]
     elif not problems:
         said = "the file is empty" if tree is None else f"the top level is {'a list' if isinstance(tree, list) else repr(tree)}"

@@ -174,6 +174,8 @@ def _notices(config: Config) -> Iterator[str]:
         )
     if rollout.temperature != 1:
         yield f"temperature {rollout.temperature:g}: the policy that is trained is softmax(logits / {rollout.temperature:g}), on both engines"
+    if config.reward.permute_in_batch:
+        yield "reward.permute_in_batch: a control; rewards are dealt out anew, so accuracy is not expected to rise"
     if rollout.filter_constant_groups and rollout.max_oversampling == 1:
         yield "filter_constant_groups with max_oversampling 1: dropped groups are not refilled, batches shrink"
     if config.optimizer.schedule == "constant" and config.optimizer.min_lr > 0:

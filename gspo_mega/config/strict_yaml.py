@@ -157,6 +157,7 @@ class _Builder:
             if not isinstance(key, yaml.ScalarNode) or key.tag != _TAG + "str":
                 self._problem(key, path, f"a key must be text{_as_written(key)}; quote it if it is meant as text")
                 continue
+            self._scalar(key, (*path, key.value))
             if key.value in own:
                 first = own[key.value][0].start_mark.line + 1
                 self._problem(key, (*path, key.value), f"duplicate key, first at line {first}; keep one")
@@ -197,6 +198,8 @@ class _Builder:
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         text, tag = node.value, node.tag.removeprefix(_TAG)
         if tag in ("str", "merge"):
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                self._problem(node, path, "an escape that is half a character (a surrogate); write the character itself")
             return text
         if tag == "null":
             return None

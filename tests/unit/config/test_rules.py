@@ -107,6 +107,7 @@ def test_the_default_clip_range_of_grpo(write):
         (["rollout.top_k=50"], "truncated"),
         (["rollout.temperature=0.7"], "temperature 0.7"),
         (["rollout.filter_constant_groups=true", "rollout.max_oversampling=1"], "not refilled"),
+        (["reward.permute_in_batch=true"], "a control"),
         (["optimizer.min_lr=1e-7"], "no effect"),
         (["recompute.num_layers=2"], "no effect"),
         (["train.num_steps=2", "optimizer.warmup_steps=8"], "not over before"),

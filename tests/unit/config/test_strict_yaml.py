@@ -86,6 +86,8 @@ def test_every_duplicate_key_is_named_with_its_first_place():
         ("a: {<<: 3}\n", Position(1, 9), "`<<`"),
         ("a: &a [*a]\n", Position(1, 4), "contains itself"),
         ("a: &a {<<: *a}\n", Position(1, 4), "`<<`"),
+        ('a: "\\ud800"\n', Position(1, 4), "half a character"),
+        ('"\\ud800": a\n', Position(1, 1), "half a character"),
         ("a: x\x00y\n", Position(1, 5), "may not stand"),
     ],
 )
