@@ -60,9 +60,10 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> Tokenizer:
     """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` into a folder, for AutoTokenizer."""
-    build_tokenizer().save(str(folder / "tokenizer.json"))
+    tokenizer = build_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         # The class that transformers 4 and 5 both load; version 5 alone would write a name of its own.
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -74,3 +75,4 @@ def write_tokenizer(folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    return tokenizer

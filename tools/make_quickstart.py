@@ -1,0 +1,117 @@
+"""Make what the quickstart starts from: `python tools/make_quickstart.py OUT_DIR`.
+
+    OUT_DIR/model/               a tiny Qwen3-MoE (or, with --dense, Qwen3) of random weights, with its tokenizer,
+                                 as Hugging Face folders are; its shape is configs/models/quickstart_*.json
+    OUT_DIR/data/train.jsonl     additions with worked solutions
+    OUT_DIR/data/heldout.jsonl   others; no problem is in both
+
+The same arguments make the same bytes. Files that are there already with another content are an error, never
+overwritten. Exit code 0: all files are there; 2: they cannot be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import get_args
+
+if __package__ is None or __package__ == "":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from safetensors.torch import save_file
+
+from gspo_mega.data.arithmetic import Split, problems, row_of
+from gspo_mega.data.tokenizer import END_OF_TEXT, TURN_END, write_tokenizer
+from gspo_mega.errors import DataError, GspoMegaError
+from gspo_mega.model.families import hf_tensors
+from gspo_mega.model.huggingface import read_model_spec
+
+SHAPES = Path(__file__).resolve().parents[1] / "configs" / "models"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make_quickstart", description="Make the quickstart's model, tokenizer and data.")
+    parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder to make; created if missing")
+    parser.add_argument("--seed", type=int, default=1, help="of the weights and the problems (default: 1)")
+    parser.add_argument("--num-train", type=int, default=40_000, help="train problems (default: 40000)")
+    parser.add_argument("--num-heldout", type=int, default=512, help="held-out problems (default: 512)")
+    parser.add_argument("--dense", action="store_true", help="a model without experts")
+    options = parser.parse_args(arguments)
+    out_dir: Path = options.out_dir
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=out_dir) as making:
+            write_model(Path(making) / "model", SHAPES / f"quickstart_{'dense' if options.dense else 'moe'}.json", options.seed)
+            write_data(Path(making) / "data", {"train": options.num_train, "heldout": options.num_heldout}, options.seed)
+            install(Path(making), out_dir)
+    except (GspoMegaError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{out_dir / 'model'}: {sum(p.stat().st_size for p in (out_dir / 'model').iterdir())} bytes")
+    print(f"{out_dir / 'data'}: {options.num_train} train problems, {options.num_heldout} held-out problems")
+    return 0
+
+
+def write_model(folder: Path, shape: Path, seed: int) -> None:
+    """A Hugging Face folder: config, random float32 weights under their on-disk names, tokenizer."""
+    folder.mkdir()
+    tokenizer = write_tokenizer(folder)
+    ends = {"eos_token_id": tokenizer.token_to_id(TURN_END), "pad_token_id": tokenizer.token_to_id(END_OF_TEXT)}
+    config = json.loads(shape.read_text(encoding="utf-8")) | ends
+    if config["vocab_size"] != tokenizer.get_vocab_size():
+        raise DataError(f"{shape}: vocab_size is {config['vocab_size']}; the tokenizer has {tokenizer.get_vocab_size()} tokens")
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", ends)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        # Norms start as ones, every matrix from a normal distribution, as in Hugging Face's own initialisation.
+        entry.name: torch.ones(entry.shape)
+        if len(entry.shape) == 1
+        else torch.randn(entry.shape, generator=generator) * config["initializer_range"]
+        for entry in hf_tensors(read_model_spec(folder))
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_data(folder: Path, num_problems: dict[Split, int], seed: int) -> None:
+    """`train.jsonl` and `heldout.jsonl`."""
+    folder.mkdir()
+    for split in get_args(Split):
+        try:
+            rows = [row_of(a, b) for a, b in problems(split, num_problems[split], seed)]
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
+
+
+def install(made: Path, out_dir: Path) -> None:
+    """Move files to where they belong, unless one with another content is there. Raises DataError, and moves nothing then."""
+    names = [path.relative_to(made) for path in sorted(made.rglob("*")) if path.is_file()]
+    different = [str(out_dir / name) for name in names if (out_dir / name).exists() and not same(made / name, out_dir / name)]
+    if different:
+        raise DataError(
+            f"already there with another content: {', '.join(different)}\n"
+            "They are not overwritten: name another folder, remove this one, or use the arguments it was made with."
+        )
+    for name in names:
+        (out_dir / name).parent.mkdir(exist_ok=True)
+        os.replace(made / name, out_dir / name)
+
+
+def same(one: Path, other: Path) -> bool:
+    return other.is_file() and filecmp.cmp(one, other, shallow=False)
+
+
+def write_json(path: Path, value: dict[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
