@@ -145,7 +145,7 @@ def build_micro_batch(
     `rollout_log_probs` [R]. A position p of its P + R tokens is aligned with what the model predicts there:
     `labels[p]` is token p + 1, and `loss_mask[p]` and `rollout_log_probs[p]` are those of token p + 1, 0 unless it
     is an active response token. Padding up to `pad_multiple` belongs to the sequence (token 0, positions go on,
-    loss_mask 0). `sequence` holds, [S] each: `num_prompt_tokens`, `num_response_tokens`, `num_active_tokens`
+    loss_mask 0). `sequence` holds, [S] each: `num_prompt_tokens`, `num_response_tokens`, `length` (active response tokens)
     int64, and float64 of every key in `sequence_keys`, looked up in the trajectory; 0 in filler, which is one
     sequence of `pad_multiple` tokens with `trajectory_index` -1.
 
@@ -172,7 +172,7 @@ def build_micro_batch(
     )
 
 
-COUNTS = ("num_prompt_tokens", "num_response_tokens", "num_active_tokens")
+COUNTS = ("num_prompt_tokens", "num_response_tokens", "length")
 
 
 def _filler_arrays(size: int) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _sequence_arrays(trajectory: Mapping[str, Any], row: int, pad_multiple: int)
     active = mask != 0
     arrays["loss_mask"][predicted] = active
     arrays["rollout_log_probs"][predicted] = np.where(active, log_probs, 0)
-    return arrays | {"num_prompt_tokens": prompt.size, "num_response_tokens": response.size, "num_active_tokens": int(active.sum())}
+    return arrays | {"num_prompt_tokens": prompt.size, "num_response_tokens": response.size, "length": int(active.sum())}
 
 
 def response_values(micro_batch: MicroBatch, values: np.ndarray) -> dict[int, np.ndarray]:

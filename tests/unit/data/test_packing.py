@@ -137,7 +137,7 @@ def check_arrays(batch, shard, pad):
         mask = [0] * len(t["prompt_token_ids"]) + t["response_mask"]
         log_probs = [0.0] * len(t["prompt_token_ids"]) + t["rollout_log_probs"]
         assert batch.sequence["advantage"][s] == t["advantage"]
-        assert batch.sequence["num_active_tokens"][s] == sum(mask) == batch.loss_mask[start:end].sum()
+        assert batch.sequence["length"][s] == sum(mask) == batch.loss_mask[start:end].sum()
         for p in range(end - start):
             following = p + 1 < len(tokens)
             assert batch.token_ids[start + p] == (tokens[p] if p < len(tokens) else 0)

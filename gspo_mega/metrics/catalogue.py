@@ -1,0 +1,171 @@
+"""Every metric there is: name, unit, how a step's value comes about, meaning. One place.
+
+Owns the names; computing values belongs to the parts that know them, writing to `writer.py`. A name with
+`<placeholder>` is a pattern: the placeholder stands for one or more of letters, digits, `.`, `_`, `-`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "min", "max", "sd", "quantile", "ratio", "value"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`reduction`: how the numbers of trajectories, tokens, mini-batches or ranks become the step's one value
+    (`ratio`: sums divided once; `value`: there is only one)."""
+
+    name: str
+    unit: str
+    reduction: Reduction
+    description: str
+
+
+PHASES = {
+    "rollout": "waiting for the rollout batch: generation and scoring",
+    "prepare": "advantages, packing, moving shards to their ranks",
+    "old_log_probs": "the trainer's log-probs at the start of the rollout batch",
+    "train": "forward, backward and optimizer steps of all mini-batches",
+    "publish": "sending weights to the servers and verifying them",
+    "evaluate": "held-out evaluation",
+    "checkpoint": "saving",
+    "other": "the step's time outside every phase",
+}
+
+_SUMMARIES = {"mean": "mean", "sd": "sd", "min": "min", "max": "max", "p1": "quantile", "p99": "quantile"}
+
+_POLICY = {
+    "objective": ("reward", "sum", "J of the mini-batch; the loss is -J"),
+    "num_sequences": ("sequences", "sum", "sequences with an active token: the denominator"),
+    "num_tokens": ("tokens", "sum", "active response tokens trained on"),
+    "kept_fraction": ("fraction", "ratio", "sequences not rejected by the mismatch correction"),
+    "clip_fraction": ("fraction", "ratio", "sequences whose gradient was clipped away"),
+    "clip_fraction_high": ("fraction", "ratio", "sequences with A > 0 above the band"),
+    "clip_fraction_low": ("fraction", "ratio", "sequences with A < 0 below the band"),
+    "dual_clip_fraction": ("fraction", "ratio", "sequences bounded by the dual clip"),
+    "token_clip_fraction": ("fraction", "ratio", "clip_fraction weighed by length"),
+    "token_clip_fraction_high": ("fraction", "ratio", "clip_fraction_high weighed by length"),
+    "token_clip_fraction_low": ("fraction", "ratio", "clip_fraction_low weighed by length"),
+    "k1": ("nats", "mean", "KL(old || current) per token, mean(-d)"),
+    "k2": ("nats", "mean", "KL(old || current) per token, mean(d^2) / 2"),
+    "k3": ("nats", "mean", "KL(old || current) per token, mean(e^d - 1 - d)"),
+    "chi2_token": ("1", "mean", "mean(e^2d) - 1 of old to current, per token"),
+    "positive_mass_left": ("fraction", "ratio", "share of A > 0 that still has a gradient"),
+    "negative_mass_left": ("fraction", "ratio", "share of A < 0 that still has a gradient"),
+}
+
+_MISMATCH = {
+    "k1": ("nats", "mean", "KL(server || trainer) per token, mean(-d)"),
+    "k2": ("nats", "mean", "KL(server || trainer) per token, mean(d^2) / 2"),
+    "k3": ("nats", "mean", "KL(server || trainer) per token, mean(e^d - 1 - d)"),
+    "abs_log_ratio_mean": ("nats", "mean", "mean |d| per token"),
+    "abs_log_ratio_max": ("nats", "max", "largest |d| of a token"),
+    "abs_prob_difference_max": ("1", "max", "largest difference of a token's probability"),
+    "log_ppl_difference_mean": ("nats", "mean", "log perplexity, trainer - server, by sequence"),
+    "ppl_ratio_mean": ("1", "mean", "perplexity, trainer / server, by sequence"),
+    "chi2_token": ("1", "mean", "mean(e^2d) - 1 per token"),
+    "chi2_sequence": ("1", "mean", "mean(w^2) - 1 of w = exp(sum d)"),
+    "chi2_sequence_log1p": ("nats", "mean", "log(1 + chi2_sequence), finite where that overflows"),
+    "chi2_sequence_length_normalised": ("1", "mean", "mean(w^2) - 1 of w = exp(mean d)"),
+    "token_truncated_ratio_mean": ("1", "mean", "mean min(e^d, cap) per token"),
+    "token_truncated_fraction": ("fraction", "ratio", "tokens with e^d above the cap"),
+    "ess_token": ("fraction", "ratio", "effective share of tokens under weights e^d"),
+    "ess_sequence": ("fraction", "ratio", "effective share of sequences under weights exp(sum d)"),
+    "icepop_kept_fraction": ("fraction", "ratio", "tokens with e^d in [0.5, 5]"),
+}
+
+_ROLLOUT_COUNTS = {
+    "num_trajectories": ("trajectories", "trajectories completed"),
+    "num_prompts_sampled": ("prompts", "prompts asked for, refills included"),
+    "num_groups_filtered": ("groups", "constant groups dropped by the filter"),
+    "num_groups_missing": ("groups", "groups short of prompts_per_step after over-sampling"),
+    "num_truncated": ("trajectories", "responses that hit max_new_tokens"),
+    "num_generated_tokens": ("tokens", "tokens in completed responses"),
+    "num_retries": ("requests", "requests tried again"),
+    "num_request_failures": ("requests", "requests that failed, all kinds"),
+    "num_request_failures_<kind>": ("requests", "requests that failed, by kind"),
+    "num_aborted_requests": ("requests", "partial answers thrown away"),
+    "num_reward_failures": ("trajectories", "trajectories whose scoring failed: exception, NaN or deadline"),
+}
+
+
+def _entries() -> list[Metric]:
+    def summaries(prefix: str, unit: str, what: str) -> list[Metric]:
+        return [Metric(f"{prefix}/{key}", unit, reduction, f"{key} over sequences of {what}") for key, reduction in _SUMMARIES.items()]
+
+    return [
+        Metric("reward/mean", "reward", "mean", "reward over trajectories"),
+        Metric("reward/sd", "reward", "sd", "reward over trajectories"),
+        Metric("reward/source/<source>", "reward", "mean", "reward over one source's trajectories"),
+        Metric("reward/function/<function>", "reward", "mean", "one reward function's own value, unweighted"),
+        Metric("groups/num_groups", "groups", "sum", "groups trained on"),
+        Metric("groups/constant_fraction", "fraction", "ratio", "groups trained on whose rewards are all equal: no signal"),
+        Metric("response/length_mean", "tokens", "mean", "response length"),
+        Metric("response/length_max", "tokens", "max", "response length"),
+        Metric("response/length_positive_mean", "tokens", "mean", "length of responses with A > 0"),
+        Metric("response/length_negative_mean", "tokens", "mean", "length of responses with A < 0"),
+        Metric("response/truncated_fraction", "fraction", "ratio", "responses that hit max_new_tokens"),
+        *(Metric(f"rollout/{name}", unit, "sum", what) for name, (unit, what) in _ROLLOUT_COUNTS.items()),
+        Metric("rollout/staleness_mean", "steps", "mean", "weight versions between sampling and training, by token"),
+        Metric("rollout/staleness_max", "steps", "max", "weight versions between sampling and training, by token"),
+        Metric("policy/entropy", "nats", "mean", "entropy of the next-token distribution at active tokens"),
+        *(Metric(f"policy/{name}", unit, reduction, f"{what}; over all mini-batches") for name, (unit, reduction, what) in _POLICY.items()),
+        *(Metric(f"policy/mini_batch/<index>/{name}", unit, reduction, what) for name, (unit, reduction, what) in _POLICY.items()),
+        *summaries("policy/log_ratio", "nats", "log s, trainer now - server: mismatch + staleness"),
+        *summaries("policy/log_ratio/mismatch", "nats", "mean(old - server): the engines' part of log s"),
+        *summaries("policy/log_ratio/staleness", "nats", "mean(current - old): the policy's part of log s"),
+        Metric("policy/ess", "fraction", "ratio", "effective share of sequences under weights s_i"),
+        *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _MISMATCH.items()),
+        Metric("mismatch/weight_mean", "1", "mean", "correction weight of kept sequences"),
+        Metric("mismatch/budget_share", "fraction", "ratio", "mean |sequence log mismatch| / (clip_low + clip_high)"),
+        Metric("optimizer/grad_norm", "1", "mean", "global gradient norm before clipping, over optimizer steps"),
+        Metric("optimizer/grad_norm_max", "1", "max", "global gradient norm before clipping, over optimizer steps"),
+        Metric("optimizer/lr", "1", "value", "learning rate of the last optimizer step"),
+        Metric("optimizer/num_optimizer_steps", "steps", "value", "optimizer steps since the run's start"),
+        Metric("optimizer/num_skipped", "steps", "sum", "optimizer steps skipped for a non-finite gradient"),
+        Metric("publish/weight_version", "versions", "value", "version the servers hold after the step"),
+        Metric("publish/num_bytes", "bytes", "value", "size of what was published"),
+        Metric("speed/tokens_per_second", "tokens/s", "ratio", "prompt and response tokens of the batch over the step's time"),
+        Metric("speed/tokens_per_second_per_rank", "tokens/s", "ratio", "the same by trainer rank"),
+        Metric("speed/generated_tokens_per_second", "tokens/s", "ratio", "response tokens over the generation's time"),
+        Metric("speed/packing_efficiency", "fraction", "ratio", "tokens of trajectories over positions computed, padding and filler included"),
+        Metric("time/step_seconds", "seconds", "value", "the whole step"),
+        *(Metric(f"time/{phase}_seconds", "seconds", "value", what) for phase, what in PHASES.items()),
+        Metric("time/rollout/<part>_seconds", "seconds", "value", "a part of the rollout phase, as the collector saw it"),
+        Metric("eval/accuracy", "fraction", "mean", "held-out samples with full reward"),
+        Metric("eval/accuracy_standard_error", "fraction", "value", "standard error of eval/accuracy"),
+        Metric("eval/reward_mean", "reward", "mean", "reward over held-out samples"),
+        Metric("eval/response_length_mean", "tokens", "mean", "held-out response length"),
+        Metric("eval/truncated_fraction", "fraction", "ratio", "held-out responses that hit max_new_tokens"),
+        Metric("eval/num_samples", "samples", "sum", "held-out samples"),
+        Metric("sft/loss", "nats", "mean", "negative log-prob of a demonstration's token"),
+        Metric("sft/num_tokens", "tokens", "sum", "demonstration tokens learnt from"),
+        Metric("data/epoch", "epochs", "value", "passes over the prompts, by prompts drawn"),
+        Metric("metrics/num_non_finite", "metrics", "sum", "metrics of this line that were NaN or infinite, written as null"),
+    ]
+
+
+CATALOGUE: dict[str, Metric] = {metric.name: metric for metric in _entries()}
+
+_PATTERNS = [
+    (re.compile("".join(r"[A-Za-z0-9._-]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))), metric)
+    for name, metric in CATALOGUE.items()
+    if "<" in name
+]
+
+
+@functools.lru_cache(maxsize=4096)
+def find_metric(name: str) -> Metric:
+    """The catalogue's entry for a name, patterns included. Raises ValueError naming the nearest entries."""
+    if name in CATALOGUE and "<" not in name:
+        return CATALOGUE[name]
+    for pattern, metric in _PATTERNS:
+        if pattern.fullmatch(name):
+            return metric
+    near = difflib.get_close_matches(name, CATALOGUE, n=3)
+    raise ValueError(f"metric {name!r} is not in the catalogue" + (f"; did you mean {', '.join(near)}?" if near else ""))

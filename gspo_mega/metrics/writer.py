@@ -1,0 +1,132 @@
+"""Where metrics go: `metrics.jsonl`, one strict JSON object a line, and TensorBoard events.
+
+Owns the two sinks of one run folder and their repair after a crash; rank 0 alone writes. Names are checked
+against the catalogue, values are not computed here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.errors import DataError
+from gspo_mega.metrics.catalogue import find_metric
+
+NON_FINITE = "metrics/num_non_finite"
+
+
+class MetricsWriter:
+    """Appends to `<run_folder>/metrics.jsonl` and, with `tensorboard`, to `<run_folder>/tensorboard/`.
+
+    A line is {"step": int, "time": unix seconds, "<metric>": number or null, ...}, on disk (fsync) when `write`
+    returns. A half-written last line, which a killed run may leave, is cut off when the file is opened.
+    """
+
+    def __init__(self, run_folder: Path, tensorboard: bool) -> None:
+        self.path = Path(run_folder) / "metrics.jsonl"
+        self._tensorboard_folder = Path(run_folder) / "tensorboard" if tensorboard else None
+        self._purge_step: int | None = None
+        self._file: Any = None
+        self._events: Any = None
+
+    def resume_from(self, step: int) -> None:
+        """Drop what was written of steps after `step` (-1: everything); a continued run writes those anew.
+
+        Raises DataError for a line that is not one of this writer's, RuntimeError after the first `write`.
+        """
+        if self._file is not None:
+            raise RuntimeError("resume_from must come before the first write")
+        self._purge_step = step + 1
+        if not self.path.exists():
+            return
+        kept = [line for line in self._whole_lines() if self._step_of(line) <= step]
+        beside = self.path.with_suffix(".jsonl.new")
+        with beside.open("wb") as file:
+            file.writelines(line for _, line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self.path)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line. A NaN or infinite value becomes null, and `metrics/num_non_finite` says how many did.
+
+        Raises ValueError for a name that is not in the catalogue; nothing is written then.
+        """
+        for name in metrics:
+            find_metric(name)
+        values = {name: _number(value) for name, value in metrics.items()}
+        missing = sum(value is None for value in values.values())
+        if missing:
+            values[NON_FINITE] = missing
+        self._open()
+        line = json.dumps({"step": step, "time": round(time.time(), 3)} | values, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._events is not None:
+            for name, value in values.items():
+                if value is not None:
+                    self._events.add_scalar(name, value, step)
+            self._events.flush()
+
+    def close(self) -> None:
+        """Close both sinks; writing again opens them again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        if self._file is not None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            content = self.path.read_bytes()
+            if content and not content.endswith(b"\n"):
+                os.truncate(self.path, content.rfind(b"\n") + 1)
+        self._file = self.path.open("ab")
+        if self._tensorboard_folder is not None:
+            # Imported here: it is slow, and only rank 0 of a run that asks for it needs it.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self._tensorboard_folder), purge_step=self._purge_step)
+
+    def _whole_lines(self) -> list[tuple[int, bytes]]:
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        return [(number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
+
+    def _step_of(self, numbered: tuple[int, bytes]) -> int:
+        number, line = numbered
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            step = None
+        if not isinstance(step, int):
+            raise DataError(f"{self.path}:{number}: is not a line of metrics; move the file away to continue the run")
+        return step
+
+
+def _number(value: Any) -> float | int | None:
+    if isinstance(value, int):  # bool included
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl` in order; a half-written last line is left out."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
