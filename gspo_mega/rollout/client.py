@@ -1,0 +1,233 @@
+"""Async HTTP client of one SGLang server: generation and control, each call with a deadline.
+
+Owns the requests' form and what counts as a failed answer. It does not choose a server, retry, or know which
+weights are current (`pool.py`, `collector.py`). Token ids go in and token ids come out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import aiohttp
+
+from gspo_mega.errors import RolloutError
+from gspo_mega.rollout.completion import Completion, NonsenseAnswer, RoutingShape, SamplingParams, parse_completion
+from gspo_mega.rollout.secret import Secret
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class ServerError(RolloutError):
+    """One call of one server failed. `kind` is how, for counting and for deciding what to do about it."""
+
+    def __init__(self, server_id: str, request: str, kind: Literal["connection", "deadline", "status", "nonsense"], why: str):
+        super().__init__(f"{server_id}: {request}: {why}")
+        self.server_id = server_id
+        self.kind = kind
+
+
+class ServerClient:
+    """Client of the server at `address` (http://host:port). Use it in one event loop; `close()` it in the end.
+
+    Every method raises ServerError, naming server and request, if the server cannot be reached, does not answer within
+    `deadline_seconds`, refuses, or answers nonsense.
+    """
+
+    def __init__(self, server_id: str, address: str, api_key: str, *, vocab_size: int, routing: RoutingShape | None = None):
+        self.server_id = server_id
+        self.address = address
+        self._api_key = Secret(api_key)
+        self._vocab_size = vocab_size
+        self._routing = routing
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(
+        self, input_ids: Sequence[int], params: SamplingParams, *, request_id: str, deadline_seconds: float
+    ) -> Completion:
+        """Sample one response to `input_ids`. Cancelling it aborts the request on the server."""
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": params.as_json(),
+            "return_logprob": True,
+            "return_routed_experts": self._routing is not None,
+        }
+        what = f"generate {request_id}"
+        answer = await self._call("/generate", body, deadline_seconds, what=what)
+        try:
+            return parse_completion(
+                answer,
+                num_prompt_tokens=len(input_ids),
+                params=params,
+                vocab_size=self._vocab_size,
+                routing=self._routing,
+            )
+        except NonsenseAnswer as error:
+            raise ServerError(self.server_id, what, "nonsense", str(error)) from error
+
+    async def health(self, *, deadline_seconds: float) -> None:
+        """Returns when the server is up; raises otherwise."""
+        await self._call("/health", None, deadline_seconds, method="GET")
+
+    async def model_info(self, *, deadline_seconds: float) -> dict[str, Any]:
+        return self._object(await self._call("/model_info", None, deadline_seconds, method="GET"), "/model_info")
+
+    async def weight_version(self, *, deadline_seconds: float) -> int:
+        """The version the server says it holds."""
+        version = (await self.model_info(deadline_seconds=deadline_seconds)).get("weight_version")
+        try:
+            return int(version)
+        except (TypeError, ValueError) as error:
+            raise ServerError(self.server_id, "/model_info", "nonsense", f"weight_version {version!r}") from error
+
+    async def pause(self, mode: PauseMode = "abort", *, deadline_seconds: float) -> None:
+        """Hold new requests. `abort` ends running ones (finish_reason abort); the others keep them for `resume`."""
+        await self._call("/pause_generation", {"mode": mode}, deadline_seconds)
+
+    async def resume(self, *, deadline_seconds: float) -> None:
+        await self._call("/continue_generation", {}, deadline_seconds)
+
+    async def abort_all(self, *, deadline_seconds: float) -> None:
+        await self._call("/abort_request", {"abort_all": True}, deadline_seconds)
+
+    async def flush_cache(self, *, deadline_seconds: float) -> None:
+        """Forget cached prefixes. The server refuses while requests run."""
+        await self._call("/flush_cache", {}, deadline_seconds)
+
+    async def update_from_disk(self, path: str, weight_version: int, *, deadline_seconds: float) -> None:
+        body = {"model_path": path, "weight_version": str(weight_version), "flush_cache": True}
+        await self._update("/update_weights_from_disk", body, deadline_seconds)
+
+    async def begin_update(self, *, deadline_seconds: float) -> None:
+        """Open the session that updates by a group must run in."""
+        await self._update("/begin_weight_update", {"selector": "target"}, deadline_seconds)
+
+    async def end_update(self, *, deadline_seconds: float) -> None:
+        await self._update("/end_weight_update", {}, deadline_seconds)
+
+    async def init_group(
+        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str,
+        deadline_seconds: float,
+    ) -> None:  # fmt: skip
+        """Have the server's ranks join a group, from rank `rank_offset` on. Returns when all members have joined."""
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._update("/init_weights_update_group", body, deadline_seconds)
+
+    async def destroy_group(self, group_name: str, *, deadline_seconds: float) -> None:
+        await self._update("/destroy_weights_update_group", {"group_name": group_name}, deadline_seconds)
+
+    async def update_from_distributed(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str, *,
+        deadline_seconds: float,
+    ) -> None:  # fmt: skip
+        """Receive these tensors, in this order, as broadcasts from rank 0 of the group. `dtypes` as in "float32".
+
+        The server answers success to names it does not know and leaves its weights as they are: verify afterwards.
+        """
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "flush_cache": False,
+            "selector": "target",
+        }
+        await self._update("/update_weights_from_distributed", body, deadline_seconds)
+
+    async def set_weight_version(self, weight_version: int, *, deadline_seconds: float) -> None:
+        body = {"new_version": str(weight_version), "abort_all_requests": False}
+        await self._update("/update_weight_version", body, deadline_seconds)
+
+    async def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]:
+        """Hash of every tensor as the server holds it (fused, sharded), one mapping for each of its ranks."""
+        answer = await self._check_weights("checksum", deadline_seconds)
+        try:
+            return [dict(rank["checksums"]) for rank in answer["ranks"]]
+        except (KeyError, TypeError) as error:
+            raise ServerError(self.server_id, "checksum", "nonsense", f"no ranks with checksums: {str(answer)[:200]}") from error
+
+    async def snapshot(self, *, deadline_seconds: float) -> None:
+        """Have the server remember its weights, for `compare`."""
+        await self._check_weights("snapshot", deadline_seconds)
+
+    async def reset_tensors(self, *, deadline_seconds: float) -> None:
+        """Overwrite every weight of the server with random numbers."""
+        await self._check_weights("reset_tensors", deadline_seconds)
+
+    async def compare(self, *, deadline_seconds: float) -> None:
+        """Raises ServerError naming the tensors that differ from the snapshot; forgets the snapshot if none does."""
+        await self._check_weights("compare", deadline_seconds)
+
+    async def _check_weights(self, action: str, deadline_seconds: float) -> dict[str, Any]:
+        body = {"action": action, "selector": "target"}
+        return await self._update("/weights_checker", body, deadline_seconds, what=f"/weights_checker {action}")
+
+    async def _update(self, path: str, body: dict, deadline_seconds: float, what: str | None = None) -> dict[str, Any]:
+        """A call whose answer is {success, message, ...}."""
+        answer = self._object(await self._call(path, body, deadline_seconds, what=what), what or path)
+        if answer.get("success") is not True:
+            raise ServerError(self.server_id, what or path, "status", str(answer.get("message", answer)))
+        return answer
+
+    def _object(self, answer: Any, what: str) -> dict[str, Any]:
+        if not isinstance(answer, dict):
+            raise ServerError(self.server_id, what, "nonsense", f"an object expected, not {str(answer)[:200]!r}")
+        return answer
+
+    async def _call(
+        self, path: str, body: dict | None, deadline_seconds: float, *, what: str | None = None, method: str = "POST"
+    ) -> Any:
+        """Returns the decoded JSON answer, or its text if it is none and the path's answers are not JSON."""
+        what = what or path
+        if self._session is None:
+            # Concurrency is bounded by the pool; a second bound here would only hide requests in a queue.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), headers={"Authorization": f"Bearer {self._api_key}"}
+            )
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                timeout = aiohttp.ClientTimeout(total=None)
+                async with self._session.request(method, self.address + path, json=body, timeout=timeout) as response:
+                    text = await response.text()
+                    status = response.status
+        except TimeoutError as error:
+            raise ServerError(self.server_id, what, "deadline", f"no answer within {deadline_seconds:g} s") from error
+        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
+            raise ServerError(self.server_id, what, "connection", f"{type(error).__name__}: {error}") from error
+        if status != 200:
+            raise ServerError(self.server_id, what, "status", f"HTTP {status}: {_message(text)}")
+        if path in _TEXT_ANSWERS:
+            return text
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ServerError(self.server_id, what, "nonsense", f"not JSON: {text[:200]!r}") from error
+
+
+_TEXT_ANSWERS = frozenset({"/health", "/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"})
+
+
+def _message(text: str) -> str:
+    """What SGLang says went wrong, out of the several forms it says it in."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return text[:500]
+    if isinstance(answer, dict):
+        error = answer.get("error")
+        answer = answer.get("message") or (error.get("message") if isinstance(error, dict) else error) or answer
+    return str(answer)[:2000]

@@ -1,0 +1,221 @@
+"""Collects rollout batches: prompts in, complete scored groups out, on the pool's thread while the trainer waits.
+
+Owns which prompts are sampled for a step, groups and their refill, and the batch's counts and times. Trying again is
+`sampling.py`'s, choosing servers the pool's, judging responses the scorer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from gspo_mega.config.schema import Config
+from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
+from gspo_mega.rollout.completion import SamplingParams
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.sampling import Sampler, make_trajectory
+
+_POLL_SECONDS = 0.05
+
+
+class Prompts(Protocol):
+    """An endless stream of prompts, as `data.stream.PromptStream` is."""
+
+    def next(self) -> Prompt: ...
+
+
+class Collector:
+    """`start(step)` begins a rollout batch, `take(step)` waits for it. One batch at a time.
+
+    `score` fills a trajectory's reward fields in place and is called on the pool's thread as each response completes, so
+    it must not block. `decode` turns token ids into text for it. Anything they raise ends the batch and comes out of
+    `take`; a reward that merely failed is the scorer's to record.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: ServerPool,
+        prompts: Prompts,
+        score: Callable[[Trajectory], Awaitable[None]],
+        decode: Callable[[list[int]], str],
+        eos_token_ids: Sequence[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._prompts = prompts
+        self._score = score
+        self._decode = decode
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._clock = clock
+        self._running: tuple[int, concurrent.futures.Future] | None = None
+
+    def start(self, step: int) -> None:
+        """Begin sampling the batch of `step` from the committed weights. Returns at once."""
+        if self._running is not None:
+            raise RuntimeError(f"the batch of step {self._running[0]} was started and not taken")
+        self._running = (step, self._pool.loop.submit(self._collect(step)))
+
+    def take(self, step: int, on_wait: Callable[[], None] = lambda: None) -> RolloutBatch:
+        """The batch of `step`, started now if it was not. `on_wait` is called about every 50 ms meanwhile, on this thread;
+        what it raises ends the batch. Raises RolloutError if a sample cannot be had."""
+        if self._running is None:
+            self.start(step)
+        started, future = self._running
+        if started != step:
+            raise RuntimeError(f"step {step} asked for, step {started} was started")
+        try:
+            return _wait(future, on_wait)
+        finally:
+            self._running = None
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        temperature: float,
+        *,
+        name: str = "eval",
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> list[Group]:
+        """Scored groups of these prompts, in their order, from the committed weights: evaluation through the same machinery.
+
+        `temperature` 0 is greedy; else top_p and top_k are not applied. `name` begins the trajectories' ids.
+        """
+        params = self._params(temperature, top_p=1.0, top_k=-1)
+        future = self._pool.loop.submit(self._sample_all(prompts, samples_per_prompt, params, name))
+        return _wait(future, on_wait)
+
+    def close(self) -> None:
+        """Drop the batch that is running, if any."""
+        if self._running is not None:
+            self._running[1].cancel()
+            concurrent.futures.wait([self._running[1]])
+            self._running = None
+
+    def _params(self, temperature: float, top_p: float, top_k: int) -> SamplingParams:
+        return SamplingParams(self._config.rollout.max_new_tokens, temperature, top_p, top_k, self._eos_token_ids)
+
+    # From here on: on the pool's loop.
+
+    async def _sample_all(self, prompts, samples_per_prompt, params, name) -> list[Group]:
+        batch = _Batch(self, name, samples_per_prompt, params)
+        async with _TaskGroup() as tasks:
+            running = [tasks.create_task(batch.group(index, prompt)) for index, prompt in enumerate(prompts)]
+        return [task.result() for task in running]
+
+    async def _collect(self, step: int) -> RolloutBatch:
+        rollout = self._config.rollout
+        wanted = self._config.batch.prompts_per_step
+        allowed = int(wanted * rollout.max_oversampling) if rollout.filter_constant_groups else wanted
+        params = self._params(rollout.temperature, rollout.top_p, rollout.top_k)
+        batch = _Batch(self, f"step{step:06d}", self._config.batch.group_size, params)
+        started = self._clock()
+        kept: list[Group] = []
+        constant: list[Group] = []
+        num_sampled = 0
+        async with _TaskGroup() as tasks:
+            running: set[asyncio.Task[Group]] = set()
+            while True:
+                while len(kept) + len(running) < wanted and num_sampled < allowed:
+                    running.add(tasks.create_task(batch.group(num_sampled, self._prompts.next())))
+                    num_sampled += 1
+                if not running:
+                    break
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    group = task.result()
+                    filtered = rollout.filter_constant_groups and group.is_constant
+                    (constant if filtered else kept).append(group)
+        finished = self._clock()
+        counts = batch.counts()
+        counts["num_prompts_sampled"] = num_sampled
+        counts["num_groups_filtered"] = len(constant)
+        counts["num_groups_missing"] = wanted - len(kept)
+        # A step in which no group carries a signal still needs a batch: its advantages, and so its gradient, are zero.
+        groups = sorted(kept or constant[:wanted], key=lambda group: group.group_id)
+        return RolloutBatch(
+            step=step,
+            groups=groups,
+            counts={name: float(value) for name, value in counts.items()},
+            phase_seconds={
+                "generate": batch.last_generated - started,
+                "score": finished - batch.last_generated,
+            },
+        )
+
+
+class _Batch:
+    """The samples of one batch, their ids and what they add up to."""
+
+    def __init__(self, collector: Collector, name: str, group_size: int, params: SamplingParams) -> None:
+        self._sampler = Sampler(collector._config.rollout, collector._pool)
+        self._collector = collector
+        self._name = name
+        self._group_size = group_size
+        self._params = params
+        self._own: collections.Counter[str] = collections.Counter()
+        self.last_generated = collector._clock()
+
+    async def group(self, group_id: int, prompt: Prompt) -> Group:
+        """All samples of one prompt, each its own request, each scored as soon as it is there."""
+        group = Group(group_id, prompt, [])
+        async with _TaskGroup() as tasks:
+            samples = [tasks.create_task(self._one(group, index)) for index in range(self._group_size)]
+        group.trajectories.extend(task.result() for task in samples)
+        return group
+
+    async def _one(self, group: Group, index: int) -> Trajectory:
+        collector = self._collector
+        request_id = f"{self._name}-g{group.group_id:05d}-s{index:03d}"
+        completion = await self._sampler.sample(group.prompt, self._params, request_id)
+        self.last_generated = collector._clock()
+        text_ids = completion.token_ids
+        if completion.finish_reason == "stop":
+            text_ids = text_ids[:-1]  # the end token is sampled and trained on, and is no part of the text
+        trajectory = make_trajectory(group, request_id, completion, collector._decode(text_ids))
+        await collector._score(trajectory)
+        if trajectory.reward is None:
+            raise RuntimeError(f"the scorer left trajectory {request_id} without a reward")
+        self._own["num_trajectories"] += 1
+        self._own["num_reward_failures"] += trajectory.reward_error is not None
+        self._own["num_truncated"] += completion.finish_reason == "length"
+        return trajectory
+
+    def counts(self) -> dict[str, float]:
+        names = (
+            "num_trajectories", "num_reward_failures", "num_truncated", "num_retries", "num_request_failures",
+            "num_aborted_requests", "num_generated_tokens",
+        )  # fmt: skip
+        return {name: 0 for name in names} | dict(self._own) | dict(self._sampler.counts)
+
+
+def _wait(future: concurrent.futures.Future, on_wait: Callable[[], None]):
+    try:
+        while True:
+            try:
+                return future.result(timeout=_POLL_SECONDS)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise  # the batch itself raised it
+                on_wait()
+    finally:
+        if not future.done():
+            future.cancel()
+            concurrent.futures.wait([future])
+
+
+class _TaskGroup(asyncio.TaskGroup):
+    """A TaskGroup that raises its first error as it is, not inside an ExceptionGroup."""
+
+    async def __aexit__(self, *exception):
+        try:
+            return await super().__aexit__(*exception)
+        except BaseExceptionGroup as group:
+            first = group.exceptions[0]
+            raise first from first.__cause__

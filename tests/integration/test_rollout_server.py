@@ -1,0 +1,232 @@
+"""The real SGLang server behind `gspo-mega serve`: what it answers, what it hides, and how it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from servers import Serve, alive, run_config, wait_gone
+from tiny_models import EOS_TOKEN_ID, perturb
+
+from gspo_mega.errors import PublishError
+from gspo_mega.rollout.completion import SamplingParams
+from gspo_mega.run_folder import RunFolder, atomic_write_json
+
+PROMPT = (65, 66, 67, 68, 69)
+
+
+def generate(server, params: SamplingParams, prompts=(PROMPT,)):
+    """Completions of `prompts` from the server, all at once."""
+    import asyncio
+
+    async def both(pool):
+        entry = await pool.acquire()
+        calls = [entry.client.generate(p, params, request_id=str(i), deadline_seconds=60) for i, p in enumerate(prompts)]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            await pool.release(entry)
+
+    with server.pool() as pool:
+        pool.wait_ready(1, deadline_seconds=60)
+        return pool.loop.run(both(pool))
+
+
+def reference_log_probs(model_folder: Path, prompt, response, temperature):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        logits = model(torch.tensor([list(prompt) + response])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.double() / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("which", ["dense_server", "moe_server"])
+def test_log_probs_are_those_of_the_model_at_the_temperature(request, which, temperature):
+    server = request.getfixturevalue(which)
+    params = SamplingParams(32, temperature, 1.0, -1, (EOS_TOKEN_ID,))
+    prompts = [tuple(range(10 + i, 20 + 3 * i)) for i in range(6)]
+    for prompt, completion in zip(prompts, generate(server, params, prompts), strict=True):
+        expected = reference_log_probs(server.model, prompt, completion.token_ids, temperature)
+        torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, rtol=0, atol=2e-5)
+        assert set(completion.weight_versions) == {0}
+
+
+def test_the_end_token_is_part_of_the_response(dense_server):
+    stop = tuple(range(0, 512, 2))
+    for completion in generate(dense_server, SamplingParams(64, 1.0, 1.0, -1, stop), [PROMPT] * 8):
+        assert completion.finish_reason == "stop"
+        assert completion.token_ids[-1] in stop
+        assert len(completion.log_probs) == len(completion.token_ids)
+
+
+def test_prompt_and_response_may_fill_the_context(dense_server):
+    longest = tuple(range(3, 3 + dense_server.config.data.max_prompt_tokens))
+    (completion,) = generate(dense_server, SamplingParams(64, 1.0, 1.0, -1, (511,)), [longest])
+    assert completion.finish_reason == "stop" or len(completion.token_ids) == 64
+
+
+def test_routed_experts_come_back_for_every_token_but_the_last(moe_server):
+    params = SamplingParams(12, 1.0, 1.0, -1, (EOS_TOKEN_ID,))
+    for completion in generate(moe_server, params, [PROMPT] * 3):  # the later ones find their prompt in the cache
+        assert completion.routed_experts.shape == (len(PROMPT) + len(completion.token_ids) - 1, 3, 2)
+        assert (completion.routed_experts[..., 0] != completion.routed_experts[..., 1]).all()
+
+
+def test_greedy_is_deterministic_and_equals_itself_batched(dense_server):
+    greedy = SamplingParams(16, 0.0, 1.0, -1, (EOS_TOKEN_ID,))
+    answers = generate(dense_server, greedy, [PROMPT] * 5) + generate(dense_server, greedy)
+    assert len({tuple(a.token_ids) for a in answers}) == 1
+
+
+def test_the_api_key_is_needed_and_shows_nowhere(dense_server):
+    import urllib.error
+    import urllib.request
+
+    address = dense_server.serve.registration().address
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(address + "/model_info", timeout=10)
+    assert refused.value.code == 401
+
+    key = dense_server.attempt.read_api_key()
+    assert dense_server.attempt.api_key_file.stat().st_mode & 0o777 == 0o600
+    log = dense_server.serve.log()
+    assert re.search(r"'api_key': '\*\*\*'", log), "SGLang is expected to log its arguments at level info"
+    commands = dense_server.serve.processes()
+    assert len(commands) >= 4, commands
+    shown = [log, dense_server.serve.output.read_text(), *commands.values()]
+    for pid in commands:
+        shown.append(Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace"))
+    assert not any(key in text for text in shown)
+
+
+def test_weights_from_disk_change_what_is_sampled_and_checksums(dense_server, tmp_path):
+    moved = perturb(dense_server.model, tmp_path / "v1", seed=1)
+    params = SamplingParams(8, 0.0, 1.0, -1, (EOS_TOKEN_ID,))
+    with dense_server.pool() as pool:
+        pool.wait_ready(1, 60)
+        (control,) = pool.controls()
+        before = control.checksums(deadline_seconds=30)
+        assert [len(rank) for rank in before] == [3 * 8 + 3]
+        try:
+            control.pause(deadline_seconds=30)
+            control.update_from_disk(str(moved), 1, deadline_seconds=60)
+            control.resume(deadline_seconds=30)
+            assert control.weight_version(deadline_seconds=30) == 1
+            after = control.checksums(deadline_seconds=30)
+            assert all(before[0][name] != after[0][name] for name in before[0])
+            assert [c.server_id for c in pool.servers_behind()] == ["server-0"]
+            pool.commit(1, [(control.server_id, control.generation)])
+            assert pool.servers_behind() == []
+            completion = pool.loop.run(_one(pool, params))
+            assert set(completion.weight_versions) == {1}
+            expected = reference_log_probs(moved, PROMPT, completion.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, rtol=0, atol=2e-5)
+            with pytest.raises(PublishError, match="server-0.*update_weights_from_disk"):
+                control.update_from_disk(str(tmp_path / "absent"), 2, deadline_seconds=60)
+        finally:
+            dense_server.restore_weights()
+        assert control.checksums(deadline_seconds=30) == before
+
+
+async def _one(pool, params):
+    entry = await pool.acquire()
+    try:
+        return await entry.client.generate(PROMPT, params, request_id="one", deadline_seconds=60)
+    finally:
+        await pool.release(entry)
+
+
+def test_the_weight_checker_notices_reset_tensors(moe_server):
+    with moe_server.pool() as pool:
+        pool.wait_ready(1, 60)
+        (control,) = pool.controls()
+        try:
+            control.snapshot(deadline_seconds=30)
+            control.compare(deadline_seconds=30)
+            control.snapshot(deadline_seconds=30)
+            control.reset_tensors(deadline_seconds=30)
+            with pytest.raises(PublishError, match="w13_weight"):
+                control.compare(deadline_seconds=30)
+            control.update_from_disk(str(moe_server.model), 0, deadline_seconds=60)
+            control.compare(deadline_seconds=30)
+        finally:
+            moe_server.restore_weights()
+
+
+def test_calls_out_of_turn_are_refused_with_the_servers_words(dense_server):
+    with dense_server.pool() as pool:
+        pool.wait_ready(1, 60)
+        (control,) = pool.controls()
+        with pytest.raises(PublishError, match="no weight-update session is open"):
+            control.end_update(deadline_seconds=30)
+        control.begin_update(deadline_seconds=30)
+        control.end_update(deadline_seconds=30)
+        control.set_weight_version(0, deadline_seconds=30)
+        control.abort_all(deadline_seconds=30)
+        control.flush_cache(deadline_seconds=30)
+        with pytest.raises(PublishError, match="no answer within 0.001 s"):
+            control.checksums(deadline_seconds=0.001)
+
+
+def test_a_killed_server_comes_back_with_the_current_weights_and_stopping_leaves_nothing(dense_model, tmp_path):
+    moved = perturb(dense_model, tmp_path / "v3", seed=3)
+    serve = Serve(run_config(tmp_path, dense_model), tmp_path / "run")
+    try:
+        serve.wait_for("ready")
+        assert serve.registration().weight_version == 0
+        current = RunFolder(tmp_path / "run").current_weights_file
+        current.parent.mkdir()
+        atomic_write_json(current, {"weight_version": 3, "path": str(moved)})
+        first = set(serve.processes()) - {serve.process.pid}
+        os.kill(serve.sglang_pid(), signal.SIGKILL)
+        again = serve.wait_for("ready", generation=2)
+        assert (again.weight_version, again.generation) == (3, 2)
+        assert "SIGKILL" in again.error
+        wait_gone(first, 1)
+
+        family = set(serve.processes())
+        assert len(family) >= 4
+        asked = time.monotonic()
+        assert serve.stop() == 0
+        assert time.monotonic() - asked < 6
+        assert alive(family) == []
+        assert serve.registration().state == "stopped"
+    finally:
+        serve.stop()
+
+
+def test_serve_killed_hard_takes_sglang_with_it(dense_model, tmp_path):
+    serve = Serve(run_config(tmp_path, dense_model), tmp_path / "run")
+    try:
+        deadline = time.monotonic() + 120
+        while not any("sglang::scheduler" in command for command in serve.processes().values()):
+            assert time.monotonic() < deadline and serve.process.poll() is None
+            time.sleep(0.2)
+        family = set(serve.processes())
+        assert len(family) >= 3
+        serve.process.kill()
+        serve.process.wait()
+        wait_gone(family, 5)
+    finally:
+        serve.stop()
+
+
+def test_an_unknown_option_ends_serve_at_once_with_the_nearest_name(dense_model, tmp_path):
+    config = run_config(tmp_path, dense_model, server={"options": {"chunked_prefil_size": 512}})
+    serve = Serve(config, tmp_path / "run")
+    try:
+        assert serve.process.wait(timeout=120) == 2
+        assert "did you mean 'chunked_prefill_size'" in serve.output.read_text()
+        registration = json.loads(serve.attempt.server_file("server-0").read_text())
+        assert registration["state"] == "failed" and registration["generation"] == 1
+        assert "chunked_prefill_size" in registration["error"]
+    finally:
+        serve.stop()
