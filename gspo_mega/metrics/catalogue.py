@@ -28,11 +28,12 @@ class Metric:
 
 PHASES = {
     "rollout": "waiting for the rollout batch: generation and scoring",
-    "prepare": "advantages, packing, moving shards to their ranks",
+    "assemble": "advantages, packing, moving shards to their ranks",
     "old_log_probs": "the trainer's log-probs at the start of the rollout batch",
     "train": "forward, backward and optimizer steps of all mini-batches",
+    "report": "adding up metrics over ranks and writing them",
     "publish": "sending weights to the servers and verifying them",
-    "evaluate": "held-out evaluation",
+    "eval": "held-out evaluation",
     "checkpoint": "saving",
     "other": "the step's time outside every phase",
 }

@@ -26,7 +26,7 @@ _FAILURES = (
     ("skipped", "optimizer/num_skipped"),
     ("not finite", "metrics/num_non_finite"),
 )
-_PHASE_ORDER = ("rollout", "old_log_probs", "train", "publish", "evaluate", "checkpoint")
+_PHASE_ORDER = ("rollout", "old_log_probs", "train", "publish", "eval", "checkpoint")
 
 
 def progress_line(step: int, metrics: Mapping[str, float], num_steps: int | None = None) -> str:

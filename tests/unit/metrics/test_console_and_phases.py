@@ -7,7 +7,7 @@ import pytest
 from gspo_mega.metrics import console
 from gspo_mega.metrics.catalogue import PHASES, find_metric
 from gspo_mega.metrics.console import final_table, progress_line, with_standard_error
-from gspo_mega.metrics.phases import PhaseTimer
+from gspo_mega.metrics.timer import PhaseTimer
 
 
 class Clock:
@@ -43,6 +43,18 @@ def test_phases_and_other_add_up_to_the_step():
     assert timer.finish_step() == {"time/step_seconds": 3, "time/other_seconds": 3}
 
 
+def test_start_step_forgets_what_went_before():
+    clock = Clock()
+    timer = PhaseTimer(clock)
+    with timer.phase("checkpoint"):
+        clock.now += 5
+    clock.now += 5
+    timer.start_step()
+    with timer.phase("train"):
+        clock.now += 2
+    assert timer.finish_step() == {"time/step_seconds": 2, "time/train_seconds": 2, "time/other_seconds": 0}
+
+
 def test_phases_have_names_and_end():
     timer = PhaseTimer()
     for name in ("trian", "other"):
@@ -50,6 +62,8 @@ def test_phases_have_names_and_end():
             pass
     with pytest.raises(RuntimeError, match="inside a phase"), timer.phase("train"):
         timer.finish_step()
+    with pytest.raises(RuntimeError, match="inside a phase"), timer.phase("train"):
+        timer.start_step()
 
 
 def test_progress_line_shows_what_there_is():

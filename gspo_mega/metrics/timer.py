@@ -13,7 +13,7 @@ class PhaseTimer:
     """Accumulates wall seconds by phase. Nested phases are exclusive: the inner one's time is not the outer's, so
     that the phases and `other`, the remainder, account for the step. One thread.
 
-    A step runs from construction or the last `finish_step` to the next.
+    A step runs from construction, `start_step` or the last `finish_step` to the next `finish_step`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -37,6 +37,13 @@ class PhaseTimer:
             if self._inner_seconds:
                 self._inner_seconds[-1] += elapsed
             self._seconds[name] = self._seconds.get(name, 0.0) + own
+
+    def start_step(self) -> None:
+        """Forget what was counted so far; a step starts now. Raises RuntimeError inside a phase."""
+        if self._inner_seconds:
+            raise RuntimeError("start_step inside a phase")
+        self._seconds = {}
+        self._started = self._clock()
 
     def finish_step(self) -> dict[str, float]:
         """{"time/step_seconds", "time/<phase>_seconds" of phases that ran, "time/other_seconds"}; starts the next step.
