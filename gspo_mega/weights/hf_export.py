@@ -45,6 +45,12 @@ def tensor_bytes(tensor: torch.Tensor):
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
+def policy_digests(policy: PolicyTensors, dtype: torch.dtype) -> dict[str, str]:
+    """SHA-256 of every tensor in `dtype`, by name, on every rank; each owner hashes its own. Collective."""
+    mine = {entry.name: tensor_digest(tensor) for entry, tensor in policy.owned(dtype)}
+    return {name: digest for part in all_gather_json(mine, policy.groups.host) for name, digest in part.items()}
+
+
 def export_huggingface(
     out_dir: str | Path,
     spec: ModelSpec,

@@ -1,0 +1,84 @@
+"""What an SGLang server holds after an update: its own fused tensors, their names and checksums.
+
+Owns the mapping from a checkpoint's tensors to SGLang's parameters (0.5.23, tensor-parallel size 1 for checksums;
+names hold for any size). `/weights_checker` reports the same on the server's side. Talks to no server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gspo_mega.model.families import TensorEntry, hf_tensors
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.weights.hf_export import tensor_bytes
+
+# SGLang pads the rows of its embedding and head to this, with zeros.
+_VOCABULARY_MULTIPLE = 64
+# SGLang shows the first 8 bytes of the SHA-256, on CPU.
+_DIGITS = 16
+
+
+def server_tensor_name(entry: TensorEntry) -> str:
+    """The SGLang parameter that the tensor becomes (a part of)."""
+    prefix, _, _ = entry.name.rpartition("self_attn." if "self_attn." in entry.name else "mlp.")
+    if entry.role in ("q", "k", "v"):
+        return f"{prefix}self_attn.qkv_proj.weight"
+    if entry.expert is not None:
+        return f"{prefix}mlp.experts.{'w2' if entry.role == 'whole' else 'w13'}_weight"
+    if entry.role in ("gate", "up"):
+        return f"{prefix}mlp.gate_up_proj.weight"
+    return entry.name
+
+
+def server_tensor_names(spec: ModelSpec) -> dict[str, str]:
+    """From every tensor of the checkpoint to the SGLang parameter that holds it."""
+    return {entry.name: server_tensor_name(entry) for entry in hf_tensors(spec)}
+
+
+class ExpectedChecksums:
+    """What a server of tensor-parallel size 1 on CPU must report, computed as the tensors come by.
+
+    Table order is the order of the rows in every fused parameter ([q; k; v], [gate; up], expert by expert), so a
+    running hash a parameter is enough and nothing is put together.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._entries = {entry.name: entry for entry in hf_tensors(spec)}
+        self._hashes: dict[str, Any] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """The next tensor, in table order, in the dtype that the server holds."""
+        entry = self._entries[name]
+        running = self._hashes.setdefault(server_tensor_name(entry), hashlib.sha256())
+        running.update(memoryview(tensor_bytes(tensor)))
+        if entry.sharding == "vocabulary":
+            padding = -entry.shape[0] % _VOCABULARY_MULTIPLE
+            running.update(bytes(padding * entry.shape[1] * tensor.element_size()))
+
+    def checksums(self) -> dict[str, str]:
+        return {name: running.hexdigest()[:_DIGITS] for name, running in self._hashes.items()}
+
+
+def differences(found: Mapping[str, str], expected: Mapping[str, str], limit: int = 5) -> str | None:
+    """How a server's checksums differ from what is expected, in words; None when they are the same.
+
+    No name is exempt: SGLang leaves its rotary caches out of the report itself.
+    """
+    parts = []
+    for words, names in (
+        ("the server lacks", expected.keys() - found.keys()),
+        ("the server has besides", found.keys() - expected.keys()),
+        ("differ in value", {n for n in expected.keys() & found.keys() if expected[n] != found[n]}),
+    ):
+        if names:
+            more = f" and {len(names) - limit} more" if len(names) > limit else ""
+            parts.append(f"{words}: {', '.join(sorted(names)[:limit])}{more}")
+    if parts and expected.keys() == found.keys() and all(expected[n] != found[n] for n in expected):
+        parts.append(
+            "every single one: a server on a GPU, or with another dtype, reports other checksums; with such servers set publish.verify: replicas"
+        )
+    return "; ".join(parts) or None

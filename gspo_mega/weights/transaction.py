@@ -1,0 +1,120 @@
+"""One publish as rank 0 leads it: pause -> send -> prove -> verify -> commit -> resume.
+
+Owns the order of these steps over the servers, and that a server which fails one takes no further part while the
+others go on. How weights are sent is given to it; ranks and collectives are `publish.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from gspo_mega.errors import PublishError
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.weights.servers import Deadline, Fleet, ServerControl
+from gspo_mega.weights.verify import Baseline, check_replicas, check_tensors, read_reports
+
+Send = Callable[[Fleet, list[ServerControl]], None]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is published. `expected`: checksums a server must report, by its tensor names (verify: tensors).
+    `digests`: the trainer's own, by checkpoint name (verify: replicas). The one not needed is None."""
+
+    weight_version: int
+    expected: dict[str, str] | None = None
+    digests: dict[str, str] | None = None
+
+
+@dataclass
+class Memory:
+    """What rank 0 remembers from publish to publish.
+
+    `proved` holds the generation of each server that an update is known to reach in full; `committed` and `baseline` are
+    of the last verified publish.
+    """
+
+    proved: dict[str, int] = field(default_factory=dict)
+    committed: Content | None = None
+    baseline: Baseline = field(default_factory=Baseline)
+
+
+class Transaction:
+    """Brings servers to `content` by `send`, which updates some of a fleet in full and lets those that fail leave it."""
+
+    def __init__(self, spec: ModelSpec, memory: Memory, content: Content, deadline: Deadline, send: Send) -> None:
+        self._spec = spec
+        self._memory = memory
+        self._content = content
+        self._deadline = deadline
+        self._send = send
+        self.phase_seconds: dict[str, float] = {}
+
+    def run(self, servers: Sequence[ServerControl], commit: Callable[[], None]) -> tuple[tuple[tuple[str, int], ...], dict[str, str]]:
+        """(server_id, generation) of those that hold the content, verified and serving; and why the others do not.
+
+        `commit` is called once, when the content is verified and before any server serves it. Servers that fail stay
+        paused. Raises PublishError when no server is left, or what `commit` raises.
+        """
+        if not servers:
+            raise PublishError(f"version {self._content.weight_version}: there is no server to publish to")
+        fleet = Fleet(servers, self._deadline)
+        generations = {s.server_id: s.generation for s in servers}
+        try:
+            with self._phase("pause"):
+                fleet.each(lambda s, left: s.pause(deadline_seconds=left))
+            with self._phase("send"):
+                self._update(fleet, fleet.active)
+            with self._phase("prove"):
+                self._prove(fleet, generations)
+            with self._phase("verify"):
+                baseline = self._verify(fleet)
+                self._require_servers(fleet)
+            with self._phase("commit"):
+                commit()
+            self._memory.committed, self._memory.baseline = self._content, baseline
+            with self._phase("resume"):
+                fleet.each(lambda s, left: s.resume(deadline_seconds=left))
+                self._require_servers(fleet)
+        finally:
+            fleet.close()
+        return tuple((s.server_id, generations[s.server_id]) for s in fleet.active), fleet.failed
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.phase_seconds[name] = time.monotonic() - started
+
+    def _update(self, fleet: Fleet, servers: list[ServerControl]) -> None:
+        if servers:
+            self._send(fleet, servers)
+            # What the old weights left in the cache must not be continued by the new ones.
+            fleet.each(lambda s, left: s.flush_cache(deadline_seconds=left), servers)
+
+    def _prove(self, fleet: Fleet, generations: dict[str, int]) -> None:
+        """Once a start of a server: destroy every tensor, send the same again, and all must be as before.
+
+        A tensor that updates do not reach stays random, so this also holds where checksums cannot be foretold.
+        """
+        new = [s for s in fleet.active if self._memory.proved.get(s.server_id) != generations[s.server_id]]
+        fleet.each(lambda s, left: s.snapshot(deadline_seconds=left), new)
+        fleet.each(lambda s, left: s.reset_tensors(deadline_seconds=left), new)
+        self._update(fleet, [s for s in new if s in fleet.active])
+        for server_id in fleet.each(lambda s, left: s.compare(deadline_seconds=left), new):
+            self._memory.proved[server_id] = generations[server_id]
+
+    def _verify(self, fleet: Fleet) -> Baseline:
+        reports = read_reports(fleet, self._content.weight_version)
+        if self._content.expected is not None:
+            check_tensors(fleet, reports, self._content.expected)
+            return self._memory.baseline
+        return check_replicas(fleet, self._spec, reports, self._content.digests or {}, self._memory.baseline)
+
+    def _require_servers(self, fleet: Fleet) -> None:
+        if not fleet.active:
+            reasons = "\n  ".join(fleet.failed.values())
+            raise PublishError(f"version {self._content.weight_version} is held by no server:\n  {reasons}")

@@ -1,0 +1,107 @@
+"""Verification: does every server hold what the trainer holds?
+
+Owns the comparison of what servers report. SGLang answers success to names that it does not know and changes
+nothing, so an answer proves nothing; only what the server holds afterwards does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.weights.server_tensors import differences, server_tensor_names
+from gspo_mega.weights.servers import Fleet, ServerControl
+
+# One mapping from tensor name to checksum for each rank of a server.
+Reported = list[dict[str, str]]
+
+
+@dataclass
+class Baseline:
+    """The last verified publish: the trainer's digests, and the servers' reports by their tensor-parallel size."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    reported: dict[int, Reported] = field(default_factory=dict)
+
+
+def read_reports(fleet: Fleet, weight_version: int) -> dict[str, Reported]:
+    """Every server's checksums, by server id; a server that reports another version fails."""
+    for server_id, version in fleet.each(lambda s, left: s.weight_version(deadline_seconds=left)).items():
+        if version != weight_version:
+            fleet.fail(_server(fleet, server_id), f"{server_id}: holds weight_version {version} after version {weight_version} was sent")
+    return {server_id: reported for server_id, reported in fleet.each(lambda s, left: s.checksums(deadline_seconds=left)).items()}
+
+
+def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str, str]) -> None:
+    """Every tensor of every server has the checksum of what was sent: none missing, none besides. Others fail."""
+    for server_id, reported in reports.items():
+        found = reported[0] if len(reported) == 1 else {}
+        wrong = differences(found, expected)
+        if len(reported) != 1:
+            wrong = f"it has {len(reported)} ranks; checksums can be foretold for one (publish.verify: replicas is for the others)"
+        if wrong:
+            fleet.fail(_server(fleet, server_id), f"{server_id}: does not hold the weights that were sent: {wrong}")
+
+
+def check_replicas(fleet: Fleet, spec: ModelSpec, reports: dict[str, Reported], digests: dict[str, str], baseline: Baseline) -> Baseline:
+    """Servers hold the same as each other, and since the last verified publish exactly what changed in the trainer changed.
+
+    `digests` are the trainer's, by checkpoint name. Servers that fail leave the fleet. Returns the new baseline,
+    which holds if a server is left.
+    """
+    names = server_tensor_names(spec)
+    expected_names = set(names.values())
+    changed_here = {names[n] for n, digest in digests.items() if baseline.digests.get(n) != digest}
+    for server_id, reported in reports.items():
+        server = _server(fleet, server_id)
+        problem = _names_problem(reported, expected_names)
+        before = baseline.reported.get(server.tensor_parallel)
+        if problem is None and before is not None:
+            problem = _change_problem(reported, before, changed_here)
+        if problem:
+            fleet.fail(server, f"{server_id}: {problem}")
+    _check_agreement(fleet, reports)
+    # Of sizes without a server here, what was reported holds on as long as the weights are the same.
+    kept = baseline.reported if digests == baseline.digests else {}
+    return Baseline(digests, {**kept, **{s.tensor_parallel: reports[s.server_id] for s in fleet.active}})
+
+
+def _names_problem(reported: Reported, expected: set[str]) -> str | None:
+    for rank, found in enumerate(reported):
+        if found.keys() != expected:
+            odd = sorted(found.keys() ^ expected)
+            return f"rank {rank} holds other tensors than the model has: {', '.join(odd[:5])}"
+    return None
+
+
+def _change_problem(reported: Reported, before: Reported, changed_here: set[str]) -> str | None:
+    """A tensor that changed must change on some rank (one rank's share may be as it was), any other on none."""
+    changed_there = {name for now, then in zip(reported, before, strict=True) for name in now if now[name] != then[name]}
+    parts = [
+        f"{words}: {', '.join(sorted(found)[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}"
+        for words, found in (
+            ("changed in the trainer and not there", changed_here - changed_there),
+            ("changed there and not in the trainer", changed_there - changed_here),
+        )
+        if found
+    ]
+    return "; ".join(parts) or None
+
+
+def _check_agreement(fleet: Fleet, reports: dict[str, Reported]) -> None:
+    """Servers of one tensor-parallel size hold the same; those apart from the majority fail, all when there is none."""
+    for size in {s.tensor_parallel for s in fleet.active}:
+        alike = {s.server_id: json.dumps(reports[s.server_id], sort_keys=True) for s in fleet.active if s.tensor_parallel == size}
+        (most, count), *others = Counter(alike.values()).most_common(2)
+        no_majority = bool(others) and others[0][1] == count
+        for server_id, report in alike.items():
+            if no_majority:
+                fleet.fail(_server(fleet, server_id), f"{server_id}: servers hold different weights, and no majority says which are right")
+            elif report != most:
+                fleet.fail(_server(fleet, server_id), f"{server_id}: holds other weights than {count} of {len(alike)} servers")
+
+
+def _server(fleet: Fleet, server_id: str) -> ServerControl:
+    return next(s for s in fleet.active if s.server_id == server_id)

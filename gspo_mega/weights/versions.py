@@ -1,0 +1,77 @@
+"""The published versions of a run: folders `v<8 digits>` and `current.json`, which names the committed one.
+
+Owns that folder's layout and what is kept of it. Writing a version's content is `hf_export.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspo_mega.errors import PublishError
+from gspo_mega.weights.hf_export import sync, write_json
+
+CURRENT_NAME = "current.json"
+_VERSION = re.compile(r"v(\d{8})")
+_UNFINISHED = re.compile(r"v\d{8}\.(writing|replaced)")
+
+
+@dataclass(frozen=True)
+class CommittedVersion:
+    weight_version: int
+    path: Path
+
+
+class Versions:
+    """The versions under one folder, which all nodes see. Only rank 0 commits and prunes."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).absolute()
+
+    def path(self, weight_version: int) -> Path:
+        return self.folder / f"v{weight_version:08d}"
+
+    def current(self) -> CommittedVersion | None:
+        """The committed version, or None before the first. Raises PublishError when the file cannot be read."""
+        file = self.folder / CURRENT_NAME
+        try:
+            value = json.loads(file.read_text())
+            return CommittedVersion(int(value["weight_version"]), Path(value["path"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PublishError(f"{file}: cannot be read ({error!r}); it holds weight_version and path of the committed weights") from error
+
+    def commit(self, weight_version: int) -> None:
+        """Make a version that is there in full the current one, at once. Raises PublishError when that fails."""
+        path = self.path(weight_version)
+        if not path.is_dir():
+            raise PublishError(f"{path}: cannot be committed, there is no such folder")
+        file = self.folder / CURRENT_NAME
+        draft = self.folder / f".{CURRENT_NAME}.{os.getpid()}"
+        try:
+            write_json(draft, {"weight_version": weight_version, "path": str(path)})
+            draft.replace(file)
+            sync(self.folder)
+        except OSError as error:
+            raise PublishError(f"{file}: version {weight_version} cannot be committed: {error}") from error
+
+    def prune(self, keep_last: int) -> list[Path]:
+        """Remove all but the newest `keep_last` versions, and what unfinished writes left; never the current one.
+
+        Returns what was removed. Raises PublishError when a folder cannot be removed.
+        """
+        current = self.current()
+        found = sorted(path for path in self.folder.iterdir() if _VERSION.fullmatch(path.name))
+        old = [path for path in found[:-keep_last] if current is None or path != current.path]
+        old += [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
+        try:
+            for path in old:
+                shutil.rmtree(path)
+        except OSError as error:
+            raise PublishError(f"{self.folder}: an old version cannot be removed: {error}") from error
+        return old
