@@ -160,7 +160,7 @@ class Attempt:
     def stop_reason(self) -> str | None:
         """Why the ranks should stop, or None while nobody asked for it."""
         try:
-            return self.stop_file.read_text(encoding="utf-8").strip()
+            return self.stop_file.read_text(encoding="utf-8").strip() or "asked by hand"  # `touch stop` is enough
         except FileNotFoundError:
             return None
 

@@ -21,3 +21,7 @@ class StopRequest:
     def check(self) -> str | None:
         """The reason once a stop was asked for, else None. One `open` a call: cheap enough for every step."""
         return self._attempt.stop_reason()
+
+    def make(self, reason: str) -> None:
+        """Ask for a stop, from within the run. The first reason stands."""
+        self._attempt.request_stop(reason)

@@ -1,0 +1,28 @@
+"""`gspo-mega train CONFIG`, with stand-ins for ranks and servers: launcher_driver.py CONFIG BEHAVIOURS STOP_GRACE."""
+
+import sys
+from pathlib import Path
+
+from gspo_mega.config import load_config
+from gspo_mega.errors import GspoMegaError
+from gspo_mega.launcher.launch import launch
+
+STAND_IN = str(Path(__file__).with_name("launcher_stand_in.py"))
+
+
+def main():
+    config, behaviours, grace = sys.argv[1:]
+    stand_in = (sys.executable, STAND_IN, behaviours)
+    try:
+        code = launch(
+            load_config(config, command="train"), "train", lambda line: print(line, flush=True),
+            worker_command=stand_in, serve_command=stand_in, stop_grace_seconds=float(grace),
+        )  # fmt: skip
+    except GspoMegaError as error:
+        print(error, file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Stands for a rank or a server in the launcher's tests: behaves as its first argument, {"rank 0": "hang", ...}, says.
+
+The launcher appends its own arguments; this reads what a real rank (or `serve`) reads of them.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from gspo_mega.errors import ConfigError
+from gspo_mega.run_folder import Attempt, atomic_write_json
+from gspo_mega.runtime.shutdown import fail
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("behaviours", type=json.loads)
+    parser.add_argument("config", nargs="?")
+    parser.add_argument("--config", dest="config_option")
+    parser.add_argument("--attempt", type=Path)
+    parser.add_argument("--command")
+    parser.add_argument("--index", type=int)
+    args = parser.parse_args()
+    attempt = Attempt(args.attempt)
+    rank = int(os.environ.get("RANK", -1))
+    name = f"server {args.index}" if args.index is not None else f"rank {rank}"
+    (attempt.path / f"started {name}").touch()
+    globals()[args.behaviours.get(name, "hang")](attempt, rank)
+
+
+def finish(attempt, rank):
+    print("some library's chatter")
+    if rank == 0:
+        with attempt.console_log.open("a") as console:
+            for step in range(3):
+                console.write(f"step {step} of rank 0\n")
+                console.flush()
+                time.sleep(0.15)
+
+
+def hang(attempt, rank):
+    time.sleep(1000)
+
+
+def deaf(attempt, rank):
+    """Ignores SIGTERM, and has a child in a session of its own that ignores it, too."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen(
+        [sys.executable, "-S", "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"],
+        start_new_session=True,
+    )
+    time.sleep(1000)
+
+
+def orphan(attempt, rank):
+    """Leaves a child in a session of its own and ends."""
+    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"], start_new_session=True)
+
+
+def wait_for_others(attempt):
+    while len(list(attempt.path.glob("started *"))) < 3:
+        time.sleep(0.05)
+
+
+def user_error(attempt, rank):
+    wait_for_others(attempt)
+    fail(ConfigError("data.path: no such file: nowhere.jsonl"), rank, attempt)
+
+
+def defect(attempt, rank):
+    wait_for_others(attempt)
+    try:
+        raise ZeroDivisionError("one over nothing")
+    except ZeroDivisionError as error:
+        fail(error, rank, attempt)
+
+
+def echo(attempt, rank):
+    """What a rank sees of another's end: its own error, a little later, and faster out of the door."""
+    while not list(attempt.errors_dir.glob("rank_*.json")):
+        time.sleep(0.005)
+    fail(RuntimeError("Connection closed by peer"), rank, attempt)
+
+
+def no_record(attempt, rank):
+    print("Fatal: something in a library")
+    os._exit(9)
+
+
+def killed(attempt, rank):
+    wait_for_others(attempt)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(attempt, rank):
+    """A rank that ends in order once asked to."""
+    while attempt.stop_reason() is None:
+        time.sleep(0.05)
+    sys.exit(75)
+
+
+def give_up(attempt, rank):
+    """A server that failed too often: registers, and exits a little later."""
+    error = "SGLang exited with code 1, and it was restarted 5 times already (server.max_restarts)."
+    atomic_write_json(attempt.server_file("server-0"), {"server_id": "server-0", "state": "failed", "error": error})
+    print("the server's last words")
+    sys.stdout.flush()
+    time.sleep(1000)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+from types import SimpleNamespace
+
+import pytest
+
+from gspo_mega.launcher.failure import describe_failure
+from gspo_mega.run_folder import Attempt, atomic_write_json
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    return Attempt(tmp_path / "0001").create()
+
+
+def child(attempt, kind, index, exit_code, log="one\ntwo\n"):
+    path = attempt.rank_log(index) if kind == "rank" else attempt.server_log(index)
+    path.write_text(log)
+    how = f"exited with code {exit_code}" if exit_code is None or exit_code >= 0 else "was killed by SIGKILL"
+    return SimpleNamespace(
+        spec=SimpleNamespace(kind=kind, index=index, log=path), name=f"{kind} {index}", exit_code=exit_code, end_described=how
+    )
+
+
+def record(attempt, rank, time, *, text="text", user=False, exit_code=7):
+    atomic_write_json(
+        attempt.error_file(rank),
+        {"rank": rank, "type": "E", "text": text, "traceback": f"Traceback: {text}", "time": time, "is_user_error": user, "exit_code": exit_code},
+    )
+
+
+def test_the_earliest_record_is_the_cause(attempt):
+    record(attempt, 0, 12.0, text="echo")
+    record(attempt, 1, 11.0, text="cause", exit_code=5)
+    error = describe_failure([child(attempt, "rank", 0, 7), child(attempt, "rank", 1, 5)], attempt)
+    assert "rank 1 failed" in str(error) and "Traceback: cause" in str(error) and "echo" not in str(error)
+    assert error.exit_code == 5
+
+
+def test_a_killed_rank_comes_before_the_records_of_its_peers(attempt):
+    record(attempt, 0, 1.0, text="connection closed")
+    error = describe_failure([child(attempt, "rank", 0, 7), child(attempt, "rank", 1, -9)], attempt)
+    assert "rank 1 was killed by SIGKILL" in str(error)
+
+
+def test_a_rank_comes_before_a_server(attempt):
+    error = describe_failure([child(attempt, "server", 0, 1), child(attempt, "rank", 0, 1)], attempt)
+    assert str(error).startswith("rank 0 exited with code 1")
+
+
+def test_the_tail_of_a_long_log_and_an_empty_log(attempt):
+    long = child(attempt, "rank", 0, 1, log="\n".join(f"line {i}" for i in range(100)))
+    text = str(describe_failure([long], attempt))
+    assert "line 99" in text and "line 80" in text and "line 79" not in text
+    assert "is empty" in str(describe_failure([child(attempt, "rank", 0, 1, log="")], attempt))
+
+
+def test_a_servers_exit_code_is_kept_where_it_is_one(attempt):
+    assert describe_failure([child(attempt, "server", 0, 2)], attempt).exit_code == 2
+    assert describe_failure([child(attempt, "server", 0, -9)], attempt).exit_code == 3
+    assert describe_failure([child(attempt, "server", 0, 0)], attempt).exit_code == 3

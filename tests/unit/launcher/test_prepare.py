@@ -1,0 +1,118 @@
+import subprocess
+import sys
+
+import pytest
+
+from gspo_mega.config import load_config
+from gspo_mega.errors import ConfigError
+from gspo_mega.launcher.prepare import differing_keys, hold, new_attempt
+from gspo_mega.run_folder import RunFolder, atomic_write_json, atomic_write_text
+
+CONFIG = "configs/quickstart.yaml"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "demo").mkdir()
+    return RunFolder(tmp_path / "demo")
+
+
+def with_checkpoint(folder, command="train", overrides=()):
+    attempt = new_attempt(folder, load_config(CONFIG, overrides, command), command)
+    folder.checkpoints_dir.mkdir()
+    atomic_write_text(folder.latest_checkpoint_file, "step_00000001")
+    return attempt
+
+
+def test_the_folder_holds_the_resolved_configuration_and_what_was_started(folder):
+    loaded = load_config(CONFIG, ["train.num_steps=3"], "train")
+    attempt = new_attempt(folder, loaded, "train")
+    assert load_config(folder.config_file).config == loaded.config
+    assert attempt.command_file.read_text() == "train\n"
+
+
+def test_the_lock_is_held_against_other_processes_and_let_go_after(folder):
+    code = f"""
+from gspo_mega.errors import ConfigError
+from gspo_mega.launcher.prepare import hold
+from gspo_mega.run_folder import RunFolder
+try:
+    with hold(RunFolder({str(folder.path)!r})):
+        print("held")
+except ConfigError as error:
+    print(error)
+"""
+
+    def other():
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    import os
+
+    with hold(folder):
+        assert "in use by another run" in other() and str(os.getpid()) in other()
+    assert other() == "held\n"
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="run.dir"):
+        with hold(RunFolder(tmp_path / "file" / "demo")):
+            pass
+
+
+def test_a_longer_run_continues(folder):
+    with_checkpoint(folder)
+    more = load_config(CONFIG, ["train.num_steps=500", "checkpoint.every_steps=5", "server.num_servers=2"], "train")
+    assert new_attempt(folder, more, "train").number == 2
+    assert load_config(folder.config_file).config.train.num_steps == 500
+
+
+def test_another_configuration_is_refused_by_key_and_place_and_changes_nothing(folder):
+    with_checkpoint(folder)
+    before = folder.config_file.read_bytes()
+    other = load_config(CONFIG, ["optimizer.lr=2e-4", "batch.group_size=16"], "train")
+    with pytest.raises(ConfigError) as caught:
+        new_attempt(folder, other, "train")
+    text = str(caught.value)
+    assert "override 'batch.group_size=16': batch.group_size: 16 here, 8 in the folder" in text
+    assert "optimizer.lr: 0.0002 here, 0.0001 in the folder" in text
+    assert "num_steps" not in text
+    assert folder.config_file.read_bytes() == before
+    assert len(folder.attempts()) == 1
+
+
+def test_another_command_is_refused(folder):
+    both = ["sft.max_steps=5", "sft.sequences_per_step=8", "sft.eval_every_steps=1", "sft.stop_accuracy_low=0.1", "sft.stop_accuracy_high=0.2"]
+    with_checkpoint(folder, "sft", both)
+    with pytest.raises(ConfigError, match="holds a `gspo-mega sft` run"):
+        new_attempt(folder, load_config(CONFIG, both, "train"), "train")
+
+
+def test_checkpoints_of_unknown_origin_are_refused(folder):
+    with_checkpoint(folder)
+    folder.config_file.unlink()
+    with pytest.raises(ConfigError, match="no config.resolved.yaml"):
+        new_attempt(folder, load_config(CONFIG, (), "train"), "train")
+
+
+def test_without_a_checkpoint_a_run_starts_over_with_any_configuration(folder):
+    new_attempt(folder, load_config(CONFIG, (), "train"), "train")
+    folder.weights_dir.mkdir()
+    atomic_write_json(folder.current_weights_file, {"weight_version": 3, "path": "/nowhere"})
+    new_attempt(folder, load_config(CONFIG, ["optimizer.lr=2e-4"], "train"), "train")
+    assert not folder.current_weights_file.exists(), "a server would start with the weights of a run that is no more"
+
+
+def test_with_a_checkpoint_the_published_weights_stay(folder):
+    with_checkpoint(folder)
+    folder.weights_dir.mkdir()
+    atomic_write_json(folder.current_weights_file, {"weight_version": 3, "path": "/somewhere"})
+    new_attempt(folder, load_config(CONFIG, (), "train"), "train")
+    assert folder.current_weights_file.exists()
+
+
+def test_lists_and_sections_are_compared_whole():
+    base = load_config(CONFIG).config
+    other = load_config(CONFIG, ["reward.functions.0.weight=2.0"]).config
+    assert set(differing_keys(base, other)) == {"reward.functions"}
+    assert differing_keys(base, base) == {}
