@@ -21,6 +21,7 @@ from torch import nn
 
 from gspo_mega.errors import PublishError
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.run_folder import atomic_write_json
 from gspo_mega.weights.collectives import all_gather_json, raise_together
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME
@@ -189,7 +190,7 @@ def _start(staging: Path, source: Path, dtype_name: str) -> None:
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype_name
-    write_json(staging / "config.json", config)
+    atomic_write_json(staging / "config.json", config)
 
 
 def _finish(staging: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
@@ -197,8 +198,8 @@ def _finish(staging: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
     files = {t["file"] for t in tensors.values()}
     if files != {SINGLE_NAME}:
         total = sum((staging / file).stat().st_size for file in files)
-        write_json(staging / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": {n: t["file"] for n, t in tensors.items()}})
-    write_json(staging / MANIFEST_NAME, manifest)
+        atomic_write_json(staging / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": {n: t["file"] for n, t in tensors.items()}})
+    atomic_write_json(staging / MANIFEST_NAME, manifest)
     sync(staging)
     replaced = out_dir.with_name(out_dir.name + ".replaced")
     if replaced.exists():
@@ -209,15 +210,6 @@ def _finish(staging: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
     sync(out_dir.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file and sync it."""
-    with path.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync(path: Path) -> None:

@@ -10,7 +10,6 @@ servers are `transaction.py`, sending through groups `broadcast.py`, writing fil
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gspo_mega.config.schema import Publish
+from gspo_mega.config.schema import Config
 from gspo_mega.errors import GspoMegaError, PublishError
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.weights.broadcast import GroupSender
@@ -34,6 +33,8 @@ from gspo_mega.weights.versions import Versions
 if TYPE_CHECKING:
     from gspo_mega.engine.process_groups import ParallelGroups
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 __all__ = ["PublishResult", "Publisher", "ServerControl"]
 
 
@@ -41,13 +42,13 @@ __all__ = ["PublishResult", "Publisher", "ServerControl"]
 class PublishResult:
     """One committed version. `path` is its folder, None when it went through groups and is not on disk.
 
-    `committed` has (server_id, generation) of every server that holds it, verified, and serves it; `failed` the reason
-    for each of the others. `phase_seconds` account for `seconds`.
+    `verified` has (server_id, generation) of every server that holds it and serves it; `failed` the reason for each of
+    the others. `phase_seconds` account for `seconds`.
     """
 
     weight_version: int
     path: str | None
-    committed: tuple[tuple[str, int], ...]
+    verified: tuple[tuple[str, int], ...]
     failed: dict[str, str]
     num_bytes: int
     seconds: float
@@ -57,32 +58,31 @@ class PublishResult:
 class Publisher:
     """Publishes one policy. One on every rank; only rank 0 talks to servers.
 
-    `chunks` are this rank's unwrapped GPT chunks, `dtype` what the servers hold, `source_folder` the Hugging Face
-    folder whose configuration and tokenizer go with the weights, `weights_dir` the run's folder of versions (seen by
-    all nodes), `address` rank 0's machine as the servers reach it (method distributed). Construction is collective.
+    `chunks` are this rank's unwrapped GPT chunks, `weights_dir` the run's folder of versions (seen by all nodes),
+    `address` rank 0's machine as the servers reach it (method distributed; `server.host` when not given). Servers hold
+    the trainer's precision; configuration and tokenizer come from `model.path`. Construction is collective.
     """
 
     def __init__(
         self,
-        settings: Publish,
+        config: Config,
         spec: ModelSpec,
         groups: ParallelGroups,
         chunks: Sequence[nn.Module],
-        dtype: torch.dtype,
-        source_folder: str | Path,
         weights_dir: str | Path,
-        address: str = "127.0.0.1",
+        address: str | None = None,
     ) -> None:
         self.versions = Versions(weights_dir)
-        self._settings = settings
+        self._settings = config.publish
+        self._source_folder = config.model.path
+        self._dtype = _DTYPES[config.precision]
         self._spec = spec
         self._groups = groups
-        self._dtype = dtype
-        self._source_folder = source_folder
         self._policy = PolicyTensors(spec, groups, chunks)
         self._memory = Memory()
         backend = "nccl" if next(iter(chunks[0].parameters())).is_cuda else "gloo"
-        self._sender = GroupSender(address, backend, settings.bucket_bytes, settings.deadline_seconds)
+        settings = config.publish
+        self._sender = GroupSender(address or config.server.host, backend, settings.bucket_bytes, settings.deadline_seconds)
 
     def publish(self, weight_version: int, servers: Sequence[ServerControl] = ()) -> PublishResult:
         """Bring `servers` (given on rank 0) to the trainer's present weights, as `weight_version`. Collective.
@@ -90,51 +90,31 @@ class Publisher:
         Returns on every rank what was committed, servers that failed included. Raises PublishError on every rank when
         no server holds the version, or it cannot be written.
         """
-        started = time.monotonic()
         deadline = Deadline(self._settings.deadline_seconds)
         content = self._prepare(weight_version)
-        prepared = time.monotonic() - started
-        if self._groups.world.rank != 0:
-            return self._follow()
+        on_disk = self._settings.method == "disk"
+        result = self._lead_or_follow(content, servers, deadline, self._commit if on_disk else _nothing)
+        if not result.verified:
+            reasons = "".join(f"\n  {why}" for why in result.failed.values()) or " there is none"
+            raise PublishError(f"no server holds weight version {weight_version}:{reasons}")
+        return result
 
-        def send(fleet: Fleet, targets: list[ServerControl]) -> None:
-            if self._settings.method == "disk":
-                self._send_folder(fleet, targets, weight_version)
-            else:
-                broadcast_json({"do": "send"}, self._groups.host)
-                self._sender.send(fleet, targets, self._policy.stream(self._dtype), weight_version)
+    def publish_again(self, weight_version: int, servers: Sequence[ServerControl] = ()) -> PublishResult:
+        """Bring servers that came back, or failed before, to the committed version. Collective; `servers` on rank 0.
 
-        transaction = Transaction(self._spec, self._memory, content, deadline, send)
-        outcome: dict[str, Any] = {"error": f"rank 0 failed while it published version {weight_version}"}
-        try:
-            on_disk = self._settings.method == "disk"
-            result = self._result(weight_version, on_disk, prepared, transaction, servers, self._commit if on_disk else _nothing)
-            outcome = {"result": asdict(result)}
-            return result
-        except GspoMegaError as error:
-            outcome = {"error": str(error)}
-            raise
-        finally:
-            broadcast_json({"do": "end", **outcome}, self._groups.host)
-
-    def catch_up(self, servers: Sequence[ServerControl]) -> PublishResult:
-        """Bring servers that came back, or failed before, to the committed version, from disk. Rank 0 only, not collective.
-
-        They are verified against what was committed. Raises PublishError when none of them holds it then, or the
-        committed version is not on disk (method distributed: `snapshot_to_disk` first).
+        The trainer's weights must still be those that were published. Servers are verified against what was committed
+        then. None of them may hold it in the end: the version stays committed on the others. Raises PublishError, the
+        same on every rank, when another version is the committed one.
         """
-        committed, current = self._memory.committed, self.versions.current()
-        if committed is None or current is None or current.weight_version != committed.weight_version:
-            raise PublishError(
-                f"version {committed.weight_version if committed else None} is committed, and on disk is "
-                f"{current.weight_version if current else None}: there is nothing to catch up from"
-            )
-        version = committed.weight_version
-        deadline = Deadline(self._settings.deadline_seconds)
-        transaction = Transaction(
-            self._spec, self._memory, committed, deadline, lambda fleet, targets: self._send_folder(fleet, targets, version)
-        )
-        return self._result(version, True, 0.0, transaction, servers, _nothing)
+        problem = None
+        committed = self._memory.committed
+        if self._groups.world.rank == 0 and (committed is None or committed.weight_version != weight_version):
+            problem = f"weight version {weight_version} cannot be published again: {committed and committed.weight_version} is committed"
+        problem = broadcast_json(problem, self._groups.host)
+        if problem is not None:
+            raise PublishError(problem)
+        content = committed or Content(weight_version)
+        return self._lead_or_follow(content, servers, Deadline(self._settings.deadline_seconds), _nothing)
 
     def snapshot_to_disk(self, weight_version: int) -> Path:
         """Write the trainer's present weights as `weight_version` and make that the current version on disk.
@@ -168,15 +148,28 @@ class Publisher:
     def _export(self, weight_version: int) -> dict[str, Any]:
         return export_policy(self._policy, self.versions.path(weight_version), self._dtype, self._source_folder, weight_version)
 
-    def _follow(self) -> PublishResult:
-        """Other ranks: help to gather as often as rank 0 sends, until it is done."""
-        while (order := broadcast_json(None, self._groups.host))["do"] == "send":
-            for _ in self._policy.stream(self._dtype):
-                pass
-        if "error" in order:
-            raise PublishError(order["error"])
-        result = order["result"]
-        return PublishResult(**{**result, "committed": tuple((server, generation) for server, generation in result["committed"])})
+    def _lead_or_follow(
+        self, content: Content, servers: Sequence[ServerControl], deadline: Deadline, commit: Callable[[int], None]
+    ) -> PublishResult:
+        """Rank 0 runs the transaction; the others gather as often as it sends. The result, or rank 0's error, on all."""
+        if self._groups.world.rank != 0:
+            while (order := broadcast_json(None, self._groups.host))["do"] == "send":
+                for _ in self._policy.stream(self._dtype):
+                    pass
+            if "error" in order:
+                raise PublishError(order["error"])
+            result = order["result"]
+            return PublishResult(**{**result, "verified": tuple((server, generation) for server, generation in result["verified"])})
+        outcome: dict[str, Any] = {"error": f"rank 0 failed while it published weight version {content.weight_version}"}
+        try:
+            result = self._lead(content, servers, deadline, commit)
+            outcome = {"result": asdict(result)}
+            return result
+        except GspoMegaError as error:
+            outcome = {"error": str(error)}
+            raise
+        finally:
+            broadcast_json({"do": "end", **outcome}, self._groups.host)
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
         """Run `action` on rank 0; its PublishError is raised on every rank."""
@@ -192,35 +185,36 @@ class Publisher:
 
     # --- parts of rank 0 -----------------------------------------------------------------------------------
 
-    def _send_folder(self, fleet: Fleet, targets: list[ServerControl], weight_version: int) -> None:
-        path = str(self.versions.path(weight_version))
-        fleet.each(lambda s, left: s.update_from_disk(path, weight_version, deadline_seconds=left), targets)
+    def _lead(
+        self, content: Content, servers: Sequence[ServerControl], deadline: Deadline, commit: Callable[[int], None]
+    ) -> PublishResult:
+        version = content.weight_version
+        prepared = deadline.passed()
+
+        def send(fleet: Fleet, targets: list[ServerControl]) -> None:
+            if self._settings.method == "disk":
+                path = str(self.versions.path(version))
+                fleet.each(lambda s, left: s.update_from_disk(path, version, deadline_seconds=left), targets)
+            else:
+                broadcast_json({"do": "send"}, self._groups.host)
+                self._sender.send(fleet, targets, self._policy.stream(self._dtype), version)
+
+        transaction = Transaction(self._spec, self._memory, content, deadline, send)
+        verified, failed = transaction.run(servers, lambda: commit(version))
+        num_elements = sum(entry.num_elements for entries in self._policy.table.values() for entry in entries)
+        return PublishResult(
+            weight_version=version,
+            path=str(self.versions.path(version)) if self._settings.method == "disk" else None,
+            verified=verified,
+            failed=failed,
+            num_bytes=num_elements * self._dtype.itemsize,
+            seconds=deadline.passed(),
+            phase_seconds={"prepare": prepared, **transaction.phase_seconds},
+        )
 
     def _commit(self, weight_version: int) -> None:
         self.versions.commit(weight_version)
         self.versions.prune(self._settings.keep_last)
-
-    def _result(
-        self,
-        weight_version: int,
-        on_disk: bool,
-        prepared_seconds: float,
-        transaction: Transaction,
-        servers: Sequence[ServerControl],
-        commit: Callable[[int], None],
-    ) -> PublishResult:
-        started = time.monotonic()
-        committed, failed = transaction.run(servers, lambda: commit(weight_version))
-        num_elements = sum(entry.num_elements for entries in self._policy.table.values() for entry in entries)
-        return PublishResult(
-            weight_version=weight_version,
-            path=str(self.versions.path(weight_version)) if on_disk else None,
-            committed=committed,
-            failed=failed,
-            num_bytes=num_elements * self._dtype.itemsize,
-            seconds=prepared_seconds + time.monotonic() - started,
-            phase_seconds={"prepare": prepared_seconds, **transaction.phase_seconds},
-        )
 
 
 def _nothing(weight_version: int) -> None:

@@ -55,11 +55,15 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._end = time.monotonic() + seconds
+        self._start = time.monotonic()
+
+    def passed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
 
     def left(self) -> float:
         """Seconds that are left. Raises PublishError when there are none."""
-        left = self._end - time.monotonic()
+        left = self.seconds - self.passed()
         if left <= 0:
             raise PublishError(f"the deadline of {self.seconds:g} s (publish.deadline_seconds) has passed")
         return left

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from gspo_mega.errors import PublishError
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.weights.servers import Deadline, Fleet, ServerControl
 from gspo_mega.weights.verify import Baseline, check_replicas, check_tensors, read_reports
@@ -56,11 +55,9 @@ class Transaction:
     def run(self, servers: Sequence[ServerControl], commit: Callable[[], None]) -> tuple[tuple[tuple[str, int], ...], dict[str, str]]:
         """(server_id, generation) of those that hold the content, verified and serving; and why the others do not.
 
-        `commit` is called once, when the content is verified and before any server serves it. Servers that fail stay
-        paused. Raises PublishError when no server is left, or what `commit` raises.
+        `commit` is called once, when a server holds the verified content and before any serves it. Servers that fail
+        stay paused. Raises what `commit` raises.
         """
-        if not servers:
-            raise PublishError(f"version {self._content.weight_version}: there is no server to publish to")
         fleet = Fleet(servers, self._deadline)
         generations = {s.server_id: s.generation for s in servers}
         try:
@@ -72,13 +69,12 @@ class Transaction:
                 self._prove(fleet, generations)
             with self._phase("verify"):
                 baseline = self._verify(fleet)
-                self._require_servers(fleet)
             with self._phase("commit"):
-                commit()
-            self._memory.committed, self._memory.baseline = self._content, baseline
+                if fleet.active:
+                    commit()
+                    self._memory.committed, self._memory.baseline = self._content, baseline
             with self._phase("resume"):
                 fleet.each(lambda s, left: s.resume(deadline_seconds=left))
-                self._require_servers(fleet)
         finally:
             fleet.close()
         return tuple((s.server_id, generations[s.server_id]) for s in fleet.active), fleet.failed
@@ -113,8 +109,3 @@ class Transaction:
             check_tensors(fleet, reports, self._content.expected)
             return self._memory.baseline
         return check_replicas(fleet, self._spec, reports, self._content.digests or {}, self._memory.baseline)
-
-    def _require_servers(self, fleet: Fleet) -> None:
-        if not fleet.active:
-            reasons = "\n  ".join(fleet.failed.values())
-            raise PublishError(f"version {self._content.weight_version} is held by no server:\n  {reasons}")

@@ -6,14 +6,13 @@ Owns that folder's layout and what is kept of it. Writing a version's content is
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.errors import PublishError
-from gspo_mega.weights.hf_export import sync, write_json
+from gspo_mega.run_folder import atomic_write_json
 
 CURRENT_NAME = "current.json"
 _VERSION = re.compile(r"v(\d{8})")
@@ -52,11 +51,8 @@ class Versions:
         if not path.is_dir():
             raise PublishError(f"{path}: cannot be committed, there is no such folder")
         file = self.folder / CURRENT_NAME
-        draft = self.folder / f".{CURRENT_NAME}.{os.getpid()}"
         try:
-            write_json(draft, {"weight_version": weight_version, "path": str(path)})
-            draft.replace(file)
-            sync(self.folder)
+            atomic_write_json(file, {"weight_version": weight_version, "path": str(path)})
         except OSError as error:
             raise PublishError(f"{file}: version {weight_version} cannot be committed: {error}") from error
 
