@@ -35,8 +35,8 @@ class TrainState:
     """The counters and host-side state of a run.
 
     `step`: rollout batches trained on. `num_optimizer_steps`: applied optimizer steps, which drive the
-    schedule. `skipped_in_a_row`: non-finite gradients since the last applied one. `prompts`: the prompt
-    order's own state. `summary`: what the final table needs of earlier attempts.
+    schedule. `skipped_in_a_row`: non-finite gradients since the last applied one. `prompts`, `demonstrations`: the
+    orders' own state. `summary`: what the final table needs of earlier attempts.
     """
 
     step: int = 0
@@ -44,6 +44,7 @@ class TrainState:
     weight_version: int = 0
     skipped_in_a_row: int = 0
     prompts: dict[str, Any] = field(default_factory=dict)
+    demonstrations: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
 
 

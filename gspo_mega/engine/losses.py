@@ -72,7 +72,7 @@ class OldPass:
             log_probs, batch.rollout_log_probs, active, batch.sequence_ids, batch.num_sequences, token_cap=self.cap
         )
         gap = sum_over_context(sums[:, SUM_NAMES.index("log_ratio")], self.groups.context)
-        mean_gap = gap / batch.sequence["num_active_tokens"].double().clamp(min=1.0)
+        mean_gap = gap / batch.sequence["length"].double().clamp(min=1.0)
         weights, keep = sequence_mismatch_weights(mean_gap, self.correction, self.cap)
         columns = {
             "mismatch_sums": sums,
@@ -115,7 +115,7 @@ class PolicyLoss:
             mask=torch.ones_like(batch.sequence_ids),
             segment_ids=batch.sequence_ids,
             advantages=batch.sequence["advantage"],
-            lengths=batch.sequence["num_active_tokens"],
+            lengths=batch.sequence["length"],
             keep=old.keep,
         )
         out = policy_objective(

@@ -65,6 +65,7 @@ class RankEnvironment:
 @dataclass(frozen=True)
 class WorkerContext:
     """What a rank's work is given. `console` shows a line to the user (rank 0's alone; elsewhere it does nothing).
+    `open_store` makes a new client of the job's key-value store.
 
     The work returns a JSON object or None. Rank 0's is kept as attempts/NNNN/result.json; one with a true
     `stopped` says that the work ended early on a stop request and can be continued.
@@ -78,6 +79,7 @@ class WorkerContext:
     local_rank: int
     notices: tuple[str, ...]
     console: Callable[[str], None]
+    open_store: Callable[[], Any]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -111,6 +113,7 @@ def _work(command: str, config_file: str, attempt: Attempt, place: RankEnvironme
         config=loaded.config, attempt_dir=attempt.path, run_dir=attempt.run_folder.path,
         rank=place.rank, world_size=place.world_size, local_rank=place.local_rank,
         notices=loaded.notices, console=_console(attempt) if place.rank == 0 else lambda line: None,
+        open_store=_open_store,
     )  # fmt: skip
     return work(context)
 
@@ -152,6 +155,14 @@ def _init_distributed(place: RankEnvironment) -> None:
         backend="gloo" if on_cpu else "cpu:gloo,cuda:nccl",
         rank=place.rank, world_size=place.world_size, timeout=COLLECTIVE_TIMEOUT,
     )  # fmt: skip
+
+
+def _open_store() -> Any:
+    """A client of the store that torch.distributed's rendezvous serves on rank 0, with a name space of our own."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore("gspo_mega", store)
 
 
 def _console(attempt: Attempt) -> Callable[[str], None]:

@@ -62,7 +62,7 @@ def recorded_sequences(seed: int = 0, vocab: int = 512) -> list[dict]:
 def pack(sequences: list[dict], rows: list[int], align: int) -> MicroBatch:
     """One micro-batch of the given rows, each padded to `align`; -1 is filler."""
     parts: dict[str, list] = {name: [] for name in ("tokens", "positions", "ids", "labels", "mask", "rollout")}
-    lengths, values = [], {"advantage": [], "num_active_tokens": [], "group_size": []}
+    lengths, values = [], {"advantage": [], "length": [], "group_size": []}
     for place, row in enumerate(rows):
         s = sequences[row] if row >= 0 else dict(tokens=np.zeros(2, np.int64), prompt=1, mask=np.zeros(1, np.float32), rollout=np.zeros(1, np.float32), advantage=0.0)
         real = len(s["tokens"])
@@ -79,7 +79,7 @@ def pack(sequences: list[dict], rows: list[int], align: int) -> MicroBatch:
         parts["rollout"].append(rollout)
         lengths.append(size)
         values["advantage"].append(s["advantage"])
-        values["num_active_tokens"].append(int(s["mask"].sum()))
+        values["length"].append(int(s["mask"].sum()))
         values["group_size"].append(1)
     joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     return MicroBatch(

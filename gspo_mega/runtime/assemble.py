@@ -1,0 +1,151 @@
+"""From a rollout batch to every rank's shard: advantages, mini-batches, packs, global denominators.
+
+Runs on rank 0, which alone sees the whole batch. Pure of processes; sending is `exchange.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gspo_mega.algorithm.advantages import group_advantages
+from gspo_mega.config.schema import Config
+from gspo_mega.data.demonstrations import Demonstration
+from gspo_mega.data.packing import build_micro_batch, plan_rollout_batch
+from gspo_mega.plan.layout import Layout
+from gspo_mega.records import MicroBatch, RolloutBatch, Trajectory
+
+
+@dataclass
+class MiniBatch:
+    """One data-parallel rank's part of one optimizer step. `denominator` is global: what the loss is divided by."""
+
+    denominator: float
+    micro_batches: list[MicroBatch]
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"denominator": self.denominator, "micro_batches": [asdict(m) for m in self.micro_batches]}
+
+    @classmethod
+    def from_wire(cls, value: dict[str, Any]) -> MiniBatch:
+        return cls(value["denominator"], [MicroBatch(**m) for m in value["micro_batches"]])
+
+
+def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
+    """Set `advantage` of every trajectory from its group's rewards (arXiv:2507.18071, Eq. 6).
+
+    With `reward.permute_in_batch` rewards are first dealt out anew over the whole batch, so that what is
+    learnt cannot come from them: the control of an experiment.
+    """
+    trajectories = batch.trajectories
+    rewards = np.array([t.reward if t.reward is not None else 0.0 for t in trajectories])
+    if config.reward.permute_in_batch:
+        rewards = np.random.default_rng((config.run.seed, step)).permutation(rewards)
+    advantages = group_advantages(
+        torch.from_numpy(rewards),
+        torch.tensor([t.group_id for t in trajectories]),
+        std_ddof=config.advantage.std_ddof,
+        divide_by_std=config.advantage.divide_by_std,
+    )
+    for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
+        trajectory.advantage = advantage
+
+
+def assemble(batch: RolloutBatch, config: Config, layout: Layout, step: int) -> list[list[MiniBatch]]:
+    """Mini-batches of every data-parallel rank for `batch`, whose advantages are filled.
+
+    `trajectory_index` of the packs is the row in `batch.trajectories`. A batch of fewer trajectories than
+    mini-batches gets as many mini-batches as it has trajectories.
+    """
+    trajectories = batch.trajectories
+    plans = plan_rollout_batch(
+        [t.num_tokens for t in trajectories],
+        num_mini_batches=min(config.batch.num_mini_batches, len(trajectories)),
+        budget_tokens=config.batch.micro_batch_tokens,
+        pad_multiple=layout.sequence_multiple_tokens,
+        num_data_parallel=layout.data,
+        seed=config.run.seed,
+        step=step,
+    )
+    shards = []
+    members = [
+        [p.shard[row] for p in plans for pack in p.mini_batches[m] for row in pack] for m in range(len(plans[0].mini_batches))
+    ]
+    records = [_record(t) for t in trajectories]
+    denominators = []
+    for indices in members:
+        active = [i for i in indices if any(trajectories[i].response_mask)]
+        sizes = Counter(trajectories[i].group_id for i in active)
+        for i in indices:
+            records[i]["group_size"] = sizes[trajectories[i].group_id]
+        denominators.append(_denominator(config.objective.aggregation, [trajectories[i] for i in active]))
+    for plan in plans:
+        shard = [records[i] for i in plan.shard]
+        mini_batches = []
+        for denominator, packs in zip(denominators, plan.mini_batches, strict=True):
+            micro_batches = [build_micro_batch(shard, rows, layout.sequence_multiple_tokens, ("advantage", "group_size")) for rows in packs]
+            for micro_batch in micro_batches:
+                local = micro_batch.trajectory_index
+                micro_batch.trajectory_index = np.where(local >= 0, np.array(plan.shard or [0])[local], -1)
+            mini_batches.append(MiniBatch(denominator, micro_batches))
+        shards.append(mini_batches)
+    return shards
+
+
+def assemble_supervised(demonstrations: list[Demonstration], config: Config, layout: Layout, step: int) -> list[list[MiniBatch]]:
+    """One mini-batch of demonstrations for every data-parallel rank; the loss is the mean over their tokens."""
+    records = [
+        {
+            "prompt_token_ids": d.prompt_token_ids,
+            "response_token_ids": d.response_token_ids,
+            "response_mask": np.ones(len(d.response_token_ids)),
+            "rollout_log_probs": np.zeros(len(d.response_token_ids)),
+        }
+        for d in demonstrations
+    ]
+    plans = plan_rollout_batch(
+        [len(d.prompt_token_ids) + len(d.response_token_ids) for d in demonstrations],
+        num_mini_batches=1,
+        budget_tokens=config.batch.micro_batch_tokens,
+        pad_multiple=layout.sequence_multiple_tokens,
+        num_data_parallel=layout.data,
+        seed=config.run.seed,
+        step=step,
+    )
+    denominator = float(sum(len(d.response_token_ids) for d in demonstrations))
+    return [
+        [MiniBatch(denominator, [build_micro_batch([records[i] for i in p.shard], rows, layout.sequence_multiple_tokens) for rows in p.mini_batches[0]])]
+        for p in plans
+    ]
+
+
+def for_ranks(shards: list[list[MiniBatch]], layout: Layout) -> list[list[dict[str, Any]]]:
+    """The wire form of each global rank's shard: that of its data-parallel rank."""
+    wire = [[m.to_wire() for m in shard] for shard in shards]
+    return [wire[layout.coordinates(rank).data] for rank in range(layout.world_size)]
+
+
+def _record(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": trajectory.prompt.token_ids,
+        "response_token_ids": trajectory.response_token_ids,
+        "response_mask": trajectory.response_mask,
+        "rollout_log_probs": trajectory.rollout_log_probs,
+        "advantage": trajectory.advantage,
+        "group_size": 1,
+    }
+
+
+def _denominator(aggregation: str, active: list[Trajectory]) -> float:
+    """What the aggregation averages over: tokens, prompts, or sequences with an active token (at least 1)."""
+    if aggregation == "token_mean":
+        count = sum(sum(t.response_mask) for t in active)
+    elif aggregation == "group_mean_token_mean":
+        count = len({t.group_id for t in active})
+    else:
+        count = len(active)
+    return float(max(count, 1))

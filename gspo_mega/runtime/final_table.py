@@ -1,0 +1,68 @@
+"""The table at the end of a training run: where it began, where it ended, what it cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gspo_mega.metrics.catalogue import PHASES
+from gspo_mega.metrics.console import final_table
+from gspo_mega.runtime.session import Session
+
+
+def accuracy_text(value: list[float] | None) -> str:
+    """`0.412 +- 0.022` of [accuracy, standard error]."""
+    return "not measured" if value is None else f"{value[0]:.3f} +- {value[1]:.3f}"
+
+
+def run_table(session: Session) -> tuple[str, dict[str, Any]]:
+    """(text for people, the same numbers as a JSON object), over all attempts of the run. Rank 0."""
+    summary, state = session.state.summary, session.state
+    totals = summary.get("totals", {})
+    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
+
+    def mean(name: str) -> float:
+        return totals.get(name, 0.0) / max(totals.get(name + "/count", 0), 1)
+
+    seconds = totals.get("time/step_seconds", 0.0)
+    tokens_per_second = totals.get("num_tokens", 0) / seconds if seconds else 0.0
+    rows = [["held-out accuracy before", accuracy_text(before)], ["held-out accuracy after", accuracy_text(after)]]
+    if before and after:
+        error = (before[1] ** 2 + after[1] ** 2) ** 0.5
+        rows.append(["change", f"{after[0] - before[0]:+.3f} +- {error:.3f}"])
+    rows += [
+        ["steps (optimizer steps)", f"{state.step} ({state.num_optimizer_steps})"],
+        ["weight version", str(state.weight_version)],
+        ["tokens/s, prompt and response", f"{tokens_per_second:.0f}"],
+        ["time in steps", f"{seconds:.1f} s"],
+    ]
+    for phase in PHASES:
+        spent = totals.get(f"time/{phase}_seconds", 0.0)
+        if spent:
+            rows.append([f"  {phase}", f"{spent:.1f} s  {spent / seconds:4.0%}"])
+    rows += [
+        ["clip fraction, mean", f"{mean('policy/clip_fraction'):.3f}"],
+        ["mismatch k3 (KL a token), mean", f"{mean('mismatch/k3'):.1e} nats"],
+        ["mismatch |d| a token, mean", f"{mean('mismatch/abs_log_ratio_mean'):.1e} nats"],
+        ["mismatch |d| a token, largest", f"{totals.get('mismatch/abs_log_ratio_max', 0.0):.1e} nats"],
+    ]
+    text = ["", final_table(rows), ""]
+    text += [f"notice   {notice}" for notice in session.context.notices]
+    text += [
+        f"result   {session.run_folder.huggingface_dir}  (Hugging Face format)",
+        f"curves   {session.run_folder.metrics_file}"
+        + (f", tensorboard --logdir {session.run_folder.tensorboard_dir}" if session.config.metrics.tensorboard else ""),
+        f"next     gspo-mega eval {session.run_folder.path}   measures it again;",
+        "         gspo-mega train CONFIG train.num_steps=N   with a larger N goes on from here",
+    ]
+    result = {
+        "step": state.step,
+        "weight_version": state.weight_version,
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "tokens_per_second": tokens_per_second,
+        "seconds": seconds,
+        "clip_fraction": mean("policy/clip_fraction"),
+        "mismatch_k3": mean("mismatch/k3"),
+        "huggingface_dir": str(session.run_folder.huggingface_dir),
+    }
+    return "\n".join(text), result

@@ -1,0 +1,145 @@
+"""The training loop: one step is one rollout batch, all its mini-batches and one publish.
+
+    take groups of scored trajectories -> advantages -> pack, shard -> old log-probs ->
+      [mini-batch: log-probs -> objective -> optimizer step] -> publish -> evaluate -> checkpoint -> metrics
+
+Every rank runs these lines; rank 0 also samples. What stands behind each is `session.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.config.schema import Config
+from gspo_mega.records import RolloutBatch
+from gspo_mega.runtime.assemble import assemble, fill_advantages
+from gspo_mega.runtime.final_table import accuracy_text, run_table
+from gspo_mega.runtime.session import Session, StopRequested, Work
+from gspo_mega.runtime.step_report import StepReport
+from gspo_mega.runtime.worker import WorkerContext
+
+RATIO_OF_ALGORITHM = {"gspo": "sequence", "gspo_token": "sequence_token", "grpo": "token"}
+
+
+def run_train(context: WorkerContext) -> dict[str, Any] | None:
+    """Train as the configuration says, from the latest checkpoint of the run or from `model.path`.
+
+    Returns rank 0's result: {"stopped": reason} when a stop was asked for, else the final numbers. Collective.
+    """
+    config = context.config
+    num_steps = config.train.num_steps
+    with Session(context, num_optimizer_steps=num_steps * config.batch.num_mini_batches) as session:
+        state = session.state
+        if session.resumed_from is not None:
+            session.say(f"resumed from {session.resumed_from.name}: step {state.step}, weight version {state.weight_version}")
+        for line in session.side.data_report() if session.side is not None else ():
+            session.say(line)
+        stop = start(session)
+        while stop is None and state.step < num_steps:
+            stop = train_step(session, num_steps)
+        session.checkpoint()
+        if stop is not None:
+            session.say(f"stopped after step {state.step} ({stop}); the same command continues")
+            return {"stopped": stop, "step": state.step}
+        session.export()
+        return finish(session)
+
+
+def start(session: Session) -> str | None:
+    """Bring the servers to the engine's weights and measure where the run begins. Returns a reason to stop."""
+    stop = None
+    try:
+        session.wait_for_servers()
+    except StopRequested as request:
+        stop = str(request)
+    stop = session.agree(stop)
+    if stop is not None:
+        return stop
+    session.publish()
+    if session.state.step == 0 and session.is_lead:
+        try:
+            evaluation = session.evaluate()
+        except StopRequested as request:
+            session.stop_request.make(str(request))
+            return None  # the first step hands the stop on
+        if evaluation is not None:
+            session.state.summary["accuracy_before"] = [evaluation.accuracy, evaluation.standard_error]
+            before = session.state.summary["accuracy_before"]
+            session.say(f"held-out accuracy before training: {accuracy_text(before)} ({evaluation.num_samples} samples)")
+    session.timer.start_step()  # what came before belongs to no step
+    return None
+
+
+def train_step(session: Session, num_steps: int) -> str | None:
+    """One rollout batch. Returns the reason when a stop was asked for before it was trained on."""
+    config, state, engine = session.config, session.state, session.engine
+    batch, work = take(session)
+    if work.stop is not None:
+        return work.stop
+    report = StepReport(session, batch, work.num_positions)
+
+    # With one optimizer step, or the server's log-probs as old ones, there is no old pass to make.
+    skip_old_pass = config.batch.num_mini_batches == 1 or config.old_log_probs == "rollout"
+    with session.phase("old_log_probs"):
+        old = [None if skip_old_pass else engine.old_pass(m.micro_batches) for m in work.mini_batches]
+    settings = objective_settings(config)
+    with session.phase("train"):
+        for mini_batch, before in zip(work.mini_batches, old, strict=True):
+            result, passed = engine.train_mini_batch(mini_batch.micro_batches, settings, mini_batch.denominator, before)
+            session.note_step(result.skipped, result.grad_norm)
+            report.add(result, before.report if before is not None else passed, passed)
+
+    state.step += 1
+    state.weight_version += 1
+    report.num_published_bytes = session.publish().num_bytes
+    due = config.eval is not None and config.eval.every_steps and state.step % config.eval.every_steps == 0
+    if session.is_lead and (due or state.step == num_steps):
+        try:
+            report.evaluation = session.evaluate()
+        except StopRequested as request:
+            session.stop_request.make(str(request))
+    with session.phase("report"):
+        report.gather()
+    if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0 and state.step < num_steps:
+        session.checkpoint()
+    report.write()
+    return None
+
+
+def take(session: Session) -> tuple[RolloutBatch | None, Work]:
+    """The step's rollout batch (rank 0) and this rank's share of it."""
+    if session.side is None:
+        return None, session.receive_work()
+    config, step = session.config, session.state.step
+    try:
+        with session.phase("rollout"):
+            batch = session.side.take(step, session.on_wait)
+    except StopRequested as request:
+        return None, session.hand_out_stop(str(request))
+    with session.phase("assemble"):
+        fill_advantages(batch, config, step)
+        return batch, session.hand_out(assemble(batch, config, session.layout, step))
+
+
+def objective_settings(config: Config) -> ObjectiveSettings:
+    """The objective that `algorithm` and `objective` mean."""
+    objective = config.objective
+    ratio = objective.ratio if config.algorithm == "custom" else RATIO_OF_ALGORITHM[config.algorithm]
+    return ObjectiveSettings(
+        ratio=ratio,
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip,
+        aggregation=objective.aggregation,
+        norm_constant_tokens=objective.norm_constant_tokens,
+    )
+
+
+def finish(session: Session) -> dict[str, Any] | None:
+    """Rank 0: show the final table; its numbers are the command's result."""
+    if not session.is_lead:
+        return None
+    table, result = run_table(session)
+    session.say(table)
+    return result

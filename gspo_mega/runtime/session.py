@@ -1,0 +1,272 @@
+"""One rank's running parts and how the ranks act together: what `loop.py` and `supervised.py` are written in.
+
+Owns setting the parts up and down, waiting for rank 0, publishing, checkpoints and evaluation as collective acts.
+The order of these acts is the loop's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo_mega.checkpoint.state import TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.process_groups import create_groups
+from gspo_mega.errors import NumericsError, PublishError
+from gspo_mega.metrics.phases import PhaseTimer
+from gspo_mega.metrics.writer import MetricsWriter
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.plan import resolve_layout
+from gspo_mega.run_folder import Attempt
+from gspo_mega.runtime.assemble import MiniBatch, for_ranks
+from gspo_mega.runtime.exchange import Exchange
+from gspo_mega.runtime.rollouts import Evaluation, RolloutSide
+from gspo_mega.runtime.stop import StopRequest
+from gspo_mega.runtime.worker import WorkerContext
+from gspo_mega.weights.hf_export import export_huggingface
+from gspo_mega.weights.hf_import import import_huggingface
+from gspo_mega.weights.publish import Publisher, PublishResult
+
+# A server that could not take the committed weights is tried again after so long.
+CATCH_UP_PAUSE_SECONDS = 5.0
+
+
+class StopRequested(Exception):
+    """Somebody asked for an orderly stop; the text is the reason."""
+
+
+@dataclass
+class Work:
+    """What rank 0 hands out for one step: this rank's mini-batches, or the reason to stop.
+
+    `num_positions`: positions computed on all data-parallel ranks together, padding and filler included; rank 0 only.
+    """
+
+    mini_batches: list[MiniBatch] = field(default_factory=list)
+    stop: str | None = None
+    num_positions: int = 0
+
+
+class Session:
+    """Everything one rank has while it runs; a context manager. `side` and `writer` exist on rank 0 only.
+
+    Constructing it is collective: groups, model, weights (from the latest checkpoint or `model.path`).
+    """
+
+    def __init__(self, context: WorkerContext, num_optimizer_steps: int) -> None:
+        config = context.config
+        self.context, self.config = context, config
+        self.attempt = Attempt(context.attempt_dir)
+        self.run_folder = self.attempt.run_folder
+        self.timer = PhaseTimer()
+        self.spec = read_model_spec(config.model.path)
+        self.layout = resolve_layout(config, self.spec)
+        parallel = config.parallel
+        self.groups = create_groups(
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
+            context=parallel.context,
+            expert=parallel.expert,
+            expert_tensor=parallel.expert_tensor,
+            seed=config.run.seed,
+        )
+        self.exchange = Exchange(context.open_store(), self.groups.host, context.open_store() if context.rank == 0 else None)
+        self._cleanup = contextlib.ExitStack()
+        self._cleanup.callback(self.exchange.close)
+        # Rank 0 reads data and starts scorers while every rank builds the model: errors of either come early.
+        self.side = self._cleanup.enter_context(RolloutSide(config, self.spec, self.attempt)) if context.rank == 0 else None
+        self.engine = PolicyEngine(config, self.spec, self.groups, num_optimizer_steps)
+        checkpoint = latest_checkpoint(self.run_folder)
+        if checkpoint is None:
+            import_huggingface(config.model.path, self.spec, self.groups, self.engine.chunks)
+            self.engine.after_weights_loaded()
+            self.state = TrainState()
+        else:
+            self.state = load_checkpoint(checkpoint, self.engine)
+        self.resumed_from = checkpoint
+        self.publisher = Publisher(
+            config.publish,
+            self.spec,
+            self.groups,
+            self.engine.chunks,
+            self.engine.parameter_dtype(),
+            config.model.path,
+            self.run_folder.weights_dir,
+            address=_address_for(config.server.host),
+        )
+        self._cleanup.callback(self.publisher.close)
+        self._snapshot_version: int | None = None
+        self._catch_up_after = 0.0
+        self.stop_request = StopRequest(context.attempt_dir)
+        self.writer = None
+        if self.side is not None:
+            if checkpoint is not None and self.state.prompts:
+                self.side.prompts.load_state_dict(self.state.prompts)
+            self.writer = self._cleanup.enter_context(MetricsWriter(self.run_folder.path, tensorboard=config.metrics.tensorboard))
+            self.writer.resume_from(self.state.step)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._cleanup.close()
+
+    @property
+    def is_lead(self) -> bool:
+        return self.side is not None
+
+    def say(self, line: str) -> None:
+        """Show a line to the user (from rank 0)."""
+        if self.is_lead:
+            self.context.console(line)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self.timer.phase(name):
+            yield
+
+    # --- rank 0 leads, the others follow ---------------------------------------------------------------------
+
+    def wait_for_servers(self) -> None:
+        """Rank 0: until every server of the run is up."""
+        if self.side is not None:
+            server = self.config.server
+            self.side.pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), self._check_stop)
+
+    def publish(self) -> PublishResult:
+        """Send the engine's weights to all servers as `state.weight_version`. Collective.
+
+        A server that fails gets no work until it holds a committed version. Raises PublishError on every rank when
+        none is left.
+        """
+        with self.phase("publish"):
+            result = self.publisher.publish(self.state.weight_version, [] if self.side is None else self.side.pool.controls())
+        self._snapshot_version = self.state.weight_version if self.config.publish.method == "disk" else None
+        self._commit(result)
+        return result
+
+    def _commit(self, result: PublishResult) -> None:
+        if self.side is not None:
+            self.side.pool.commit(result.weight_version, result.committed)
+            for server, why in result.failed.items():
+                self.say(f"warning  {server} does not hold weight version {result.weight_version} and gets no work until it does: {why}")
+
+    def _catch_up(self) -> None:
+        """Rank 0: bring servers that came back to the committed version, from disk; have it written first if need be."""
+        assert self.side is not None
+        behind = self.side.pool.servers_behind()
+        if not behind or time.monotonic() < self._catch_up_after:
+            return
+        if self._snapshot_version != self.state.weight_version:
+            self.exchange.send_all({"kind": "snapshot"})
+            self._snapshot()
+        try:
+            self._commit(self.publisher.catch_up(behind))
+        except PublishError as error:
+            self._catch_up_after = time.monotonic() + CATCH_UP_PAUSE_SECONDS
+            self.say(f"warning  {error}")
+
+    def _snapshot(self) -> None:
+        """Put the committed weights on disk, for servers that restart. Collective."""
+        self.publisher.snapshot_to_disk(self.state.weight_version)
+        self._snapshot_version = self.state.weight_version
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's `value` (JSON types) on every rank."""
+        if self.is_lead:
+            return self.exchange.send_all({"kind": "agree", "value": value})["value"]
+        return self._follow("agree")["value"]
+
+    def hand_out(self, shards: list[list[MiniBatch]]) -> Work:
+        """Rank 0: send every rank its shard and return its own."""
+        own = self.exchange.send_each([{"kind": "work", "mini_batches": shard} for shard in for_ranks(shards, self.layout)])
+        work = _to_work(own)
+        work.num_positions = sum(m.num_tokens for shard in shards for mini in shard for m in mini.micro_batches)
+        return work
+
+    def hand_out_stop(self, reason: str) -> Work:
+        """Rank 0: tell every rank to stop."""
+        return _to_work(self.exchange.send_all({"kind": "work", "mini_batches": [], "stop": reason}))
+
+    def receive_work(self) -> Work:
+        """Other ranks: follow rank 0 until it hands out work."""
+        with self.phase("rollout"):
+            return _to_work(self._follow("work"))
+
+    def _follow(self, until: str) -> dict[str, Any]:
+        """Other ranks: do what rank 0 asks for until it sends a message of the kind `until`."""
+        while True:
+            message = self.exchange.receive()
+            if message["kind"] == until:
+                return message
+            assert message["kind"] == "snapshot", f"rank 0 sent {message['kind']!r} where {until!r} was due"
+            self._snapshot()
+
+    def on_wait(self) -> None:
+        """Rank 0, while it waits for rollouts: look for a stop request and for servers that came back."""
+        self._check_stop()
+        self._catch_up()
+
+    def _check_stop(self) -> None:
+        reason = self.stop_request.check()
+        if reason is not None:
+            raise StopRequested(reason)
+
+    # --- acts of all ranks -----------------------------------------------------------------------------------
+
+    def evaluate(self) -> Evaluation | None:
+        """Held-out evaluation with the committed weights, on rank 0; None elsewhere and without an eval section."""
+        if self.side is None or self.config.eval is None:
+            return None
+        with self.phase("eval"):
+            return self.side.evaluate(self.on_wait)
+
+    def note_step(self, skipped: bool, grad_norm: float) -> None:
+        """Count an optimizer step. Raises NumericsError after too many skipped ones in a row; alike on all ranks."""
+        if not skipped:
+            self.state.num_optimizer_steps += 1
+            self.state.skipped_in_a_row = 0
+            return
+        self.state.skipped_in_a_row += 1
+        limit = self.config.optimizer.max_skipped_in_a_row
+        if self.state.skipped_in_a_row >= limit:
+            raise NumericsError(
+                f"the gradient was not finite (norm {grad_norm}) in {limit} optimizer steps in a row (optimizer.max_skipped_in_a_row); "
+                "no step was applied, the weights are those before them"
+            )
+
+    def checkpoint(self) -> None:
+        """Save the run's state. Collective."""
+        with self.phase("checkpoint"):
+            if self.side is not None:
+                self.state.prompts = self.side.prompts.state_dict()
+            save_checkpoint(self.run_folder, self.engine, self.state, self.config.checkpoint.keep_last)
+
+    def export(self) -> None:
+        """Write the result as a Hugging Face folder, `hf` in the run folder. Collective."""
+        with self.phase("checkpoint"):
+            export_huggingface(
+                self.run_folder.huggingface_dir,
+                self.spec,
+                self.groups,
+                self.engine.chunks,
+                self.engine.parameter_dtype(),
+                self.config.model.path,
+                self.state.weight_version,
+            )
+
+
+def _to_work(message: dict[str, Any]) -> Work:
+    return Work([MiniBatch.from_wire(m) for m in message["mini_batches"]], message.get("stop"))
+
+
+def _address_for(server_host: str) -> str:
+    """This machine's address as a server bound to `server_host` reaches it: what a connection to there comes from."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((server_host, 9))  # a datagram socket sends nothing on connect
+        return probe.getsockname()[0]

@@ -1,0 +1,208 @@
+"""From what the ranks report of a step to metrics: gathered on rank 0, computed once, written, shown.
+
+Owns which number gets which name of the catalogue. The statistics themselves are `gspo_mega.algorithm`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from gspo_mega.algorithm.diagnostics import importance_ess, log_ratio_summary, policy_metrics
+from gspo_mega.algorithm.mismatch import SUM_NAMES, mismatch_metrics
+from gspo_mega.engine.optimizer import StepResult
+from gspo_mega.engine.policy import PassReport
+from gspo_mega.metrics.console import progress_line
+from gspo_mega.records import RolloutBatch
+from gspo_mega.runtime.rollouts import Evaluation
+from gspo_mega.runtime.session import Session
+
+
+class StepReport:
+    """The report of one step, filled as it goes. Every rank has one; rank 0's `batch` is the rollout batch."""
+
+    def __init__(self, session: Session, batch: RolloutBatch | None, num_positions: int) -> None:
+        self._session, self._batch, self._num_positions = session, batch, num_positions
+        self._version = session.state.weight_version
+        self._results: list[StepResult] = []
+        self._passes: list[dict[str, Any]] = []
+        self._gathered: list[list[dict[str, Any]]] = []
+        self.evaluation: Evaluation | None = None
+        self.num_published_bytes = 0
+
+    def add(self, result: StepResult, old: PassReport, train: PassReport) -> None:
+        """One mini-batch: its optimizer step, the pass that measured the engine gap, the training pass."""
+        self._results.append(result)
+        self._passes.append({"old": asdict(old), "train": asdict(train)})
+
+    def gather(self) -> None:
+        """Bring every rank's part to rank 0. Collective."""
+        gathered = self._session.exchange.gather(self._passes)
+        if gathered is not None:
+            self._gathered = gathered
+
+    def write(self) -> None:
+        """Rank 0: compute, write and show the step's metrics; nothing elsewhere. Ends the timer's step everywhere."""
+        session = self._session
+        seconds = session.timer.finish_step()
+        if session.writer is None or session.side is None or self._batch is None:
+            return
+        metrics = {**self._batch_metrics(self._batch), **self._optimizer_metrics(), **seconds}
+        if self._results:
+            metrics |= self._policy_metrics()
+        tokens = sum(t.num_tokens for t in self._batch.trajectories)
+        step_seconds = seconds["time/step_seconds"]
+        metrics |= {
+            "speed/tokens_per_second": tokens / step_seconds,
+            "speed/tokens_per_second_per_rank": tokens / step_seconds / session.layout.world_size,
+            "speed/packing_efficiency": tokens / max(self._num_positions, 1),
+            "publish/weight_version": session.state.weight_version,
+            "publish/num_bytes": self.num_published_bytes,
+            "data/epoch": _epochs(session.side.prompts.state_dict()),
+        }
+        if self.evaluation is not None:
+            metrics |= evaluation_metrics(self.evaluation)
+        step = session.state.step
+        session.writer.write(step, metrics)
+        add_to_summary(session.state.summary, metrics, tokens)
+        session.say(progress_line(step, metrics, session.config.train.num_steps))
+        budget = session.config.mismatch.budget
+        if metrics.get("mismatch/budget_share", 0.0) > budget and "mismatch_warned_at" not in session.state.summary:
+            session.state.summary["mismatch_warned_at"] = step
+            session.say(
+                f"warning  the engines' log-probs differ by {metrics['mismatch/budget_share']:.2f} of the clip range (mismatch.budget {budget}); "
+                "see mismatch/* in metrics.jsonl"
+            )
+
+    def _batch_metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        trajectories = batch.trajectories
+        rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
+        lengths = np.array([t.num_response_tokens for t in trajectories], dtype=np.float64)
+        advantages = np.array([t.advantage for t in trajectories])
+        staleness = np.array([self._version - v for t in trajectories for v in t.weight_versions])
+        metrics = {
+            "reward/mean": rewards.mean(),
+            "reward/sd": rewards.std(),
+            "groups/num_groups": len(batch.groups),
+            "groups/constant_fraction": np.mean([g.is_constant for g in batch.groups]),
+            "response/length_mean": lengths.mean(),
+            "response/length_max": lengths.max(),
+            "response/truncated_fraction": np.mean([t.finish_reason == "length" for t in trajectories]),
+            "rollout/staleness_mean": staleness.mean(),
+            "rollout/staleness_max": staleness.max(),
+        }
+        for name, chosen in (("positive", advantages > 0), ("negative", advantages < 0)):
+            if chosen.any():
+                metrics[f"response/length_{name}_mean"] = lengths[chosen].mean()
+        for source in {t.prompt.source for t in trajectories}:
+            metrics[f"reward/source/{source}"] = np.mean([t.reward for t in trajectories if t.prompt.source == source])
+        for part in {name for t in trajectories for name in t.reward_parts}:
+            metrics[f"reward/function/{part}"] = np.mean([t.reward_parts[part] for t in trajectories if part in t.reward_parts])
+        metrics |= {f"rollout/{name}": value for name, value in batch.counts.items()}
+        metrics |= {f"time/rollout/{part}_seconds": value for part, value in batch.phase_seconds.items()}
+        metrics["speed/generated_tokens_per_second"] = lengths.sum() / max(batch.phase_seconds["generate"], 1e-9)
+        return {name: float(value) for name, value in metrics.items()}
+
+    def _optimizer_metrics(self) -> dict[str, float]:
+        if not self._results:
+            return {}
+        norms = [r.grad_norm for r in self._results]
+        return {
+            "optimizer/grad_norm": float(np.mean(norms)),
+            "optimizer/grad_norm_max": float(np.max(norms)),
+            "optimizer/lr": self._results[-1].lr,
+            "optimizer/num_optimizer_steps": self._session.state.num_optimizer_steps,
+            "optimizer/num_skipped": sum(r.skipped for r in self._results),
+        }
+
+    def _policy_metrics(self) -> dict[str, float]:
+        config = self._session.config
+        num_mini_batches = len(self._results)
+        sums = [
+            torch.from_numpy(sum(rank[m]["train"]["totals"]["policy_sums"] for rank in self._gathered if rank[m]["train"]["totals"]))
+            for m in range(num_mini_batches)
+        ]
+        metrics = {f"policy/{name}": value for name, value in policy_metrics(sum(sums)).items()}
+        # J of each mini-batch has its own denominator: over the step it is their mean.
+        metrics["policy/objective"] /= num_mini_batches
+        for m, part in enumerate(sums):
+            metrics |= {f"policy/mini_batch/{m}/{name}": value for name, value in policy_metrics(part).items()}
+
+        old, train = self._columns("old"), self._columns("train")
+        gap_sums = torch.from_numpy(old["mismatch_sums"])
+        metrics |= {f"mismatch/{k}": v for k, v in mismatch_metrics(gap_sums, torch.from_numpy(old["mismatch_maxima"])).items()}
+        tokens, gap = (gap_sums[:, SUM_NAMES.index(name)] for name in ("tokens", "log_ratio"))
+        present = tokens > 0
+        mismatch = gap[present] / tokens[present]
+        weights = torch.from_numpy(old["mismatch_weight"])[present]
+        metrics["policy/entropy"] = float(old["entropy_sum"].sum() / max(float(tokens.sum()), 1.0))
+        metrics["mismatch/weight_mean"] = float(weights[weights > 0].mean()) if (weights > 0).any() else 0.0
+        metrics["mismatch/budget_share"] = float(mismatch.abs().mean()) / max(config.objective.clip_low + config.objective.clip_high, 1e-12)
+        log_s = torch.from_numpy(train["log_s"])[present]
+        metrics["policy/ess"] = importance_ess(log_s)
+        if config.old_log_probs == "rollout":
+            parts = {"log_ratio": log_s}  # old is the server's: the two parts cannot be told apart
+        else:
+            parts = {"log_ratio": mismatch + log_s, "log_ratio/mismatch": mismatch, "log_ratio/staleness": log_s}
+        for name, values in parts.items():
+            metrics |= {f"policy/{name}/{k}": v for k, v in log_ratio_summary(values).items()}
+        return metrics
+
+    def _columns(self, which: str) -> dict[str, np.ndarray]:
+        """Per-trajectory columns of one pass over all mini-batches and ranks, in the rollout batch's order.
+
+        Parts of context-parallel ranks are added (sums), or agree (maxima take the largest, the rest is the same).
+        """
+        assert self._batch is not None
+        count = len(self._batch.trajectories)
+        merged: dict[str, np.ndarray] = {}
+        for report in (part[which] for rank in self._gathered for part in rank):
+            for name, values in report["columns"].items():
+                rows = report["trajectory_index"]
+                if name not in merged:
+                    merged[name] = np.full((count, *values.shape[1:]), -np.inf if name.endswith("maxima") else 0.0)
+                if name.endswith(("sums", "sum")):
+                    merged[name][rows] += values
+                elif name.endswith("maxima"):
+                    merged[name][rows] = np.maximum(merged[name][rows], values)
+                else:
+                    merged[name][rows] = values
+        return merged
+
+
+def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """A held-out evaluation under its names of the catalogue."""
+    return {
+        "eval/accuracy": evaluation.accuracy,
+        "eval/accuracy_standard_error": evaluation.standard_error,
+        "eval/reward_mean": evaluation.reward_mean,
+        "eval/response_length_mean": evaluation.response_tokens_mean,
+        "eval/truncated_fraction": evaluation.truncated_fraction,
+        "eval/num_samples": evaluation.num_samples,
+    }
+
+
+def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_tokens: int) -> None:
+    """Keep what the final table shows, over all attempts of the run (the summary is in the checkpoint)."""
+    totals = summary.setdefault("totals", {})
+    for name, value in metrics.items():
+        if name.startswith("time/") and name.count("/") == 1:
+            totals[name] = totals.get(name, 0.0) + value
+    totals["num_tokens"] = totals.get("num_tokens", 0) + num_tokens
+    for name in ("policy/clip_fraction", "mismatch/k3", "mismatch/abs_log_ratio_mean"):
+        if name in metrics:
+            totals[name] = totals.get(name, 0.0) + metrics[name]
+            totals[name + "/count"] = totals.get(name + "/count", 0) + 1
+    largest = metrics.get("mismatch/abs_log_ratio_max", 0.0)
+    totals["mismatch/abs_log_ratio_max"] = max(totals.get("mismatch/abs_log_ratio_max", 0.0), largest)
+    if "eval/accuracy" in metrics:
+        summary["accuracy_after"] = [metrics["eval/accuracy"], metrics["eval/accuracy_standard_error"]]
+
+
+def _epochs(stream: dict[str, Any]) -> float:
+    """Passes over the prompts, the mean over sources."""
+    sources = stream["sources"].values()
+    return sum(s["epoch"] + s["position"] / max(s["num_rows"], 1) for s in sources) / len(sources)
