@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# From a fresh machine to a trained model: set-up, a tiny model and its task, cold start, GSPO. No GPU needed.
+#
+#   launch/quickstart.sh [--seed N] [--control] [--keep] [key=value ...]
+#
+#   --seed N     another model, task split and order of everything (default 1); in runs/quickstart-seedN
+#   --control    the same training with rewards permuted inside the batch, which must not learn; implies --keep
+#   --keep       keep the model, data and cold start of the last time, and only train anew
+#   key=value    overrides for the training's configuration, e.g. train.num_steps=3
+#
+# Run again: what was interrupted continues; what was finished is set aside (runs/quickstart.1, ...), never
+# overwritten, and done anew. Works from any folder; results are in the repository's runs/.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+
+seed=1 control=false keep=false overrides=()
+while (($#)); do
+  case $1 in
+    --seed)
+      [[ ${2:-} =~ ^[0-9]+$ ]] || { echo "quickstart: --seed needs a number, not '${2:-}'" >&2; exit 2; }
+      seed=$2
+      shift
+      ;;
+    --control) control=true keep=true ;;
+    --keep) keep=true ;;
+    -h | --help)
+      sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+      exit 0
+      ;;
+    *=*) overrides+=("$1") ;;
+    *)
+      echo "quickstart: '$1' is neither an option (--seed N, --control, --keep) nor key=value" >&2
+      exit 2
+      ;;
+  esac
+  shift
+done
+
+folder=runs/quickstart
+name=train
+[[ $seed == 1 ]] || folder+=-seed$seed
+if $control; then
+  name=train-control
+  overrides+=(reward.permute_in_batch=true)
+fi
+
+say() { printf '\n== %s\n' "$*"; }
+
+set_aside() {
+  local number=1
+  while [[ -e $1.$number ]]; do number=$((number + 1)); done
+  mv "$1" "$1.$number"
+  echo "quickstart: the finished $1 of last time is now $1.$number"
+}
+
+say "1 of 4  Setting up the environment (.venv; once, a few minutes)"
+launch/setup.sh
+setup_seconds=$SECONDS
+
+if [[ -d $folder/$name/hf ]]; then
+  if $keep; then set_aside "$folder/$name"; else set_aside "$folder"; fi
+fi
+run=(run.dir="$folder" run.seed="$seed" data.path="$folder/data/train.jsonl" eval.path="$folder/data/heldout.jsonl")
+
+say "2 of 4  Making a tiny Qwen3-MoE of random weights, and additions to learn from, in $folder"
+.venv/bin/python tools/make_quickstart.py "$folder" --seed "$seed"
+
+say "3 of 4  Cold start: supervised training until a quarter to a half of held-out problems are solved"
+if [[ -d $folder/sft/hf ]]; then
+  echo "quickstart: done before; $folder/sft/hf is kept"
+else
+  .venv/bin/gspo-mega sft configs/quickstart_sft.yaml "${run[@]}" model.path="$folder/model"
+fi
+
+if $control; then
+  say "4 of 4  The control: GSPO with rewards permuted inside the batch; accuracy should not rise"
+else
+  say "4 of 4  GSPO: an SGLang server samples, two Megatron-Core ranks train, weights are published every step"
+fi
+code=0
+.venv/bin/gspo-mega train configs/quickstart.yaml \
+  "${run[@]}" model.path="$folder/sft/hf" run.name="$name" ${overrides[@]+"${overrides[@]}"} || code=$?
+if ((code)); then
+  echo "quickstart: the training ended with exit code $code; run the same command again to continue it" >&2
+  exit "$code"
+fi
+
+minutes() { printf '%d min %02d s' $(($1 / 60)) $(($1 % 60)); }
+say "Done after $(minutes $SECONDS), $(minutes $setup_seconds) of it set-up"
+cat <<END
+The trained model, a Hugging Face folder:   $folder/$name/hf
+Curves:                                     .venv/bin/tensorboard --logdir $folder
+Every step's numbers:                       $folder/$name/metrics.jsonl
+
+Next:
+  source .venv/bin/activate
+  gspo-mega eval $folder/$name                                    its accuracy once more
+  launch/quickstart.sh --control                                        the same with meaningless rewards
+  gspo-mega plan configs/gsm8k.yaml data.path=YOUR.jsonl                your own prompts: look at the plan first
+  gspo-mega train configs/gsm8k.yaml data.path=YOUR.jsonl               any JSONL of prompts and answers
+END

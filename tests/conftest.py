@@ -1,0 +1,37 @@
+"""GSPO_REQUIRE=sglang,slurm: a test that is skipped for want of one of these fails instead.
+
+Where a machine is meant to have them, a skip would hide that it lost them. A skip names what is missing in its
+reason; that is what is looked for.
+"""
+
+import os
+
+import pytest
+
+
+def _missed_requirement(report) -> str | None:
+    """The required thing that the reason of a skipped `report` names."""
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return None
+    reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr).lower()
+    required = (word.strip().lower() for word in os.environ.get("GSPO_REQUIRE", "").split(","))
+    return next((word for word in required if word and word in reason), None)
+
+
+def _fail_if_required(report):
+    missed = _missed_requirement(report)
+    if missed is not None:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"GSPO_REQUIRE names {missed}: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return _fail_if_required((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return _fail_if_required((yield))
