@@ -1,0 +1,113 @@
+"""Sampled accuracy of a run's newest weights, of a Hugging Face folder, or of a configuration's model.
+
+    gspo-mega eval runs/quickstart/train                        the run's result, else what it published last
+    gspo-mega eval path/to/hf --config configs/quickstart.yaml  a folder, on that configuration's held-out prompts
+    gspo-mega eval configs/quickstart.yaml                      the configuration's own model.path
+
+Samples the held-out prompts of `eval` through SGLang servers and scores them with the configuration's reward; no
+trainer ranks. Leaves its logs in a run folder of its own: `eval` inside the run, else <run.dir>/<run.name>-eval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.config import load_config
+from gspo_mega.errors import ConfigError
+from gspo_mega.launcher.launch import launch
+from gspo_mega.run_folder import RunFolder, read_json
+
+# One process collects; nothing is trained, so nothing is laid out.
+_ONE_RANK = (
+    "cluster.num_nodes=1", "cluster.ranks_per_node=1", "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1",
+    "parallel.virtual_pipeline=null", "parallel.expert=1", "parallel.expert_tensor=1",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to evaluate: the configuration to use, the model (None: the configuration's own), where logs go."""
+
+    config: Path
+    model: Path | None
+    run_dir: Path | None
+    run_name: str | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", type=Path, help="a run's folder, a Hugging Face folder, or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in the configuration")
+    parser.add_argument("--config", type=Path, metavar="CONFIG", help="configuration to evaluate with; needed for a Hugging Face folder")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and all else to standard error")
+
+
+def run(args: argparse.Namespace) -> int:
+    target = find_target(args.target, args.config)
+    loaded = load_config(target.config, [*_overrides(target), *args.overrides], "eval")
+    screen = sys.stderr if args.json else sys.stdout
+    code = launch(loaded, "eval", lambda line: print(line, file=screen, flush=True))
+    if code != 0:
+        return code
+    attempt = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name).latest_attempt()
+    assert attempt is not None  # the launch made it
+    result = {"model": loaded.config.model.path, **read_json(attempt.result_file)}
+    print(json.dumps(result) if args.json else render_result(result))
+    return 0
+
+
+def find_target(path: Path, config: Path | None) -> Target:
+    """Tell a run's folder, a Hugging Face folder and a configuration apart. Raises ConfigError for anything else."""
+    if path.is_file():
+        if config is not None:
+            raise ConfigError(f"gspo-mega eval: {path} is a configuration already; leave --config out")
+        return Target(path, None, None, None)
+    folder = RunFolder(path)
+    if folder.config_file.is_file():
+        return Target(config or folder.config_file, _newest_weights(folder), folder.path, "eval")
+    if (path / "config.json").is_file():
+        if config is None:
+            raise ConfigError(f"gspo-mega eval: {path} is a Hugging Face folder; say with --config CONFIG on which prompts and reward")
+        return Target(config, path, None, None)
+    what = "holds neither config.resolved.yaml (a run) nor config.json (a Hugging Face folder)" if path.is_dir() else "does not exist"
+    raise ConfigError(f"gspo-mega eval: {path} {what}; give a run's folder, a Hugging Face folder or a YAML file")
+
+
+def _newest_weights(folder: RunFolder) -> Path:
+    if (folder.huggingface_dir / "config.json").is_file():
+        return folder.huggingface_dir
+    published = read_json(folder.current_weights_file)
+    if published is not None:
+        return Path(published["path"])
+    raise ConfigError(f"gspo-mega eval: the run {folder.path} has no result (hf/) and has published no weights yet")
+
+
+def _overrides(target: Target) -> list[str]:
+    """A JSON string is a YAML string whatever is in the path."""
+    own = list(_ONE_RANK)
+    if target.model is not None:
+        own.append(f"model.path={json.dumps(str(target.model))}")
+    if target.run_dir is not None:
+        own += [f"run.dir={json.dumps(str(target.run_dir))}", f"run.name={target.run_name}"]
+    else:
+        own.append(f"run.name={load_config(target.config).config.run.name}-eval")
+    return own
+
+
+def render_result(result: dict[str, Any]) -> str:
+    """The lines for a person. `result`: what the evaluation measured, by name."""
+    lines = [
+        ("model", result["model"]),
+        ("accuracy", f"{result['accuracy']:.4f} +- {result['standard_error']:.4f} (standard error)"),
+        ("samples", f"{result['num_samples']} of {result['num_prompts']} prompts"),
+        ("mean reward", f"{result['reward_mean']:.4f}"),
+        ("mean length", f"{result['response_tokens_mean']:.1f} tokens"),
+        ("truncated", f"{result['truncated_fraction']:.2%}"),
+    ]
+    if result["num_reward_failures"]:
+        lines.append(("not scored", f"{result['num_reward_failures']} samples: the reward failed on them"))
+    return "\n".join(f"{name:<12} {value}" for name, value in lines)

@@ -1,0 +1,103 @@
+import json
+
+import pytest
+
+from gspo_mega.commands import eval as command
+from gspo_mega.commands.main import main
+from gspo_mega.config import load_config, render_config
+from gspo_mega.errors import ConfigError
+from gspo_mega.run_folder import RunFolder, atomic_write_json, atomic_write_text
+
+CONFIG = "configs/quickstart.yaml"
+RESULT = {
+    "accuracy": 0.5, "standard_error": 0.02, "reward_mean": 0.51, "num_prompts": 256, "num_samples": 512,
+    "truncated_fraction": 0.0125, "response_tokens_mean": 24.25, "num_reward_failures": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "my run: 1")
+    folder.path.mkdir()
+    atomic_write_text(folder.config_file, render_config(load_config(CONFIG).config))
+    return folder
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What the command asks to be launched; the launch itself is stood in for, and 'measures' RESULT."""
+    calls = []
+
+    def launch(loaded, name, say):
+        calls.append((loaded.config, name))
+        folder = RunFolder(f"{loaded.config.run.dir}/{loaded.config.run.name}")
+        atomic_write_json(folder.new_attempt().result_file, RESULT)
+        say("progress")
+        return 0
+
+    monkeypatch.setattr(command, "launch", launch)
+    return calls
+
+
+def make_hf(folder):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_finished_run_is_its_result_on_one_rank(run, launched, capsys):
+    make_hf(run.huggingface_dir)
+    assert main(["eval", str(run.path), "eval.num_prompts=7"]) == 0
+    ((config, name),) = launched
+    assert name == "eval"
+    assert config.model.path == str(run.huggingface_dir)
+    assert (config.cluster.ranks_per_node, config.parallel.expert) == (1, 1)
+    assert (config.run.dir, config.run.name) == (str(run.path), "eval")
+    assert config.eval.num_prompts == 7
+    out = capsys.readouterr().out
+    assert "0.5000 +- 0.0200" in out and "1.25%" in out and "24.2 tokens" in out and "not scored" not in out
+
+
+def test_an_unfinished_run_is_what_it_published_last(run, launched):
+    published = make_hf(run.weights_version_dir(3))
+    atomic_write_json(run.current_weights_file, {"weight_version": 3, "path": str(published)})
+    main(["eval", str(run.path)])
+    assert launched[0][0].model.path == str(published)
+
+
+def test_a_run_without_weights_is_refused(run):
+    with pytest.raises(ConfigError, match="published no weights"):
+        command.find_target(run.path, None)
+
+
+def test_a_hugging_face_folder_needs_a_configuration(tmp_path, launched, monkeypatch, capsys):
+    hf = make_hf(tmp_path / "hf")
+    assert main(["eval", str(hf)]) == 2
+    assert "--config" in capsys.readouterr().err
+    assert main(["eval", str(hf), "--config", CONFIG, f"run.dir={tmp_path}"]) == 0
+    config, _ = launched[0]
+    assert (config.model.path, config.run.name) == (str(hf), "train-eval")
+
+
+def test_a_configuration_is_its_own_model(tmp_path, launched):
+    assert main(["eval", CONFIG, f"run.dir={tmp_path}"]) == 0
+    assert launched[0][0].model.path == load_config(CONFIG).config.model.path
+
+
+def test_what_is_none_of_these_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        command.find_target(tmp_path / "nowhere", None)
+    with pytest.raises(ConfigError, match="neither config.resolved.yaml"):
+        command.find_target(tmp_path, None)
+
+
+def test_json_alone_is_on_standard_output(run, launched, capsys):
+    make_hf(run.huggingface_dir)
+    assert main(["eval", str(run.path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"model": str(run.huggingface_dir), **RESULT}
+    assert "progress" in err
+
+
+def test_failed_scorings_are_shown():
+    assert "3 samples" in command.render_result({"model": "m", **RESULT, "num_reward_failures": 3})
