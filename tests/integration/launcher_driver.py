@@ -1,4 +1,7 @@
-"""`gspo-mega train CONFIG`, with stand-ins for ranks and servers: launcher_driver.py CONFIG BEHAVIOURS STOP_GRACE."""
+"""`gspo-mega train CONFIG`, with stand-ins: launcher_driver.py CONFIG BEHAVIOURS STOP_GRACE [WORK].
+
+With WORK the ranks are real ones whose work is that function of launcher_worker.py.
+"""
 
 import sys
 from pathlib import Path
@@ -8,15 +11,17 @@ from gspo_mega.errors import GspoMegaError
 from gspo_mega.launcher.launch import launch
 
 STAND_IN = str(Path(__file__).with_name("launcher_stand_in.py"))
+WORKER = str(Path(__file__).with_name("launcher_worker.py"))
 
 
 def main():
-    config, behaviours, grace = sys.argv[1:]
+    config, behaviours, grace, *work = sys.argv[1:]
     stand_in = (sys.executable, STAND_IN, behaviours)
+    worker = (sys.executable, WORKER, *work) if work else stand_in
     try:
         code = launch(
             load_config(config, command="train"), "train", lambda line: print(line, flush=True),
-            worker_command=stand_in, serve_command=stand_in, stop_grace_seconds=float(grace),
+            worker_command=worker, serve_command=stand_in, stop_grace_seconds=float(grace),
         )  # fmt: skip
     except GspoMegaError as error:
         print(error, file=sys.stderr)

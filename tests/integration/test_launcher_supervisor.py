@@ -23,11 +23,11 @@ DEADLINE_SECONDS = 10.0
 class Launched:
     """A launcher in a process of its own. All that it starts inherits `marker`, by which it is found again."""
 
-    def __init__(self, folder: Path, behaviours: dict[str, str], stop_grace_seconds: float):
+    def __init__(self, folder: Path, behaviours: dict[str, str], stop_grace_seconds: float, work: str | None = None):
         self.marker = f"gspo-test-{uuid.uuid4()}"
         self.folder = RunFolder(folder / "runs" / "demo")
         self.process = subprocess.Popen(
-            [sys.executable, str(DRIVER), str(folder / "run.yaml"), json.dumps(behaviours), str(stop_grace_seconds)],
+            [sys.executable, str(DRIVER), str(folder / "run.yaml"), json.dumps(behaviours), str(stop_grace_seconds), *([work] if work else [])],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
             env={**os.environ, "GSPO_TEST_MARKER": self.marker, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
         )  # fmt: skip
@@ -69,8 +69,8 @@ def start(tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     launched = []
 
-    def launch(behaviours, stop_grace_seconds=60.0):
-        launched.append(Launched(tmp_path, behaviours, stop_grace_seconds))
+    def launch(behaviours, stop_grace_seconds=60.0, work=None):
+        launched.append(Launched(tmp_path, behaviours, stop_grace_seconds, work))
         return launched[-1]
 
     yield launch
@@ -240,3 +240,51 @@ def test_two_runs_never_share_a_folder(start):
     first.process.send_signal(signal.SIGTERM)
     first.process.send_signal(signal.SIGINT)
     first.finish()
+
+
+# --- real ranks: torch.distributed over gloo, in the real shell of a rank ------------------------------------
+
+
+def wait_for_console(run, text):
+    deadline = time.monotonic() + 120
+    while (attempt := run.folder.latest_attempt()) is None or not attempt.console_log.exists() or text not in attempt.console_log.read_text():
+        assert run.process.poll() is None, run.process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_real_ranks_work_together_and_leave_a_result(start):
+    run = start({}, work="add_up")
+    code, out, err = run.finish(180)
+    assert (code, err) == (0, "")
+    assert "demo: 2 ranks, sum 3\n" in out
+    assert json.loads(run.folder.latest_attempt().result_file.read_text()) == {"sum": 3.0}
+    assert run.left_running() == []
+
+
+def test_one_ranks_error_ends_another_that_sits_in_a_collective(start):
+    run = start({}, work="fail_while_others_wait")
+    wait_for_console(run, "rank 0 sits in a collective")
+    seconds, code, out, err = seconds_to_finish(run)
+    assert (code, err) == (2, "train.jsonl:7: not JSON\n")
+    assert "Traceback" not in out
+    assert seconds < DEADLINE_SECONDS
+    assert run.left_running() == []
+
+
+def test_a_real_rank_killed_beside_one_in_a_collective(start):
+    run = start({}, work="hang_while_one_dies")
+    code, _, err = run.finish(180)
+    assert code == 7
+    assert err.startswith("rank 1 was killed by SIGKILL")
+    assert run.left_running() == []
+
+
+def test_real_ranks_that_stop_in_order_say_so_by_their_exit_code(start):
+    run = start({}, work="stop_in_order")
+    wait_for_console(run, "waiting for a stop")
+    run.process.send_signal(signal.SIGINT)
+    code, out, err = run.finish(60)
+    assert (code, err) == (130, "")
+    assert "Stopped in order" in out
+    assert json.loads(run.folder.latest_attempt().result_file.read_text()) == {"stopped": "SIGINT"}

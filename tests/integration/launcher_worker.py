@@ -1,0 +1,61 @@
+"""The real shell of a rank around work of our own: launcher_worker.py WORK [the launcher's arguments]."""
+
+import sys
+import time
+
+from gspo_mega.errors import DataError
+from gspo_mega.runtime import worker
+from gspo_mega.runtime.stop import StopRequest
+
+
+def fail_while_others_wait(context):
+    """Rank 1 fails with rank 0 in a collective that never ends by itself."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    context.console("rank 0 sits in a collective")
+    if context.rank == 1:
+        time.sleep(0.5)
+        raise DataError("train.jsonl:7: not JSON")
+    dist.all_reduce(torch.ones(1))
+    return None
+
+
+def hang_while_one_dies(context):
+    """Rank 1 dies without a word; its connections stay open to nobody."""
+    import os
+    import signal
+
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+    return None
+
+
+def add_up(context):
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([context.rank + 1.0])
+    dist.all_reduce(total)
+    context.console(f"{context.config.run.name}: {context.world_size} ranks, sum {total.item():g}")
+    return {"sum": total.item()} if context.rank == 0 else None
+
+
+def stop_in_order(context):
+    context.console("waiting for a stop")
+    stop = StopRequest(context.attempt_dir)
+    while stop.check() is None:
+        time.sleep(0.05)
+    return {"stopped": stop.check()}
+
+
+if __name__ == "__main__":
+    work = sys.argv.pop(1)
+    worker.ENTRY_POINTS = {"train": (__name__, work)}
+    worker.main()

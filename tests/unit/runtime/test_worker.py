@@ -1,0 +1,85 @@
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.errors import CheckpointError, ConfigError, NumericsError, RankError
+from gspo_mega.run_folder import RunFolder, read_json
+from gspo_mega.runtime.shutdown import error_record
+from gspo_mega.runtime.worker import ENTRY_POINTS, RankEnvironment
+
+PLACE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_a_ranks_place_is_read_from_what_torchrun_sets():
+    assert RankEnvironment.read(PLACE) == RankEnvironment(rank=3, world_size=4, local_rank=1)
+
+
+def test_every_missing_variable_is_named():
+    with pytest.raises(ConfigError, match="RANK, LOCAL_RANK, MASTER_PORT"):
+        RankEnvironment.read({"WORLD_SIZE": "4", "LOCAL_RANK": "first", "MASTER_ADDR": "127.0.0.1"})
+    with pytest.raises(ConfigError, match="RANK=4 is not below WORLD_SIZE=4"):
+        RankEnvironment.read({**PLACE, "RANK": "4"})
+
+
+@pytest.mark.parametrize(
+    "error, is_user_error, code",
+    [(NumericsError("loss is NaN"), True, 5), (RankError("peer is silent"), False, 7), (KeyError("x"), False, 7), (KeyboardInterrupt(), False, 7)],
+)
+def test_a_record_tells_users_errors_from_defects(error, is_user_error, code):
+    try:
+        raise error
+    except BaseException as caught:
+        record = error_record(caught, 2)
+    assert (record["rank"], record["is_user_error"], record["exit_code"]) == (2, is_user_error, code)
+    assert record["text"] == str(error)
+    assert "test_a_record_tells" in record["traceback"]
+
+
+def test_entry_points_exist():
+    for module, function in ENTRY_POINTS.values():
+        source = importlib.util.find_spec(module)
+        assert source is not None, f"{module} is missing"
+        assert f"def {function}(" in Path(source.origin).read_text()
+
+
+def run_worker(folder, code):
+    """A process in which `code` uses `attempt`."""
+    return subprocess.run(
+        [sys.executable, "-c", f"from gspo_mega.run_folder import Attempt\nattempt = Attempt({str(folder)!r})\n{code}"],
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+
+
+def test_a_failure_leaves_its_record_and_no_time_for_anything_else(tmp_path):
+    attempt = RunFolder(tmp_path).new_attempt()
+    code = """
+import atexit, threading, time
+from gspo_mega.errors import CheckpointError
+from gspo_mega.runtime.shutdown import fail
+atexit.register(lambda: time.sleep(60))
+threading.Thread(target=time.sleep, args=(60,)).start()
+fail(CheckpointError("torn"), 1, attempt)
+"""
+    assert run_worker(attempt.path, code).returncode == CheckpointError.exit_code
+    assert read_json(attempt.error_file(1))["text"] == "torn"
+
+
+def test_a_record_that_cannot_be_written_does_not_keep_the_rank_alive(tmp_path):
+    code = """
+import logging
+logging.basicConfig()
+from gspo_mega.runtime.shutdown import fail
+fail(ValueError("lost"), 0, attempt)
+"""
+    ended = run_worker(tmp_path / "no" / "such" / "0001", code)
+    assert ended.returncode == 7
+    assert "ValueError: lost" in ended.stderr and "could not be written" in ended.stderr
+
+
+def test_the_shell_around_a_rank_needs_no_torch():
+    code = "import sys, gspo_mega.runtime.worker; print([m for m in ('torch', 'numpy', 'megatron') if m in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
