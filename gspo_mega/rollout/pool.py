@@ -32,6 +32,7 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.25
 _STALE_SECONDS = 60.0
 _NONSENSE_LIMIT = 3
+_MAX_REST_SECONDS = 5.0
 
 
 class Entry:
@@ -75,6 +76,7 @@ class ServerPool:
         self._committed_version = 0
         self._problem: RolloutError | None = None
         self._lonely_since: float | None = None
+        self._closed = False
         self.loop = LoopThread("rollout")
         self._changed = self.loop.run(_make(asyncio.Condition))
         self.loop.run(self._refresh())
@@ -93,8 +95,10 @@ class ServerPool:
             for entry in self._entries.values():
                 await entry.client.close()
 
-        self.loop.run(close_clients())
-        self.loop.close()
+        if not self._closed:
+            self._closed = True
+            self.loop.run(close_clients())
+            self.loop.close()
 
     @property
     def committed_version(self) -> int:
@@ -174,13 +178,15 @@ class ServerPool:
         """Give `entry` back; with the error of the request, if it failed. A failing server rests, longer each time."""
         entry.num_open -= 1
         if error is None:
-            entry.num_failures = 0
+            entry.num_failures = entry.num_nonsense = 0
         else:
-            entry.num_failures += 1
-            entry.rest_until = time.monotonic() + min(30.0, 0.1 * 2 ** min(entry.num_failures, 10))
+            now = time.monotonic()
+            if now >= entry.rest_until:  # requests that fail together are one failure of the server
+                entry.num_failures += 1
+                entry.rest_until = now + min(_MAX_REST_SECONDS, 0.1 * 2 ** min(entry.num_failures, 10))
             if error.kind == "nonsense":
                 entry.num_nonsense += 1
-                if entry.num_nonsense == _NONSENSE_LIMIT:
+                if entry.num_nonsense == _NONSENSE_LIMIT:  # in a row
                     logger.warning("%s: no more work until its weights are published anew: %s", entry.server_id, error)
                     entry.verified_version = None
         async with self._changed:
@@ -214,13 +220,17 @@ class ServerPool:
     def _describe(self) -> str:
         if not self._registrations:
             return f"none is registered in {self._servers_dir}"
+        return "; ".join(map(self._describe_one, self._registrations))
+
+    def _describe_one(self, registration: Registration) -> str:
         with self._lock:
-            held = {k: e.verified_version for k, e in self._entries.items()}
-        return "; ".join(
-            f"{r.server_id}: {r.state}, holds version {held.get(r.server_id)} of {self._committed_version}"
-            + (f" ({r.error})" if r.error else "")
-            for r in self._registrations
-        )
+            entry = self._entries.get(registration.server_id)
+        if entry is not None:
+            what = f"holds version {entry.verified_version} of {self._committed_version}"
+        else:
+            what = f"last heard of {time.time() - registration.heartbeat:.0f} s ago"
+        error = f" ({registration.error})" if registration.error else ""
+        return f"{registration.server_id}: {registration.state}, {what}{error}"
 
     async def _watch(self) -> None:
         """Keeps the list of servers, and wakes those who wait for one when time alone has changed something."""

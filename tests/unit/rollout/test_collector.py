@@ -1,0 +1,349 @@
+"""Rollout batches over servers that fail in every way: each prompt comes back once, complete, and is accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+import time
+
+import pytest
+from conftest import make_config
+from fake_server import EOS, good_answer
+
+from gspo_mega.errors import RolloutError
+from gspo_mega.records import Prompt
+from gspo_mega.rollout.collector import Collector
+
+
+class Stream:
+    def __init__(self):
+        self.drawn = []
+
+    def next(self):
+        index = len(self.drawn)
+        prompt = Prompt(f"p:{index}", "p", (3, 4 + index % 50, 5), f"prompt {index}")
+        self.drawn.append(prompt)
+        return prompt
+
+
+async def random_score(trajectory):
+    await asyncio.sleep(0)
+    trajectory.reward = float(random.random())
+
+
+def collector_of(pool, score=random_score, stream=None, **settings):
+    return Collector(make_config(**settings), pool, stream or Stream(), score, lambda ids: " ".join(map(str, ids)), [EOS])
+
+
+@pytest.fixture
+def collect(pools):
+    """Collector over a pool with the same settings."""
+
+    def make(score=random_score, stream=None, **settings):
+        pool = pools(**settings)
+        return collector_of(pool, score, stream, **settings), pool
+
+    return make
+
+
+def check_whole(batch, stream, prompts=6, group_size=4, version=0):
+    """Every prompt drawn came back exactly once, each group complete and in order, every record aligned."""
+    assert [g.prompt.prompt_id for g in batch.groups] == [p.prompt_id for p in stream.drawn[:prompts]]
+    ids = [t.trajectory_id for t in batch.trajectories]
+    assert len(set(ids)) == len(ids) == prompts * group_size
+    for group in batch.groups:
+        assert len(group.trajectories) == group_size
+        for t in group.trajectories:
+            assert t.prompt is group.prompt and t.group_id == group.group_id and t.reward is not None
+            lengths = {len(t.response_token_ids), len(t.rollout_log_probs), len(t.weight_versions), len(t.response_mask)}
+            assert lengths == {t.num_response_tokens}
+            assert set(t.weight_versions) == {version} and set(t.response_mask) == {1}
+            assert (t.response_token_ids[-1] == EOS) == (t.finish_reason == "stop")
+
+
+def test_a_plain_batch(fakes, collect):
+    server = fakes("server-0")
+    stream = Stream()
+    collector, _ = collect(stream=stream)
+    waits = []
+    batch = collector.take(3, on_wait=lambda: waits.append(1))
+    check_whole(batch, stream)
+    assert batch.step == 3
+    assert batch.counts["num_prompts_sampled"] == 6 and batch.counts["num_trajectories"] == 24
+    assert batch.counts["num_retries"] == batch.counts["num_request_failures"] == 0
+    assert batch.counts["num_generated_tokens"] == sum(t.num_response_tokens for t in batch.trajectories)
+    assert set(batch.phase_seconds) == {"generate", "score"}
+    (path, body), *rest = server.calls
+    assert path == "/generate" and len(rest) == 23
+    assert body["sampling_params"] == {
+        "max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "stop_token_ids": [EOS], "skip_special_tokens": False,
+    }  # fmt: skip
+    stopped = next(t for t in batch.trajectories if t.finish_reason == "stop" and t.num_response_tokens > 1)
+    assert stopped.response_text == " ".join(map(str, stopped.response_token_ids[:-1]))
+
+
+def test_routed_experts_are_kept(fakes, collect):
+    fakes("server-0")
+    collector, _ = collect(return_routed_experts=True)
+    for t in collector.take(0).trajectories:
+        assert t.routed_experts.shape == (t.num_tokens - 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "fault", [500, 400, "reset", "truncated", "not json", "abort", {"output_ids": [3], "meta_info": {}}, "hang"]
+)
+def test_failures_of_one_kind_lose_no_prompt(fakes, collect, fault):
+    server = fakes("server-0")
+    rng = random.Random(str(fault))
+    server.fault = lambda call, ids: fault if rng.random() < 0.3 else None
+    if isinstance(fault, dict) or fault == "not json":  # answers of no sense in a row would rightly end the only server
+        server.fault = lambda call, ids: fault if call in (3, 9) else None
+    stream = Stream()
+    collector, _ = collect(stream=stream, request_deadline_seconds=0.3)
+    batch = collector.take(0)
+    check_whole(batch, stream)
+    failed = batch.counts["num_aborted_requests"] if fault == "abort" else batch.counts["num_request_failures"]
+    assert failed >= 2
+    assert batch.counts["num_retries"] == failed
+
+
+def wrong_lengths(call, ids):
+    answer = good_answer(ids, {"max_new_tokens": 6}, "0", random.Random(call))
+    answer["meta_info"]["output_token_logprobs"].append([-1.0, 3, None])
+    return answer
+
+
+def test_a_server_that_only_answers_nonsense_ends_with_no_work_and_its_neighbour_does_it_all(fakes, collect):
+    bad, good = fakes("server-0"), fakes("server-1")
+    bad.fault = wrong_lengths
+    stream = Stream()
+    collector, pool = collect(stream=stream)
+    pool.wait_ready(2, 5)
+    check_whole(collector.take(0), stream)
+    assert [c.server_id for c in pool.servers_behind()] == ["server-0"]
+    before = bad.num_generated
+    collector.take(1)
+    assert bad.num_generated == before
+
+
+def test_tokens_of_other_weights_never_enter_a_trajectory(fakes, collect):
+    stale, good = fakes("server-0"), fakes("server-1")
+    stream = Stream()
+    collector, pool = collect(stream=stream)
+    pool.wait_ready(2, 5)
+    stale.version = 5  # it changed its weights behind everybody's back
+    batch = collector.take(0)
+    check_whole(batch, stream)
+    assert batch.counts["num_request_failures_nonsense"] >= 1
+    assert good.num_generated >= 24
+
+
+def test_a_server_that_dies_gives_its_work_to_the_other(fakes, collect):
+    dying, other = fakes("server-0", delay=0.05), fakes("server-1", delay=0.05)
+    dying.fault = lambda call, ids: "hang" if call >= 2 else None
+    stream = Stream()
+    collector, pool = collect(stream=stream, request_deadline_seconds=30.0)
+    pool.wait_ready(2, 5)
+    collector.start(0)
+    deadline = time.monotonic() + 5
+    while dying.num_open < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    killed = time.monotonic()
+    dying.die()
+    batch = collector.take(0)
+    assert time.monotonic() - killed < 5  # not the deadline of a request
+    check_whole(batch, stream)
+    assert batch.counts["num_request_failures"] >= 5
+
+
+def test_a_lone_server_that_comes_back_behind_is_published_to_while_the_batch_waits(fakes, collect):
+    """The restarted server holds old weights: the runtime brings it up to date inside on_wait, and the batch goes on."""
+    server = fakes("server-0", delay=0.05)
+    server.fault = lambda call, ids: "hang" if server.generation == 1 and call >= 3 else None
+    stream = Stream()
+    collector, pool = collect(stream=stream, request_deadline_seconds=30.0, no_server_deadline_seconds=20.0)
+    (control,) = pool.controls()
+    control.update_from_disk("/w/1", 1, deadline_seconds=2)
+    pool.commit(1, [("server-0", 1)])
+    republished = []
+
+    def on_wait():
+        if server.generation == 1 and server.num_generated >= 6:
+            server.die()
+            server.version = 0
+            server.start()
+        for behind in pool.servers_behind():
+            behind.update_from_disk("/w/1", 1, deadline_seconds=2)
+            republished.append((behind.server_id, behind.generation))
+            pool.commit(1, [(behind.server_id, behind.generation)])
+
+    batch = collector.take(0, on_wait)
+    check_whole(batch, stream, version=1)
+    assert republished == [("server-0", 2)]
+
+
+def test_the_request_that_always_fails_stops_the_batch_and_is_named(fakes, collect):
+    server = fakes("server-0")
+    server.fault = lambda call, ids: 500 if ids[1] == 6 else None
+    collector, _ = collect(max_attempts=3)
+    with pytest.raises(RolloutError, match=r"prompt p:2: no answer in 3 attempts.*server-0: generate step000000-g00002.*HTTP 500"):
+        collector.take(0)
+    server.fault = lambda call, ids: None
+    assert len(collector.take(1).groups) == 6  # and the next batch is none the worse
+
+
+def test_open_requests_are_bounded(fakes, collect):
+    server = fakes("server-0", delay=0.02)
+    collector, _ = collect(max_concurrent_requests=3)
+    collector.take(0)
+    assert server.most_open == 3
+
+
+def test_scoring_overlaps_with_generation(fakes, collect):
+    server = fakes("server-0", delay=0.3)
+    scored_while_open = []
+
+    async def score(trajectory):
+        trajectory.reward = 1.0
+        scored_while_open.append(server.num_open)
+
+    collector, _ = collect(score=score)
+    collector.take(0)
+    assert any(scored_while_open)
+
+
+def test_a_failed_reward_is_counted_and_one_that_raises_ends_the_batch(fakes, collect):
+    fakes("server-0")
+
+    async def score(trajectory):
+        trajectory.reward = 0.0
+        if trajectory.trajectory_id.endswith("s001"):
+            trajectory.reward_error = "it hung"
+
+    collector, _ = collect(score=score)
+    assert collector.take(0).counts["num_reward_failures"] == 6
+
+    async def broken(trajectory):
+        raise ZeroDivisionError("in the scorer")
+
+    collector, _ = collect(score=broken)
+    with pytest.raises(ZeroDivisionError, match="in the scorer"):
+        collector.take(0)
+
+
+def constant_first(num_constant):
+    """Groups below `num_constant` get equal rewards, the rest differing ones."""
+    counter = itertools.count()
+
+    async def score(trajectory):
+        trajectory.reward = 1.0 if trajectory.group_id < num_constant else float(next(counter))
+
+    return score
+
+
+def test_constant_groups_are_replaced(fakes, collect):
+    fakes("server-0")
+    stream = Stream()
+    collector, _ = collect(score=constant_first(4), stream=stream, filter_constant_groups=True, max_oversampling=3.0)
+    batch = collector.take(0)
+    assert [g.prompt.prompt_id for g in batch.groups] == [f"p:{i}" for i in range(4, 10)]
+    assert not any(g.is_constant for g in batch.groups)
+    assert (batch.counts["num_prompts_sampled"], batch.counts["num_groups_filtered"]) == (10, 4)
+    assert batch.counts["num_groups_missing"] == 0 and len(stream.drawn) == 10
+
+
+def test_oversampling_has_a_bound(fakes, collect):
+    fakes("server-0")
+    collector, _ = collect(score=constant_first(7), filter_constant_groups=True, max_oversampling=1.5)
+    batch = collector.take(0)
+    assert [g.group_id for g in batch.groups] == [7, 8]
+    assert batch.counts["num_prompts_sampled"] == 9
+    assert (batch.counts["num_groups_filtered"], batch.counts["num_groups_missing"]) == (7, 4)
+
+
+def test_a_step_without_any_signal_still_has_its_batch(fakes, collect):
+    fakes("server-0")
+    collector, _ = collect(score=constant_first(99), filter_constant_groups=True, max_oversampling=2.0)
+    batch = collector.take(0)
+    assert len(batch.groups) == 6 and batch.counts["num_groups_missing"] == 6
+
+
+def test_without_the_filter_constant_groups_stay(fakes, collect):
+    fakes("server-0")
+    collector, _ = collect(score=constant_first(99))
+    batch = collector.take(0)
+    assert len(batch.groups) == 6 and batch.counts["num_groups_filtered"] == 0
+
+
+def test_evaluation_goes_through_the_same_machinery(fakes, collect):
+    server = fakes("server-0")
+    server.fault = lambda call, ids: 500 if call % 5 == 0 else None
+    collector, _ = collect(temperature=0.7, top_p=0.9, top_k=5)
+    prompts = [Prompt(f"e:{i}", "e", (3, 4), "t") for i in range(10)]
+    groups = collector.sample(prompts, 2, 0.0)
+    assert [g.prompt for g in groups] == prompts
+    assert all(len(g.trajectories) == 2 and None not in [t.reward for t in g.trajectories] for g in groups)
+    params = server.calls[0][1]["sampling_params"]
+    assert (params["temperature"], params["top_p"], "top_k" in params) == (0.0, 1.0, False)
+    collector.take(0)
+    params = server.calls[-1][1]["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.7, 0.9, 5)
+
+
+def test_an_error_while_waiting_ends_the_batch_and_its_requests(fakes, collect):
+    server = fakes("server-0")
+    server.fault = lambda call, ids: "hang"
+    collector, _ = collect(request_deadline_seconds=60.0)
+
+    def on_wait():
+        if server.num_open:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collector.take(0, on_wait)
+    deadline = time.monotonic() + 5
+    while server.num_open:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_closing_leaves_no_thread(fakes, pools):
+    server = fakes("server-0")
+    server.fault = lambda call, ids: "hang"
+    before = set(threading.enumerate())
+    pool = pools(request_deadline_seconds=60.0)
+    collector = collector_of(pool)
+    collector.start(0)
+    while not server.num_open:
+        time.sleep(0.01)
+    collector.close()
+    pool.close()
+    left = [t for t in set(threading.enumerate()) - before if t.name == "rollout"]
+    assert left == []
+
+
+def test_batches_are_taken_in_turn(fakes, collect):
+    fakes("server-0")
+    collector, _ = collect()
+    collector.start(0)
+    with pytest.raises(RuntimeError, match="step 0 was started"):
+        collector.start(1)
+    with pytest.raises(RuntimeError, match="step 1 asked for, step 0 was started"):
+        collector.take(1)
+    assert collector.take(0).step == 0
+
+
+def test_a_storm_of_failures_over_three_servers(fakes, collect):
+    servers = [fakes(f"server-{i}", delay=0.01) for i in range(3)]
+    rng = random.Random(0)
+    kinds = [500, "reset", "truncated", "abort", "hang", *[None] * 15]
+    for server in servers:
+        server.fault = lambda call, ids: rng.choice(kinds)
+    stream = Stream()
+    settings = dict(prompts_per_step=30, group_size=4, request_deadline_seconds=0.2, max_attempts=40)
+    collector, pool = collect(stream=stream, **settings)
+    pool.wait_ready(3, 5)
+    check_whole(collector.take(0), stream, prompts=30)
