@@ -25,7 +25,7 @@ _LONGEST_REPLY_BYTES = 1024 * 1024
 
 
 class ScoringProcess:
-    """A running scoring process that has loaded its functions. It leads a session and process group of its own."""
+    """A running scoring process that has loaded its functions. It leads a process group of its own."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None

@@ -64,7 +64,7 @@ def test_the_experts_have_their_names_on_disk(made):
     assert weights["model.layers.2.mlp.experts.7.gate_proj.weight"].shape == (64, 64)
     assert all(weight.dtype == torch.float32 for weight in weights.values())
     matrices = torch.cat([weight.flatten() for weight in weights.values() if weight.dim() == 2])
-    assert abs(matrices.std().item() - 0.02) < 1e-3 and abs(matrices.mean().item()) < 1e-4
+    assert abs(matrices.std().item() - 0.05) < 1e-3 and abs(matrices.mean().item()) < 3e-4
     assert all((weight == 1).all() for weight in weights.values() if weight.dim() == 1)
 
 
