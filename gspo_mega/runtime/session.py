@@ -16,8 +16,8 @@ from typing import Any
 from gspo_mega.checkpoint.state import TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups
-from gspo_mega.errors import NumericsError, PublishError
-from gspo_mega.metrics.phases import PhaseTimer
+from gspo_mega.errors import NumericsError
+from gspo_mega.metrics.timer import PhaseTimer
 from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
@@ -90,17 +90,9 @@ class Session:
             self.state = load_checkpoint(checkpoint, self.engine)
         self.resumed_from = checkpoint
         self.publisher = Publisher(
-            config.publish,
-            self.spec,
-            self.groups,
-            self.engine.chunks,
-            self.engine.parameter_dtype(),
-            config.model.path,
-            self.run_folder.weights_dir,
-            address=_address_for(config.server.host),
+            config, self.spec, self.groups, self.engine.chunks, self.run_folder.weights_dir, _address_for(config.server.host)
         )
         self._cleanup.callback(self.publisher.close)
-        self._snapshot_version: int | None = None
         self._catch_up_after = 0.0
         self.stop_request = StopRequest(context.attempt_dir)
         self.writer = None
@@ -146,35 +138,21 @@ class Session:
         """
         with self.phase("publish"):
             result = self.publisher.publish(self.state.weight_version, [] if self.side is None else self.side.pool.controls())
-        self._snapshot_version = self.state.weight_version if self.config.publish.method == "disk" else None
         self._commit(result)
         return result
 
     def _commit(self, result: PublishResult) -> None:
         if self.side is not None:
-            self.side.pool.commit(result.weight_version, result.committed)
+            self.side.pool.commit(result.weight_version, result.verified)
             for server, why in result.failed.items():
                 self.say(f"warning  {server} does not hold weight version {result.weight_version} and gets no work until it does: {why}")
 
-    def _catch_up(self) -> None:
-        """Rank 0: bring servers that came back to the committed version, from disk; have it written first if need be."""
-        assert self.side is not None
-        behind = self.side.pool.servers_behind()
-        if not behind or time.monotonic() < self._catch_up_after:
-            return
-        if self._snapshot_version != self.state.weight_version:
-            self.exchange.send_all({"kind": "snapshot"})
-            self._snapshot()
-        try:
-            self._commit(self.publisher.catch_up(behind))
-        except PublishError as error:
+    def _publish_again(self, servers: list[Any]) -> None:
+        """The committed weights once more, to servers that came back (known on rank 0). Collective."""
+        result = self.publisher.publish_again(self.state.weight_version, servers)
+        self._commit(result)
+        if result.failed:
             self._catch_up_after = time.monotonic() + CATCH_UP_PAUSE_SECONDS
-            self.say(f"warning  {error}")
-
-    def _snapshot(self) -> None:
-        """Put the committed weights on disk, for servers that restart. Collective."""
-        self.publisher.snapshot_to_disk(self.state.weight_version)
-        self._snapshot_version = self.state.weight_version
 
     def agree(self, value: Any) -> Any:
         """Rank 0's `value` (JSON types) on every rank."""
@@ -204,13 +182,17 @@ class Session:
             message = self.exchange.receive()
             if message["kind"] == until:
                 return message
-            assert message["kind"] == "snapshot", f"rank 0 sent {message['kind']!r} where {until!r} was due"
-            self._snapshot()
+            assert message["kind"] == "publish_again", f"rank 0 sent {message['kind']!r} where {until!r} was due"
+            self._publish_again([])
 
     def on_wait(self) -> None:
         """Rank 0, while it waits for rollouts: look for a stop request and for servers that came back."""
         self._check_stop()
-        self._catch_up()
+        assert self.side is not None
+        behind = self.side.pool.servers_behind()
+        if behind and time.monotonic() >= self._catch_up_after:
+            self.exchange.send_all({"kind": "publish_again"})
+            self._publish_again(behind)
 
     def _check_stop(self) -> None:
         reason = self.stop_request.check()

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo_mega.algorithm.diagnostics import importance_ess, log_ratio_summary, policy_metrics
-from gspo_mega.algorithm.mismatch import SUM_NAMES, mismatch_metrics
+from gspo_mega.algorithm.diagnostics import log_ratio_summary, policy_metrics
+from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction, mismatch_metrics
 from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
@@ -142,7 +142,7 @@ class StepReport:
         metrics["mismatch/weight_mean"] = float(weights[weights > 0].mean()) if (weights > 0).any() else 0.0
         metrics["mismatch/budget_share"] = float(mismatch.abs().mean()) / max(config.objective.clip_low + config.objective.clip_high, 1e-12)
         log_s = torch.from_numpy(train["log_s"])[present]
-        metrics["policy/ess"] = importance_ess(log_s)
+        metrics["policy/ess"] = effective_sample_fraction(log_s)
         if config.old_log_probs == "rollout":
             parts = {"log_ratio": log_s}  # old is the server's: the two parts cannot be told apart
         else:
