@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.1
 # After a first failure: long enough for the rank that caused it to have left its record, if another was seen first.
 _SETTLE_SECONDS = 0.7
 # A server ends its own group within 2 s. With the settling the whole run is gone well within 10 s.
-_END_GRACE_SECONDS = 4.0
+_END_GRACE_SECONDS = 3.0
 
 
 class ConsoleTail:

@@ -1,0 +1,139 @@
+"""The shell scripts' own decisions, in a folder where the programs they call are stand-ins that note their arguments."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+
+GSPO_MEGA = """#!/usr/bin/env bash
+echo "gspo-mega $*" >> calls
+[[ $1 == "${FAIL:-}" ]] && exit 130
+for word in "$@"; do case $word in run.dir=*) dir=${word#*=} ;; run.name=*) name=${word#*=} ;; esac; done
+[[ $1 == sft ]] && name=sft
+mkdir -p "$dir/$name/hf"
+"""
+PYTHON = """#!/usr/bin/env bash
+echo "python $*" >> calls
+case "$*" in
+  *pytest*"${FAIL:-nothing}"*) echo "1 failed in 0.01s"; exit 1 ;;
+  *pytest*) echo "9 passed in 0.01s" ;;
+  *) mkdir -p "$2/model" ;;
+esac
+"""
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name in ("launch/quickstart.sh", "tests/run.sh", ".ci/run"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    stand_ins = {"launch/setup.sh": "#!/bin/sh\n", ".venv/bin/gspo-mega": GSPO_MEGA, ".venv/bin/python": PYTHON}
+    for name, text in stand_ins.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".cache").mkdir()
+    return tmp_path
+
+
+def call(root, script, *arguments, **environment):
+    """Run it from another folder; returns what ended and the calls it made."""
+    (root / "calls").unlink(missing_ok=True)
+    ended = subprocess.run(
+        [str(root / script), *arguments], capture_output=True, text=True, cwd="/", env={**os.environ, **environment}
+    )  # fmt: skip
+    calls = (root / "calls").read_text().splitlines() if (root / "calls").exists() else []
+    return ended, calls
+
+
+def test_quickstart_from_nothing(root):
+    ended, calls = call(root, "launch/quickstart.sh", "train.num_steps=3")
+    assert ended.returncode == 0, ended.stderr
+    assert calls[0] == "python tools/make_quickstart.py runs/quickstart --seed 1"
+    assert calls[1].startswith("gspo-mega sft configs/quickstart_sft.yaml run.dir=runs/quickstart run.seed=1")
+    assert calls[1].endswith("model.path=runs/quickstart/model")
+    assert calls[2].startswith("gspo-mega train configs/quickstart.yaml")
+    assert calls[2].endswith("model.path=runs/quickstart/sft/hf run.name=train train.num_steps=3")
+    assert len(calls) == 3
+    assert "runs/quickstart/train/hf" in ended.stdout
+
+
+def test_quickstart_again_sets_the_finished_one_aside(root):
+    call(root, "launch/quickstart.sh")
+    (root / "runs/quickstart/mark").touch()
+    for number in (1, 2):
+        ended, calls = call(root, "launch/quickstart.sh")
+        assert (ended.returncode, len(calls)) == (0, 3)
+        assert (root / f"runs/quickstart.{number}/train/hf").is_dir()
+    assert (root / "runs/quickstart.1/mark").exists()
+
+
+def test_quickstart_keep_trains_anew_from_the_same_start(root):
+    call(root, "launch/quickstart.sh")
+    (root / "runs/quickstart/sft/mark").touch()
+    ended, calls = call(root, "launch/quickstart.sh", "--keep")
+    assert [line.split()[:2] for line in calls] == [["python", "tools/make_quickstart.py"], ["gspo-mega", "train"]]
+    assert (root / "runs/quickstart/sft/mark").exists()
+    assert (root / "runs/quickstart/train.1/hf").is_dir()
+
+
+def test_quickstart_continues_what_was_interrupted(root):
+    ended, calls = call(root, "launch/quickstart.sh", FAIL="train")
+    assert ended.returncode == 130
+    assert "run the same command again" in ended.stderr
+    ended, calls = call(root, "launch/quickstart.sh")
+    assert ended.returncode == 0
+    assert [line.split()[1] for line in calls] == ["tools/make_quickstart.py", "train"]
+    assert sorted(path.name for path in (root / "runs").iterdir()) == ["quickstart"]
+
+
+def test_a_cold_start_that_failed_ends_the_quickstart(root):
+    ended, calls = call(root, "launch/quickstart.sh", FAIL="sft")
+    assert ended.returncode == 130
+    assert not any("gspo-mega train" in line for line in calls)
+
+
+def test_quickstart_control_and_seed_have_folders_of_their_own(root):
+    call(root, "launch/quickstart.sh")
+    _, calls = call(root, "launch/quickstart.sh", "--control")
+    assert calls[-1].endswith("run.name=train-control reward.permute_in_batch=true")
+    assert len(calls) == 2, "from the same cold start"
+    assert (root / "runs/quickstart/train/hf").is_dir() and (root / "runs/quickstart/train-control/hf").is_dir()
+    _, calls = call(root, "launch/quickstart.sh", "--seed", "2")
+    assert calls[0] == "python tools/make_quickstart.py runs/quickstart-seed2 --seed 2"
+    assert "run.dir=runs/quickstart-seed2 run.seed=2 data.path=runs/quickstart-seed2/data/train.jsonl" in calls[-1]
+
+
+@pytest.mark.parametrize("arguments", [["--seed"], ["--seed", "two"], ["fast"], ["--faster"]])
+def test_quickstart_refuses_what_it_does_not_know(root, arguments):
+    ended, calls = call(root, "launch/quickstart.sh", *arguments)
+    assert (ended.returncode, calls) == (2, [])
+    assert "quickstart: " in ended.stderr
+
+
+def test_run_sh_shows_every_tiers_closing_summary_and_passes(root):
+    ended, calls = call(root, "tests/run.sh")
+    assert ended.returncode == 0
+    assert [line.split()[-1] for line in calls] == ["tests/numerics", "tests/distributed", "tests/integration"]
+    last = ended.stdout.splitlines()[-4:]
+    assert "passed after" in last[0]
+    assert [line.split()[0] for line in last[1:]] == ["unit", "distributed", "integration"]
+    assert all("9 passed" in line for line in last[1:])
+
+
+def test_a_failed_tier_fails_all_and_the_others_still_run(root):
+    ended, calls = call(root, ".ci/run", FAIL="distributed")
+    assert (ended.returncode, len(calls)) == (1, 3)
+    assert "FAILED after" in ended.stdout
+    assert "1 failed" in ended.stdout.splitlines()[-2] and "9 passed" in ended.stdout.splitlines()[-1]
+
+
+def test_run_sh_takes_single_tiers_and_names_them_when_wrong(root):
+    assert len(call(root, "tests/run.sh", "unit")[1]) == 1
+    ended, calls = call(root, "tests/run.sh", "units")
+    assert (ended.returncode, calls) == (2, [])
+    assert "unit distributed integration" in ended.stderr
