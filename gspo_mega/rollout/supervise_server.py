@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,9 +43,19 @@ class _Stop(Exception):
 
 
 class ServerSupervisor:
-    """Runs server `index` of `attempt` until told to stop, or until it failed more often than allowed."""
+    """Runs server `index` of `attempt` until told to stop, or until it failed more often than allowed.
 
-    def __init__(self, config: Config, attempt: Attempt, index: int) -> None:
+    `entry` is the command that is a server, given --spec and --parent; another environment's Python, say.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        attempt: Attempt,
+        index: int,
+        entry: Sequence[str] = (sys.executable, "-m", "gspo_mega.rollout.server_entry"),
+    ) -> None:
+        self._entry = list(entry)
         self._config = config
         self._attempt = attempt
         self._index = index
@@ -60,8 +71,8 @@ class ServerSupervisor:
         )  # fmt: skip
 
     def run(self) -> int:
-        """Blocks; returns the exit code. Call it from the main thread (signals, parent-death). Raises nothing of its own:
-        a failure is registered, logged and returned as the error's exit code."""
+        """Blocks until asked to stop, then returns 0. Call it from the main thread (signals, parent-death). Raises
+        RankError when the server failed too often and ConfigError when it refuses its configuration; registered as well."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self._stop.set())
         for folder in (self._attempt.servers_dir, self._attempt.logs_dir):
@@ -155,7 +166,7 @@ class ServerSupervisor:
             self._registration, address=f"http://{host}:{port}", generation=generation, weight_version=weight_version
         )
         self._register(state="starting")
-        command = [sys.executable, "-m", "gspo_mega.rollout.server_entry", "--spec", str(spec_file), "--parent", str(os.getpid())]
+        command = [*self._entry, "--spec", str(spec_file), "--parent", str(os.getpid())]
         self._process = start_group(command, log=self._log, environment={**os.environ, "TMPDIR": str(self._scratch)})
 
     def _current_weights(self) -> tuple[int, str]:

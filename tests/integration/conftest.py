@@ -75,7 +75,7 @@ def _running(folder: Path, model: Path, rollout: dict) -> RunningServer:
     from servers import Serve, run_config
 
     # log_level info: SGLang then logs all its arguments, and a test looks for the API key there.
-    config_path = run_config(folder, model, rollout=rollout, server={"log_level": "info", "start_deadline_seconds": 240.0})
+    config_path = run_config(folder, model, rollout=rollout, server={"log_level": "info", "start_deadline_seconds": 600.0})
     serve = Serve(config_path, folder / "run")
     try:
         serve.wait_for("ready")

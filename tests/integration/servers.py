@@ -11,10 +11,11 @@ from pathlib import Path
 
 import yaml
 
+import gspo_mega
 from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.run_folder import Attempt, RunFolder
 
-START_SECONDS = 240.0
+START_SECONDS = 600.0
 
 
 def run_config(folder: Path, model: Path, **sections) -> Path:
@@ -49,7 +50,7 @@ class Serve:
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*command, "--index", str(index)], stdout=output, stderr=output, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(gspo_mega.__file__).parents[1])},
             )  # fmt: skip
 
     def registration(self) -> Registration | None:

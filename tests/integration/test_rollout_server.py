@@ -196,7 +196,7 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_stopping_leaves
         assert len(family) >= 4
         asked = time.monotonic()
         assert serve.stop() == 0
-        assert time.monotonic() - asked < 6
+        assert time.monotonic() - asked < 10
         assert alive(family) == []
         assert serve.registration().state == "stopped"
     finally:

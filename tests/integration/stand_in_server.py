@@ -1,0 +1,49 @@
+"""Stands in for an SGLang process: says /health as told by the file `behaviour` beside the attempt, spawns a child."""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--behaviour", type=Path)
+parser.add_argument("--spec", type=Path)
+parser.add_argument("--parent", type=int)
+args = parser.parse_args()
+spec = json.loads(args.spec.read_text())
+behaviour = args.behaviour.read_text().split()
+print("stand-in", behaviour, "serves", spec["model_path"], "version", spec["weight_version"], flush=True)
+child = subprocess.Popen([sys.executable, "-c", "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+print("child", child.pid, flush=True)
+if "exit" in behaviour:
+    print("the reason of the end", flush=True)
+    sys.exit(3)
+if "refuse" in behaviour:
+    sys.stderr.write("server.options.x: no such argument\n")
+    sys.exit(2)
+if "ignore_term" in behaviour:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+started = time.time()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        healthy = "never_healthy" not in behaviour and not (self.path == "/health_generate" and "wedged" in behaviour)
+        self.send_response(200 if healthy else 503)
+        self.end_headers()
+
+    def log_message(self, *_):
+        """Quiet."""
+
+
+if "die_later" in behaviour:
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    signal.setitimer(signal.ITIMER_REAL, 0.7)
+http.server.ThreadingHTTPServer((spec["host"], spec["port"]), Handler).serve_forever()

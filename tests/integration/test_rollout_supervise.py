@@ -1,0 +1,171 @@
+"""The supervisor of one server: restarts, giving up, and leaving nothing behind. A stand-in plays SGLang."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from servers import alive, run_config, wait_gone
+
+import gspo_mega
+from gspo_mega.config import load_config
+from gspo_mega.rollout.registration import Registration, read_registrations
+from gspo_mega.run_folder import RunFolder, atomic_write_json
+
+
+class Supervised:
+    def __init__(self, folder: Path, behaviour: str, launcher=(), **server):
+        self.attempt = RunFolder(folder / "run").new_attempt()
+        self.become(behaviour)
+        settings = {"start_deadline_seconds": 60.0, "max_restarts": 2, **server}
+        config = load_config(run_config(folder, folder / "model", server=settings)).config
+        driver = Path(__file__).with_name("supervise_driver.py")
+        self.process = subprocess.Popen(
+            [*launcher, sys.executable, str(driver), str(self.attempt.path), config.model_dump_json()],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(gspo_mega.__file__).parents[1])},
+        )  # fmt: skip
+
+    def become(self, behaviour: str) -> None:
+        (self.attempt.path / "behaviour").write_text(behaviour)
+
+    def registration(self) -> Registration:
+        return read_registrations(self.attempt.servers_dir)[0]
+
+    def until(self, condition, seconds=60.0) -> Registration:
+        deadline = time.monotonic() + seconds
+        while True:
+            if (found := read_registrations(self.attempt.servers_dir)) and condition(found[0]):
+                return found[0]
+            assert time.monotonic() < deadline, (found, self.log())
+            time.sleep(0.02)
+
+    def log(self) -> str:
+        path = self.attempt.server_log(1)
+        return path.read_text() if path.exists() else ""
+
+    def children(self) -> list[int]:
+        return [int(pid) for pid in re.findall(r"child (\d+)", self.log())]
+
+
+@pytest.fixture
+def supervised(tmp_path):
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Supervised(tmp_path, *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.process.poll() is None:
+            one.process.terminate()
+        one.process.communicate(timeout=60)
+
+
+def test_a_server_becomes_ready_and_its_heart_beats(supervised):
+    one = supervised("ok")
+    seen = one.until(lambda r: r.state == "ready")
+    assert (seen.server_id, seen.generation, seen.weight_version, seen.pid) == ("server-1", 1, 0, one.process.pid)
+    assert seen.address.startswith("http://127.0.0.1:")
+    one.until(lambda r: r.heartbeat > seen.heartbeat + 1)
+    assert one.attempt.api_key_file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("behaviour", ["ok", "ignore_term"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_whole_group(supervised, behaviour, number):
+    one = supervised(behaviour)
+    one.until(lambda r: r.state == "ready")
+    (child,) = one.children()  # it ignores SIGTERM
+    assert alive([child])
+    one.process.send_signal(number)
+    assert one.process.wait(timeout=15) == 0
+    assert not alive([child])
+    assert one.registration().state == "stopped"
+
+
+def test_a_signal_is_heard_during_the_start(supervised):
+    one = supervised("never_healthy")
+    one.until(lambda r: r.state == "starting")
+    while not one.children():
+        time.sleep(0.02)
+    one.process.terminate()
+    assert one.process.wait(timeout=15) == 0
+    assert not alive(one.children())
+
+
+def test_a_dead_server_is_started_again_with_the_current_weights(supervised):
+    one = supervised("die_later")
+    one.until(lambda r: r.state == "ready")
+    current = one.attempt.run_folder.current_weights_file
+    current.parent.mkdir()
+    atomic_write_json(current, {"weight_version": 12, "path": "/weights/v12"})
+    one.become("ok")
+    again = one.until(lambda r: r.state == "ready" and r.generation == 2)
+    assert again.weight_version == 12
+    assert "SIGKILL" in again.error
+    assert "serves /weights/v12 version 12" in one.log()
+    first, second = one.children()
+    assert alive([first, second]) == [second]
+
+
+def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(supervised):
+    one = supervised("exit", max_restarts=2)
+    output, _ = one.process.communicate(timeout=90)
+    assert one.process.returncode == 7
+    assert "exited with code 3" in output and "restarted 2 times already" in output and "the reason of the end" in output
+    seen = one.registration()
+    assert (seen.state, seen.generation) == ("failed", 3)
+    assert not alive(one.children()) and len(one.children()) == 3
+
+
+def test_a_refused_configuration_is_not_tried_again(supervised):
+    one = supervised("refuse")
+    output, _ = one.process.communicate(timeout=90)
+    assert one.process.returncode == 2
+    assert "server.options.x: no such argument" in output
+    assert (one.registration().state, one.registration().generation) == ("failed", 1)
+
+
+@pytest.mark.parametrize(("behaviour", "cause"), [("never_healthy", "not healthy 1 s"), ("wedged", "silent for")])
+def test_a_server_that_does_not_answer_is_started_again(supervised, behaviour, cause):
+    one = supervised(behaviour, start_deadline_seconds=1.0)
+    again = one.until(lambda r: r.generation == 2)
+    assert cause in again.error
+
+
+def test_when_the_parent_goes_so_does_the_server(supervised):
+    # A shell starts the supervisor and is killed: nothing tells the supervisor but its parent's end.
+    one = supervised("ok", launcher=("bash", "-c", '"$@" & wait', "bash"))
+    seen = one.until(lambda r: r.state == "ready")
+    (child,) = one.children()
+    one.process.kill()
+    one.until(lambda r: r.state == "stopped", seconds=20)
+    wait_gone([child, seen.pid], 5)
+
+
+def test_a_current_json_of_no_sense_is_named(supervised, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.weights_dir.mkdir(parents=True)
+    atomic_write_json(run.current_weights_file, {"version": 3})
+    one = supervised("ok")
+    output, _ = one.process.communicate(timeout=90)
+    assert one.process.returncode == 2
+    assert "current.json: needs weight_version and path" in output
+
+
+def test_nothing_is_left_in_the_temporary_folder(supervised, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    one = supervised("ok")
+    one.until(lambda r: r.state == "ready")
+    assert [p for p in os.listdir(tmp_path) if p.startswith("gspo-server-")]
+    one.process.terminate()
+    one.process.wait(timeout=15)
+    assert [p for p in os.listdir(tmp_path) if p.startswith("gspo-server-")] == []

@@ -1,0 +1,137 @@
+"""From configuration to SGLang's arguments, and the API key's file."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+
+import pytest
+from conftest import make_config
+
+from gspo_mega.errors import ConfigError, RolloutError
+from gspo_mega.rollout.registration import Registration, read_registrations
+from gspo_mega.rollout.secret import Secret, ensure_secret, read_secret
+from gspo_mega.rollout.server_spec import ServerSpec, check_options_sglang, sglang_arguments, spec_from_config
+
+
+def spec_of(tmp_path, generation=1, index=0, rollout=None, **server):
+    config = make_config(**(rollout or {}))
+    config = config.model_copy(update={"server": config.server.model_copy(update=server)})
+    return spec_from_config(
+        config, model_path=str(tmp_path / "m"), weight_version=5, port=1234, api_key_file=tmp_path / "key", index=index,
+        generation=generation,
+    )  # fmt: skip
+
+
+def arguments(spec, on_cpu=True):
+    return sglang_arguments(spec, on_cpu=on_cpu, cpu_attention_backend="batched")
+
+
+def test_a_spec_survives_its_file(tmp_path):
+    spec = spec_of(tmp_path, options={"chunked_prefill_size": 512})
+    spec.write(tmp_path / "spec.json")
+    assert ServerSpec.read(tmp_path / "spec.json") == spec
+
+
+def test_on_cpu(tmp_path):
+    a = arguments(spec_of(tmp_path))
+    assert (a["device"], a["attention_backend"], a["sampling_backend"], a["sleep_on_idle"]) == ("cpu", "batched", "pytorch", True)
+    assert (a["dtype"], a["weight_version"], a["skip_tokenizer_init"], a["trust_remote_code"]) == ("float32", "5", True, False)
+    assert a["context_length"] > 8 + 6 and a["max_total_tokens"] >= a["max_running_requests"] * (8 + 6)
+    assert "api_key" not in a
+    assert arguments(spec_of(tmp_path, attention_backend="torch_native"))["attention_backend"] == "torch_native"
+    assert arguments(spec_of(tmp_path, max_total_tokens=99))["max_total_tokens"] == 99
+
+
+def test_on_gpu_sglang_chooses(tmp_path):
+    a = arguments(spec_of(tmp_path), on_cpu=False)
+    assert "device" not in a and "attention_backend" not in a and "sleep_on_idle" not in a
+    assert a["max_total_tokens"] is None and a["mem_fraction_static"] == 0.85
+
+
+def test_options_win_but_not_over_keys_of_ours(tmp_path):
+    assert arguments(spec_of(tmp_path, options={"sleep_on_idle": False}))["sleep_on_idle"] is False
+    with pytest.raises(ConfigError, match=r"server.options.tp_size: set by this package from server.tensor"):
+        spec_of(tmp_path, options={"tp_size": 2, "api_key": "x"})
+
+
+def test_unknown_options_are_named_with_their_neighbour():
+    check_options_sglang({"mem_fraction": 1} | {}, ["mem_fraction", "_hidden"])
+    with pytest.raises(ConfigError) as error:
+        check_options_sglang({"chunked_prefil_size": 1, "zzzzzz": 2, "_hidden": 3}, ["chunked_prefill_size", "_hidden"])
+    lines = str(error.value).splitlines()
+    assert "did you mean 'chunked_prefill_size'?" in lines[0] and "server.options.zzzzzz" in lines[1]
+    assert "server.options._hidden" in lines[2]
+
+
+def test_a_cache_too_small_for_one_request_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="server.max_total_tokens: 10 cannot hold one request of 14 tokens"):
+        spec_of(tmp_path, max_total_tokens=10)
+
+
+def test_no_two_starts_sample_alike(tmp_path):
+    seeds = {spec_of(tmp_path, generation=g, index=i).seed for g in range(5) for i in range(5)}
+    assert len(seeds) == 25 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_a_secret_never_shows_itself():
+    secret = Secret("hunter2")
+    for same in (secret, copy.deepcopy(secret), pickle.loads(pickle.dumps(secret))):
+        assert same == "hunter2" and f"Bearer {same}" == "Bearer hunter2"
+        for shown in (repr(same), str({"api_key": same}), f"{same!r}", str([same]), "%r" % (same,)):
+            assert "hunter2" not in shown
+
+
+def test_the_key_file(tmp_path):
+    path = tmp_path / "api_key"
+    with pytest.raises(ConfigError, match="cannot read the API key"):
+        read_secret(path)
+    key = ensure_secret(path)
+    assert len(key) >= 32 and path.stat().st_mode & 0o777 == 0o600
+    assert ensure_secret(path) == read_secret(path) == key
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="0640 lets others read"):
+        read_secret(path)
+    path.chmod(0o600)
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_secret(path)
+
+
+def test_servers_that_start_together_agree_on_the_key(tmp_path):
+    path = tmp_path / "api_key"
+    pids = []
+    for _ in range(8):
+        pid = os.fork()
+        if pid == 0:
+            (tmp_path / f"seen_{os.getpid()}").write_text(ensure_secret(path))
+            os._exit(0)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 8
+    assert {p.read_text() for p in tmp_path.glob("seen_*")} == {path.read_text().strip()}
+    assert list(tmp_path.glob(".api_key*")) == []
+
+
+def test_registrations_are_read_whole_while_they_are_rewritten(tmp_path):
+    stop = threading.Event()
+
+    def write():
+        generation = 0
+        while not stop.is_set():
+            generation += 1
+            Registration("server-0", "http://h:1", 1, "ready", generation, 0, float(generation), error="x" * 5000).write(tmp_path)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(300):
+            for found in read_registrations(tmp_path):
+                assert found.heartbeat == float(found.generation) and len(found.error) == 5000
+    finally:
+        stop.set()
+        writer.join()
+    (tmp_path / "server-1.json").write_text("[1]")
+    with pytest.raises(RolloutError, match="server-1.json"):
+        read_registrations(tmp_path)
