@@ -48,6 +48,9 @@ def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str
 def check_replicas(fleet: Fleet, spec: ModelSpec, reports: dict[str, Reported], digests: dict[str, str], baseline: Baseline) -> Baseline:
     """Servers hold the same as each other, and since the last verified publish exactly what changed in the trainer changed.
 
+    What this cannot see is a part of a fused tensor that did not arrive on any server while the rest of it did; that
+    updates reach every part at all is proved once a server start (`transaction.py`).
+
     `digests` are the trainer's, by checkpoint name. Servers that fail leave the fleet. Returns the new baseline,
     which holds if a server is left.
     """

@@ -1,0 +1,381 @@
+"""Publishing from two Megatron ranks to real SGLang servers: what arrives, what is caught, who goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+from rank_pool import RankPool, RankPools
+from servers import Serve, run_config
+
+from gspo_mega.errors import PublishError
+from gspo_mega.model.families import hf_tensors
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.weights.hf_export import tensor_digest
+
+# --- what the ranks do: run in the pool's processes ---------------------------------------------------------------
+
+
+class Trainer:
+    """A policy, its publisher and (on rank 0) the servers, as a run has them."""
+
+    def __init__(self, config_path: str, attempt: str, parallel: dict, publish: dict, weights_dir: str) -> None:
+        from gspo_mega.config import load_config
+        from gspo_mega.engine.model import build_chunks, transformer_config
+        from gspo_mega.engine.process_groups import create_groups
+        from gspo_mega.model.huggingface import read_model_spec
+        from gspo_mega.rollout.pool import ServerPool
+        from gspo_mega.run_folder import Attempt
+        from gspo_mega.weights.hf_import import import_huggingface
+        from gspo_mega.weights.publish import Publisher
+
+        config = load_config(config_path).config
+        layout = config.parallel.model_copy(update=parallel)
+        config = config.model_copy(update={"parallel": layout, "publish": config.publish.model_copy(update=publish)})
+        spec = read_model_spec(config.model.path)
+        self.groups = create_groups(**parallel)
+        self.chunks = build_chunks(transformer_config(config, spec), spec, self.groups)
+        import_huggingface(config.model.path, spec, self.groups, self.chunks)
+        self.publisher = Publisher(config, spec, self.groups, self.chunks, weights_dir)
+        self.pool = ServerPool(config, spec, Attempt(Path(attempt))) if self.groups.world.rank == 0 else None
+        if self.pool is not None:
+            self.pool.wait_ready(1, deadline_seconds=60)
+
+    def change(self, which: str) -> None:
+        """As an optimizer step would: every parameter whose name has `which` in it moves a little."""
+        with torch.no_grad():
+            for chunk in self.chunks:
+                for name, parameter in chunk.named_parameters():
+                    if which in name:
+                        parameter.mul_(1.01)
+
+    def servers(self, fault: dict | None) -> list:
+        if self.pool is None:
+            return []
+        return [Faulty(c, **fault) if fault and c.server_id in fault["servers"] else c for c in self.pool.controls()]
+
+
+class Faulty:
+    """The control of a real server, with one fault on the way there: what is between trainer and server goes wrong."""
+
+    def __init__(self, control, servers: list[str], kind: str, names: str, old: str | None = None) -> None:
+        self._control, self._kind, self._names, self._old = control, kind, names, old
+
+    def __getattr__(self, name: str):
+        return getattr(self._control, name)
+
+    def update_from_disk(self, path, weight_version, *, deadline_seconds):
+        file = next(f for f in sorted(Path(path).glob("*.safetensors")) if any(self._names in n for n in load_file(f)))
+        right = load_file(file)
+        wrong = {}
+        for name, tensor in right.items():
+            if self._names not in name:
+                wrong[name] = tensor
+            elif self._kind == "renamed":
+                wrong[name.replace("proj", "projection")] = tensor
+            elif self._kind == "stale":
+                wrong[name] = load_file(Path(self._old) / file.name)[name]
+        save_file(wrong, file, metadata={"format": "pt"})
+        index = Path(path) / "model.safetensors.index.json"
+        indexed = index.read_text() if index.exists() else None
+        if indexed is not None:
+            weight_map = {n: f for n, f in json.loads(indexed)["weight_map"].items() if f != file.name} | dict.fromkeys(wrong, file.name)
+            index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        try:
+            self._control.update_from_disk(path, weight_version, deadline_seconds=deadline_seconds)
+        finally:
+            save_file(right, file, metadata={"format": "pt"})
+            if indexed is not None:
+                index.write_text(indexed)
+
+    def update_from_distributed(self, names, dtypes, shapes, group_name, *, deadline_seconds):
+        if self._kind == "refused" and any(self._names in n for n in names):
+            group_name = "a group that the server is not in"
+        # SGLang receives what it has no name for and drops it.
+        unknown = {"renamed": "projection", "missing": "nowhere", "stale": "nowhere", "refused": "proj"}[self._kind]
+        names = [n.replace("proj", unknown) if self._names in n else n for n in names]
+        self._control.update_from_distributed(names, dtypes, shapes, group_name, deadline_seconds=deadline_seconds)
+
+
+_trainer: Trainer | None = None
+
+
+def open_trainer(**arguments) -> None:
+    global _trainer
+    _trainer = Trainer(**arguments)
+
+
+def publish(version: int, change: str = "", fault: dict | None = None, again: bool = False) -> dict:
+    """Publish after a change; the result as plain values, or the error's text."""
+    assert _trainer is not None
+    if not again:
+        _trainer.change(change or "\0")
+    act = _trainer.publisher.publish_again if again else _trainer.publisher.publish
+    try:
+        result = act(version, _trainer.servers(fault))
+    except PublishError as error:
+        return {"error": str(error)}
+    return {"verified": [list(v) for v in result.verified], "failed": result.failed, "phases": result.phase_seconds, "seconds": result.seconds}
+
+
+def snapshot(version: int) -> str:
+    assert _trainer is not None
+    return str(_trainer.publisher.snapshot_to_disk(version))
+
+
+def trainer_digests() -> dict:
+    from gspo_mega.weights.hf_export import policy_digests
+
+    assert _trainer is not None
+    return policy_digests(_trainer.publisher._policy, torch.float32)
+
+
+def close_trainer() -> None:
+    global _trainer
+    from gspo_mega.engine.process_groups import destroy_groups
+
+    assert _trainer is not None
+    _trainer.publisher.close()
+    if _trainer.pool is not None:
+        _trainer.pool.close()
+    destroy_groups()
+    _trainer = None
+
+
+# --- fixtures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rank_pools():
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def ranks(rank_pools) -> RankPool:
+    return rank_pools(2)
+
+
+class Side:
+    """The trainer's two ranks, opened against one attempt's servers; closed with the test."""
+
+    def __init__(self, ranks: RankPool, config_path: Path, attempt: Path, weights_dir: Path, parallel: dict, **publish) -> None:
+        self.ranks, self.weights_dir = ranks, weights_dir
+        publish = {"deadline_seconds": 60.0, "bucket_bytes": 100_000} | publish
+        sizes = {"expert_tensor": 1, **parallel}
+        self._run(
+            "open_trainer", config_path=str(config_path), attempt=str(attempt), parallel=sizes, publish=publish, weights_dir=str(weights_dir)
+        )
+
+    def _run(self, job: str, **arguments) -> list:
+        return self.ranks.run(f"test_publish_servers:{job}", **arguments)
+
+    def publish(self, version: int, change: str = "", **options) -> dict:
+        """Both ranks publish; they must agree on what came of it."""
+        first, second = self._run("publish", version=version, change=change, **options)
+        assert first == second
+        return first
+
+    def current(self) -> dict | None:
+        file = self.weights_dir / "current.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
+
+@pytest.fixture
+def moe(ranks, moe_server, tmp_path):
+    """A trainer of two expert-parallel ranks before the session's MoE server; a function that opens it."""
+    opened = []
+
+    def open_side(**publish) -> Side:
+        opened.append(Side(ranks, moe_server.config_path, moe_server.attempt.path, tmp_path / "weights", {"expert": 2}, **publish))
+        return opened[-1]
+
+    yield open_side
+    for side in opened:
+        side._run("close_trainer")
+    moe_server.restore_weights()
+
+
+def make_tied_model(folder: Path) -> Path:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 256,
+        "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False,
+        "eos_token_id": 2, "dtype": "float32",
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(5)
+    tensors = {e.name: 0.1 * torch.randn(e.shape, generator=generator) for e in hf_tensors(read_model_spec(folder))}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_servers(tmp_path_factory):
+    """Two servers of one dense model with tied embeddings and a vocabulary that both engines pad."""
+    folder = tmp_path_factory.mktemp("tied_run")
+    model = make_tied_model(folder / "model")
+    config_path = run_config(folder, model)
+    servers = [Serve(config_path, folder / "run")]
+    try:
+        servers.append(Serve(config_path, folder / "run", index=1, attempt=servers[0].attempt))
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda s: s.wait_for("ready"), servers))
+        yield config_path, servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture
+def tied(ranks, two_servers, tmp_path):
+    config_path, servers = two_servers
+    opened = []
+
+    def open_side(**publish) -> Side:
+        opened.append(Side(ranks, config_path, servers[0].attempt.path, tmp_path / "weights", {"tensor": 2}, **publish))
+        return opened[-1]
+
+    yield open_side
+    for side in opened:
+        side._run("close_trainer")
+
+
+# --- what arrives -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["disk", "distributed"])
+def test_moe_weights_arrive_and_every_tensor_is_checked(moe, method):
+    side = moe(method=method)
+    for version in (1, 2):
+        result = side.publish(version, change="")
+        assert result["verified"] == [["server-0", 1]] and not result["failed"]
+    assert side.publish(3, change="experts")["verified"]
+    if method == "disk":
+        assert side.current() == {"weight_version": 3, "path": str(side.weights_dir / "v00000003")}
+        assert sorted(p.name for p in side.weights_dir.glob("v*")) == ["v00000002", "v00000003"]
+    else:
+        assert side.current() is None
+
+
+@pytest.mark.parametrize("verify", ["tensors", "replicas"])
+@pytest.mark.parametrize("method", ["disk", "distributed"])
+def test_two_servers_of_a_tied_model_with_a_padded_vocabulary(tied, method, verify):
+    side = tied(method=method, verify=verify)
+    for version, change in ((1, "weight"), (2, "layers.1.mlp"), (3, ""), (4, "embedding")):
+        result = side.publish(version, change=change)
+        assert {server for server, _ in result["verified"]} == {"server-0", "server-1"}, result
+
+
+def test_phases_account_for_the_time_of_a_publish(tied):
+    result = tied(method="disk").publish(1, change="weight")
+    assert set(result["phases"]) == {"prepare", "pause", "send", "prove", "verify", "commit", "resume"}
+    assert 0 <= result["seconds"] - sum(result["phases"].values()) < 0.1
+
+
+def test_a_disk_copy_of_what_went_through_groups(tied):
+    side = tied(method="distributed")
+    assert side.publish(5, change="weight")["verified"]
+    (path, _) = side._run("snapshot", version=5)
+    assert side.current() == {"weight_version": 5, "path": path}
+    held = side._run("trainer_digests")[0]
+    found = {n: tensor_digest(t) for f in Path(path).glob("*.safetensors") for n, t in load_file(f).items()}
+    assert found == held
+
+
+# --- what is caught -----------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "renamed": ("layers.1.self_attn.q_proj", "model.layers.1.self_attn.qkv_proj.weight"),
+    "missing": ("layers.2.mlp.experts.5.", "model.layers.2.mlp.experts.w"),
+    "stale": ("layers.1.", "model.layers.1."),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("method", ["disk", "distributed"])
+def test_a_fault_on_the_way_fails_the_publish_and_names_the_tensor(moe, method, kind):
+    """Every weight changes, and one tensor is renamed, one expert not sent, or one layer is that of the last version."""
+    side = moe(method=method)
+    assert side.publish(1, change="weight")["verified"]
+    names, named = FAULTS[kind]
+    fault = {"servers": ["server-0"], "kind": kind, "names": names, "old": str(side.weights_dir / "v00000001")}
+    result = side.publish(2, change="weight", fault=fault)
+    assert "no server holds weight version 2" in result["error"] and named in result["error"], result
+    if method == "disk":
+        assert side.current()["weight_version"] == 1
+    # The trainer goes on, and the server is as good as new once it holds a version in full.
+    assert side.publish(3, change="weight")["verified"] == [["server-0", 1]]
+
+
+@pytest.mark.parametrize("kind, names, named", [("renamed", "layers.1.self_attn.o_proj", "o_proj"), ("stale", "layers.1.", "layers.1.")])
+def test_a_stale_tensor_is_caught_without_foretold_checksums(moe, kind, names, named):
+    side = moe(method="distributed", verify="replicas")
+    assert side.publish(1, change="weight")["verified"]
+    result = side.publish(2, change="weight", fault={"servers": ["server-0"], "kind": kind, "names": names})
+    assert "changed in the trainer and not there" in result["error"] and named in result["error"], result
+
+
+@pytest.mark.parametrize("kind", ["renamed", "missing"])
+def test_the_first_publish_to_a_server_proves_that_every_tensor_is_reached(moe, kind):
+    side = moe(method="distributed", verify="replicas")
+    names, named = FAULTS[kind]
+    result = side.publish(1, change="weight", fault={"servers": ["server-0"], "kind": kind, "names": names})
+    assert "check tensor equality failed" in result["error"] and named in result["error"], result
+
+
+# --- who goes on --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", ["tensors", "replicas"])
+@pytest.mark.parametrize("method", ["disk", "distributed"])
+def test_one_server_fails_and_the_other_goes_on(tied, method, verify):
+    side = tied(method=method, verify=verify)
+    assert len(side.publish(1, change="weight")["verified"]) == 2
+    fault = {"servers": ["server-1"], "kind": "renamed", "names": "layers.1.self_attn.o_proj"}
+    if method == "disk":
+        # Both read one folder, and only one of them meets the fault: not while the other reads.
+        fault["servers"] = ["server-0", "server-1"]
+        assert "error" in side.publish(2, change="weight", fault=fault)
+        return
+    result = side.publish(2, change="weight", fault=fault)
+    assert result["verified"] == [["server-0", 1]] and "o_proj" in result["failed"]["server-1"], result
+    again = side.publish(2, again=True)
+    assert len(again["verified"]) == 2 and not again["failed"], again
+
+
+def test_a_server_that_refuses_a_bucket_holds_up_nobody(tied):
+    """It answers 400 and never enters the broadcast, which then cannot end."""
+    side = tied(method="distributed")
+    assert len(side.publish(1, change="weight")["verified"]) == 2
+    result = side.publish(2, change="weight", fault={"servers": ["server-1"], "kind": "refused", "names": "layers.1.mlp.gate_proj"})
+    assert result["verified"] == [["server-0", 1]] and "a group that the server is not in" in result["failed"]["server-1"]
+    assert result["seconds"] < 20
+    assert len(side.publish(2, again=True)["verified"]) == 2
+
+
+@pytest.mark.parametrize("method", ["disk", "distributed"])
+def test_a_server_that_hangs_fails_at_the_deadline_and_the_other_goes_on(tied, two_servers, method):
+    side = tied(method=method, deadline_seconds=8.0)
+    assert len(side.publish(1, change="weight")["verified"]) == 2
+    stopped = [pid for pid, command in two_servers[1][1].processes().items() if "sglang" in command or "server_entry" in command]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        result = side.publish(2, change="weight")
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    assert result["verified"] == [["server-0", 1]] and "server-1" in result["failed"], result
+    assert result["seconds"] < 12
