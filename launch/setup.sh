@@ -33,7 +33,9 @@ find_python() {
       return
     fi
   done
-  die "needs Python 3.11; python3 here is $(python3 --version 2>&1 || echo absent)." \
+  candidate=absent
+  if command -v python3 >/dev/null; then candidate=$(python3 --version 2>&1); fi
+  die "needs Python 3.11; python3 here is $candidate." \
     "Install it, or name one: GSPO_PYTHON=/path/to/python3.11 $0"
 }
 
