@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.policy import PolicyEngine
@@ -107,8 +109,8 @@ def save_checkpoint(run_folder: RunFolder, engine: PolicyEngine, state: TrainSta
     try:
         dist_checkpointing.save(_sharded_state(engine, loading=False), str(part / "megatron"))
         save_file(_rng_state(), part / "rng" / f"rank_{groups.world.rank:05d}.safetensors")
-    except (OSError, RuntimeError) as error:
-        problems.append(f"rank {groups.world.rank}: {error}")
+    except (CheckpointException, OSError, RuntimeError) as error:
+        problems.append(f"rank {groups.world.rank}: {_first_cause(error)}")
     raise_together(problems, groups.host, CheckpointError, f"{final} cannot be written")
 
     def commit() -> None:
@@ -165,15 +167,35 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
         for name, chunk in zip(names, engine.chunks):
             chunk.load_state_dict(loaded[name], strict=True)
         engine.optimizer.load_state_dict(loaded["optimizer"])
+        _separate_steps(engine)
         rng_file = folder / "rng" / f"rank_{engine.groups.world.rank:05d}.safetensors"
         if saved == here:
             _restore_rng(load_file(rng_file))
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
-        problems.append(f"rank {engine.groups.world.rank}: {type(error).__name__}: {error}")
+    except (CheckpointException, EOFError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
+        problems.append(f"rank {engine.groups.world.rank}: {_first_cause(error)}")
     raise_together(problems, engine.groups.host, CheckpointError, f"{folder} cannot be read")
     state = TrainState(**record["state"])
     engine.scheduler.step(increment=state.num_optimizer_steps)
     return state
+
+
+def _first_cause(error: BaseException) -> str:
+    """The error in a line. A CheckpointException (not even an Exception) carries those of all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def _separate_steps(engine: PolicyEngine) -> None:
+    """Give every parameter its own Adam step count again.
+
+    Megatron's loader hands one tensor to all of them; torch's AdamW adds to it in place, once a parameter, and
+    the bias correction would be wrong from the first step after a resume.
+    """
+    for part in engine.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
 
 
 def _model(engine: PolicyEngine) -> dict[str, Any]:

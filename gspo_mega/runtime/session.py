@@ -223,7 +223,9 @@ class Session:
             )
 
     def checkpoint(self) -> None:
-        """Save the run's state. Collective."""
+        """Save the run's state; before the first optimizer step there is nothing yet that a fresh start lacks. Collective."""
+        if self.state.num_optimizer_steps == 0:
+            return
         with self.phase("checkpoint"):
             if self.side is not None:
                 self.state.prompts = self.side.prompts.state_dict()

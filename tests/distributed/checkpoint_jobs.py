@@ -1,0 +1,63 @@
+"""What ranks run in the checkpoint tests."""
+
+from __future__ import annotations
+
+import torch
+from layout_jobs import make_config, recorded_sequences, shard
+
+from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.checkpoint.state import TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.errors import GspoMegaError
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.run_folder import RunFolder
+from gspo_mega.weights.gather import PolicyTensors
+from gspo_mega.weights.hf_import import import_huggingface
+
+
+def run(folder: str, run_dir: str, parallel: dict, plan: list[str], *, weights_from: str | None = None, **sections) -> dict | None:
+    """Carry out `plan` ("train", "save", "load", "weights") and return the whole weights on rank 0.
+
+    "restart" makes a new engine, as a new process would, with weights that are not those of the run.
+    """
+    parallel = {"expert_tensor": 1, **parallel}
+    config = make_config(folder, parallel, **sections)
+    spec = read_model_spec(folder)
+    sizes = {name: parallel.get(name, 1) for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
+    groups = create_groups(**sizes)
+    run_folder = RunFolder(run_dir)
+    try:
+        engine, state = None, TrainState()
+        for act in plan:
+            if act == "start":
+                engine = PolicyEngine(config, spec, groups, num_optimizer_steps=20)
+                import_huggingface(weights_from or folder, spec, groups, engine.chunks)
+                engine.after_weights_loaded()
+            elif act == "train":
+                sequences = recorded_sequences(seed=state.step)
+                batch = shard(sequences, groups.data.rank, groups.data.size, 2 * groups.context.size * groups.tensor.size)
+                result, _ = engine.train_mini_batch(batch, ObjectiveSettings(), 11.0, None)
+                assert not result.skipped
+                state.step, state.num_optimizer_steps = state.step + 1, state.num_optimizer_steps + 1
+                lr = result.lr
+            elif act == "save":
+                state.prompts, state.weight_version = {"position": state.step}, state.step
+                save_checkpoint(run_folder, engine, state, keep_last=2)
+            elif act == "load":
+                state = load_checkpoint(latest_checkpoint(run_folder), engine)
+                assert state.prompts == {"position": state.step} and state.weight_version == state.step
+        weights = {name: value.clone().numpy() for name, value in PolicyTensors(spec, groups, engine.chunks).stream(torch.float32)}
+        random = torch.rand(3).tolist()
+        return None if groups.world.rank else {"weights": weights, "lr": lr, "random": random, "step": state.step}
+    finally:
+        destroy_groups()
+
+
+def refused(**arguments) -> str:
+    """The text of the error that `run` ends with."""
+    try:
+        run(**arguments)
+    except GspoMegaError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
