@@ -20,7 +20,7 @@ START_DEADLINE_SECONDS = 120.0
 # A reply that came in time may be found late, when this process's own event loop was held up.
 _LATE_LOOP_SECONDS = 0.05
 # A process whose pipe has ended is ending itself, unless a function closed the pipe.
-_EXIT_SECONDS = 1.0
+_EXIT_SECONDS = 10.0
 _LONGEST_REPLY_BYTES = 1024 * 1024
 
 

@@ -15,6 +15,7 @@ import gspo_mega
 from gspo_mega.config.schema import Reward, RewardFunction
 from gspo_mega.errors import RewardError
 from gspo_mega.records import Prompt, Trajectory
+from gspo_mega.reward import process
 from gspo_mega.reward.pool import FAILURE_KINDS, MAX_RESPONSE_CHARACTERS, ScoringPool, check_reward
 
 USER_FUNCTIONS = '''
@@ -74,9 +75,9 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_process_is_left():
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
-    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     assert left == []
 
 
@@ -156,17 +157,17 @@ def test_a_failure_is_that_trajectorys_alone(response, kind, why):
 
 
 def test_a_hang_is_ended_from_outside_and_costs_nobody_else():
-    reward = settings("user_rewards:behave", deadline_seconds=0.5)
+    reward = settings("user_rewards:behave", deadline_seconds=1.5)
     start = time.monotonic()
     trajectories, pool = score(reward, *["1"] * 20, "stuck()", *["2"] * 20)
     assert [t.reward for t in trajectories] == [1.0] * 20 + [0.0] + [2.0] * 20
-    assert trajectories[20].reward_error == "user_rewards:behave: no result within 0.5 s"
+    assert trajectories[20].reward_error == "user_rewards:behave: no result within 1.5 s"
     assert pool.failure_counts["deadline"] == 1
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_a_hang_that_no_signal_but_the_kill_ends():
-    reward = settings("user_rewards:behave", deadline_seconds=0.5)
+    reward = settings("user_rewards:behave", deadline_seconds=1.5)
     masked = "[__import__('signal').signal(s, __import__('signal').SIG_IGN) for s in (2, 15)] and stuck()"
     [t, after], _ = score(reward, masked, "1")
     assert "no result within" in t.reward_error and after.reward == 1.0
@@ -182,8 +183,8 @@ def test_what_a_function_prints_disturbs_nothing(capfd):
 
 def test_a_functions_child_goes_with_it(folder):
     path = folder / "pid"
-    score(settings("user_rewards:leave_a_child", deadline_seconds=0.5), str(path))
-    deadline = time.monotonic() + 5
+    score(settings("user_rewards:leave_a_child", deadline_seconds=1.5), str(path))
+    deadline = time.monotonic() + 30
     while alive(int(path.read_text())) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not alive(int(path.read_text()))
@@ -194,7 +195,8 @@ def test_a_fork_that_returns_twice_is_noticed():
     assert pool.failure_counts["crash"] >= 1 and all(t.reward in (0.0, 1.0) for t in trajectories)
 
 
-def test_a_function_that_closes_our_pipes():
+def test_a_function_that_closes_our_pipes(monkeypatch):
+    monkeypatch.setattr(process, "_EXIT_SECONDS", 0.5)
     [t], _ = score(settings("user_rewards:close_everything", deadline_seconds=20.0), "a")
     assert "it closed its pipes" in t.reward_error
 
@@ -286,12 +288,12 @@ def test_slow_functions_are_spread_over_the_processes():
 
     async def timed(pool):
         start = time.monotonic()
-        await asyncio.gather(*(pool.score(trajectory("time.sleep(0.2) or 1")) for _ in range(8)))
+        await asyncio.gather(*(pool.score(trajectory("time.sleep(0.5) or 1")) for _ in range(8)))
         seconds["slow"] = time.monotonic() - start
 
     score(reward, *["1"] * 100, inside=timed)
-    # One process would take 1.6 s.
-    assert seconds["slow"] < 1.2
+    # Four processes take 1 s, one would take 4 s.
+    assert seconds["slow"] < 3
 
 
 def test_a_reply_that_came_in_time_counts_even_if_our_loop_was_late():
@@ -300,7 +302,7 @@ def test_a_reply_that_came_in_time_counts_even_if_our_loop_was_late():
             t = trajectory("abc")
             scoring = asyncio.create_task(pool.score(t))
             await asyncio.sleep(0.02)
-            time.sleep(0.6)
+            time.sleep(1.5)
             await scoring
             return t
 
@@ -316,7 +318,7 @@ def test_closing_ends_a_hanging_process_and_what_waits():
         await asyncio.sleep(0.2)
         start = time.monotonic()
         await pool.close()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
         outcomes = await asyncio.gather(*scorings, return_exceptions=True)
         assert [str(outcome) for outcome in outcomes] == ["the scoring pool is closed"] * 6
         with pytest.raises(RewardError, match="closed"):
@@ -336,7 +338,7 @@ def test_scoring_that_nobody_waits_for_any_more_is_forgotten():
             t = trajectory("1")
             start = time.monotonic()
             await pool.score(t)
-            assert t.reward == 1.0 and time.monotonic() - start < 5
+            assert t.reward == 1.0 and time.monotonic() - start < 30
 
     asyncio.run(run())
 
@@ -399,7 +401,7 @@ def test_processes_die_with_their_parent_even_inside_a_function(folder):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(alive(pid) for pid in pids)
