@@ -203,6 +203,7 @@ class Sft(Section):
     max_steps: int = Field(ge=1, description="Optimizer steps at most.")
     sequences_per_step: int = Field(ge=1, description="Demonstrations an optimizer step.")
     eval_every_steps: int = Field(ge=1, description="Measure sampled accuracy after every so many optimizer steps.")
+    eval_from_step: int = Field(default=0, ge=0, description="No measurement before this step; an untrained model's are slow and zero.")
     stop_accuracy_low: float = Field(ge=0, le=1, description="Stop once sampled held-out accuracy is at least this ...")
     stop_accuracy_high: float = Field(ge=0, le=1, description="... and at most this; beyond it the run ends with an error.")
 

@@ -96,7 +96,8 @@ def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) 
     with session.phase("report"):
         gathered = session.exchange.gather(passed.totals)
     verdict, metrics = None, {}
-    if state.step % config.sft.eval_every_steps == 0 or state.step == config.sft.max_steps:
+    due = state.step % config.sft.eval_every_steps == 0 and state.step >= config.sft.eval_from_step
+    if due or state.step == config.sft.max_steps:
         verdict, metrics = _measure(session)
     seconds = session.timer.finish_step()
     if gathered is not None and session.writer is not None:
