@@ -144,7 +144,7 @@ class GroupSender:
             if link is not None:
                 self._links.pop(server.server_id).close()
             try:
-                seconds = min(_JOIN_SECONDS, fleet.deadline.left() / 2)
+                seconds = min(_JOIN_SECONDS, fleet.deadline.left(server.server_id) / 2)
                 self._links[server.server_id] = _Link(server, self._address, self._backend, self._timeout_seconds, seconds)
             except GspoMegaError as error:
                 fleet.fail(server, str(error))
@@ -164,7 +164,7 @@ class GroupSender:
         for server in [s for s in servers if s in fleet.active]:
             try:
                 for work in posted[server.server_id]:
-                    work.wait(timedelta(seconds=fleet.deadline.left()))
+                    work.wait(timedelta(seconds=fleet.deadline.left(server.server_id)))
             except (RuntimeError, PublishError) as error:
                 fleet.fail(server, f"{server.server_id}: says that it has received {names[0]} and following, and did not take them: {error}")
 

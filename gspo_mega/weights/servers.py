@@ -61,11 +61,11 @@ class Deadline:
         """Seconds since the start."""
         return time.monotonic() - self._start
 
-    def left(self) -> float:
-        """Seconds that are left. Raises PublishError when there are none."""
+    def left(self, server_id: str) -> float:
+        """Seconds that are left for that server. Raises PublishError when there are none."""
         left = self.seconds - self.passed()
         if left <= 0:
-            raise PublishError(f"the deadline of {self.seconds:g} s (publish.deadline_seconds) has passed")
+            raise PublishError(f"{server_id}: the deadline of {self.seconds:g} s (publish.deadline_seconds) has passed")
         return left
 
 
@@ -90,9 +90,8 @@ class Fleet:
     def each(self, action: Callable[[ServerControl, float], object], servers: Iterable[ServerControl] | None = None) -> dict[str, object]:
         """`action(server, seconds)` on all active servers (or some of them) at once; results by server id.
 
-        A call gets half of the time that is left, so that a server which hangs leaves the others time to go on.
-
-        A server whose action raises a GspoMegaError has failed; any other exception is a defect and is raised.
+        A call gets half of the time that is left, so that a server which hangs leaves the others time to go on. A server
+        whose action raises a GspoMegaError has failed; any other exception is a defect and is raised.
         """
         targets = self.active if servers is None else [s for s in servers if s in self.active]
         calls: list[tuple[ServerControl, Future]] = [(s, self._pool.submit(self._call, action, s)) for s in targets]
@@ -105,4 +104,4 @@ class Fleet:
         return results
 
     def _call(self, action: Callable[[ServerControl, float], object], server: ServerControl) -> object:
-        return action(server, self.deadline.left() / 2)
+        return action(server, self.deadline.left(server.server_id) / 2)
