@@ -34,7 +34,7 @@ PHASES = {
     "report": "adding up metrics over ranks and writing them",
     "publish": "sending weights to the servers and verifying them",
     "eval": "held-out evaluation",
-    "checkpoint": "saving",
+    "checkpoint": "saving after the step before",
     "other": "the step's time outside every phase",
 }
 

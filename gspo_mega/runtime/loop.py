@@ -16,7 +16,7 @@ from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.assemble import assemble, fill_advantages
 from gspo_mega.runtime.final_table import accuracy_text, run_table
 from gspo_mega.runtime.session import Session, StopRequested, Work
-from gspo_mega.runtime.step_report import StepReport
+from gspo_mega.runtime.step_report import StepReport, add_to_summary, evaluation_metrics
 from gspo_mega.runtime.worker import WorkerContext
 
 RATIO_OF_ALGORITHM = {"gspo": "sequence", "gspo_token": "sequence_token", "grpo": "token"}
@@ -38,6 +38,8 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
         stop = start(session)
         while stop is None and state.step < num_steps:
             stop = train_step(session, num_steps)
+        if stop is None:
+            stop = measure_end(session)
         session.checkpoint()
         if stop is not None:
             session.say(f"stopped after step {state.step} ({stop}); the same command continues")
@@ -57,15 +59,10 @@ def start(session: Session) -> str | None:
     if stop is not None:
         return stop
     session.publish()
-    if session.state.step == 0 and session.is_lead:
-        try:
-            evaluation = session.evaluate()
-        except StopRequested as request:
-            session.stop_request.make(str(request))
-            return None  # the first step hands the stop on
+    if session.state.step == 0 and session.config.eval is not None:
+        evaluation = session.evaluate()
         if evaluation is not None:
-            session.state.summary["accuracy_before"] = [evaluation.accuracy, evaluation.standard_error]
-            before = session.state.summary["accuracy_before"]
+            before = session.state.summary["accuracy_before"] = [evaluation.accuracy, evaluation.standard_error]
             session.say(f"held-out accuracy before training: {accuracy_text(before)} ({evaluation.num_samples} samples)")
     session.timer.start_step()  # what came before belongs to no step
     return None
@@ -93,17 +90,33 @@ def train_step(session: Session, num_steps: int) -> str | None:
     state.step += 1
     state.weight_version += 1
     report.num_published_bytes = session.publish().num_bytes
-    due = config.eval is not None and config.eval.every_steps and state.step % config.eval.every_steps == 0
-    if session.is_lead and (due or state.step == num_steps):
-        try:
-            report.evaluation = session.evaluate()
-        except StopRequested as request:
-            session.stop_request.make(str(request))
     with session.phase("report"):
         report.gather()
-    if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0 and state.step < num_steps:
-        session.checkpoint()
+    if config.eval is not None and (_is_due(config.eval.every_steps, state.step) or state.step == num_steps):
+        report.evaluation = session.evaluate()
+    # The checkpoint comes after the line of its step, and counts as time of the next.
     report.write()
+    if _is_due(config.checkpoint.every_steps, state.step) and state.step < num_steps:
+        session.checkpoint()
+    return None
+
+
+def _is_due(every_steps: int, step: int) -> bool:
+    return every_steps > 0 and step % every_steps == 0
+
+
+def measure_end(session: Session) -> str | None:
+    """The last evaluation, where a stop or a crash came between the last step and it. Returns a reason to stop."""
+    state = session.state
+    if session.config.eval is None or session.agree(state.summary.get("evaluated_step")) == state.step:
+        return None
+    evaluation = session.evaluate()
+    if evaluation is None:
+        return "asked for during the last evaluation"
+    metrics = evaluation_metrics(evaluation)
+    add_to_summary(state.summary, metrics, 0, state.step)
+    if session.writer is not None:
+        session.writer.write(state.step, metrics)
     return None
 
 

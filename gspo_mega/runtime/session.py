@@ -10,7 +10,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gspo_mega.checkpoint.state import TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -202,11 +202,15 @@ class Session:
     # --- acts of all ranks -----------------------------------------------------------------------------------
 
     def evaluate(self) -> Evaluation | None:
-        """Held-out evaluation with the committed weights, on rank 0; None elsewhere and without an eval section."""
-        if self.side is None or self.config.eval is None:
-            return None
+        """Held-out evaluation with the committed weights; None on every rank when a stop was asked for. Collective:
+        the other ranks stand by, for servers that come back meanwhile."""
+        evaluation = None
         with self.phase("eval"):
-            return self.side.evaluate(self.on_wait)
+            if self.side is not None:
+                with contextlib.suppress(StopRequested):  # the next wait for rollouts meets the request again
+                    evaluation = self.side.evaluate(self.on_wait)
+            value = self.agree(None if evaluation is None else asdict(evaluation))
+        return None if value is None else Evaluation(**value)
 
     def note_step(self, skipped: bool, grad_norm: float) -> None:
         """Count an optimizer step. Raises NumericsError after too many skipped ones in a row; alike on all ranks."""

@@ -67,7 +67,7 @@ class StepReport:
             metrics |= evaluation_metrics(self.evaluation)
         step = session.state.step
         session.writer.write(step, metrics)
-        add_to_summary(session.state.summary, metrics, tokens)
+        add_to_summary(session.state.summary, metrics, tokens, step)
         session.say(progress_line(step, metrics, session.config.train.num_steps))
         budget = session.config.mismatch.budget
         if metrics.get("mismatch/budget_share", 0.0) > budget and "mismatch_warned_at" not in session.state.summary:
@@ -185,7 +185,7 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     }
 
 
-def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_tokens: int) -> None:
+def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_tokens: int, step: int) -> None:
     """Keep what the final table shows, over all attempts of the run (the summary is in the checkpoint)."""
     totals = summary.setdefault("totals", {})
     for name, value in metrics.items():
@@ -199,6 +199,7 @@ def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_token
     largest = metrics.get("mismatch/abs_log_ratio_max", 0.0)
     totals["mismatch/abs_log_ratio_max"] = max(totals.get("mismatch/abs_log_ratio_max", 0.0), largest)
     if "eval/accuracy" in metrics:
+        summary["evaluated_step"] = step
         summary["accuracy_after"] = [metrics["eval/accuracy"], metrics["eval/accuracy_standard_error"]]
 
 

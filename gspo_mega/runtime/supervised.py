@@ -135,15 +135,10 @@ def _measure(session: Session) -> tuple[str | None, dict[str, float]]:
     settings, state = session.config.sft, session.state
     state.weight_version += 1
     session.publish()
-    evaluation = None
-    if session.is_lead:
-        try:
-            evaluation = session.evaluate()
-        except StopRequested as request:
-            session.stop_request.make(str(request))
-    accuracy = session.agree(None if evaluation is None else [evaluation.accuracy, evaluation.standard_error])
-    if accuracy is None:
+    evaluation = session.evaluate()
+    if evaluation is None:
         return None, {}
+    accuracy = [evaluation.accuracy, evaluation.standard_error]
     state.summary["accuracy_after"] = accuracy
     if accuracy[0] > settings.stop_accuracy_high:
         raise NumericsError(
@@ -152,4 +147,4 @@ def _measure(session: Session) -> tuple[str | None, dict[str, float]]:
         )
     if accuracy[0] >= settings.stop_accuracy_low:
         state.summary["verdict"] = "done"
-    return state.summary.get("verdict"), {} if evaluation is None else evaluation_metrics(evaluation)
+    return state.summary.get("verdict"), evaluation_metrics(evaluation)
