@@ -20,6 +20,10 @@ from gspo_mega.rollout.secret import Secret
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
+# The server closes a connection that was idle for 5 s. Giving it up well before is what keeps a request from being
+# written to one that is just going away, which cannot be told from a server that dies.
+_KEEPALIVE_SECONDS = 2.0
+
 class ServerError(RolloutError):
     """One call of one server failed. `kind` is how, for counting and for deciding what to do about it."""
 
@@ -196,7 +200,7 @@ class ServerClient:
         if self._session is None:
             # Concurrency is bounded by the pool; a second bound here would only hide requests in a queue.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), headers={"Authorization": f"Bearer {self._api_key}"}
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS), headers={"Authorization": f"Bearer {self._api_key}"}
             )
         try:
             async with asyncio.timeout(deadline_seconds):
