@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from gspo_mega.config import LoadedConfig
+from gspo_mega.config import LoadedConfig, data_sources
 from gspo_mega.errors import PlanError
 from gspo_mega.launcher.children import ChildSpec
 from gspo_mega.launcher.places import rank_environments, share_gpus, visible_gpus
 from gspo_mega.launcher.prepare import hold, new_attempt
 from gspo_mega.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor
 from gspo_mega.plan import plan_run, render_report
+from gspo_mega.reward.pool import check_reward
 from gspo_mega.run_folder import Attempt, RunFolder
 
 Command = Literal["train", "sft", "eval"]
@@ -50,6 +51,7 @@ def launch(
         )
     gpus = visible_gpus(os.environ)
     plan = plan_run(loaded, "gpu" if gpus else "cpu")
+    check_reward(config.reward, {source.name: source.reward for source in data_sources(config) if source.reward is not None})
     rank_gpus, server_gpus = share_gpus(gpus, config.cluster.ranks_per_node, config)
     say(render_report(plan))
     folder = RunFolder(Path(config.run.dir) / config.run.name)

@@ -19,10 +19,10 @@ from gspo_mega.rollout.secret import Secret
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
-
 # The server closes a connection that was idle for 5 s. Giving it up well before is what keeps a request from being
 # written to one that is just going away, which cannot be told from a server that dies.
 _KEEPALIVE_SECONDS = 2.0
+
 
 class ServerError(RolloutError):
     """One call of one server failed. `kind` is how, for counting and for deciding what to do about it."""
