@@ -14,14 +14,13 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from gspo_mega.config.schema import Data, Source
+from gspo_mega.config.schema import Data
+from gspo_mega.config.sources import sources_of
 from gspo_mega.data.chat import PromptEncoder
 from gspo_mega.data.jsonl import JsonlFile, Row
 from gspo_mega.errors import DataError
 from gspo_mega.records import Prompt
 
-# The name of the only source where `data.path` is used.
-DEFAULT_SOURCE = "data"
 # So many rows are encoded at the start to count the over-long ones: a few seconds. Later rows count as they come.
 NUM_ROWS_SURVEYED = 10_000
 
@@ -155,15 +154,6 @@ def problem_of_prompt(values: Row, data: Data, encoder: PromptEncoder) -> str | 
         return missing
     problem = encoder.problem_of(values[data.prompt_key])
     return None if problem is None else f"{data.prompt_key!r} {problem}"
-
-
-def sources_of(data: Data) -> tuple[Source, ...]:
-    """The sources a configuration names: `data.sources`, or the one that `data.path` is short for."""
-    if data.path is not None:
-        return (Source(name=DEFAULT_SOURCE, path=data.path),)
-    if not data.sources:
-        raise DataError("no data: data.path or data.sources must name a JSONL file")
-    return data.sources
 
 
 def encoder_of(data: Data, tokenizer: Any) -> PromptEncoder:

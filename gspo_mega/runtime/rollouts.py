@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_mega.config.schema import Config
-from gspo_mega.data.prompts import PromptSource, load_prompts, sources_of
+from gspo_mega.config.sources import sources_of
+from gspo_mega.data.prompts import PromptSource, load_prompts
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.errors import DataError
 from gspo_mega.model.spec import ModelSpec
