@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from gspo_mega.errors import ConfigError, GspoMegaError
 from gspo_mega.rollout import cpu_server
@@ -32,22 +34,41 @@ def die_with_parent(parent_pid: int) -> None:
 
 def server_arguments(spec: ServerSpec):
     """SGLang's ServerArgs for `spec`. Raises ConfigError for an option SGLang does not have or refuses."""
+    model_config = read_model_config(spec.model_path)
+    check_context(spec, model_config)
+    import_only(model_config.get("architectures") or [])
+
     import msgspec
     from sglang.srt.server_args import ServerArgs
 
     check_options_sglang(spec.options, (f.name for f in msgspec.structs.fields(ServerArgs)))
     on_cpu = cpu_server.activate()
-    check_context(spec)
     arguments = sglang_arguments(spec, on_cpu=on_cpu, cpu_attention_backend=cpu_server.ATTENTION_BACKEND)
     return ServerArgs(**arguments, api_key=read_secret(Path(spec.api_key_file)))
 
 
-def check_context(spec: ServerSpec) -> None:
-    """Raise ConfigError if the model folder is none, or its positions do not reach the context asked for."""
+def read_model_config(folder: str) -> dict[str, Any]:
     try:
-        model_config = json.loads(Path(spec.model_path, "config.json").read_text(encoding="utf-8"))
+        return json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{spec.model_path} is no Hugging Face model folder: {error}") from error
+        raise ConfigError(f"{folder} is no Hugging Face model folder: {error}") from error
+
+
+def import_only(architectures: list[str]) -> None:
+    """Have SGLang import the models it needs and not all of its two hundred, which is nearly half of a start."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
+        raise ConfigError("sglang is not installed in this environment; it is needed to serve")
+    models = list(Path(package.origin).parent.glob("srt/models/*.py"))
+    definitions = [f"class {architecture}(" for architecture in architectures]
+    needed = {path for path in models if any(d in path.read_text(encoding="utf-8") for d in definitions)}
+    if needed:  # else SGLang may know the architecture by another road, and says so if it does not
+        others = sorted(path.stem for path in models if path not in needed)
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
+
+
+def check_context(spec: ServerSpec, model_config: dict[str, Any]) -> None:
+    """Raise ConfigError if the model's positions do not reach the context asked for."""
     limit = model_config.get("max_position_embeddings")
     if limit is not None and spec.context_tokens > limit:
         raise ConfigError(f"server.context_tokens: {spec.context_tokens} tokens, but the model's positions end at {limit}")

@@ -80,6 +80,11 @@ def test_routed_experts_come_back_for_every_token_but_the_last(moe_server):
         assert (completion.routed_experts[..., 0] != completion.routed_experts[..., 1]).all()
 
 
+def test_only_the_models_architecture_is_imported(dense_server, moe_server):
+    for server in (dense_server, moe_server):
+        assert "Ignore import error when loading" not in server.serve.log()
+
+
 def test_greedy_is_deterministic_and_equals_itself_batched(dense_server):
     greedy = SamplingParams(16, 0.0, 1.0, -1, (EOS_TOKEN_ID,))
     answers = generate(dense_server, greedy, [PROMPT] * 5) + generate(dense_server, greedy)
