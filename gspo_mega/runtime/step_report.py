@@ -5,6 +5,7 @@ Owns which number gets which name of the catalogue. The statistics themselves ar
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -100,7 +101,7 @@ class StepReport:
         for source in {t.prompt.source for t in trajectories}:
             metrics[f"reward/source/{source}"] = np.mean([t.reward for t in trajectories if t.prompt.source == source])
         for part in {name for t in trajectories for name in t.reward_parts}:
-            metrics[f"reward/function/{part}"] = np.mean([t.reward_parts[part] for t in trajectories if part in t.reward_parts])
+            metrics[f"reward/function/{_as_name(part)}"] = np.mean([t.reward_parts[part] for t in trajectories if part in t.reward_parts])
         metrics |= {f"rollout/{name}": value for name, value in batch.counts.items()}
         metrics |= {f"time/rollout/{part}_seconds": value for part, value in batch.phase_seconds.items()}
         metrics["speed/generated_tokens_per_second"] = lengths.sum() / max(batch.phase_seconds["generate"], 1e-9)
@@ -201,6 +202,11 @@ def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_token
     if "eval/accuracy" in metrics:
         summary["evaluated_step"] = step
         summary["accuracy_after"] = [metrics["eval/accuracy"], metrics["eval/accuracy_standard_error"]]
+
+
+def _as_name(label: str) -> str:
+    """A reward's label as part of a metric's name, which may not hold all that `package.module:function` or a user's key does."""
+    return re.sub(r"[^A-Za-z0-9._-]+", ".", label)
 
 
 def _epochs(stream: dict[str, Any]) -> float:
