@@ -102,8 +102,20 @@ class RolloutSide:
         return sum(source.num_overlong for source in self.sources)
 
     def take(self, step: int, on_wait: Callable[[], None]) -> RolloutBatch:
-        """The rollout batch of `step`: `source.take(step)` of the loop."""
-        return self.collector.take(step, on_wait)
+        """The rollout batch of `step`: `source.take(step)` of the loop.
+
+        What `on_wait` raises ends the batch; its prompts are then the next ones again, so that a checkpoint skips none.
+        """
+        before = self.prompts.state_dict()
+        try:
+            return self.collector.take(step, on_wait)
+        except BaseException:
+            # On the collector's own thread, behind its cancellation: nothing draws after this.
+            self.pool.loop.run(self._draw_again(before))
+            raise
+
+    async def _draw_again(self, state: dict[str, Any]) -> None:
+        self.prompts.load_state_dict(state)
 
     def evaluate(self, on_wait: Callable[[], None]) -> Evaluation:
         """Sample every held-out prompt from the committed weights and score the responses."""

@@ -89,6 +89,7 @@ class Session:
         else:
             self.state = load_checkpoint(checkpoint, self.engine)
         self.resumed_from = checkpoint
+        self._saved_state = None if checkpoint is None else asdict(self.state)
         self.publisher = Publisher(
             config, self.spec, self.groups, self.engine.chunks, self.run_folder.weights_dir, _address_for(config.server.host)
         )
@@ -133,10 +134,12 @@ class Session:
     def publish(self) -> PublishResult:
         """Send the engine's weights to all servers as `state.weight_version`. Collective.
 
-        A server that fails gets no work until it holds a committed version. Raises PublishError on every rank when
-        none is left.
+        Waits while all of them are being restarted. A server that fails gets no work until it holds a committed
+        version. Raises PublishError on every rank when none is left, RolloutError when none comes back.
         """
         with self.phase("publish"):
+            if self.side is not None:
+                self.side.pool.wait_ready(1, self.config.rollout.no_server_deadline_seconds)
             result = self.publisher.publish(self.state.weight_version, [] if self.side is None else self.side.pool.controls())
         self._commit(result)
         return result
@@ -227,13 +230,19 @@ class Session:
             )
 
     def checkpoint(self) -> None:
-        """Save the run's state; before the first optimizer step there is nothing yet that a fresh start lacks. Collective."""
+        """Save the run's state; before the first optimizer step there is nothing yet that a fresh start lacks. Collective.
+
+        Nor is there where this very state is saved: a stop right after a checkpoint must not put that one at risk.
+        """
         if self.state.num_optimizer_steps == 0:
             return
         with self.phase("checkpoint"):
             if self.side is not None:
                 self.state.prompts = self.side.prompts.state_dict()
-            save_checkpoint(self.run_folder, self.engine, self.state, self.config.checkpoint.keep_last)
+            state = asdict(self.state)
+            if self.agree(state != self._saved_state):
+                save_checkpoint(self.run_folder, self.engine, self.state, self.config.checkpoint.keep_last)
+                self._saved_state = state
 
     def export(self) -> None:
         """Write the result as a Hugging Face folder, `hf` in the run folder. Collective."""
