@@ -10,6 +10,7 @@ import atexit
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -25,6 +26,7 @@ def _free_port() -> int:
 
 def _serve(rank: int, size: int, port: int, pipe) -> None:
     sys.path.insert(0, _TEST_FOLDER)
+    os.setpgrp()  # so that what a rank starts can be ended with it
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1"
     )
@@ -98,7 +100,10 @@ class RankPool:
     def kill(self) -> None:
         for process in self._processes:
             if process.is_alive():
-                process.kill()
+                try:
+                    os.killpg(process.pid, signal.SIGKILL)
+                except ProcessLookupError:  # not yet in a group of its own
+                    process.kill()
                 process.join()
 
 
