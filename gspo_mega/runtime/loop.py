@@ -50,12 +50,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
 
 def start(session: Session) -> str | None:
     """Bring the servers to the engine's weights and measure where the run begins. Returns a reason to stop."""
-    stop = None
-    try:
-        session.wait_for_servers()
-    except StopRequested as request:
-        stop = str(request)
-    stop = session.agree(stop)
+    stop = session.wait_for_servers()
     if stop is not None:
         return stop
     session.publish()

@@ -125,11 +125,17 @@ class Session:
 
     # --- rank 0 leads, the others follow ---------------------------------------------------------------------
 
-    def wait_for_servers(self) -> None:
-        """Rank 0: until every server of the run is up."""
+    def wait_for_servers(self) -> str | None:
+        """Until every server of the run is up. Returns the reason where a stop was asked for meanwhile. Collective."""
+        stop = None
         if self.side is not None:
             server = self.config.server
-            self.side.pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), self._check_stop)
+            deadline_seconds = server.start_deadline_seconds * (1 + server.max_restarts)
+            try:
+                self.side.pool.wait_ready(server.num_servers, deadline_seconds, self._check_stop)
+            except StopRequested as request:
+                stop = str(request)
+        return self.agree(stop)
 
     def publish(self) -> PublishResult:
         """Send the engine's weights to all servers as `state.weight_version`. Collective.

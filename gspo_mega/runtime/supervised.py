@@ -15,7 +15,7 @@ from gspo_mega.errors import NumericsError
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.runtime.assemble import assemble_supervised
 from gspo_mega.runtime.final_table import accuracy_text
-from gspo_mega.runtime.session import Session, StopRequested, Work
+from gspo_mega.runtime.session import Session, Work
 from gspo_mega.runtime.step_report import evaluation_metrics
 from gspo_mega.runtime.worker import WorkerContext
 
@@ -72,12 +72,7 @@ def _checkpoint(session: Session, demonstrations: PromptStream[Demonstration] | 
 
 def _start(session: Session) -> str | None:
     """Wait for the servers; with a run that is done already, say so again."""
-    stop = None
-    try:
-        session.wait_for_servers()
-    except StopRequested as request:
-        stop = str(request)
-    stop = session.agree(stop)
+    stop = session.wait_for_servers()
     session.timer.start_step()
     return "stopped" if stop is not None else session.state.summary.get("verdict")
 

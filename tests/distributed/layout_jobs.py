@@ -26,13 +26,12 @@ def make_config(folder: str, parallel: dict, **sections) -> Config:
         dict(
             run=dict(name="layouts"),
             model=dict(path=folder),
-            precision="fp32",
             parallel=parallel,
             batch=dict(prompts_per_step=4, group_size=4, micro_batch_tokens=512),
             data=dict(path="unused.jsonl", max_prompt_tokens=64),
             reward=dict(functions=(dict(function="exact_match"),)),
             rollout=dict(max_new_tokens=64),
-            **{"optimizer": dict(lr=1e-3), **sections},
+            **{"precision": "fp32", "optimizer": dict(lr=1e-3), **sections},
         )
     )
 

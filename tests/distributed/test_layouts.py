@@ -98,3 +98,18 @@ def test_layout_equals_single_rank(rank_pools, folders, references, kind, layout
     error = {name: got["weights"][name] - reference for name, reference in want["weights"].items()}
     assert relative(flat(error), flat(updates)) < 1e-4
     assert np.allclose(got["grad_norms"], want["grad_norms"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("dense", "DP2"), ("dense", "TP2+SP"), ("moe", "EP2")])
+def test_bf16_follows_fp32(rank_pools, folders, references, kind, layout):
+    """bf16 has 8 bits: its log-probs stay near those of fp32 and its updates point the same way, in each layout."""
+    parallel = dict((DENSE if kind == "dense" else MOE)[layout])
+    world, folder, want = parallel.pop("world"), folders[kind, False], references[kind, False]
+    got = rank_pools(world).run("layout_jobs:run_layout", folder=str(folder), parallel=parallel, precision="bf16")[0]
+    tokens = np.maximum(want["mismatch"][:, 0], 1)
+    difference = np.abs(got["mismatch"][:, 1] - want["mismatch"][:, 1]) / tokens
+    assert 1e-6 < difference.max() < 0.1, "the same to fp32 rounding would mean that fp32 was computed"
+    start = load_file(folder / "model.safetensors")
+    update = flat({name: got["weights"][name] - start[name].astype(np.float32) for name in start})
+    reference = flat({name: want["weights"][name] - start[name] for name in start})
+    assert float(update @ reference) / (np.linalg.norm(update) * np.linalg.norm(reference)) > 0.6
