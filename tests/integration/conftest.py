@@ -75,7 +75,7 @@ def _running(folder: Path, model: Path, rollout: dict) -> RunningServer:
     from servers import Serve, run_config
 
     # log_level info: SGLang then logs all its arguments, and a test looks for the API key there.
-    config_path = run_config(folder, model, rollout=rollout, server={"log_level": "info", "start_deadline_seconds": 600.0})
+    config_path = run_config(folder, model, rollout=rollout, server={"log_level": "info", "start_deadline_seconds": 1200.0})
     serve = Serve(config_path, folder / "run")
     try:
         serve.wait_for("ready")
@@ -99,3 +99,11 @@ def moe_server(tmp_path_factory, moe_model):
     server = _running(tmp_path_factory.mktemp("moe_run"), moe_model, rollout)
     yield server
     server.serve.stop()
+
+
+@pytest.fixture(scope="session")
+def quickstart_files(tmp_path_factory) -> Path:
+    """The quickstart's tiny Qwen3-MoE and a few of its problems, as tools/make_quickstart.py makes them."""
+    from run_support import make_quickstart
+
+    return make_quickstart(tmp_path_factory.mktemp("quickstart"))
