@@ -114,6 +114,7 @@ class ServerSupervisor:
         started = time.monotonic()
         while not self._answers("/health", timeout=2.0):
             self._sleep(_POLL_SECONDS)
+            self._beat()
             if (cause := self._death()) is not None:
                 return cause
             if time.monotonic() - started > self._config.server.start_deadline_seconds:
@@ -127,7 +128,6 @@ class ServerSupervisor:
         done = threading.Event()
         self._last_healthy = time.monotonic()
         threading.Thread(target=self._probe, args=(done,), daemon=True).start()
-        last_heartbeat = 0.0
         try:
             while True:
                 if (cause := self._death()) is not None:
@@ -135,9 +135,7 @@ class ServerSupervisor:
                 now = time.monotonic()
                 if now - self._last_healthy > self._config.server.start_deadline_seconds + _PROBE_SECONDS:
                     return f"silent for {now - self._last_healthy:.0f} s"
-                if now - last_heartbeat > _HEARTBEAT_SECONDS:
-                    self._register()
-                    last_heartbeat = now
+                self._beat()
                 self._sleep(_POLL_SECONDS)
         finally:
             done.set()
@@ -198,6 +196,10 @@ class ServerSupervisor:
             return False
         finally:
             connection.close()
+
+    def _beat(self) -> None:
+        if time.time() - self._registration.heartbeat > _HEARTBEAT_SECONDS:
+            self._register()
 
     def _register(self, **changes) -> None:
         self._registration = replace(self._registration, heartbeat=time.time(), **changes)

@@ -15,7 +15,7 @@ import gspo_mega
 from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.run_folder import Attempt, RunFolder
 
-START_SECONDS = 600.0
+START_SECONDS = 1200.0
 
 
 def run_config(folder: Path, model: Path, **sections) -> Path:

@@ -124,7 +124,7 @@ def stock_servers(dense_model, moe_model, tmp_path_factory):
     serves = {}
     for name, model in (("dense", dense_model), ("moe", moe_model)):
         folder: Path = tmp_path_factory.mktemp(f"stock_{name}")
-        config = run_config(folder, model, server={"attention_backend": "torch_native", "start_deadline_seconds": 600.0})
+        config = run_config(folder, model, server={"attention_backend": "torch_native", "start_deadline_seconds": 1200.0})
         serves[name] = (Serve(config, folder / "run"), config, model)
     try:
         for serve, _, _ in serves.values():
