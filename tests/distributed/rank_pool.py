@@ -15,6 +15,9 @@ import socket
 import sys
 import traceback
 
+# Megatron's models are held in cycles through autograd, and with each some fifty threads of its groups: after this many
+# jobs new processes are cheaper than the old ones' threads.
+JOBS_A_POOL = 8
 _TEST_FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -60,6 +63,7 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         port = _free_port()
         self.size, self._pipes, self._processes = size, [], []
+        self.num_jobs = 0
         # Not daemons: a rank that saves a checkpoint starts a process of its own.
         atexit.register(self.kill)
         for rank in range(size):
@@ -71,6 +75,7 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, target: str, timeout: float = 240.0, **arguments) -> list:
+        self.num_jobs += 1
         for pipe in self._pipes:
             pipe.send((target, arguments))
         results = []
@@ -108,13 +113,15 @@ class RankPool:
 
 
 class RankPools:
-    """Pools by size, made when first asked for; a pool that a failure killed is replaced."""
+    """Pools by size, made when first asked for; a pool that a failure killed, or that has done its share, is replaced."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
 
     def __call__(self, size: int) -> RankPool:
         pool = self._pools.get(size)
+        if pool is not None and pool.num_jobs >= JOBS_A_POOL:
+            pool.close()
         if pool is None or not all(p.is_alive() for p in pool._processes):
             pool = self._pools[size] = RankPool(size)
         return pool
