@@ -37,7 +37,7 @@ class Side:
         )  # fmt: skip
 
     def _run(self, job: str, **arguments) -> list:
-        return self.ranks.run(f"agreement_ranks:{job}", **arguments)
+        return self.ranks.run(f"agreement_ranks:{job}", timeout=600, **arguments)
 
     def close(self) -> None:
         self._run("close_trainer")
