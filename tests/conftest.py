@@ -5,8 +5,13 @@ reason; that is what is looked for.
 """
 
 import os
+import signal
 
 import pytest
+
+# A shell that runs the tests in the background lets them ignore SIGINT, and every process they start would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _missed_requirement(report) -> str | None:
