@@ -1,0 +1,177 @@
+"""`gspo-mega train` with real parts that are killed and stopped: what the run loses (nothing), and how it goes on."""
+
+import os
+import re
+import signal
+import time
+from collections import Counter
+
+import pytest
+from run_support import REPOSITORY, Command, ScoreLog, is_constant_prompt, kill_server, small_overrides
+
+from gspo_mega.data.stream import epoch_order
+from gspo_mega.metrics.writer import read_metrics
+from gspo_mega.rollout.registration import read_registrations
+from gspo_mega.run_folder import RunFolder, read_json
+
+CONFIG = str(REPOSITORY / "configs/quickstart.yaml")
+DEADLINE_SECONDS = 10.0
+
+
+@pytest.fixture
+def run(tmp_path, quickstart_files):
+    """start(*overrides) runs the small quickstart in the test's run folder; nothing may be left of it at the end."""
+    started = []
+
+    class Run:
+        folder = RunFolder(tmp_path / "runs" / "run")
+        scores = ScoreLog(tmp_path / "scores")
+
+        @staticmethod
+        def start(function, *overrides):
+            reward = f"reward.functions=[{{function: 'run_support:{function}', options: {{log: {tmp_path / 'scores'}}}}}]"
+            small = small_overrides(quickstart_files, tmp_path / "runs", "run")
+            # Few requests at a time: a rollout takes seconds and can be met in its midst.
+            command = Command(tmp_path, "train", CONFIG, *small, reward, "rollout.max_concurrent_requests=2", *overrides)
+            started.append(command)
+            return command
+
+        def prompts_of(self, rows):
+            """Prompts by place in the run's order."""
+            order = epoch_order(64, seed=1, source="train", epoch=0)
+            texts = (quickstart_files / "data/train.jsonl").read_text().splitlines()
+            return {re.search(r'"prompt": "([^"]+)"', texts[order[row]]).group(1) for row in rows}
+
+        def registration(self):
+            (found,) = read_registrations(self.folder.latest_attempt().servers_dir)
+            return found
+
+    yield Run()
+    assert [command.end() for command in started] == [[]] * len(started), "processes were left running"
+
+
+def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_have(run):
+    """Four attempts of one command: a rank killed, a server killed and Ctrl-C, Ctrl-C twice, the rest."""
+    arguments = ("score", "algorithm=gspo_token", "train.num_steps=4", "checkpoint.every_steps=1", "eval=null")
+
+    # Attempt 1: rank 1 is killed while rank 0 waits for it inside torch.distributed.
+    command = run.start(*arguments)
+    command.wait_for_line("step 1/4")
+    command.wait_for("its checkpoint", run.folder.latest_checkpoint_file.exists)
+    rank_1 = command.rank(1)
+    os.kill(rank_1, signal.SIGSTOP)
+    rank_log = run.folder.latest_attempt().rank_log(0)
+    command.wait_for("rank 0 waits for rank 1", lambda: command.sits_in_torch_distributed(0, rank_log))
+    os.kill(rank_1, signal.SIGKILL)
+    seconds = command.seconds_to_finish()
+    assert seconds < DEADLINE_SECONDS
+    assert command.process.returncode == 7
+    assert command.err.startswith("rank 1 was killed by SIGKILL") and command.err.count("rank 1 was killed") == 1
+    assert "Traceback" not in command.out
+    assert command.left_running(run.folder.path) == []
+    assert run.folder.latest_checkpoint_file.read_text().strip() == "step_00000001"
+    assert Counter(note["prompt"] for note in run.scores.new()[:16]) == dict.fromkeys(run.prompts_of(range(4)), 4)
+
+    # Attempt 2: goes on after step 1. In the rollout of step 3 the server is killed; in that of step 4, Ctrl-C.
+    command = run.start(*arguments)
+    command.wait_for_line("resumed from step_00000001: step 1, weight version 1")
+    command.wait_for_line("step 2/4")
+    step_2 = run.scores.new()
+    assert Counter(note["prompt"] for note in step_2[:16]) == dict.fromkeys(run.prompts_of(range(4, 8)), 4)
+    num_scored = len(run.scores)
+    command.wait_for("the rollout of step 3", lambda: len(run.scores) > num_scored)
+    kill_server(run.registration().pid)
+    command.wait_for("the server's restart", lambda: run.registration().generation == 2)
+    assert run.registration().weight_version == 2, "it starts from what is published, not from the model of the start"
+    command.wait_for_line("step 3/4")
+    num_scored = len(run.scores)
+    command.wait_for("the rollout of step 4", lambda: len(run.scores) > num_scored)
+    command.process.send_signal(signal.SIGINT)
+    assert command.finish() == 130
+    assert "Stopped in order" in command.out and "stopped after step 3 (SIGINT)" in command.out and command.err == ""
+    assert command.left_running(run.folder.path) == []
+    assert run.folder.latest_checkpoint_file.read_text().strip() == "step_00000003"
+    notes = (step_2 + run.scores.new())[16:]
+    assert Counter(note["prompt"] for note in notes[:16]) == dict.fromkeys(run.prompts_of(range(8, 12)), 4), "each sample once"
+
+    # Attempt 3: Ctrl-C while a rank cannot stop in order; the second Ctrl-C does not wait for it.
+    command = run.start(*arguments)
+    command.wait_for_line("resumed from step_00000003: step 3, weight version 3")
+    os.kill(command.rank(0), signal.SIGSTOP)
+    command.process.send_signal(signal.SIGINT)
+    command.wait_for("the answer to Ctrl-C", lambda: "SIGINT: stopping after a checkpoint" in command.out)
+    time.sleep(0.5)
+    assert command.process.poll() is None, "one Ctrl-C waits for the ranks"
+    command.process.send_signal(signal.SIGINT)
+    assert command.seconds_to_finish() < DEADLINE_SECONDS
+    assert command.process.returncode == 130 and "Ended at once" in command.out
+    assert command.left_running(run.folder.path) == []
+    assert run.scores.new() == []
+
+    # Attempt 4: to the end.
+    command = run.start(*arguments)
+    assert command.finish() == 0, command.out + command.err
+    assert Counter(note["prompt"] for note in run.scores.new()) == dict.fromkeys(run.prompts_of(range(12, 16)), 4)
+    assert len(run.folder.attempts()) == 4
+
+    # All in all the run that was asked for: each step once, none with less than its whole batch.
+    lines = read_metrics(run.folder.metrics_file)
+    assert [(line["step"], line["publish/weight_version"]) for line in lines] == [(step, step) for step in range(1, 5)]
+    assert [line["rollout/num_trajectories"] for line in lines] == [16] * 4
+    assert [line["optimizer/num_optimizer_steps"] for line in lines] == [2, 4, 6, 8]
+    assert [line["data/epoch"] for line in lines] == [step * 4 / 64 for step in range(1, 5)]
+    assert lines[2]["rollout/num_retries"] >= 1, "requests were open when the server was killed"
+    result = read_json(run.folder.latest_attempt().result_file)
+    assert (result["step"], result["weight_version"]) == (4, 4)
+    assert result["seconds"] == pytest.approx(sum(line["time/step_seconds"] for line in lines)), "over all attempts"
+    assert list(run.folder.huggingface_dir.glob("*.safetensors"))
+
+
+def test_distributed_publish_filter_and_unreliable_rewards_and_a_server_killed_twice(run, quickstart_files):
+    """GRPO. The server, which does not hold the trainer's weights after a restart, is killed in an evaluation and in training."""
+    command = run.start(
+        "unreliable", "algorithm=grpo", "objective={}", "publish.method=distributed", "train.num_steps=3", "eval.every_steps=1",
+        "rollout.filter_constant_groups=true", "rollout.max_oversampling=3",
+    )  # fmt: skip
+    held_out = set(re.findall(r'"prompt": "([^"]+)"', (quickstart_files / "data/heldout.jsonl").read_text()))
+
+    def evaluates(after):
+        return len(notes := run.scores.all()) > after and notes[-1]["prompt"] in held_out
+
+    command.wait_for_line("held-out accuracy before training")
+    begun = len(run.scores)
+    command.wait_for("the evaluation of step 1", lambda: evaluates(begun))
+    kill_server(run.registration().pid)
+    command.wait_for_line("step 1/3")
+    assert run.registration().generation == 2
+    # A rank that stands still keeps the others in training; meanwhile the only server goes, and publishing waits for it.
+    rank_1, rank_log = command.rank(1), run.folder.latest_attempt().rank_log(0)
+    os.kill(rank_1, signal.SIGSTOP)
+    command.wait_for("the end of the rollout of step 2", lambda: command.sits_in_torch_distributed(0, rank_log))
+    kill_server(run.registration().pid)
+    command.wait_for("the death of the server to be seen", lambda: run.registration().state != "ready")
+    os.kill(rank_1, signal.SIGCONT)
+    assert command.finish() == 0, command.out + command.err
+    assert command.err == ""
+    assert command.left_running(run.folder.path) == []
+    assert run.registration().generation == 3
+
+    lines = read_metrics(run.folder.metrics_file)
+    assert [(line["step"], line["publish/weight_version"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
+    asked = [int(line["rollout/num_prompts_sampled"]) for line in lines]
+    drawn = run.prompts_of(range(sum(asked)))
+    notes = [note for note in run.scores.all() if note["prompt"] not in held_out]
+    assert Counter(note["prompt"] for note in notes) == dict.fromkeys(drawn, 4), "every prompt asked for, four times"
+    constant = sum(is_constant_prompt(prompt) for prompt in drawn)
+    assert constant > 0, "a test in which nothing is filtered shows nothing"
+    assert sum(line["rollout/num_groups_filtered"] for line in lines) >= constant
+    for line, num_asked in zip(lines, asked):
+        assert line["groups/num_groups"] == 4 - line["rollout/num_groups_missing"] and line["groups/constant_fraction"] == 0
+        assert line["rollout/num_groups_filtered"] == num_asked - line["groups/num_groups"]
+        assert line["rollout/num_trajectories"] == 4 * num_asked
+        assert line["eval/num_samples"] == 8
+    failed = Counter(note["outcome"] for note in notes)
+    assert failed["raised"] > 0 and failed["nan"] > 0
+    assert sum(line["rollout/num_reward_failures"] for line in lines) == failed["raised"] + failed["nan"]
+    assert [path.name for path in run.folder.weights_dir.glob("v*")] == [], "nothing went through the disk"
+    assert "reward failures" in command.out
