@@ -16,7 +16,7 @@ from typing import Any
 from gspo_mega.checkpoint.state import TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups
-from gspo_mega.errors import NumericsError
+from gspo_mega.errors import NumericsError, PublishError
 from gspo_mega.metrics.timer import PhaseTimer
 from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.model.huggingface import read_model_spec
@@ -33,6 +33,8 @@ from gspo_mega.weights.publish import Publisher, PublishResult
 
 # A server that could not take the committed weights is tried again after so long.
 CATCH_UP_PAUSE_SECONDS = 5.0
+# A server's death is in its registration, and with the pool, well within so long.
+DEATH_NOTICE_SECONDS = 5.0
 
 
 class StopRequested(Exception):
@@ -140,15 +142,42 @@ class Session:
     def publish(self) -> PublishResult:
         """Send the engine's weights to all servers as `state.weight_version`. Collective.
 
-        Waits while all of them are being restarted. A server that fails gets no work until it holds a committed
-        version. Raises PublishError on every rank when none is left, RolloutError when none comes back.
+        Waits while all of them are being restarted, and begins again when all of them died meanwhile. A server that
+        fails otherwise gets no work until it holds a committed version. Raises PublishError on every rank when none
+        is left, RolloutError when none comes back.
         """
         with self.phase("publish"):
-            if self.side is not None:
-                self.side.pool.wait_ready(1, self.config.rollout.no_server_deadline_seconds)
-            result = self.publisher.publish(self.state.weight_version, [] if self.side is None else self.side.pool.controls())
+            result = None
+            while result is None:
+                servers = self._servers_up()
+                try:
+                    result = self.publisher.publish(self.state.weight_version, servers)
+                except PublishError as error:
+                    # Every rank is here, with the same error. Each round costs all servers a restart, so server.max_restarts ends it.
+                    if not self.agree(self._are_gone(servers)):
+                        raise
+                    self.say(f"warning  {error}\nwarning  published again as soon as a server is back")
         self._commit(result)
         return result
+
+    def _servers_up(self) -> list[Any]:
+        """Rank 0: all servers that are up, at least one; elsewhere none."""
+        if self.side is None:
+            return []
+        self.side.pool.wait_ready(1, self.config.rollout.no_server_deadline_seconds)
+        return self.side.pool.controls()
+
+    def _are_gone(self, servers: list[Any]) -> bool:
+        """Rank 0: whether none of these servers, of these starts, runs any more. Their end may be known a little later."""
+        if self.side is None or not servers:
+            return False
+        tried = {(server.server_id, server.generation) for server in servers}
+        deadline = time.monotonic() + DEATH_NOTICE_SECONDS
+        while tried & {(server.server_id, server.generation) for server in self.side.pool.controls()}:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
     def _commit(self, result: PublishResult) -> None:
         if self.side is not None:

@@ -144,12 +144,12 @@ def test_distributed_publish_filter_and_unreliable_rewards_and_a_server_killed_t
     kill_server(run.registration().pid)
     command.wait_for_line("step 1/3")
     assert run.registration().generation == 2
-    # A rank that stands still keeps the others in training; meanwhile the only server goes, and publishing waits for it.
+    # A rank that stands still keeps the others in training; meanwhile the only server goes. The publish that follows
+    # meets a server that died just now, or one that is being restarted.
     rank_1, rank_log = command.rank(1), run.folder.latest_attempt().rank_log(0)
     os.kill(rank_1, signal.SIGSTOP)
     command.wait_for("the end of the rollout of step 2", lambda: command.sits_in_torch_distributed(0, rank_log))
     kill_server(run.registration().pid)
-    command.wait_for("the death of the server to be seen", lambda: run.registration().state != "ready")
     os.kill(rank_1, signal.SIGCONT)
     assert command.finish() == 0, command.out + command.err
     assert command.err == ""
