@@ -67,7 +67,11 @@ class Advantage(Section):
 
 
 class Kl(Section):
+    """A KL term to a frozen reference policy, with `algorithm: grpo` or `custom`. No reference is loaded at 0."""
+
     coefficient: float = Field(default=0.0, ge=0, description="Weight of a KL term to a reference policy. GSPO has none.")
+    estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Of KL(policy || reference) a token: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, with d = log reference - log policy.")
+    reference_path: str | None = Field(default=None, min_length=1, description="Hugging Face folder of the reference; model.path when absent.")
 
 
 class Mismatch(Section):
@@ -86,6 +90,28 @@ class Batch(Section):
     group_size: int = Field(ge=2, description="Trajectories a prompt (G).")
     num_mini_batches: int = Field(default=4, ge=1, description="Optimizer steps a rollout batch. The paper's: 4.")
     micro_batch_tokens: int = Field(ge=1, description="Most tokens of one packed forward of one data-parallel rank.")
+    log_prob_chunk_tokens: int = Field(default=512, ge=1, description="Response tokens whose logits are held at once; memory is about 2 x this x vocabulary / tensor x 4 bytes.")
+
+
+class Fp8(Section):
+    """With `precision: fp8`: how Transformer Engine's linear layers compute. Router, embeddings, LM head, norms and attention stay in bf16."""
+
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
+        default="blockwise", description="Scaling of FP8 products. delayed and tensorwise: Ada, Hopper and later; blockwise: Hopper with CUDA 12.9; mxfp8: Blackwell."
+    )
+    parameters: bool = Field(default=False, description="Keep the linear layers' parameters in FP8 too, beside the optimizer's fp32 ones.")
+
+
+class Moe(Section):
+    """Mixture of experts; what the model itself fixes (experts, top-k, score function) is in its config.json."""
+
+    load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(default="none", description="Megatron's load-balancing loss.")
+    load_balancing_coefficient: float = Field(default=0.0, ge=0, description="Weight of that loss.")
+    z_loss_coefficient: float = Field(default=0.0, ge=0, description="Weight of the router's z-loss; 0 turns it off.")
+    expert_bias_update_rate: float = Field(default=0.0, ge=0, description="Step of the expert bias towards balance, an optimizer step; 0 freezes it. For models that have the bias.")
+    routing_replay: Literal["none", "R2", "R3"] = Field(
+        default="none", description="R2: the training passes go through the experts of the old pass. R3: all passes go through the experts that SGLang chose."
+    )
 
 
 class Optimizer(Section):
@@ -98,7 +124,11 @@ class Optimizer(Section):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
     clip_grad: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off.")
+    decay_norms_and_biases: bool = Field(default=False, description="Weight decay on norms and biases too; by default on matrices alone.")
     distributed: bool = Field(default=True, description="Shard the optimizer state over data-parallel ranks.")
+    overlap: bool = Field(default=False, description="Reduce gradients during the backward pass and gather parameters during the forward pass; needs `distributed`.")
+    moments_dtype: Literal["fp32", "bf16", "fp8"] = Field(default="fp32", description="Adam's moments; below fp32 Transformer Engine's precision-aware Adam keeps them, with `distributed`.")
+    cpu_offload_fraction: float = Field(default=0.0, ge=0, le=1, description="Share of the optimizer state and step that live on the host; needs a GPU to offload from.")
     max_skipped_in_a_row: int = Field(default=3, ge=1, description="Non-finite gradients in a row that stop the run.")
 
 
@@ -208,6 +238,29 @@ class Sft(Section):
     stop_accuracy_high: float = Field(ge=0, le=1, description="... and at most this; beyond it the run ends with an error.")
 
 
+class CertifyCase(Section):
+    """One layout, precision or packing whose numbers must be the reference's."""
+
+    name: str = Field(min_length=1, description="Its row in the table.")
+    ranks: int = Field(default=1, ge=1, description="How many ranks it runs on.")
+    set: dict[str, Any] = Field(default_factory=dict, description="Dotted keys of this file and their values in this case, e.g. {parallel.tensor: 2}.")
+    packing: Literal["planned", "shuffled", "one_pack", "one_each", "uneven"] = Field(
+        default="planned",
+        description="planned: as in training. shuffled: the packs' sequences in another order. one_pack: all in one. one_each: a pack a sequence. uneven: data-parallel shards of different sizes.",
+    )
+    refused: bool = Field(default=False, description="This case must be refused with a reason before it runs.")
+
+
+class Certify(Section):
+    """`gspo-mega certify`: one recorded batch, one checkpoint, many layouts, the same numbers."""
+
+    reference: CertifyCase = Field(default=CertifyCase(name="reference"), description="What all cases are compared with; a single rank by default.")
+    cases: tuple[CertifyCase, ...] = Field(default=(), description="Empty: this file's own layout, on all its ranks.")
+    num_steps: int = Field(default=3, ge=1, description="Optimizer steps after which weights are compared.")
+    cases_a_start: int = Field(default=8, ge=1, description="Layouts one pool of ranks is led through before it is started anew.")
+    edges: bool = Field(default=False, description="Also cross clip edges and router ties on purpose, and count what flips.")
+
+
 class Config(Section):
     """One run. See `configs/` for commented examples."""
 
@@ -224,7 +277,11 @@ class Config(Section):
     batch: Batch
     cluster: Cluster = Cluster()
     parallel: Parallel = Parallel()
-    precision: Literal["fp32", "bf16"] = Field(default="bf16", description="Parameters and matmuls; log-softmax and reductions are fp32 always.")
+    precision: Literal["fp32", "bf16", "fp8"] = Field(
+        default="bf16", description="Parameters and matmuls; log-softmax and reductions are fp32 always. fp8: linear layers by Transformer Engine, the rest bf16."
+    )
+    fp8: Fp8 = Fp8()
+    moe: Moe = Moe()
     recompute: Recompute = Recompute()
     optimizer: Optimizer
     train: Train | None = Field(default=None, description="Needed by `gspo-mega train`.")
@@ -237,3 +294,4 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     sft: Sft | None = None
+    certify: Certify = Certify()
