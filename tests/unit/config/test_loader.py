@@ -64,7 +64,7 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(write):
         "10:61: rollout.temperature: is -1; must be > 0",
         "11:1: algoritm: unknown key; did you mean 'algorithm'?",
         "12:1: clip_low: unknown key here; did you mean 'objective.clip_low'?",
-        "13:1: precision: is 'fp16'; valid: 'fp32' or 'bf16'; did you mean 'bf16'?",
+        "13:1: precision: is 'fp16'; valid: 'fp32', 'bf16' or 'fp8'; did you mean 'bf16'?",
     ]
     assert lines[: len(expected)] == [f"{path}:{line}" for line in expected]
     assert lines[-1].startswith(f"{path}:14:1: zzz: unknown key; valid: run, model, algorithm,")
