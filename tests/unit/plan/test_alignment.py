@@ -1,0 +1,34 @@
+from math import lcm
+
+import pytest
+
+from gspo_mega.plan.alignment import RECIPE_ROWS, alignment_tokens
+from gspo_mega.plan.checks import Sizes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_without_fp8_nothing_is_aligned(load, precision):
+    assert alignment_tokens(load(f"precision={precision}", "fp8.recipe=delayed").config) == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parallel", "tokens"),
+    [
+        ("delayed", "{}", 16),
+        ("tensorwise", "{tensor: 2}", 32),
+        ("mxfp8", "{tensor: 4}", 128),
+        ("blockwise", "{}", 128),
+        ("blockwise", "{tensor: 2}", 256),
+        ("blockwise", "{tensor: 2, sequence: false}", 128),
+        ("blockwise", "{tensor: 2, context: 2}", 512),
+    ],
+)
+def test_a_rank_s_slice_of_a_pack_is_whole_blocks(load, recipe, parallel, tokens):
+    assert alignment_tokens(load("precision=fp8", f"fp8.recipe={recipe}", f"parallel={parallel}").config) == tokens
+
+
+@pytest.mark.parametrize("recipe", RECIPE_ROWS)
+@pytest.mark.parametrize("parallel", ["{}", "{tensor: 8}", "{tensor: 3, context: 5}", "{tensor: 4, sequence: false, context: 2}"])
+def test_filler_of_whole_sequence_multiples_reaches_it(load, recipe, parallel):
+    config = load("precision=fp8", f"fp8.recipe={recipe}", f"parallel={parallel}").config
+    assert lcm(alignment_tokens(config), Sizes.of(config).sequence_multiple) == alignment_tokens(config)
