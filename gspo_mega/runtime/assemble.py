@@ -15,7 +15,7 @@ import torch
 from gspo_mega.algorithm.advantages import group_advantages
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import Demonstration
-from gspo_mega.data.packing import build_micro_batch, plan_rollout_batch
+from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
 from gspo_mega.plan.layout import Layout
 from gspo_mega.records import MicroBatch, RolloutBatch, Trajectory
 
@@ -55,14 +55,9 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
         trajectory.advantage = advantage
 
 
-def assemble(batch: RolloutBatch, config: Config, layout: Layout, step: int) -> list[list[MiniBatch]]:
-    """Mini-batches of every data-parallel rank for `batch`, whose advantages are filled.
-
-    `trajectory_index` of the packs is the row in `batch.trajectories`. A batch of fewer trajectories than
-    mini-batches gets as many mini-batches as it has trajectories.
-    """
-    trajectories = batch.trajectories
-    plans = plan_rollout_batch(
+def plan_batch(trajectories: list[Trajectory], config: Config, layout: Layout, step: int) -> list[RankPlan]:
+    """Which trajectories each data-parallel rank works on, in which mini-batches and packs."""
+    return plan_rollout_batch(
         [t.num_tokens for t in trajectories],
         num_mini_batches=min(config.batch.num_mini_batches, len(trajectories)),
         budget_tokens=config.batch.micro_batch_tokens,
@@ -71,6 +66,18 @@ def assemble(batch: RolloutBatch, config: Config, layout: Layout, step: int) -> 
         seed=config.run.seed,
         step=step,
     )
+
+
+def assemble(
+    batch: RolloutBatch, config: Config, layout: Layout, step: int, plans: list[RankPlan] | None = None
+) -> list[list[MiniBatch]]:
+    """Mini-batches of every data-parallel rank for `batch`, whose advantages are filled.
+
+    `trajectory_index` of the packs is the row in `batch.trajectories`. A batch of fewer trajectories than
+    mini-batches gets as many mini-batches as it has trajectories. `plans`: another packing than the planned one.
+    """
+    trajectories = batch.trajectories
+    plans = plans or plan_batch(trajectories, config, layout, step)
     shards = []
     members = [
         [p.shard[row] for p in plans for pack in p.mini_batches[m] for row in pack] for m in range(len(plans[0].mini_batches))
