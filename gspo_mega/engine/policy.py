@@ -93,7 +93,23 @@ class PolicyEngine:
         `denominator` is the global count the aggregation averages over; `old` is None when old is current.
         Raises NumericsError naming the trajectory with a non-finite active log-prob. Collective.
         """
-        head = PolicyLoss(
+        return self._step(micro_batches, self._policy_loss(settings, denominator, old))
+
+    def policy_gradients(
+        self, micro_batches: list[MicroBatch], settings: ObjectiveSettings, denominator: float, old: OldState | None
+    ) -> PassReport:
+        """As `train_mini_batch` without the step: leaves the reduced gradients in Megatron's buffers. Collective."""
+        outputs = self.accumulate_gradients(micro_batches, self._policy_loss(settings, denominator, old))
+        return self._report(micro_batches, outputs)
+
+    def train_supervised(self, micro_batches: list[MicroBatch], denominator: float) -> tuple[StepResult, PassReport]:
+        """One optimizer step of the mean negative log-prob over `denominator` demonstration tokens. Collective."""
+        return self._step(micro_batches, SupervisedLoss(denominator))
+
+    # --- parts ---------------------------------------------------------------------------------------------
+
+    def _policy_loss(self, settings: ObjectiveSettings, denominator: float, old: OldState | None) -> PolicyLoss:
+        return PolicyLoss(
             groups=self.groups,
             settings=settings,
             denominator=denominator,
@@ -101,13 +117,6 @@ class PolicyEngine:
             use_rollout=self.config.old_log_probs == "rollout",
             old=old.micro_batches if old is not None else None,
         )
-        return self._step(micro_batches, head)
-
-    def train_supervised(self, micro_batches: list[MicroBatch], denominator: float) -> tuple[StepResult, PassReport]:
-        """One optimizer step of the mean negative log-prob over `denominator` demonstration tokens. Collective."""
-        return self._step(micro_batches, SupervisedLoss(denominator))
-
-    # --- parts ---------------------------------------------------------------------------------------------
 
     def _old_pass(self) -> OldPass:
         return OldPass(self.groups, self.config.mismatch.correction, self.config.mismatch.cap)
