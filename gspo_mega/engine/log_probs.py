@@ -2,11 +2,13 @@
 
 The one log-prob function: the old pass, the training passes and evaluation all go through
 `token_log_probs`. Only rows that carry an active response token reach the LM head. The head is
-vocabulary-parallel; accumulation, log-softmax and entropy are fp32 (float64 stays); the backward pass
-computes each chunk's logits again.
+vocabulary-parallel; accumulation, log-softmax and entropy are fp32 (float64 stays). The backward pass computes
+each chunk's logits again and adds the head's gradient straight into Megatron's main gradient.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,80 +16,158 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from torch.autograd.function import once_differentiable
 
 from gspo_mega.engine.process_groups import Group
 
-DEFAULT_CHUNK_ROWS = 512
+# The entropy's scratch is this part of a chunk; numbers widened at once where no kernel accumulates bf16 in fp32.
+ENTROPY_PARTS = 8
+WIDENED_NUMBERS = 2**24
 
 
-def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b accumulated and returned in fp32 (float64 for float64 inputs)."""
-    if a.dtype in (torch.float32, torch.float64):
-        return a @ b.to(a.dtype)
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+def _accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _reduce(tensor: torch.Tensor, op: dist.ReduceOp, tensor_group: Group) -> torch.Tensor:
-    if tensor_group.size > 1:
-        dist.all_reduce(tensor, op=op, group=tensor_group.group)
-    return tensor
+def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+    """out = beta * out + alpha * (a @ b) in place. a [m, k], b [k, n] of one dtype; out [m, n] accumulates in its own.
+
+    With beta = 0 what `out` held does not matter, NaN included.
+    """
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
+    else:
+        # The CPU has no product of bf16 with an fp32 result: widen a piece of the contraction at a time.
+        step = max(1, WIDENED_NUMBERS // (a.size(0) + b.size(1)))
+        for start in range(0, a.size(1), step):
+            piece = slice(start, start + step)
+            torch.addmm(out, a[:, piece].to(out.dtype), b[piece].to(out.dtype), beta=beta, alpha=alpha, out=out)
+            beta = 1.0
+
+
+class _Head:
+    """This tensor rank's part of the LM head and the walk over its chunks of logits, one buffer for all of them.
+
+    `weight` [v, H] is the part without vocabulary padding, v = 0 on a rank that holds padding only.
+    """
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first_id: int, temperature: float, chunk_rows: int
+    ) -> None:
+        self.hidden, self.weight, self.temperature, self.chunk_rows = hidden, weight, temperature, chunk_rows
+        local = labels - first_id
+        self.owned = (local >= 0) & (local < weight.size(0))
+        self.columns = local.clamp(0, max(weight.size(0) - 1, 0))[:, None]
+
+    def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(rows, logits [n, v] over the temperature) of each chunk; the next one overwrites it. None where v = 0."""
+        num_rows, width = self.hidden.size(0), self.weight.size(0)
+        if width == 0:
+            return
+        buffer = self.hidden.new_empty((min(self.chunk_rows, num_rows), width), dtype=_accumulation_dtype(self.hidden))
+        for start in range(0, num_rows, self.chunk_rows):
+            rows = slice(start, min(start + self.chunk_rows, num_rows))
+            logits = buffer[: rows.stop - start]
+            _add_product(logits, self.hidden[rows], self.weight.t(), alpha=1.0 / self.temperature)
+            yield rows, logits
+
+
+def _expected_logits(shifted: torch.Tensor) -> torch.Tensor:
+    """Sum of exp(x) x over each row of `shifted` [n, v], whose rows have maximum 0, with a scratch of n / 8 rows."""
+    parts = shifted.split(-(-shifted.size(0) // ENTROPY_PARTS))
+    return torch.cat([part.exp().mul_(part).sum(1) for part in parts])
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
     """log softmax(h W^T / temperature)[label] for each row, chunk by chunk.
 
-    hidden [N, H]; weight [v, H], this tensor rank's rows of the vocabulary without padding; labels [N]
-    int64, global ids; returns log-probs [N] and entropies [N] (not differentiable), fp32 nats.
+    hidden [N, H]; weight [padded vocabulary / tensor, H], the parameter itself, of which the first `held` rows
+    are vocabulary; labels [N] int64, global ids. Returns log-probs [N] and entropies [N] (not differentiable;
+    empty unless asked for), fp32 nats.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, first_id, temperature, tensor_group, chunk_rows):
-        out_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        log_probs = torch.empty(hidden.size(0), dtype=out_dtype, device=hidden.device)
-        entropies, log_sums = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        for start in range(0, hidden.size(0), chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            logits = _matmul_fp32(hidden[rows], weight.t()).div_(temperature)
-            if weight.size(0):
-                peak = logits.max(dim=1).values
-            else:  # this rank holds vocabulary padding only
-                peak = torch.full_like(log_probs[rows], float("-inf"))
-            peak = _reduce(peak, dist.ReduceOp.MAX, tensor_group)
-            local_label = labels[rows] - first_id
-            owned = (local_label >= 0) & (local_label < weight.size(0))
-            target = torch.zeros_like(peak)
-            target[owned] = logits[owned, local_label[owned]]
-            weights = torch.exp(logits - peak[:, None])
-            sums = torch.stack([weights.sum(1), weights.mul_(logits).sum(1), target])
-            total, weighted, target = _reduce(sums, dist.ReduceOp.SUM, tensor_group)
-            log_sums[rows] = peak + total.log()
-            log_probs[rows] = target - log_sums[rows]
-            entropies[rows] = log_sums[rows] - weighted / total
-        ctx.save_for_backward(hidden, weight, labels, log_sums)
-        ctx.first_id, ctx.temperature, ctx.chunk_rows = first_id, temperature, chunk_rows
+    def forward(ctx, hidden, weight, labels, first_id, held, temperature, tensor_group, chunk_rows, with_entropy):
+        head = _Head(hidden, weight[:held], labels, first_id, temperature, chunk_rows)
+        peaks = hidden.new_full((hidden.size(0),), float("-inf"), dtype=_accumulation_dtype(hidden))
+        totals, targets, weighted = (torch.zeros_like(peaks) for _ in range(3))
+        for rows, logits in head.chunks():
+            peaks[rows] = logits.amax(1)
+            targets[rows] = torch.where(head.owned[rows], logits.gather(1, head.columns[rows])[:, 0], 0.0)
+            logits.sub_(peaks[rows, None])
+            if with_entropy:
+                weighted[rows] = _expected_logits(logits)
+            totals[rows] = logits.exp_().sum(1)
+
+        # Each rank has summed relative to its own maximum: two collectives a micro-batch, however many chunks. The sum
+        # has three rows with or without entropy, because where a number stands can decide the order of its addition,
+        # and the old pass (with entropy) equals the first training pass (without) bit for bit.
+        highest = peaks.clone()
+        if tensor_group.size > 1 and peaks.numel():
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=tensor_group.group)
+            shift = torch.where(totals == 0, 0.0, peaks - highest)  # a rank that holds padding only has -inf
+            scale = shift.exp()
+            sums = torch.stack([totals * scale, targets, (weighted + shift * totals) * scale])
+            dist.all_reduce(sums, group=tensor_group.group)
+            totals, targets, weighted = sums
+        log_totals = totals.log()
+        log_probs = targets - highest - log_totals
+        entropies = log_totals - weighted / totals if with_entropy else log_probs.new_empty(0)
+
+        ctx.save_for_backward(hidden, weight, labels, highest + log_totals)
+        ctx.first_id, ctx.held, ctx.temperature, ctx.chunk_rows = first_id, held, temperature, chunk_rows
         ctx.mark_non_differentiable(entropies)
         return log_probs, entropies
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_log_probs, _grad_entropies):
         hidden, weight, labels, log_sums = ctx.saved_tensors
-        accumulate = log_sums.dtype
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=accumulate, device=weight.device)
-        for start in range(0, hidden.size(0), ctx.chunk_rows):
-            rows = slice(start, start + ctx.chunk_rows)
-            logits = _matmul_fp32(hidden[rows], weight.t()).div_(ctx.temperature)
-            scale = (grad_log_probs[rows] / ctx.temperature)[:, None]
-            grad_logits = logits.sub_(log_sums[rows, None]).exp_().mul_(-scale)
-            local_label = labels[rows] - ctx.first_id
-            owned = (local_label >= 0) & (local_label < weight.size(0))
-            grad_logits[owned, local_label[owned]] += scale[owned, 0]
-            grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[rows] = _matmul_fp32(grad_logits, weight).to(hidden.dtype)
-            grad_weight += _matmul_fp32(grad_logits.t(), hidden[rows])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        head = _Head(hidden, weight[: ctx.held], labels, ctx.first_id, ctx.temperature, ctx.chunk_rows)
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = _WeightGradient(weight, log_sums.dtype) if ctx.needs_input_grad[1] else None
+        minus_scale = grad_log_probs.to(log_sums.dtype)[:, None] / -ctx.temperature
+        minus_owned = head.owned.to(log_sums.dtype).neg_()[:, None]
+        for rows, logits in head.chunks():
+            probabilities = logits.sub_(log_sums[rows, None]).exp_()
+            difference = probabilities.scatter_add_(1, head.columns[rows], minus_owned[rows])
+            # d loss / d logits, rounded to the model's dtype for the products, as every linear layer does.
+            grad_logits = difference if hidden.dtype == difference.dtype else torch.empty_like(difference, dtype=hidden.dtype)
+            torch.mul(difference, minus_scale[rows], out=grad_logits)
+            product = difference.new_empty((difference.size(0), hidden.size(1)))
+            _add_product(product, grad_logits, head.weight)
+            grad_hidden[rows] = product
+            if grad_weight is not None:
+                _add_product(grad_weight.sum[: ctx.held], grad_logits.t(), hidden[rows], beta=1.0)
+        return grad_hidden, grad_weight.for_autograd() if grad_weight is not None else None, *[None] * 7
+
+
+class _WeightGradient:
+    """Where the head's gradient is added up, `sum` [padded vocabulary / tensor, H] in the accumulation dtype.
+
+    Under Megatron's DDP that is the parameter's main gradient itself; elsewhere a tensor that autograd receives.
+    """
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        main_grad = getattr(weight, "main_grad", None)
+        self._weight = weight
+        # The flag is DDP's: its hook then knows not to add the parameter's `grad` a second time.
+        self._is_main = main_grad is not None and main_grad.dtype == dtype and hasattr(weight, "grad_added_to_main_grad")
+        self.sum = main_grad if self._is_main else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+
+    def for_autograd(self) -> torch.Tensor | None:
+        """What backward() returns for the weight."""
+        if not self._is_main:
+            return self.sum.to(self._weight.dtype)
+        self._weight.grad_added_to_main_grad = True
+        if getattr(self._weight, "zero_out_wgrad", False):
+            # The embedding is the same parameter on this stage: DDP adds what autograd brings, which is its part alone.
+            return None
+        # DDP's hook drops the gradient, but with overlapped reduction it insists on one, and a tensor of the
+        # parameter's device is what runs the hook on the backward thread. The parameter stands in without memory.
+        return self._weight.detach()
 
 
 def token_log_probs(
@@ -100,24 +180,37 @@ def token_log_probs(
     temperature: float,
     tensor_group: Group,
     sequence_parallel: bool,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of the tokens `labels`, under softmax(logits / temperature).
+    chunk_rows: int = 512,
+    with_entropy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs of the tokens `labels` under softmax(logits / temperature), and on request the entropies there.
 
     hidden_states: [t, 1, H], the last stage's output; with `sequence_parallel` t is this tensor rank's share.
     head_weight: [padded vocabulary / tensor, H]; rows beyond `vocab_size` are padding and left out.
     rows: [N] int64, positions in the (gathered) pack whose next token is active; labels: [N] int64.
-    Returns two [N] float32 tensors in nats, the same on all tensor ranks; the first is differentiable
-    with respect to hidden_states and head_weight. Collective over the tensor group.
+    chunk_rows: rows whose logits are held at once. Beyond tensors of N or t rows of H and less, the memory is about
+    chunk_rows x vocabulary / tensor x 4 bytes, half as much again in the backward pass of a bf16 head.
+    Returns two [N] float32 tensors in nats, the same on all tensor ranks, the second None unless `with_entropy`;
+    the first is differentiable with respect to hidden_states and head_weight, and bitwise the same with and without
+    entropy. Where head_weight is a parameter under Megatron's DDP, its gradient goes to `main_grad` only.
+    Collective over the tensor group.
     """
-    if sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(
-            hidden_states, tensor_parallel_output_grad=True, group=tensor_group.group
-        )
-    else:
-        hidden = copy_to_tensor_model_parallel_region(hidden_states, group=tensor_group.group)
+    hidden = hidden_states
+    if tensor_group.size > 1 and sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tensor_group.group)
+    elif tensor_group.size > 1:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=tensor_group.group)
     first_id = tensor_group.rank * head_weight.size(0)
     held = max(0, min(head_weight.size(0), vocab_size - first_id))
-    return _ChunkedLogProbs.apply(
-        hidden.squeeze(1).index_select(0, rows), head_weight[:held], labels, first_id, temperature, tensor_group, chunk_rows
+    log_probs, entropies = _ChunkedLogProbs.apply(
+        hidden.squeeze(1).index_select(0, rows),
+        head_weight,
+        labels,
+        first_id,
+        held,
+        temperature,
+        tensor_group,
+        chunk_rows,
+        with_entropy,
     )
+    return log_probs, entropies if with_entropy else None
