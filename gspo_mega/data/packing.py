@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from gspo_mega.data.balance import balanced_packs
 from gspo_mega.errors import PlanError
 from gspo_mega.records import MicroBatch
 
+# For callers without a model; a run's own comes with its layout.
 ATTENTION_CROSSOVER_TOKENS = 8192
 
 
@@ -60,52 +62,36 @@ def plan_packs(
     pad_multiple: int,
     num_data_parallel: int,
     attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
+    *,
+    pack_multiple: int = 1,
+    synchronised_packs: bool = False,
 ) -> list[list[list[int]]]:
     """Pack the sequences of one mini-batch: packs[rank][k] lists the indices into `lengths` of one forward pass.
 
-    Sequences are never split; each takes its length padded to `pad_multiple`, and a pack takes at most
-    `budget_tokens` of those. All ranks get equally many packs, as few as the packing finds; an empty pack is filler.
-    Longest first, each goes to the cheapest pack with room; packs are then dealt to the ranks in order of cost,
-    back and forth, so that micro-batches that run at the same time cost alike, and the ranks' totals too.
+    Sequences are never split; each takes its length padded to `pad_multiple`, a pack the sum of those padded to
+    `pack_multiple` (itself a multiple of the former), at most `budget_tokens`. All ranks get equally many packs, as few
+    as best fit finds; an empty pack is filler. Packs are filled and dealt so that the dearest rank is as cheap as found
+    (`data/balance.py`), because ranks wait for each other at the optimizer step; `synchronised_packs`: they do so in
+    every pack, as expert parallelism makes them. Within a pack the longest sequence comes first.
 
     Raises PlanError for a sequence that does not fit alone.
     """
-    padded = [padded_length(length, pad_multiple) for length in lengths]
-    for index, length in enumerate(lengths):
-        if length < 1:
+    budget = budget_tokens // pack_multiple * pack_multiple
+    tokens = np.asarray(lengths, dtype=np.int64)
+    padded = -(-tokens // pad_multiple) * pad_multiple
+    for index in np.flatnonzero((tokens < 1) | (padded > budget)).tolist():
+        if tokens[index] < 1:
             raise PlanError(f"sequence {index} has no tokens")
-        if padded[index] > budget_tokens:
-            raise PlanError(
-                f"sequence {index} has {length} tokens ({padded[index]} padded to a multiple of {pad_multiple}); "
-                f"batch.micro_batch_tokens is {budget_tokens} and must be at least {padded[index]}"
-            )
-    order = sorted(range(len(lengths)), key=lambda i: (-padded[i], i))
-    costs = [sequence_cost(length, attention_crossover_tokens) for length in padded]
-    packs_per_rank = max(1, -(-sum(padded) // (budget_tokens * num_data_parallel)))
-    while (packs := _fill(order, padded, costs, budget_tokens, packs_per_rank * num_data_parallel)) is None:
-        packs_per_rank += 1
-    packs.sort(key=lambda pack: (-sum(costs[i] for i in pack), pack))
-    ranks: list[list[list[int]]] = [[] for _ in range(num_data_parallel)]
-    for start in range(0, len(packs), num_data_parallel):
-        turn = packs[start : start + num_data_parallel]
-        if (start // num_data_parallel) % 2:
-            turn.reverse()
-        for rank, pack in zip(ranks, turn, strict=True):
-            rank.append(pack)
-    return ranks
-
-
-def _fill(order: list[int], padded: list[int], costs: list[float], budget_tokens: int, num_packs: int) -> list[list[int]] | None:
-    room, cost = np.full(num_packs, budget_tokens), np.zeros(num_packs)
-    packs: list[list[int]] = [[] for _ in range(num_packs)]
-    for index in order:
-        target = int(np.where(room >= padded[index], cost, np.inf).argmin())
-        if room[target] < padded[index]:
-            return None
-        room[target] -= padded[index]
-        cost[target] += costs[index]
-        packs[target].append(index)
-    return packs
+        multiple = max(pad_multiple, pack_multiple)
+        needed = padded_length(int(tokens[index]), multiple)
+        raise PlanError(
+            f"sequence {index} has {tokens[index]} tokens ({needed} padded to a multiple of {multiple}); "
+            f"batch.micro_batch_tokens is {budget_tokens} and must be at least {needed}"
+        )
+    sizes = padded.tolist()
+    costs = [sequence_cost(size, attention_crossover_tokens) for size in sizes]
+    packs = balanced_packs(sizes, costs, budget, num_data_parallel, synchronised_packs)
+    return [[sorted(pack, key=lambda i: (-sizes[i], i)) for pack in rank] for rank in packs]
 
 
 def plan_rollout_batch(
@@ -118,14 +104,24 @@ def plan_rollout_batch(
     seed: int,
     step: int,
     attention_crossover_tokens: int = ATTENTION_CROSSOVER_TOKENS,
+    pack_multiple: int = 1,
+    synchronised_packs: bool = False,
 ) -> list[RankPlan]:
     """The plan of every data-parallel rank for a rollout batch whose trajectories have `lengths` tokens.
 
-    Raises PlanError as `split_mini_batches` and `plan_packs` do.
+    The arguments are those of `split_mini_batches` and `plan_packs`. Raises PlanError as `split_mini_batches` and `plan_packs` do.
     """
     packs_of: list[list[list[list[int]]]] = [[] for _ in range(num_data_parallel)]
     for members in split_mini_batches(len(lengths), num_mini_batches, seed, step):
-        packed = plan_packs([lengths[i] for i in members], budget_tokens, pad_multiple, num_data_parallel, attention_crossover_tokens)
+        packed = plan_packs(
+            [lengths[i] for i in members],
+            budget_tokens,
+            pad_multiple,
+            num_data_parallel,
+            attention_crossover_tokens,
+            pack_multiple=pack_multiple,
+            synchronised_packs=synchronised_packs,
+        )
         for rank, packs in enumerate(packed):
             packs_of[rank].append([[members[i] for i in pack] for pack in packs])
     plans = []
@@ -137,7 +133,11 @@ def plan_rollout_batch(
 
 
 def build_micro_batch(
-    trajectories: Sequence[Mapping[str, Any]], rows: Sequence[int], pad_multiple: int, sequence_keys: Sequence[str] = ()
+    trajectories: Sequence[Mapping[str, Any]],
+    rows: Sequence[int],
+    pad_multiple: int,
+    sequence_keys: Sequence[str] = (),
+    pack_multiple: int = 1,
 ) -> MicroBatch:
     """The arrays of one pack: the `rows` of a rank's shard, in that order; no rows give filler.
 
@@ -145,14 +145,19 @@ def build_micro_batch(
     `rollout_log_probs` [R]. A position p of its P + R tokens is aligned with what the model predicts there:
     `labels[p]` is token p + 1, and `loss_mask[p]` and `rollout_log_probs[p]` are those of token p + 1, 0 unless it
     is an active response token. Padding up to `pad_multiple` belongs to the sequence (token 0, positions go on,
-    loss_mask 0). `sequence` holds, [S] each: `num_prompt_tokens`, `num_response_tokens`, `length` (active response tokens)
+    loss_mask 0); the last sequence is padded further until the pack is a multiple of `pack_multiple` (itself one of
+    `pad_multiple`). `sequence` holds, [S] each: `num_prompt_tokens`, `num_response_tokens`, `length` (active response tokens)
     int64, and float64 of every key in `sequence_keys`, looked up in the trajectory; 0 in filler, which is one
-    sequence of `pad_multiple` tokens with `trajectory_index` -1.
+    sequence of the smallest valid pack's length with `trajectory_index` -1.
 
     Raises ValueError for a trajectory whose arrays differ in length.
     """
     pieces = [_sequence_arrays(trajectories[row], row, pad_multiple) for row in rows] or [_filler_arrays(pad_multiple)]
     sizes = [piece["token_ids"].shape[0] for piece in pieces]
+    missing = -sum(sizes) % pack_multiple
+    for name in TOKEN_ARRAYS:
+        pieces[-1][name] = np.pad(pieces[-1][name], (0, missing))
+    sizes[-1] += missing
 
     def joined(name: str) -> np.ndarray:
         return np.concatenate([piece[name] for piece in pieces])
@@ -172,6 +177,7 @@ def build_micro_batch(
     )
 
 
+TOKEN_ARRAYS = ("token_ids", "labels", "loss_mask", "rollout_log_probs")
 COUNTS = ("num_prompt_tokens", "num_response_tokens", "length")
 
 

@@ -39,9 +39,20 @@ def forward_flops_per_token(spec: ModelSpec, sequence_tokens: int) -> float:
     Counted are matrix products: two FLOPs a weight that multiplies the token (LM head included, embedding look-up
     not), and in attention 4 x heads x head_dim a position attended to, (sequence_tokens + 1) / 2 on average.
     """
+    return _matrix_flops(spec) + _attention_flops(spec, sequence_tokens)
+
+
+def attention_crossover_tokens(spec: ModelSpec) -> int:
+    """The length of a sequence on whose attention as many FLOPs go as on all its other matrix products."""
+    return max(1, round(2 * _matrix_flops(spec) / _attention_flops(spec, 1)) - 1)
+
+
+def _matrix_flops(spec: ModelSpec) -> float:
     counts = count_parameters(spec)
     norms = spec.num_layers * (2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)) + spec.hidden_size
     head = counts.embedding if spec.tie_word_embeddings else 0
-    matrices = counts.active - counts.embedding - norms + head
-    attention = 4 * spec.num_heads * spec.head_dim * (sequence_tokens + 1) / 2
-    return 2.0 * matrices + spec.num_layers * attention
+    return 2.0 * (counts.active - counts.embedding - norms + head)
+
+
+def _attention_flops(spec: ModelSpec, sequence_tokens: int) -> float:
+    return 4.0 * spec.num_layers * spec.num_heads * spec.head_dim * (sequence_tokens + 1) / 2

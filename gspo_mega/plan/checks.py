@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 
 from gspo_mega.config.schema import Config
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.alignment import RECIPE_ROWS, alignment_tokens
+from gspo_mega.plan.precision import check_precision, unaligned_sizes
 
 
 class Violation(NamedTuple):
@@ -32,6 +34,7 @@ class Sizes:
     data: int
     sequence_parallel: bool
     sequence_multiple: int
+    pack_multiple: int
     longest_sequence: int
 
     @classmethod
@@ -49,6 +52,7 @@ class Sizes:
             data=max(1, world // model),
             sequence_parallel=sequence_parallel,
             sequence_multiple=multiple,
+            pack_multiple=math.lcm(multiple, alignment_tokens(config)),
             longest_sequence=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         )
 
@@ -61,6 +65,7 @@ def check_layout(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] 
         *_model_division(config, spec),
         *_pipeline(config, spec),
         *_experts(config, spec, sizes, device),
+        *_precision(config, spec, device),
         *_batches(config, sizes),
         *_lengths(config, spec, sizes),
         *_servers(config, spec, sizes),
@@ -176,6 +181,19 @@ def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) 
         )
 
 
+def _precision(config: Config, spec: ModelSpec, device: str | None) -> Iterator[Violation]:
+    if device == "cpu" and (problem := check_precision(config, None, None, None)) is not None:
+        yield Violation("precision", problem)
+    sides = list(unaligned_sizes(config, spec))
+    if sides:
+        yield Violation(
+            "fp8.recipe",
+            f"{config.fp8.recipe} needs every side of a linear layer on a rank to be a multiple of {RECIPE_ROWS[config.fp8.recipe]}, "
+            f"which these are not: {', '.join(sides)}",
+            " or ".join(r for r in RECIPE_ROWS if RECIPE_ROWS[r] < RECIPE_ROWS[config.fp8.recipe] and not any(unaligned_sizes(config, spec, r))),
+        )
+
+
 def _batches(config: Config, sizes: Sizes) -> Iterator[Violation]:
     batch = config.batch
     num_sequences = batch.prompts_per_step * batch.group_size
@@ -205,9 +223,9 @@ def _lengths(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violatio
             f"{spelled} is more than the model's {spec.max_position_embeddings} positions",
             str(room) if room > 0 else f"none: max_prompt_tokens must be below {spec.max_position_embeddings} first",
         )
-    padded = math.ceil(longest / sizes.sequence_multiple) * sizes.sequence_multiple
+    padded = math.ceil(longest / sizes.pack_multiple) * sizes.pack_multiple
     if padded > config.batch.micro_batch_tokens:
-        rounding = f", {padded} when padded to a multiple of {sizes.sequence_multiple}," if padded != longest else ""
+        rounding = f", {padded} when padded to a multiple of {sizes.pack_multiple}," if padded != longest else ""
         yield Violation(
             "batch.micro_batch_tokens",
             f"{config.batch.micro_batch_tokens} cannot hold the longest sequence: {spelled}{rounding} and sequences are never split",

@@ -13,6 +13,7 @@ from typing import Literal
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import PlanError
 from gspo_mega.model.families import padded_vocab_size
+from gspo_mega.model.sizes import attention_crossover_tokens
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.checks import Sizes, check_layout
 
@@ -36,8 +37,9 @@ class Layout:
 
     `data` excludes context parallelism. `expert_data` is over how many ranks an expert's gradient is summed.
     `layers_per_chunk`: layers of one model chunk (a pipeline stage, or a virtual one). `sequence_multiple_tokens`:
-    every packed sequence is padded to a multiple of it. `mini_batch_sequences`: trajectories of each mini-batch
-    when no sample is dropped, the largest first.
+    every packed sequence is padded to a multiple of it, and the whole pack to one of `pack_multiple_tokens`.
+    `mini_batch_sequences`: trajectories of each mini-batch when no sample is dropped, the largest first.
+    `attention_crossover_tokens`: the model's, see `model/sizes.py`.
     """
 
     world_size: int
@@ -53,7 +55,22 @@ class Layout:
     layers_per_chunk: int
     padded_vocab_size: int
     sequence_multiple_tokens: int
+    pack_multiple_tokens: int
     mini_batch_sequences: tuple[int, ...]
+    attention_crossover_tokens: int
+
+    @property
+    def synchronised_packs(self) -> bool:
+        """Do data-parallel ranks wait for each other in every micro-batch, and not at the optimizer step alone?
+
+        So they do where a group that exchanges tokens between experts reaches over several of them.
+        """
+        return self.expert * self.expert_tensor > self.tensor * self.context
+
+    @property
+    def micro_batches_multiple(self) -> int:
+        """Interleaved stages take micro-batches in turns of as many as there are stages; filler completes the last turn."""
+        return self.pipeline if self.virtual_pipeline is not None else 1
 
     def coordinates(self, rank: int) -> Coordinates:
         """Megatron's order, fastest first: tensor, context, (expert,) data, pipeline.
@@ -112,5 +129,7 @@ def resolve_layout(
         layers_per_chunk=spec.num_layers // (parallel.pipeline * (parallel.virtual_pipeline or 1)),
         padded_vocab_size=padded_vocab_size(spec.vocab_size, parallel.tensor),
         sequence_multiple_tokens=sizes.sequence_multiple,
+        pack_multiple_tokens=sizes.pack_multiple,
         mini_batch_sequences=tuple(quotient + (index < remainder) for index in range(config.batch.num_mini_batches)),
+        attention_crossover_tokens=attention_crossover_tokens(spec),
     )

@@ -104,6 +104,7 @@ def _batch(plan: Plan) -> list[str]:
     lines.append(
         f"packs of at most {batch.micro_batch_tokens} tokens; longest sequence {Sizes.of(config).longest_sequence}"
         + (f", padded to multiples of {layout.sequence_multiple_tokens}" if layout.sequence_multiple_tokens > 1 else "")
+        + (f", packs to multiples of {layout.pack_multiple_tokens}" if layout.pack_multiple_tokens > layout.sequence_multiple_tokens else "")
     )
     return lines
 

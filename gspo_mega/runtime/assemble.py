@@ -16,6 +16,7 @@ from gspo_mega.algorithm.advantages import group_advantages
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
+from gspo_mega.data.routes import packed_routes
 from gspo_mega.plan.layout import Layout
 from gspo_mega.records import MicroBatch, RolloutBatch, Trajectory
 
@@ -65,6 +66,9 @@ def plan_batch(trajectories: list[Trajectory], config: Config, layout: Layout, s
         num_data_parallel=layout.data,
         seed=config.run.seed,
         step=step,
+        attention_crossover_tokens=layout.attention_crossover_tokens,
+        pack_multiple=layout.pack_multiple_tokens,
+        synchronised_packs=layout.synchronised_packs,
     )
 
 
@@ -94,10 +98,11 @@ def assemble(
         shard = [records[i] for i in plan.shard]
         mini_batches = []
         for denominator, packs in zip(denominators, plan.mini_batches, strict=True):
-            micro_batches = [build_micro_batch(shard, rows, layout.sequence_multiple_tokens, ("advantage", "group_size")) for rows in packs]
+            micro_batches = [_packed(shard, rows, layout, ("advantage", "group_size")) for rows in packs]
             for micro_batch in micro_batches:
                 local = micro_batch.trajectory_index
                 micro_batch.trajectory_index = np.where(local >= 0, np.array(plan.shard or [0])[local], -1)
+                micro_batch.routed_experts = packed_routes(micro_batch, trajectories, config.moe.routing_replay == "R3")
             mini_batches.append(MiniBatch(denominator, micro_batches))
         shards.append(mini_batches)
     return shards
@@ -122,10 +127,13 @@ def assemble_supervised(demonstrations: list[Demonstration], config: Config, lay
         num_data_parallel=layout.data,
         seed=config.run.seed,
         step=step,
+        attention_crossover_tokens=layout.attention_crossover_tokens,
+        pack_multiple=layout.pack_multiple_tokens,
+        synchronised_packs=layout.synchronised_packs,
     )
     denominator = float(sum(len(d.response_token_ids) for d in demonstrations))
     return [
-        [MiniBatch(denominator, [build_micro_batch([records[i] for i in p.shard], rows, layout.sequence_multiple_tokens) for rows in p.mini_batches[0]])]
+        [MiniBatch(denominator, [_packed([records[i] for i in p.shard], rows, layout) for rows in p.mini_batches[0]])]
         for p in plans
     ]
 
@@ -134,6 +142,10 @@ def for_ranks(shards: list[list[MiniBatch]], layout: Layout) -> list[list[dict[s
     """The wire form of each global rank's shard: that of its data-parallel rank."""
     wire = [[m.to_wire() for m in shard] for shard in shards]
     return [wire[layout.coordinates(rank).data] for rank in range(layout.world_size)]
+
+
+def _packed(shard: list[dict[str, Any]], rows: list[int], layout: Layout, sequence_keys: tuple[str, ...] = ()) -> MicroBatch:
+    return build_micro_batch(shard, rows, layout.sequence_multiple_tokens, sequence_keys, layout.pack_multiple_tokens)
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:

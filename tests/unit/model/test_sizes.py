@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.model.huggingface import spec_from_config
-from gspo_mega.model.sizes import count_parameters, forward_flops_per_token
+from gspo_mega.model.sizes import attention_crossover_tokens, count_parameters, forward_flops_per_token
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 
@@ -56,3 +56,14 @@ def test_flops_by_hand():
         assert forward_flops_per_token(spec, tokens) == 2 * matrices + 3 * 4 * 64 * positions
     tied = dataclasses.replace(spec, tie_word_embeddings=True)
     assert forward_flops_per_token(tied, 9) == forward_flops_per_token(spec, 9)
+
+
+def test_the_crossover_is_where_attention_takes_half():
+    # 12288 weights of attention, 512 of the router, 2 experts of 12288: three layers and a head of 512 x 64, two FLOPs
+    # each; attention takes 3 x 4 x 64 x (L + 1) / 2.
+    moe = spec_of("quickstart_moe")
+    assert attention_crossover_tokens(moe) == round((3 * (12288 + 512 + 2 * 12288) + 512 * 64) * 2 / 384 - 1) == 754
+    dense = spec_of("quickstart_dense")
+    crossover = attention_crossover_tokens(dense)
+    without_attention = forward_flops_per_token(dense, -1)
+    assert forward_flops_per_token(dense, crossover) == pytest.approx(2 * without_attention, rel=1e-3)

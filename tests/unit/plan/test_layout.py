@@ -18,7 +18,8 @@ def layout_of(*, world, tensor, pipeline, context, expert, expert_tensor):
         world_size=world, tensor=tensor, pipeline=pipeline, virtual_pipeline=None, context=context,
         data=world // (tensor * pipeline * context), expert=expert, expert_tensor=expert_tensor,
         expert_data=world // (pipeline * expert * expert_tensor), sequence_parallel=False, layers_per_chunk=1,
-        padded_vocab_size=128, sequence_multiple_tokens=1, mini_batch_sequences=(1,),
+        padded_vocab_size=128, sequence_multiple_tokens=1, pack_multiple_tokens=1, mini_batch_sequences=(1,),
+        attention_crossover_tokens=1,
     )
 
 
@@ -68,7 +69,7 @@ def test_what_a_layout_holds(load, shape):
     assert layout == Layout(
         world_size=24, tensor=2, pipeline=3, virtual_pipeline=None, context=2, data=2, expert=4, expert_tensor=1, expert_data=2,
         sequence_parallel=True, layers_per_chunk=1, padded_vocab_size=384, sequence_multiple_tokens=8,
-        mini_batch_sequences=(7, 7, 6, 6, 6),
+        pack_multiple_tokens=8, mini_batch_sequences=(7, 7, 6, 6, 6), attention_crossover_tokens=683,
     )
 
 
@@ -81,6 +82,25 @@ def test_sequence_parallelism_and_padding_need_their_sizes(load, shape):
     assert layout(two, "parallel.context=2").sequence_multiple_tokens == 4
     assert layout(two, "parallel.tensor=2").sequence_multiple_tokens == 2
     assert layout(two, "parallel.tensor=2", "parallel.sequence=false").sequence_multiple_tokens == 1
+
+
+def test_fp8_packs_are_padded_as_a_whole(load, shape):
+    def layout(*overrides):
+        return resolve_layout(load("precision=fp8", *overrides).config, read_model_spec(shape("dense")))
+
+    alone = layout("fp8.recipe=mxfp8")
+    assert (alone.sequence_multiple_tokens, alone.pack_multiple_tokens) == (1, 32)
+    two = ("cluster.ranks_per_node=2", "fp8.recipe=delayed")
+    assert (layout(*two, "parallel.tensor=2").sequence_multiple_tokens, layout(*two, "parallel.tensor=2").pack_multiple_tokens) == (2, 32)
+    assert layout(*two, "parallel.context=2").pack_multiple_tokens == 32
+
+
+def test_data_ranks_wait_in_every_pack_where_experts_span_them():
+    sizes = dict(world=8, pipeline=1, context=1, expert_tensor=1)
+    assert not layout_of(tensor=1, expert=1, **sizes).synchronised_packs
+    assert layout_of(tensor=1, expert=2, **sizes).synchronised_packs
+    assert not layout_of(tensor=2, expert=2, **sizes).synchronised_packs
+    assert layout_of(tensor=2, expert=4, **sizes).synchronised_packs
 
 
 def test_virtual_pipeline_chunks(load, shape):
