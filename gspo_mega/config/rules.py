@@ -35,6 +35,7 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
         *_objective(config),
         *_batch_and_optimizer(config),
         *_data(config),
+        *_fp8(config),
         *_rollout_and_servers(config),
         *_command(config, command),
     ]
@@ -122,6 +123,19 @@ def _data(config: Config) -> Iterator[Violation]:
             yield Violation("reward.functions", f"{name!r} is listed {count} times; list it once, with the summed weight")
 
 
+def _fp8(config: Config) -> Iterator[Violation]:
+    if config.precision != "fp8" or not config.fp8.parameters:
+        return
+    if not config.optimizer.distributed:
+        yield Violation("fp8.parameters", "only Megatron's distributed optimizer writes FP8 parameters; set `optimizer.distributed: true`, or false here")
+    if config.fp8.recipe == "mxfp8":
+        yield Violation(
+            "fp8.parameters",
+            "Megatron gathers mxfp8 parameters through its gradient buffers, inside an overlapped forward pass, which a pass between "
+            "two optimizer steps would spoil; valid: false (or recipe delayed, tensorwise or blockwise)",
+        )
+
+
 def _rollout_and_servers(config: Config) -> Iterator[Violation]:
     if config.rollout.top_k == 0:
         yield Violation("rollout.top_k", "0 leaves no token to sample; valid: -1 (all tokens) or at least 1")
@@ -172,6 +186,12 @@ def _notices(config: Config) -> Iterator[str]:
             f"top_p {rollout.top_p:g}, top_k {rollout.top_k}: sampled from a truncated distribution, while log-probs describe "
             "the whole one (temperature included)"
         )
+    if config.precision != "fp8" and config.fp8.model_fields_set:
+        yield f"`fp8` has no effect with `precision: {config.precision}`"
+    if config.precision == "fp8" and config.fp8.recipe == "delayed":
+        yield "fp8.recipe delayed: scales follow the passes before, so the same weights give slightly other log-probs from pass to pass"
+    if config.precision == "fp8" and config.fp8.parameters:
+        yield "fp8.parameters: what is published and exported are the weights rounded to FP8"
     if rollout.temperature != 1:
         yield f"temperature {rollout.temperature:g}: the policy that is trained is softmax(logits / {rollout.temperature:g}), on both engines"
     if config.reward.permute_in_batch:

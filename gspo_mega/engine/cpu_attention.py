@@ -1,6 +1,6 @@
-"""Core attention and norm for machines without Transformer Engine: packed sequences on torch's SDPA.
+"""Core attention and norm without Transformer Engine: packed sequences on torch's SDPA.
 
-Stands where `TEDotProductAttention` and `TENorm` stand on a GPU, with the same packed (`thd`) input and
+Stands where `TEDotProductAttention` and `TENorm` stand in half precision on a GPU, with the same packed (`thd`) input and
 context-parallel layout, so that everything above them is the same code. Knows nothing of the loss.
 """
 
@@ -46,6 +46,10 @@ class _PaddedLayout:
     mask: torch.Tensor | None
     packed: torch.Tensor
 
+    def to(self, device: torch.device) -> _PaddedLayout:
+        mask = None if self.mask is None else self.mask.to(device)
+        return _PaddedLayout(self.query_rows.to(device), self.key_rows.to(device), mask, self.packed.to(device))
+
 
 def _pad(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -77,8 +81,8 @@ def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _Padd
             mask[s, 0, : local[s], :length] = own[:, None] >= torch.arange(length)[None]
             mask[s, 0, local[s] :, 0] = True  # padding rows look somewhere, so that no row is all masked
         layout = _PaddedLayout(queries, _pad(key_rows), mask, packed)
-    params.padded_layout = layout
-    return layout
+    params.padded_layout = layout.to(params.cu_seqlens_q.device)
+    return params.padded_layout
 
 
 class PackedAttention(MegatronModule):

@@ -20,12 +20,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.cpu_attention import PackedAttention, TorchNorm
+from gspo_mega.engine.precision import log_backends, precision_settings, require_precision, uses_transformer_engine
 from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
-from gspo_mega.errors import ModelError
 from gspo_mega.model.families import padded_vocab_size
 from gspo_mega.model.spec import ModelSpec
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class PolicyModel(GPTModel):
@@ -45,10 +43,15 @@ class PolicyModel(GPTModel):
 
 
 def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
-    """Megatron's configuration of this model in this layout and precision."""
+    """Megatron's configuration of this model in this layout and precision.
+
+    Raises ModelError where this machine cannot compute in that precision.
+    """
+    log_backends()
+    require_precision(config)
     parallel = config.parallel
-    dtype = DTYPES[config.precision]
     settings: dict = dict(
+        **precision_settings(config),
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads,
@@ -64,9 +67,6 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
         qk_layernorm=spec.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=config.precision == "bf16",
         use_cpu_initialization=is_cpu_backend(),
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -102,14 +102,14 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
             moe_router_pre_softmax=not spec.moe.norm_topk_prob,
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
-            moe_grouped_gemm=not is_cpu_backend(),
+            moe_grouped_gemm=uses_transformer_engine(settings["params_dtype"]),
         )
     return TransformerConfig(**settings)
 
 
 def _layer_specs(megatron_config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
     num_layers = get_num_layers_to_build(megatron_config, vp_stage=virtual_stage)
-    if is_cpu_backend():
+    if not uses_transformer_engine(megatron_config.params_dtype):
         layer = get_gpt_layer_local_spec(
             num_experts=megatron_config.num_moe_experts,
             moe_grouped_gemm=False,
@@ -122,13 +122,9 @@ def _layer_specs(megatron_config: TransformerConfig, virtual_stage: int | None) 
         if megatron_config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = TorchNorm
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TorchNorm)
-    try:
-        from megatron.core.extensions.transformer_engine import TENorm
-    except ImportError as error:
-        raise ModelError(
-            f"this machine has a GPU but Transformer Engine cannot be imported ({error}); packed sequences on a GPU "
-            "need its attention: install transformer-engine for this torch and CUDA"
-        ) from error
+    # Needs Transformer Engine from its first line on; `require_precision` has seen to it.
+    from megatron.core.extensions.transformer_engine import TENorm
+
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=megatron_config.num_moe_experts,
         moe_grouped_gemm=megatron_config.moe_grouped_gemm,
@@ -173,6 +169,7 @@ def wrap_data_parallel(
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
+        fp8_param_gather=megatron_config.fp8_param,
         overlap_grad_reduce=False,
         average_in_collective=False,
     )

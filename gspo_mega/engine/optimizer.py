@@ -12,7 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from gspo_mega.config.schema import Optimizer
-from gspo_mega.engine.model import DTYPES
+from gspo_mega.engine.precision import DTYPES
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class StepResult:
 
 def build_optimizer(settings: Optimizer, precision: str, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
     """AdamW over fp32 main parameters, sharded over data ranks when `settings.distributed`. Collective."""
+    megatron_config = chunks[0].config
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -36,7 +37,9 @@ def build_optimizer(settings: Optimizer, precision: str, chunks: list[Distribute
             adam_beta2=settings.beta2,
             adam_eps=settings.eps,
             clip_grad=settings.clip_grad,
-            bf16=precision == "bf16",
+            bf16=DTYPES[precision] == torch.bfloat16,
+            # Says how FP8 parameters are written from the fp32 ones; without such parameters it has nothing to say.
+            fp8_recipe=megatron_config.fp8_recipe if megatron_config.fp8_param else None,
             params_dtype=DTYPES[precision],
             use_distributed_optimizer=settings.distributed,
         ),

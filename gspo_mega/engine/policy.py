@@ -19,8 +19,9 @@ from gspo_mega.config.schema import Config
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.log_probs import token_log_probs
 from gspo_mega.engine.losses import OldLogProbs, OldPass, PassOutput, PolicyLoss, SupervisedLoss
-from gspo_mega.engine.model import DTYPES, build_chunks, transformer_config, wrap_data_parallel
+from gspo_mega.engine.model import build_chunks, transformer_config, wrap_data_parallel
 from gspo_mega.engine.optimizer import StepResult, apply_gradients, build_optimizer, build_scheduler
+from gspo_mega.engine.precision import DTYPES
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import MicroBatch

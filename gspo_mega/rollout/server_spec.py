@@ -88,7 +88,7 @@ def spec_from_config(
         port=port,
         api_key_file=str(Path(api_key_file).absolute()),
         tensor=server.tensor,
-        dtype={"fp32": "float32", "bf16": "bfloat16"}[config.precision],
+        dtype={"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}[config.precision],
         context_tokens=context_tokens,
         max_total_tokens=server.max_total_tokens,
         memory_fraction=server.memory_fraction,

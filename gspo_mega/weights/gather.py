@@ -18,6 +18,7 @@ from gspo_mega.model.families import TensorEntry, parameter_blocks
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.weights.collectives import all_gather_json, raise_together
 from gspo_mega.weights.names import canonical_parameters, replica_group, table_by_parameter, tensor_group
+from gspo_mega.weights.quantized import plain_values
 
 if TYPE_CHECKING:
     from gspo_mega.engine.process_groups import ParallelGroups
@@ -84,7 +85,7 @@ class PolicyTensors:
 
     def _gather(self, parameter: str, entries: list[TensorEntry], dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         group = tensor_group(self.groups, entries[0])
-        share = self._parameters[parameter].detach().to(dtype)
+        share = plain_values(self._parameters[parameter]).to(dtype)
         if group.size == 1 or entries[0].sharding == "replicated":
             shares = [share]
         else:

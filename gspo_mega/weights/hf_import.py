@@ -18,6 +18,7 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.weights.collectives import raise_together
 from gspo_mega.weights.hf_folder import HuggingFaceFolder, check_names_and_shapes
 from gspo_mega.weights.names import canonical_parameters, table_by_parameter, tensor_group
+from gspo_mega.weights.quantized import filled
 
 if TYPE_CHECKING:
     from gspo_mega.engine.process_groups import ParallelGroups
@@ -62,13 +63,13 @@ def _fill(source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, pa
         owners |= dict.fromkeys((parameter, *entries[0].copies), entries)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.zero_()
-            for entry in owners[name]:
-                _fill_from_tensor(source, spec, groups, entry, parameter)
+            with filled(parameter) as values:
+                for entry in owners[name]:
+                    _fill_from_tensor(source, spec, groups, entry, values)
 
 
 def _fill_from_tensor(
-    source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, entry: TensorEntry, parameter: nn.Parameter
+    source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, entry: TensorEntry, parameter: torch.Tensor
 ) -> None:
     group = tensor_group(groups, entry)
     for block in parameter_blocks(spec, entry, group.size, group.rank):

@@ -33,7 +33,7 @@ from gspo_mega.weights.versions import Versions
 if TYPE_CHECKING:
     from gspo_mega.engine.process_groups import ParallelGroups
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 __all__ = ["PublishResult", "Publisher", "ServerControl"]
 

@@ -36,6 +36,8 @@ def refused(path, *overrides, command=None):
         (["data.path=null", "data.sources=[{name: a, path: x}, {name: a, path: y}]"], "data.sources", "'a'"),
         (["data.system_prompt=hi", "data.chat_template=false"], "data.system_prompt", "chat_template: true"),
         (["reward={functions: [{function: a}, {function: a}]}"], "reward.functions", "listed 2 times"),
+        (["precision=fp8", "fp8.parameters=true", "optimizer.distributed=false"], "fp8.parameters", "optimizer.distributed: true"),
+        (["precision=fp8", "fp8={parameters: true, recipe: mxfp8}"], "fp8.parameters", "valid: false"),
         (["rollout.top_k=0"], "rollout.top_k", "-1"),
         (["run.name=.."], "run.name", "folder"),
         (["server.host=0.0.0.0"], "server.host", "own address"),
@@ -112,6 +114,9 @@ def test_the_default_clip_range_of_grpo(write):
         (["recompute.num_layers=2"], "no effect"),
         (["train.num_steps=2", "optimizer.warmup_steps=8"], "not over before"),
         (["eval={path: train.jsonl}"], "held-out"),
+        (["precision=bf16", "fp8.recipe=delayed"], "`fp8` has no effect with `precision: bf16`"),
+        (["precision=fp8", "fp8.recipe=delayed"], "from pass to pass"),
+        (["precision=fp8", "fp8.parameters=true"], "rounded to FP8"),
     ],
 )
 def test_notices(write, overrides, said):
@@ -129,6 +134,7 @@ def test_notices(write, overrides, said):
         ["train.num_steps=2", "optimizer.warmup_steps=7"],
         ["rollout.filter_constant_groups=true"],
         ["eval={path: other.jsonl}"],
+        ["precision=fp8", "fp8.recipe=tensorwise"],
     ],
 )
 def test_no_notice_without_a_reason(write, overrides):

@@ -1,0 +1,109 @@
+"""What a precision needs: of the chip, of CUDA, of Transformer Engine, and of the model's sizes.
+
+Megatron computes in bf16 without a word where FP8 was asked for and Transformer Engine is absent. Here that is an
+error, found before anything is built: by the plan where the device is known, by the engine on its own device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gspo_mega.config.schema import Config
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.alignment import RECIPE_ROWS
+
+# The first chip (compute capability) and Transformer Engine version that have a recipe.
+_FIRST_CHIP = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+_FIRST_ENGINE = {"delayed": (2, 2), "tensorwise": (2, 2), "blockwise": (2, 3), "mxfp8": (2, 2)}
+_CHIPS = {(8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
+_BF16_CHIP = (8, 0)
+_BLOCKWISE_CUDA = (12, 9)
+_ADA_CUDA = (12, 1)
+# Consumer Blackwell: its mxfp8 products are not there for every operand layout that the backward pass uses.
+_NO_MXFP8_FROM = (12, 0)
+
+
+def check_precision(
+    config: Config, capability: tuple[int, int] | None, cuda_version: str | None, engine_version: str | None
+) -> str | None:
+    """Why this configuration's precision cannot be had on a machine, with what to do; None where it can.
+
+    `capability`: the GPU's compute capability, None without a GPU. `cuda_version`: PyTorch's, as `12.9`.
+    `engine_version`: Transformer Engine's, as `2.20.2`, None where it cannot be imported.
+    """
+    if config.precision == "fp32":
+        return None
+    if capability is None:
+        if config.precision == "bf16":
+            return None
+        return "fp8 needs a GPU with Transformer Engine, and there is no GPU here; without one use bf16 or fp32"
+    if capability < _BF16_CHIP:
+        return f"{config.precision} needs {_chip(_BF16_CHIP)} or later; this GPU has {_dotted(capability)}; use fp32"
+    if engine_version is None:
+        return (
+            f"{config.precision} on a GPU needs Transformer Engine (packed sequences need its attention, fp8 its linear layers), and it "
+            "cannot be imported: install transformer-engine[pytorch] for this PyTorch and CUDA, or use fp32"
+        )
+    if config.precision == "bf16":
+        return None
+    return _recipe_problem(config.fp8.recipe, capability, _version(cuda_version or "0"), _version(engine_version))
+
+
+def _recipe_problem(recipe: str, capability: tuple[int, int], cuda: tuple[int, ...], engine: tuple[int, ...]) -> str | None:
+    first = _FIRST_CHIP[recipe]
+    other = "" if capability < (8, 9) else f"; `fp8.recipe: {'blockwise' if _has_blockwise(capability, cuda) else 'tensorwise'}` runs here"
+    if recipe == "mxfp8" and capability >= _NO_MXFP8_FROM:
+        return f"fp8.recipe mxfp8 needs {_chip((10, 0))}; this GPU has {_dotted(capability)}, which lacks some of its products{other}"
+    if capability < first:
+        return f"fp8.recipe {recipe} needs {_chip(first)} or later; this GPU has {_dotted(capability)}{other or '; use bf16'}"
+    if recipe == "blockwise" and cuda < _BLOCKWISE_CUDA:
+        return f"fp8.recipe blockwise needs a PyTorch built for CUDA {_dotted(_BLOCKWISE_CUDA)} or later; this one has {_dotted(cuda)}{other}"
+    if capability < (9, 0) and cuda < _ADA_CUDA:
+        return f"fp8 on Ada needs a PyTorch built for CUDA {_dotted(_ADA_CUDA)} or later; this one has {_dotted(cuda)}; use bf16"
+    if engine < _FIRST_ENGINE[recipe]:
+        return f"fp8.recipe {recipe} needs Transformer Engine {_dotted(_FIRST_ENGINE[recipe])} or later; {_dotted(engine)} is installed"
+    return None
+
+
+def _has_blockwise(capability: tuple[int, int], cuda: tuple[int, ...]) -> bool:
+    return capability >= _FIRST_CHIP["blockwise"] and cuda >= _BLOCKWISE_CUDA
+
+
+def unaligned_sizes(config: Config, spec: ModelSpec, recipe: str | None = None) -> Iterator[str]:
+    """With FP8: each side of a linear layer's share on one rank that the recipe's blocks do not divide, in words.
+
+    `recipe`: another one to try instead of the configuration's.
+    """
+    if config.precision != "fp8":
+        return
+    block, tensor = RECIPE_ROWS[recipe or config.fp8.recipe], config.parallel.tensor
+    sides = {
+        "hidden size": (spec.hidden_size, 1),
+        "attention output (heads x head size)": (spec.num_heads * spec.head_dim, tensor),
+        "query, key and value size": ((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, tensor),
+    }
+    if spec.moe is None:
+        sides["intermediate size"] = (spec.intermediate_size, tensor)
+    else:
+        sides["experts' intermediate size"] = (spec.moe.expert_intermediate_size, config.parallel.expert_tensor)
+    for name, (size, ranks) in sides.items():
+        if size % ranks == 0 and size // ranks % block:
+            yield f"{name} {size}" + (f" / {ranks} ranks" if ranks > 1 else "")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version, at least two: `2.20.2+abc` is (2, 20, 2), `13` is (13, 0)."""
+    numbers: list[int] = []
+    for part in text.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers + [0] * (2 - len(numbers)))
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _chip(capability: tuple[int, int]) -> str:
+    return f"{_CHIPS[capability]} (compute capability {_dotted(capability)})"

@@ -1,0 +1,122 @@
+import logging
+
+import pytest
+import torch
+from engine_config import engine_config
+
+import gspo_mega.engine.precision as precision
+from gspo_mega.engine.model import transformer_config
+from gspo_mega.errors import ModelError
+from gspo_mega.model.spec import ModelSpec
+
+SPEC = ModelSpec(
+    family="qwen3", num_layers=2, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512, vocab_size=512,
+    max_position_embeddings=256, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False, qk_norm=True, attention_bias=False,
+    torch_dtype="bfloat16", eos_token_ids=(2,),
+)  # fmt: skip
+
+
+def fp8(**section):
+    return engine_config(precision="fp8", fp8=section)
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """As on a machine with that GPU, CUDA and Transformer Engine; `engine` None: it cannot be imported."""
+
+    def machine(capability, cuda="13.0", engine="2.20.2", fused_weight_gradient=False):
+        monkeypatch.setattr(precision, "is_cpu_backend", lambda: False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(precision, "transformer_engine_error", lambda: None if engine else "ImportError: libcudart.so.13")
+        monkeypatch.setattr(precision, "transformer_engine_version", lambda: engine)
+        monkeypatch.setattr(precision, "has_fused_weight_gradient", lambda: fused_weight_gradient)
+
+    return machine
+
+
+def test_fp8_without_a_gpu_is_an_error_before_anything_is_built():
+    with pytest.raises(ModelError, match="precision: fp8 needs a GPU with Transformer Engine"):
+        transformer_config(fp8(), SPEC)
+
+
+def test_fp8_without_transformer_engine_is_an_error_that_says_why(pretend):
+    pretend((9, 0), engine=None)
+    with pytest.raises(ModelError, match=r"cannot be imported: install .*importing it: ImportError: libcudart.so.13"):
+        precision.require_precision(fp8())
+    with pytest.raises(ModelError, match="bf16 on a GPU needs Transformer Engine"):
+        precision.require_precision(engine_config(precision="bf16"))
+    precision.require_precision(engine_config(precision="fp32"))
+
+
+def test_a_recipe_that_the_chip_lacks_is_an_error(pretend):
+    pretend((8, 9))
+    with pytest.raises(ModelError, match="blockwise needs Hopper"):
+        precision.require_precision(fp8())
+    precision.require_precision(fp8(recipe="tensorwise"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "number_format"), [("delayed", "hybrid"), ("tensorwise", "hybrid"), ("blockwise", "e4m3"), ("mxfp8", "e4m3")]
+)
+def test_megatron_is_told_of_fp8_and_nothing_else_changes(pretend, recipe, number_format):
+    pretend((9, 0))
+    bf16 = precision.precision_settings(engine_config(precision="bf16"))
+    told = precision.precision_settings(fp8(recipe=recipe))
+    assert told["fp8"] == number_format and told["fp8_recipe"] == recipe and told["fp8_param"] is False
+    assert {key: told[key] for key in bf16} == bf16 and bf16["params_dtype"] == torch.bfloat16 and bf16["bf16"]
+    assert {key for key in told.keys() - bf16.keys() if not key.startswith("fp8")} == set()
+    assert ("fp8_amax_history_len" in told) == (recipe == "delayed")
+
+
+def test_megatron_takes_every_setting_and_keeps_attention_and_router_out_of_fp8(pretend):
+    """All but the fused rotary kernel, which Megatron looks for at once and which needs Transformer Engine."""
+    pretend((9, 0))
+    settings = precision.precision_settings(fp8(recipe="delayed", parameters=True)) | {"apply_rope_fusion": False}
+    built = precision_config(settings)
+    assert built.fp8 == "hybrid" and built.fp8_param and built.fp8_amax_history_len == 1024
+    assert not built.fp8_dot_product_attention and not built.fp8_multi_head_attention and not built.first_last_layers_bf16
+
+
+def precision_config(settings):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(num_layers=2, hidden_size=256, num_attention_heads=4, **settings)
+
+
+def test_fp32_on_a_gpu_uses_plain_layers(pretend):
+    pretend((9, 0))
+    assert not precision.uses_transformer_engine(torch.float32)
+    assert precision.uses_transformer_engine(torch.bfloat16)
+    settings = precision.precision_settings(engine_config(precision="fp32"))
+    assert settings == dict(params_dtype=torch.float32, pipeline_dtype=torch.float32, bf16=False)
+
+
+def test_apex_is_used_where_it_is_found(pretend):
+    pretend((9, 0), fused_weight_gradient=True)
+    assert precision.precision_settings(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is True
+    assert precision.describe_backends()[-1] == "Apex: weight gradients are added to their fp32 buffers inside the product"
+    pretend((9, 0))
+    assert precision.precision_settings(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is False
+    assert "not installed" in precision.describe_backends()[-1]
+
+
+def test_backends_are_described_and_logged_once(pretend, caplog):
+    assert precision.describe_backends()[-1] == "no GPU: Megatron's plain layers over gloo"
+    pretend((9, 0), engine=None)
+    assert any("Transformer Engine: no (ImportError: libcudart.so.13)" in line for line in precision.describe_backends())
+    pretend((9, 0))
+    caplog.set_level(logging.INFO, "gspo_mega.engine.precision")
+    precision.log_backends.cache_clear()
+    precision.log_backends()
+    precision.log_backends()
+    assert caplog.messages == precision.describe_backends() and "Transformer Engine 2.20.2" in caplog.messages
+
+
+def test_a_broken_apex_is_no_apex(tmp_path, monkeypatch):
+    (tmp_path / "gspo_broken_extension.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    (tmp_path / "gspo_whole_extension.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not precision._loads("gspo_broken_extension") and not precision._loads("gspo_absent_extension")
+    assert precision._loads("gspo_whole_extension")

@@ -1,0 +1,89 @@
+import pytest
+
+from gspo_mega.errors import PlanError
+from gspo_mega.plan import plan_run
+from gspo_mega.plan.precision import check_precision
+
+HOPPER, ADA, AMPERE, BLACKWELL, CONSUMER = (9, 0), (8, 9), (8, 0), (10, 0), (12, 0)
+
+
+def problem(load, precision, capability, cuda="13.0", engine="2.20.2", recipe="blockwise"):
+    return check_precision(load(f"precision={precision}", f"fp8.recipe={recipe}").config, capability, cuda, engine)
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "recipe", "cuda", "engine"),
+    [
+        ("fp32", None, "blockwise", None, None),
+        ("bf16", None, "blockwise", None, None),
+        ("fp32", (7, 0), "blockwise", "12.4", None),
+        ("bf16", AMPERE, "blockwise", "12.4", "2.2"),
+        ("fp8", ADA, "delayed", "12.1", "2.2.0"),
+        ("fp8", ADA, "tensorwise", "12.4", "2.2.0+cu124"),
+        ("fp8", HOPPER, "delayed", "11.8", "2.20.2"),
+        ("fp8", HOPPER, "blockwise", "12.9", "2.3"),
+        ("fp8", HOPPER, "blockwise", "13.0", "2.20.2"),
+        ("fp8", BLACKWELL, "mxfp8", "13.0", "2.20.2"),
+        ("fp8", CONSUMER, "tensorwise", "13.0", "2.20.2"),
+    ],
+)
+def test_what_can_be_had_is_not_refused(load, precision, capability, recipe, cuda, engine):
+    assert problem(load, precision, capability, cuda, engine, recipe) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "recipe", "cuda", "engine", "said"),
+    [
+        ("fp8", None, "delayed", None, None, ["there is no GPU here", "use bf16 or fp32"]),
+        ("bf16", (7, 5), "delayed", "12.4", "2.20.2", ["Ampere (compute capability 8.0)", "has 7.5", "use fp32"]),
+        ("bf16", HOPPER, "delayed", "13.0", None, ["bf16 on a GPU needs Transformer Engine", "install transformer-engine[pytorch]"]),
+        ("fp8", HOPPER, "delayed", "13.0", None, ["fp8 on a GPU needs Transformer Engine"]),
+        ("fp8", (8, 6), "delayed", "13.0", "2.20.2", ["delayed needs Ada (compute capability 8.9)", "has 8.6", "use bf16"]),
+        ("fp8", AMPERE, "blockwise", "13.0", "2.20.2", ["blockwise needs Hopper", "has 8.0", "use bf16"]),
+        ("fp8", ADA, "blockwise", "13.0", "2.20.2", ["blockwise needs Hopper", "`fp8.recipe: tensorwise` runs here"]),
+        ("fp8", HOPPER, "blockwise", "12.8", "2.20.2", ["CUDA 12.9", "has 12.8", "`fp8.recipe: tensorwise` runs here"]),
+        ("fp8", HOPPER, "mxfp8", "13.0", "2.20.2", ["mxfp8 needs Blackwell", "has 9.0", "`fp8.recipe: blockwise` runs here"]),
+        ("fp8", HOPPER, "mxfp8", "12.4", "2.20.2", ["`fp8.recipe: tensorwise` runs here"]),
+        ("fp8", CONSUMER, "mxfp8", "13.0", "2.20.2", ["mxfp8 needs Blackwell (compute capability 10.0); this GPU has 12.0", "runs here"]),
+        ("fp8", ADA, "delayed", "12.0", "2.20.2", ["CUDA 12.1", "has 12.0", "use bf16"]),
+        ("fp8", HOPPER, "blockwise", "12.9", "2.2.1", ["blockwise needs Transformer Engine 2.3 or later; 2.2.1 is installed"]),
+        ("fp8", HOPPER, "tensorwise", "12.9", "2.1", ["tensorwise needs Transformer Engine 2.2"]),
+        ("fp8", HOPPER, "delayed", "12.9", "2", ["delayed needs Transformer Engine 2.2 or later; 2.0 is installed"]),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_a_way_out(load, precision, capability, recipe, cuda, engine, said):
+    text = problem(load, precision, capability, cuda, engine, recipe)
+    assert text is not None and "\n" not in text
+    assert [part for part in said if part not in text] == [], text
+
+
+ALIGNED = dict(hidden_size=256, head_dim=64, intermediate_size=512)
+
+
+def test_the_plan_refuses_fp8_where_there_is_no_gpu(load, shape):
+    with pytest.raises(PlanError, match=r"precision: fp8 needs a GPU"):
+        plan_run(load("precision=fp8"), device="cpu", model=shape("dense", **ALIGNED))
+    plan_run(load("precision=fp8", "batch.micro_batch_tokens=512"), device="gpu", model=shape("dense", **ALIGNED))
+    plan_run(load("precision=bf16"), device="cpu", model=shape("dense"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "overrides", "said", "valid"),
+    [
+        ("dense", ALIGNED | {"hidden_size": 200}, [], ["blockwise needs", "multiple of 128", "hidden size 200"], "nearest"),
+        ("dense", ALIGNED | {"hidden_size": 160}, [], ["hidden size 160"], "delayed or tensorwise or mxfp8"),
+        ("dense", ALIGNED | {"intermediate_size": 384}, ["cluster.ranks_per_node=2", "parallel.tensor=2"], ["intermediate size 384 / 2 ranks"], "delayed"),
+        ("moe", ALIGNED | {"moe_intermediate_size": 192}, [], ["experts' intermediate size 192"], "delayed"),
+        ("dense", ALIGNED | {"head_dim": 16}, ["fp8.recipe=mxfp8"], ["attention output"], None),
+    ],
+)
+def test_sizes_that_blocks_do_not_divide_are_named(load, shape, kind, changes, overrides, said, valid):
+    loaded, model = load("precision=fp8", "batch.micro_batch_tokens=512", *overrides), shape(kind, **changes)
+    if valid is None:  # 4 heads x 16 = 64 and (4 + 2 x 2) x 16 = 128 are whole blocks of 32
+        assert plan_run(loaded, model=model)
+        return
+    with pytest.raises(PlanError) as caught:
+        plan_run(loaded, model=model)
+    line = next(line for line in str(caught.value).splitlines() if ": fp8.recipe: " in line)
+    assert [part for part in said if part not in line] == [], line
+    assert ("nearest valid" not in line) if valid == "nearest" else (valid in line), line
