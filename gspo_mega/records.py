@@ -105,7 +105,9 @@ class MicroBatch:
     `cu_seqlens` [S+1] int32, offsets of the padded sequences; `sequence_ids` [T] int64 in [0, S), the
     sequence each position belongs to; `labels` [T] int64, the next token (0 where there is none);
     `loss_mask` [T] float32, 1 where `labels` is an active response token; `trajectory_index` [S] int64,
-    row of each sequence in the rank's shard; `rollout_log_probs` [T] float32 aligned with `labels`.
+    row of each sequence in the rank's shard; `rollout_log_probs` [T] float32 aligned with `labels`;
+    `routed_experts` [T, moe layers, top_k] int16, the experts that the rollout engine sent each position to, -1 where it
+    returned none (a sequence's last token, padding, filler), or None where it returned none at all.
     A per-sequence value (advantage, response length, keep) lives in `sequence` as [S] arrays.
     A sequence without trajectory (`trajectory_index` -1) is filler so that all ranks run the same number
     of micro-batches; its loss_mask is 0.
@@ -120,6 +122,7 @@ class MicroBatch:
     trajectory_index: np.ndarray
     rollout_log_probs: np.ndarray
     sequence: dict[str, np.ndarray] = field(default_factory=dict)
+    routed_experts: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -29,12 +29,13 @@ class Violation(NamedTuple):
 def check_rules(config: Config, command: str | None = None) -> tuple[list[Violation], list[str]]:
     """All violations and all notices of a configuration that fits the schema.
 
-    `command`: `train`, `sft` or `eval` adds what that command needs; None and others add nothing.
+    `command`: `train`, `sft` or `eval` adds what that command needs; `certify` needs no data; None adds nothing.
     """
     violations = [
         *_objective(config),
         *_batch_and_optimizer(config),
-        *_data(config),
+        *_experts(config),
+        *_data(config, command),
         *_fp8(config),
         *_rollout_and_servers(config),
         *_command(config, command),
@@ -68,11 +69,11 @@ def _objective(config: Config) -> Iterator[Violation]:
                 f"{objective.aggregation} contradicts `algorithm: {algorithm}`; valid: sequence_mean_token_mean "
                 "(or `algorithm: custom`)",
             )
-    if config.kl.coefficient > 0:
-        reason = "a reference policy is not available yet, with any algorithm; valid: 0"
-        if algorithm in _GSPO:
-            reason = f"contradicts `algorithm: {algorithm}`, which has no KL term (it would be `algorithm: custom`); and {reason}"
-        yield Violation("kl.coefficient", f"{config.kl.coefficient:g}: {reason}")
+    if config.kl.coefficient > 0 and algorithm in _GSPO:
+        yield Violation(
+            "kl.coefficient",
+            f"{config.kl.coefficient:g} contradicts `algorithm: {algorithm}`, which has no KL term; valid: 0 (or `algorithm: custom`, or `algorithm: grpo`)",
+        )
     if algorithm == "custom" and objective.ratio is None:
         yield Violation("objective.ratio", "missing; `algorithm: custom` needs it; valid: sequence, sequence_token, token")
     if algorithm != "custom" and objective.ratio is not None:
@@ -105,9 +106,28 @@ def _batch_and_optimizer(config: Config) -> Iterator[Violation]:
         yield Violation("optimizer.min_lr", f"{config.optimizer.min_lr:g} is above lr {config.optimizer.lr:g}; at most that")
 
 
-def _data(config: Config) -> Iterator[Violation]:
+def _experts(config: Config) -> Iterator[Violation]:
+    moe = config.moe
+    if moe.load_balancing != "none" and moe.load_balancing_coefficient == 0:
+        yield Violation(
+            "moe.load_balancing_coefficient",
+            f"0 leaves `load_balancing: {moe.load_balancing}` without effect; above 0 (1e-3 is usual), or `load_balancing: none`",
+        )
+    if moe.load_balancing == "none" and moe.load_balancing_coefficient > 0:
+        yield Violation(
+            "moe.load_balancing_coefficient",
+            f"{moe.load_balancing_coefficient:g} has no effect with `load_balancing: none`; 0, or `load_balancing: aux_loss`",
+        )
+    if moe.routing_replay == "R3" and not config.rollout.return_routed_experts:
+        yield Violation("moe.routing_replay", "R3 replays what the servers return; needs `rollout.return_routed_experts: true` (or R2, or none)")
+    if moe.routing_replay == "R2" and (config.old_log_probs == "rollout" or config.batch.num_mini_batches == 1):
+        why = "`old_log_probs: rollout`" if config.old_log_probs == "rollout" else "`batch.num_mini_batches: 1`"
+        yield Violation("moe.routing_replay", f"R2 replays the routes of the old log-prob pass, which {why} leaves out; valid then: none, R3")
+
+
+def _data(config: Config, command: str | None) -> Iterator[Violation]:
     data = config.data
-    if data.path is None and not data.sources:
+    if data.path is None and not data.sources and command != "certify":
         yield Violation("data.path", "missing; give `path` (one JSONL file) or `sources` (several with weights)")
     if data.path is not None and data.sources:
         yield Violation("data.path", "both `path` and `sources` are given; keep one of them (override: data.path=null or data.sources=[])")
@@ -172,6 +192,16 @@ def _notices(config: Config) -> Iterator[str]:
         )
     if config.algorithm == "custom":
         yield f"algorithm custom: ratio {objective.ratio}, aggregation {objective.aggregation}; this is not the paper's GSPO by name"
+    if config.kl.coefficient > 0:
+        vanishing = "; the gradient of k1 vanishes in expectation, so it does not hold the policy near the reference (k2 and k3 do)"
+        yield (
+            f"KL term {config.kl.coefficient:g} x {config.kl.estimator} to a frozen reference: a second model in memory, one more "
+            f"forward pass a step{vanishing if config.kl.estimator == 'k1' else ''}"
+        )
+    elif config.kl.reference_path is not None:
+        yield "kl.reference_path has no effect with kl.coefficient 0: no reference is loaded"
+    if config.moe.routing_replay != "none":
+        yield f"routing replay {config.moe.routing_replay}: experts are not chosen by the current router in training, and routing/changed_since_* is not measured"
     if objective.dual_clip is not None:
         yield f"dual clip {objective.dual_clip:g}: negative-advantage terms are bounded, which the papers do not do"
     if config.old_log_probs == "rollout":

@@ -105,7 +105,9 @@ class Fp8(Section):
 class Moe(Section):
     """Mixture of experts; what the model itself fixes (experts, top-k, score function) is in its config.json."""
 
-    load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(default="none", description="Megatron's load-balancing loss.")
+    load_balancing: Literal["none", "aux_loss"] = Field(
+        default="none", description="aux_loss: Megatron's load-balancing loss of each layer, over the positions of a micro-batch, in training passes."
+    )
     load_balancing_coefficient: float = Field(default=0.0, ge=0, description="Weight of that loss.")
     z_loss_coefficient: float = Field(default=0.0, ge=0, description="Weight of the router's z-loss; 0 turns it off.")
     expert_bias_update_rate: float = Field(default=0.0, ge=0, description="Step of the expert bias towards balance, an optimizer step; 0 freezes it. For models that have the bias.")

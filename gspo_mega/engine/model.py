@@ -7,7 +7,6 @@ Owns the translation into Megatron's `TransformerConfig` and layer spec. Weights
 from __future__ import annotations
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -18,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.config.schema import Config
+from gspo_mega.engine.balancing import megatron_coefficient
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.cpu_attention import PackedAttention, TorchNorm
 from gspo_mega.engine.precision import log_backends, precision_settings, require_precision, uses_transformer_engine
@@ -35,8 +35,19 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return hidden_states
 
+    def await_parameters(self) -> None:
+        """Wait for parameters that are still on their way from other ranks; data parallelism replaces it where there are any.
+
+        For whoever reads parameters without calling the module that holds them.
+        """
+
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict:
+        self.await_parameters()
+        return super().sharded_state_dict(*args, **kwargs)
+
     def head_weight(self) -> torch.Tensor:
         """The LM head [padded vocabulary / tensor, H] of the last stage: its own, or the tied embedding."""
+        self.await_parameters()
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -100,8 +111,12 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
             # Softmax over the chosen k is softmax over all, renormalised; without renormalisation the
             # softmax comes first.
             moe_router_pre_softmax=not spec.moe.norm_topk_prob,
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
+            moe_router_load_balancing_type=config.moe.load_balancing,
+            moe_aux_loss_coeff=megatron_coefficient(config.moe),
+            moe_z_loss_coeff=config.moe.z_loss_coefficient or None,
+            # Routes are recorded always, and replayed where asked for; a fused router would pass the replay by.
+            moe_enable_routing_replay=True,
+            moe_router_fusion=False,
             moe_grouped_gemm=uses_transformer_engine(settings["params_dtype"]),
         )
     return TransformerConfig(**settings)
@@ -160,20 +175,3 @@ def build_chunks(megatron_config: TransformerConfig, spec: ModelSpec, groups: Pa
             chunk.cuda(torch.cuda.current_device())
         chunks.append(chunk)
     return chunks
-
-
-def wrap_data_parallel(
-    megatron_config: TransformerConfig, chunks: list[PolicyModel], distributed_optimizer: bool
-) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each chunk: fp32 gradient buffers, summed (not averaged) over data ranks."""
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=distributed_optimizer,
-        fp8_param_gather=megatron_config.fp8_param,
-        overlap_grad_reduce=False,
-        average_in_collective=False,
-    )
-    return [
-        DistributedDataParallel(megatron_config, settings, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]

@@ -6,27 +6,25 @@ micro-batch's log-probs mean is `losses.py`; loading and saving weights is above
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
-from gspo_mega.engine.device_batch import DeviceBatch, to_device
-from gspo_mega.engine.log_probs import token_log_probs
-from gspo_mega.engine.losses import OldLogProbs, OldPass, PassOutput, PolicyLoss, SupervisedLoss
-from gspo_mega.engine.model import build_chunks, transformer_config, wrap_data_parallel
-from gspo_mega.engine.optimizer import StepResult, apply_gradients, build_optimizer, build_scheduler
+from gspo_mega.engine.balancing import LoadBalancing
+from gspo_mega.engine.data_parallel import wrap_data_parallel
+from gspo_mega.engine.losses import KlTerm, OldLogProbs, OldPass, PassOutput, PolicyLoss, SupervisedLoss
+from gspo_mega.engine.model import build_chunks, transformer_config
+from gspo_mega.engine.optimizer import StepResult, apply_gradients, build_optimizer, build_scheduler, require_optimizer
+from gspo_mega.engine.passes import Head, Pipeline
 from gspo_mega.engine.precision import DTYPES
 from gspo_mega.engine.process_groups import ParallelGroups
+from gspo_mega.engine.routing import Routers, Routes, RoutingPass, count_changed
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import MicroBatch
-
-Head = Callable[[DeviceBatch, torch.Tensor, torch.Tensor], PassOutput]
 
 
 @dataclass
@@ -34,19 +32,23 @@ class PassReport:
     """What one pass over a mini-batch has to tell, this rank's part; empty where the rank reports nothing.
 
     `trajectory_index` [n] int64 rows of the rollout batch; `columns` per sequence, [n] or [n, K] float64;
-    `totals` [K] float64. Parts of context-parallel ranks name the same rows.
+    `totals` [K] float64. Parts of context-parallel ranks name the same rows. `routing`: sums over this rank's layers with
+    experts and its positions, from every rank; added up over all of them they are whole.
     """
 
     trajectory_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     totals: dict[str, np.ndarray] = field(default_factory=dict)
+    routing: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class OldState:
-    """The old pass of one mini-batch: for each micro-batch what its training pass needs (last stage only)."""
+    """The old pass of one mini-batch: for each micro-batch what its training pass needs (last stage only), and the
+    routes it took through this rank's layers."""
 
     micro_batches: list[OldLogProbs]
+    routes: list[Routes]
     report: PassReport
 
 
@@ -60,9 +62,19 @@ class PolicyEngine:
 
     def __init__(self, config: Config, spec: ModelSpec, groups: ParallelGroups, num_optimizer_steps: int) -> None:
         self.config, self.spec, self.groups = config, spec, groups
+        require_optimizer(config.optimizer)
         self.megatron_config = transformer_config(config, spec)
         self.chunks = build_chunks(self.megatron_config, spec, groups)
-        self.wrapped = wrap_data_parallel(self.megatron_config, self.chunks, config.optimizer.distributed)
+        self.wrapped = wrap_data_parallel(self.megatron_config, self.chunks, config.optimizer)
+        self.pipeline = Pipeline(config, spec, groups, self.megatron_config, self.chunks, self.wrapped)
+        self.routers = Routers(
+            self.chunks,
+            spec.moe,
+            groups,
+            sequence_parallel=self.megatron_config.sequence_parallel,
+            recompute=self.megatron_config.recompute_granularity == "full",
+        )
+        self.balancing = LoadBalancing(config.moe, self.megatron_config, groups, len(self.routers.all()))
         self.optimizer = build_optimizer(config.optimizer, config.precision, self.wrapped)
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, num_optimizer_steps)
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
@@ -82,34 +94,78 @@ class PolicyEngine:
 
     def old_pass(self, micro_batches: list[MicroBatch]) -> OldState:
         """Log-probs of one mini-batch's packs under the current weights, no gradient. Collective."""
-        head = self._old_pass()
-        outputs = self._run(micro_batches, head, forward_only=True)
-        return OldState([o.old for o in outputs], self._report(micro_batches, outputs))
+        replay = self._replay(micro_batches, None) if self.config.moe.routing_replay == "R3" else None
+        routing = RoutingPass(self.routers, len(micro_batches), replay)
+        outputs = self.pipeline.run(micro_batches, self._old_pass(), forward_only=True, routing=routing)
+        report = self._report(micro_batches, outputs)
+        if replay is None:
+            report.routing = self._changed_since_rollout(micro_batches, routing.recorded)
+        return OldState([o.old for o in outputs], routing.recorded, report)
 
     def train_mini_batch(
-        self, micro_batches: list[MicroBatch], settings: ObjectiveSettings, denominator: float, old: OldState | None
+        self,
+        micro_batches: list[MicroBatch],
+        settings: ObjectiveSettings,
+        denominator: float,
+        old: OldState | None,
+        reference: list[torch.Tensor] | None = None,
     ) -> tuple[StepResult, PassReport]:
         """One optimizer step of the policy objective on one mini-batch.
 
-        `denominator` is the global count the aggregation averages over; `old` is None when old is current.
-        Raises NumericsError naming the trajectory with a non-finite active log-prob. Collective.
+        `denominator` is the global count the aggregation averages over; `old` is None when old is current; `reference`:
+        what `ReferencePolicy.log_probs` gave for these packs, where there is a KL term.
+        Raises NumericsError naming the trajectory with a non-finite active log-prob, and where replayed routes were not
+        followed. Collective.
         """
-        return self._step(micro_batches, self._policy_loss(settings, denominator, old))
+        report = self.policy_gradients(micro_batches, settings, denominator, old, reference)
+        return self._apply(), report
 
     def policy_gradients(
-        self, micro_batches: list[MicroBatch], settings: ObjectiveSettings, denominator: float, old: OldState | None
+        self,
+        micro_batches: list[MicroBatch],
+        settings: ObjectiveSettings,
+        denominator: float,
+        old: OldState | None,
+        reference: list[torch.Tensor] | None = None,
     ) -> PassReport:
         """As `train_mini_batch` without the step: leaves the reduced gradients in Megatron's buffers. Collective."""
-        outputs = self.accumulate_gradients(micro_batches, self._policy_loss(settings, denominator, old))
-        return self._report(micro_batches, outputs)
+        replay = self._replay(micro_batches, old)
+        routing = RoutingPass(self.routers, len(micro_batches), replay)
+        outputs = self.accumulate_gradients(micro_batches, self._policy_loss(settings, denominator, old, reference), routing)
+        report = self._report(micro_batches, outputs)
+        report.routing = self.balancing.sums()
+        if replay is None and old is not None:
+            report.routing |= self._changed("old", micro_batches, old.routes, routing.recorded)
+        elif replay is None:
+            report.routing |= self._changed_since_rollout(micro_batches, routing.recorded)
+        return report
 
     def train_supervised(self, micro_batches: list[MicroBatch], denominator: float) -> tuple[StepResult, PassReport]:
         """One optimizer step of the mean negative log-prob over `denominator` demonstration tokens. Collective."""
-        return self._step(micro_batches, SupervisedLoss(denominator))
+        outputs = self.accumulate_gradients(micro_batches, SupervisedLoss(denominator))
+        report = self._report(micro_batches, outputs)
+        report.routing = self.balancing.sums()
+        return self._apply(), report
+
+    def accumulate_gradients(
+        self, micro_batches: list[MicroBatch], head: Head, routing: RoutingPass | None = None
+    ) -> list[PassOutput]:
+        """Forward and backward of a mini-batch; leaves the reduced gradients in Megatron's buffers. Collective."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.balancing.start(micro_batches)
+        routing = routing or RoutingPass(self.routers, len(micro_batches))
+        return self.pipeline.run(micro_batches, head, forward_only=False, routing=routing)
 
     # --- parts ---------------------------------------------------------------------------------------------
 
-    def _policy_loss(self, settings: ObjectiveSettings, denominator: float, old: OldState | None) -> PolicyLoss:
+    def _policy_loss(
+        self, settings: ObjectiveSettings, denominator: float, old: OldState | None, reference: list[torch.Tensor] | None
+    ) -> PolicyLoss:
+        kl = self.config.kl
+        if (kl.coefficient > 0) != (reference is not None):
+            raise ValueError(f"kl.coefficient is {kl.coefficient:g}, and reference log-probs were {'not ' if reference is None else ''}given")
         return PolicyLoss(
             groups=self.groups,
             settings=settings,
@@ -117,65 +173,40 @@ class PolicyEngine:
             old_pass=self._old_pass(),
             use_rollout=self.config.old_log_probs == "rollout",
             old=old.micro_batches if old is not None else None,
+            kl=KlTerm(kl.coefficient, kl.estimator, reference) if reference is not None else None,
         )
 
     def _old_pass(self) -> OldPass:
         return OldPass(self.groups, self.config.mismatch.correction, self.config.mismatch.cap)
 
-    def _step(self, micro_batches: list[MicroBatch], head: Head) -> tuple[StepResult, PassReport]:
-        outputs = self.accumulate_gradients(micro_batches, head)
-        result = apply_gradients(self.optimizer, self.scheduler, self.config.optimizer.clip_grad)
-        return result, self._report(micro_batches, outputs)
+    def _apply(self) -> StepResult:
+        return apply_gradients(self.optimizer, self.scheduler, self.config.optimizer.clip_grad)
 
-    def accumulate_gradients(self, micro_batches: list[MicroBatch], head: Head) -> list[PassOutput]:
-        """Forward and backward of a mini-batch; leaves the reduced gradients in Megatron's buffers. Collective."""
-        for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        return self._run(micro_batches, head, forward_only=False)
+    def _replay(self, micro_batches: list[MicroBatch], old: OldState | None) -> list[Routes] | None:
+        """The routes this pass has to take, or None where the routers choose."""
+        mode = self.config.moe.routing_replay
+        if mode == "R3":
+            return [self.routers.of_rollout(m) for m in micro_batches]
+        if mode == "R2":
+            if old is None:
+                raise ValueError("routing_replay R2 replays the routes of the old pass, and there was none")
+            return old.routes
+        return None
 
-    def _run(self, micro_batches: list[MicroBatch], head: Head, forward_only: bool) -> list[PassOutput]:
-        """Lead the micro-batches through the pipeline; outputs in order, on last-stage ranks only."""
-        outputs: list[PassOutput] = []
-        last_chunk = self.chunks[-1]
+    def _changed_since_rollout(self, micro_batches: list[MicroBatch], recorded: list[Routes]) -> dict[str, float]:
+        if not self.routers.all() or any(m.routed_experts is None for m in micro_batches):
+            return {}
+        return self._changed("rollout", micro_batches, [self.routers.of_rollout(m) for m in micro_batches], recorded)
 
-        def finish(batch: DeviceBatch, hidden: torch.Tensor):
-            log_probs, entropies = token_log_probs(
-                hidden,
-                last_chunk.head_weight(),
-                batch.rows,
-                batch.labels,
-                vocab_size=self.spec.vocab_size,
-                temperature=self.config.rollout.temperature,
-                tensor_group=self.groups.tensor,
-                sequence_parallel=self.megatron_config.sequence_parallel,
-            )
-            output = head(batch, log_probs, entropies)
-            outputs.append(output)
-            loss = output.loss if output.loss is not None else log_probs.new_zeros(())
-            output.loss = None  # the schedule owns it now and frees its graph
-            return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
-
-        def forward_step(batches: Iterator[DeviceBatch], model: torch.nn.Module):
-            batch = next(batches)
-            hidden = model(batch.token_ids, batch.position_ids, None, packed_seq_params=batch.packed)
-            return hidden, lambda out: finish(batch, out)
-
-        for chunk in self.wrapped:
-            chunk.train(not forward_only)
-        batches = [to_device(m, self.groups) for m in micro_batches]
-        iterators = [iter(batches) for _ in self.wrapped]
-        with torch.set_grad_enabled(not forward_only):
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                model=self.wrapped if len(self.wrapped) > 1 else self.wrapped[0],
-                num_microbatches=len(micro_batches),
-                seq_length=max(m.num_tokens for m in micro_batches),
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-        return outputs
+    def _changed(self, since: str, micro_batches: list[MicroBatch], before: list[Routes], after: list[Routes]) -> dict[str, float]:
+        """Of (token, layer) pairs held here: how many there are, and how many go to another set of experts."""
+        if not self.routers.all():
+            return {}
+        counts = [
+            torch.stack(count_changed(b, a, self.routers.compared(m))) for m, b, a in zip(micro_batches, before, after, strict=True)
+        ]
+        changed, compared = torch.stack(counts).sum(dim=0).tolist()
+        return {f"changed_since_{since}": changed, f"compared_with_{since}": compared}
 
     def _report(self, micro_batches: list[MicroBatch], outputs: list[PassOutput]) -> PassReport:
         if not self.groups.reports:

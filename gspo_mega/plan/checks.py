@@ -142,7 +142,16 @@ def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) 
                 yield Violation(f"parallel.{key}", f"{value}, but the model ({spec.family}) has no experts", "1")
         if config.rollout.return_routed_experts:
             yield Violation("rollout.return_routed_experts", f"the model ({spec.family}) has no experts", "false")
+        for key, off in (("load_balancing", "none"), ("z_loss_coefficient", 0.0), ("expert_bias_update_rate", 0.0), ("routing_replay", "none")):
+            if (value := getattr(config.moe, key)) != off:
+                yield Violation(f"moe.{key}", f"{value}, but the model ({spec.family}) has no experts", f"{off:g}" if off == 0 else "none")
         return
+    if config.moe.expert_bias_update_rate > 0:
+        yield Violation(
+            "moe.expert_bias_update_rate",
+            f"{config.moe.expert_bias_update_rate:g}, but the routers of {spec.family} have no expert bias (that takes sigmoid scores and a bias in the checkpoint)",
+            "0, with moe.load_balancing or without",
+        )
     moe, expert, expert_tensor = spec.moe, parallel.expert, parallel.expert_tensor
     per_stage = sizes.world // parallel.pipeline
     if moe.num_experts % expert:
@@ -172,6 +181,12 @@ def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) 
             f"tensor {parallel.tensor} with expert 1 and expert_tensor 1 trains wrong: experts would not be reduced over "
             "their data-parallel group",
             " or ".join([f"expert {d}" for d in choices[:1]] + [f"expert_tensor {parallel.tensor}"]),
+        )
+    if parallel.pipeline > 1 and parallel.expert_dispatcher == "allgather":
+        yield Violation(
+            "parallel.expert_dispatcher",
+            f"allgather needs micro-batches of one length, and pipeline {parallel.pipeline} runs packs of different lengths",
+            "alltoall",
         )
     if expert_tensor > 1 and parallel.expert_dispatcher == "alltoall" and device == "cpu":
         yield Violation(

@@ -82,29 +82,19 @@ def assemble(
     """
     trajectories = batch.trajectories
     plans = plans or plan_batch(trajectories, config, layout, step)
-    shards = []
-    members = [
-        [p.shard[row] for p in plans for pack in p.mini_batches[m] for row in pack] for m in range(len(plans[0].mini_batches))
-    ]
     records = [_record(t) for t in trajectories]
-    denominators = []
-    for indices in members:
-        active = [i for i in indices if any(trajectories[i].response_mask)]
+    shards: list[list[MiniBatch]] = [[] for _ in plans]
+    for m in range(len(plans[0].mini_batches)):
+        packs_of = [[[plan.shard[row] for row in pack] for pack in plan.mini_batches[m]] for plan in plans]
+        active = [i for packs in packs_of for pack in packs for i in pack if any(trajectories[i].response_mask)]
         sizes = Counter(trajectories[i].group_id for i in active)
-        for i in indices:
+        for i in active:
             records[i]["group_size"] = sizes[trajectories[i].group_id]
-        denominators.append(_denominator(config.objective.aggregation, [trajectories[i] for i in active]))
-    for plan in plans:
-        shard = [records[i] for i in plan.shard]
-        mini_batches = []
-        for denominator, packs in zip(denominators, plan.mini_batches, strict=True):
-            micro_batches = [_packed(shard, rows, layout, ("advantage", "group_size")) for rows in packs]
+        denominator = _denominator(config.objective.aggregation, [trajectories[i] for i in active])
+        for shard, micro_batches in zip(shards, _packed(records, packs_of, layout, ("advantage", "group_size")), strict=True):
             for micro_batch in micro_batches:
-                local = micro_batch.trajectory_index
-                micro_batch.trajectory_index = np.where(local >= 0, np.array(plan.shard or [0])[local], -1)
                 micro_batch.routed_experts = packed_routes(micro_batch, trajectories, config.moe.routing_replay == "R3")
-            mini_batches.append(MiniBatch(denominator, micro_batches))
-        shards.append(mini_batches)
+            shard.append(MiniBatch(denominator, micro_batches))
     return shards
 
 
@@ -132,10 +122,8 @@ def assemble_supervised(demonstrations: list[Demonstration], config: Config, lay
         synchronised_packs=layout.synchronised_packs,
     )
     denominator = float(sum(len(d.response_token_ids) for d in demonstrations))
-    return [
-        [MiniBatch(denominator, [_packed([records[i] for i in p.shard], rows, layout) for rows in p.mini_batches[0]])]
-        for p in plans
-    ]
+    packs_of = [[[plan.shard[row] for row in pack] for pack in plan.mini_batches[0]] for plan in plans]
+    return [[MiniBatch(denominator, micro_batches)] for micro_batches in _packed(records, packs_of, layout)]
 
 
 def for_ranks(shards: list[list[MiniBatch]], layout: Layout) -> list[list[dict[str, Any]]]:
@@ -144,8 +132,24 @@ def for_ranks(shards: list[list[MiniBatch]], layout: Layout) -> list[list[dict[s
     return [wire[layout.coordinates(rank).data] for rank in range(layout.world_size)]
 
 
-def _packed(shard: list[dict[str, Any]], rows: list[int], layout: Layout, sequence_keys: tuple[str, ...] = ()) -> MicroBatch:
-    return build_micro_batch(shard, rows, layout.sequence_multiple_tokens, sequence_keys, layout.pack_multiple_tokens)
+def _packed(
+    records: list[dict[str, Any]], packs_of: list[list[list[int]]], layout: Layout, sequence_keys: tuple[str, ...] = ()
+) -> list[list[MicroBatch]]:
+    """The micro-batches of every data-parallel rank, equally many, from its packs of rows of `records`."""
+
+    def build(rows: list[int], pack_multiple: int) -> MicroBatch:
+        return build_micro_batch(records, rows, layout.sequence_multiple_tokens, sequence_keys, pack_multiple)
+
+    count = max(len(packs) for packs in packs_of)
+    count += -count % layout.micro_batches_multiple
+    filled = [packs + [[]] * (count - len(packs)) for packs in packs_of]
+    packed = [[build(rows, layout.pack_multiple_tokens) for rows in packs] for packs in filled]
+    if layout.equal_packs:
+        for k in range(count):
+            longest = max(micro_batches[k].num_tokens for micro_batches in packed)
+            for packs, micro_batches in zip(filled, packed, strict=True):
+                micro_batches[k] = build(packs[k], longest)
+    return packed
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.assemble import assemble, fill_advantages
 from gspo_mega.runtime.final_table import accuracy_text, run_table
+from gspo_mega.runtime.reference import reference_path
 from gspo_mega.runtime.session import Session, StopRequested, Work
 from gspo_mega.runtime.step_report import StepReport, add_to_summary, evaluation_metrics
 from gspo_mega.runtime.worker import WorkerContext
@@ -33,6 +36,9 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
         state = session.state
         if session.resumed_from is not None:
             session.say(f"resumed from {session.resumed_from.name}: step {state.step}, weight version {state.weight_version}")
+        if session.reference is not None:
+            size = session.reference.num_bytes / 1024**3
+            session.say(f"reference policy of the KL term: {reference_path(config)}, {size:.2f} GiB of parameters on this rank")
         for line in session.side.data_report() if session.side is not None else ():
             session.say(line)
         stop = start(session)
@@ -75,10 +81,14 @@ def train_step(session: Session, num_steps: int) -> str | None:
     skip_old_pass = config.batch.num_mini_batches == 1 or config.old_log_probs == "rollout"
     with session.phase("old_log_probs"):
         old = [None if skip_old_pass else engine.old_pass(m.micro_batches) for m in work.mini_batches]
+    reference: list[list[torch.Tensor] | None] = [None] * len(work.mini_batches)
+    if session.reference is not None:
+        with session.phase("reference_log_probs"):
+            reference = [session.reference.log_probs(m.micro_batches) for m in work.mini_batches]
     settings = objective_settings(config)
     with session.phase("train"):
-        for mini_batch, before in zip(work.mini_batches, old, strict=True):
-            result, passed = engine.train_mini_batch(mini_batch.micro_batches, settings, mini_batch.denominator, before)
+        for mini_batch, before, frozen in zip(work.mini_batches, old, reference, strict=True):
+            result, passed = engine.train_mini_batch(mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen)
             session.note_step(result.skipped, result.grad_norm)
             report.add(result, before.report if before is not None else passed, passed)
 

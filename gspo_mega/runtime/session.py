@@ -24,6 +24,7 @@ from gspo_mega.plan import resolve_layout
 from gspo_mega.run_folder import Attempt
 from gspo_mega.runtime.assemble import MiniBatch, for_ranks
 from gspo_mega.runtime.exchange import Exchange
+from gspo_mega.runtime.reference import load_reference
 from gspo_mega.runtime.rollouts import Evaluation, RolloutSide
 from gspo_mega.runtime.stop import StopRequest
 from gspo_mega.runtime.worker import WorkerContext
@@ -56,10 +57,11 @@ class Work:
 class Session:
     """Everything one rank has while it runs; a context manager. `side` and `writer` exist on rank 0 only.
 
-    Constructing it is collective: groups, model, weights (from the latest checkpoint or `model.path`).
+    Constructing it is collective: groups, model, weights (from the latest checkpoint or `model.path`). `reference` exists
+    where the policy's loss has a KL term; supervised training has none (`trains_policy` False).
     """
 
-    def __init__(self, context: WorkerContext, num_optimizer_steps: int) -> None:
+    def __init__(self, context: WorkerContext, num_optimizer_steps: int, trains_policy: bool = True) -> None:
         config = context.config
         self.context, self.config = context, config
         self.attempt = Attempt(context.attempt_dir)
@@ -83,6 +85,7 @@ class Session:
         # Rank 0 reads data and starts scorers while every rank builds the model: errors of either come early.
         self.side = self._cleanup.enter_context(RolloutSide(config, self.spec, self.attempt)) if context.rank == 0 else None
         self.engine = PolicyEngine(config, self.spec, self.groups, num_optimizer_steps)
+        self.reference = load_reference(config, self.spec, self.groups) if trains_policy and config.kl.coefficient > 0 else None
         checkpoint = latest_checkpoint(self.run_folder)
         if checkpoint is None:
             import_huggingface(config.model.path, self.spec, self.groups, self.engine.chunks)

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from gspo_mega.algorithm.diagnostics import log_ratio_summary, policy_metrics
+from gspo_mega.algorithm.kl import KL_SUMS
 from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction, mismatch_metrics
 from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.rollouts import Evaluation
+from gspo_mega.runtime.routing_report import changed_routes, router_losses
 from gspo_mega.runtime.session import Session
 
 
@@ -132,6 +134,12 @@ class StepReport:
         for m, part in enumerate(sums):
             metrics |= {f"policy/mini_batch/{m}/{name}": value for name, value in policy_metrics(part).items()}
 
+        # In the last mini-batch the policy is furthest from where it was in the old pass.
+        metrics |= changed_routes("rollout", self._routing("old")) | changed_routes("old", self._routing("train", last=True))
+        metrics |= router_losses(config.moe, self._routing("train"))
+        if self._session.reference is not None:
+            kl = sum(part["totals"]["kl_sums"] for part in self._reports("train") if part["totals"])
+            metrics["policy/kl_reference"] = float(kl[KL_SUMS.index("k")] / max(kl[KL_SUMS.index("num_tokens")], 1.0))
         old, train = self._columns("old"), self._columns("train")
         gap_sums = torch.from_numpy(old["mismatch_sums"])
         metrics |= {f"mismatch/{k}": v for k, v in mismatch_metrics(gap_sums, torch.from_numpy(old["mismatch_maxima"])).items()}
@@ -152,6 +160,13 @@ class StepReport:
             metrics |= {f"policy/{name}/{k}": v for k, v in log_ratio_summary(values).items()}
         return metrics
 
+    def _reports(self, which: str) -> list[dict[str, Any]]:
+        """The reports of all ranks on one pass of every mini-batch."""
+        return [part[which] for rank in self._gathered for part in rank]
+
+    def _routing(self, which: str, last: bool = False) -> list[dict[str, float]]:
+        return [part[which]["routing"] for rank in self._gathered for part in (rank[-1:] if last else rank)]
+
     def _columns(self, which: str) -> dict[str, np.ndarray]:
         """Per-trajectory columns of one pass over all mini-batches and ranks, in the rollout batch's order.
 
@@ -160,7 +175,7 @@ class StepReport:
         assert self._batch is not None
         count = len(self._batch.trajectories)
         merged: dict[str, np.ndarray] = {}
-        for report in (part[which] for rank in self._gathered for part in rank):
+        for report in self._reports(which):
             for name, values in report["columns"].items():
                 rows = report["trajectory_index"]
                 if name not in merged:

@@ -15,6 +15,7 @@ from gspo_mega.errors import NumericsError
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.runtime.assemble import assemble_supervised
 from gspo_mega.runtime.final_table import accuracy_text
+from gspo_mega.runtime.routing_report import router_losses
 from gspo_mega.runtime.session import Session, Work
 from gspo_mega.runtime.step_report import evaluation_metrics
 from gspo_mega.runtime.worker import WorkerContext
@@ -28,7 +29,7 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
     """
     config = context.config
     settings = config.sft
-    with Session(context, num_optimizer_steps=settings.max_steps) as session:
+    with Session(context, num_optimizer_steps=settings.max_steps, trains_policy=False) as session:
         state = session.state
         demonstrations = _demonstrations(session)
         verdict = _start(session)
@@ -89,14 +90,15 @@ def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) 
     session.note_step(result.skipped, result.grad_norm)
     state.step += 1
     with session.phase("report"):
-        gathered = session.exchange.gather(passed.totals)
+        gathered = session.exchange.gather({"totals": passed.totals, "routing": passed.routing})
     verdict, metrics = None, {}
     due = state.step % config.sft.eval_every_steps == 0 and state.step >= config.sft.eval_from_step
     if due or state.step == config.sft.max_steps:
         verdict, metrics = _measure(session)
     seconds = session.timer.finish_step()
     if gathered is not None and session.writer is not None:
-        log_probs, entropy = sum(part["supervised_sums"] for part in gathered if part)
+        log_probs, entropy = sum(part["totals"]["supervised_sums"] for part in gathered if part["totals"])
+        metrics |= router_losses(config.moe, [part["routing"] for part in gathered])
         metrics |= {
             "sft/loss": -float(log_probs) / mini_batch.denominator,
             "sft/num_tokens": mini_batch.denominator,

@@ -1,0 +1,164 @@
+"""Which experts each token goes to: recorded in every pass, replayed where asked for, compared.
+
+Owns this rank's routers and Megatron's `RouterReplay` of each. R2 replays in the training passes what the old pass
+recorded; R3 replays in all passes what the rollout engine chose. Load-balancing losses are `balancing.py`'s.
+
+A rank's router sees the pack's positions that this context rank holds and, under sequence parallelism, this tensor
+rank's equal share of them. Only positions up to a sequence's last active label are compared: no log-prob that is
+trained on depends on the routes of later ones (the last token, padding, filler), because attention is causal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import nn
+
+from gspo_mega.engine.context_parallel import local_rows
+from gspo_mega.engine.process_groups import ParallelGroups, device
+from gspo_mega.errors import NumericsError
+from gspo_mega.model.spec import MoeSpec
+from gspo_mega.records import MicroBatch
+
+# Of one micro-batch on one rank: zero-based layer of the model -> experts [t, k] int16 of the router's t positions.
+Routes = dict[int, torch.Tensor]
+
+
+class Routers:
+    """The routers of this rank's chunks, in order. A model without experts has none, and nothing here does anything."""
+
+    def __init__(self, chunks: Sequence[nn.Module], moe: MoeSpec | None, groups: ParallelGroups, *, sequence_parallel: bool, recompute: bool) -> None:
+        self.moe, self._groups = moe, groups
+        self._split = groups.tensor.size if sequence_parallel else 1
+        self.recompute = recompute
+        self.chunks: list[list[tuple[int, TopKRouter]]] = [
+            [(module.layer_number - 1, module) for module in chunk.modules() if isinstance(module, TopKRouter)] for chunk in chunks
+        ]
+        self._followed: list[tuple[int, torch.Tensor]] = []
+        for layer, router in self.all():
+            router.register_forward_hook(self._check(layer))
+        # Megatron lists every router of the process for its own static helpers; each is led by itself here, and the list
+        # would keep models alive.
+        RouterReplay.clear_global_router_replay_instances()
+
+    def all(self) -> list[tuple[int, TopKRouter]]:
+        return [entry for chunk in self.chunks for entry in chunk]
+
+    def rows(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Positions [t] int64 of the pack that this rank's routers see, in their order."""
+        held = local_rows(torch.from_numpy(micro_batch.cu_seqlens), self._groups.context.size, self._groups.context.rank)
+        return held.chunk(self._split)[self._groups.tensor.rank] if self._split > 1 else held
+
+    def compared(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Which of the routers' positions count in a comparison, [t] bool on this rank's device."""
+        return torch.from_numpy(influential_positions(micro_batch))[self.rows(micro_batch)].to(device())
+
+    def of_rollout(self, micro_batch: MicroBatch) -> Routes:
+        """The rollout engine's routes of this rank's layers and positions.
+
+        Where it returned none (-1) the token influences nothing, and is spread evenly over the experts. Raises
+        ValueError for a micro-batch without routes.
+        """
+        if micro_batch.routed_experts is None or self.moe is None:
+            raise ValueError("the micro-batch holds no routes of the rollout engine")
+        rows = self.rows(micro_batch)
+        routes = torch.from_numpy(micro_batch.routed_experts)[rows]
+        k = self.moe.experts_per_token
+        spread = ((rows[:, None] * k + torch.arange(k)) % self.moe.num_experts).to(routes.dtype)
+        routes = torch.where(routes < 0, spread[:, None, :], routes).to(device())
+        return {layer: routes[:, layer].contiguous() for layer, _ in self.all()}
+
+    def reset(self) -> None:
+        """Forget every action and every index, whatever an interrupted pass left behind."""
+        self._followed.clear()
+        for _, router in self.all():
+            router.router_replay.clear_router_replay_action()
+            router.router_replay.clear_indices()
+
+    def take_followed(self) -> list[tuple[int, torch.Tensor]]:
+        """(layer, 0-d bool: it used exactly the experts it was told) of every replayed forward since the last call."""
+        followed, self._followed = self._followed, []
+        return followed
+
+    def _check(self, layer: int):
+        def hook(router: TopKRouter, _inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+            replay = router.router_replay
+            if replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
+                told, used = replay.target_topk_idx, outputs[1]
+                self._followed.append((layer, used.gather(1, told).all() & (used.sum() == told.numel())))
+
+        return hook
+
+
+class RoutingPass:
+    """The routes of one pass over micro-batches: `recorded` as it goes, or led by `replay`, one entry a micro-batch."""
+
+    def __init__(self, routers: Routers, num_micro_batches: int, replay: list[Routes] | None = None) -> None:
+        self._routers, self._replay = routers, replay
+        self.recorded: list[Routes] = [{} for _ in range(num_micro_batches)]
+        routers.reset()
+
+    @contextlib.contextmanager
+    def forward(self, chunk: int, micro_batch: int, forward_only: bool) -> Iterator[None]:
+        """Around one forward of one chunk. Its backward comes later, when other micro-batches went forward too."""
+        recomputed = self._routers.recompute and not forward_only
+        routers = self._routers.chunks[chunk]
+        for layer, router in routers:
+            if self._replay is None:
+                router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+            else:
+                # Also queued for the layer's recomputations, which follow in the order of the forwards.
+                router.router_replay.set_target_indices(self._replay[micro_batch][layer].long())
+                router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        yield
+        for layer, router in routers:
+            replay = router.router_replay
+            if self._replay is None:
+                self.recorded[micro_batch][layer] = replay.get_recorded_indices().to(torch.int16)
+                replay.clear_router_replay_action()  # what is recomputed chooses as it did
+            elif recomputed:
+                replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+            else:
+                replay.clear_router_replay_action()
+                replay.clear_indices()
+
+    def finish(self) -> None:
+        """Raises NumericsError where a layer did not go through the experts it was told, or left some unused."""
+        followed = self._routers.take_followed()
+        left = [layer for layer, router in self._routers.all() if self._replay is not None and router.router_replay.replay_backward_list]
+        self._routers.reset()
+        if self._replay is None:
+            return
+        if len(followed) != len(self._replay) * len(self._routers.all()):
+            raise NumericsError(f"routing replay: {len(followed)} forwards of routers, {len(self._replay) * len(self._routers.all())} expected")
+        wrong = sorted({layer for layer, same in followed if not bool(same)})
+        if wrong:
+            raise NumericsError(f"routing replay: layers {wrong} went through other experts than those to replay")
+        if left:
+            raise NumericsError(f"routing replay: layers {left} did not recompute every micro-batch with its experts")
+
+
+def influential_positions(micro_batch: MicroBatch) -> np.ndarray:
+    """[T] bool: positions at or before their sequence's last active label."""
+    result = np.zeros(micro_batch.num_tokens, bool)
+    for start, end in zip(micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:]):
+        active = np.flatnonzero(micro_batch.loss_mask[start:end])
+        if active.size:
+            result[start : start + active[-1] + 1] = True
+    return result
+
+
+def count_changed(before: Routes, after: Routes, compared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pairs of token and layer whose set of experts differs, pairs compared), 0-d int64. `compared`: [t] bool."""
+    if not before:
+        zero = torch.zeros((), dtype=torch.int64)
+        return zero, zero
+    changed = [
+        ((before[layer].sort(dim=1).values != after[layer].sort(dim=1).values).any(dim=1) & compared).sum() for layer in before
+    ]
+    return torch.stack(changed).sum(), compared.sum() * len(before)
