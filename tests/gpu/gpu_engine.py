@@ -1,0 +1,189 @@
+"""What the GPU parts share: one rank, engines of several precisions with the same weights, batches, tables.
+
+Runs on a CPU too, in fp32 and bf16 and with the tiny shapes, so that all but the GPU's own code is tried everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import sys
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+warnings.filterwarnings("ignore")
+
+import gspo_mega.engine  # noqa: F401  the CPU backend comes before torch.distributed and Megatron
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gspo_mega.config.schema import Config
+from gspo_mega.data.packing import build_micro_batch
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.precision import describe_backends, transformer_engine_version
+from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destroy_groups
+from gspo_mega.model.spec import ModelSpec, MoeSpec
+from gspo_mega.plan.alignment import alignment_tokens
+from gspo_mega.plan.precision import check_precision
+from gspo_mega.records import MicroBatch
+from gspo_mega.weights.names import canonical_parameters
+from gspo_mega.weights.quantized import filled
+
+CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
+RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
+def _shape(layers: int, hidden: int, heads: int, intermediate: int, vocab: int, moe: MoeSpec | None = None, tied: bool = False, head_dim: int = 128) -> ModelSpec:
+    return ModelSpec(
+        family="qwen3" if moe is None else "qwen3_moe", num_layers=layers, hidden_size=hidden, num_heads=heads, num_kv_heads=heads // 4,
+        head_dim=head_dim, intermediate_size=intermediate, vocab_size=vocab, max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-6,
+        tie_word_embeddings=tied, qk_norm=True, attention_bias=False, torch_dtype="bfloat16", eos_token_ids=(2,), moe=moe,
+    )  # fmt: skip
+
+
+# tiny: for a CPU. small: precision on a GPU. large: with fp32 gradients, main parameters and moments (18 bytes a
+# parameter) and an 8192-token pack they fill most of one H200: Qwen3-4B, and 6 of the layers of Qwen3-30B-A3B.
+SHAPES = {
+    "tiny-dense": _shape(2, 64, 4, 128, 512, head_dim=16),
+    "tiny-moe": _shape(2, 64, 4, 128, 512, MoeSpec(8, 2, 32), head_dim=16),
+    "small-dense": _shape(12, 1024, 8, 3072, 32768),
+    "small-moe": _shape(8, 1024, 8, 3072, 32768, MoeSpec(32, 4, 512)),
+    "large-dense": _shape(36, 2560, 32, 9728, 151936, tied=True),
+    "large-moe": _shape(6, 2048, 32, 6144, 151936, MoeSpec(128, 8, 768)),
+}
+
+
+def arguments(description: str | None, **defaults: object) -> argparse.Namespace:
+    """`--device`, and an option for each default. Exits with 77 where a GPU is asked for and there is none."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("skipped: no CUDA device")
+        raise SystemExit(77)
+    if args.device == "cpu" and torch.cuda.is_available():
+        raise SystemExit("--device cpu: this machine has a GPU, and the engine takes it")
+    return args
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """The default process group of a single rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        for line in describe_backends():
+            print(line)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make_config(precision: str, **sections: object) -> Config:
+    """`precision`: fp32, bf16, or fp8-<recipe>."""
+    name, _, recipe = precision.partition("-")
+    given: dict = dict(
+        run=dict(name="gpu"),
+        model=dict(path="unused"),
+        precision=name,
+        batch=dict(prompts_per_step=4, group_size=4, micro_batch_tokens=8192),
+        data=dict(path="unused.jsonl", max_prompt_tokens=1024),
+        reward=dict(functions=(dict(function="exact_match"),)),
+        rollout=dict(max_new_tokens=1024),
+        optimizer=dict(lr=1e-6),
+    )
+    if recipe:
+        given["fp8"] = dict(recipe=recipe)
+    return Config.model_validate(given | sections)
+
+
+def precisions() -> list[str]:
+    """What this machine can compute in; the first is the reference. Says why a recipe is left out."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    found = []
+    for name in ("fp32", "bf16", *(f"fp8-{recipe}" for recipe in RECIPES)):
+        problem = check_precision(make_config(name), capability, torch.version.cuda, transformer_engine_version())
+        if problem is None:
+            found.append(name)
+        else:
+            print(f"left out: {name}: {problem}")
+    return found
+
+
+@contextmanager
+def engine(spec: ModelSpec, config: Config, *, same_weights: bool) -> Iterator[PolicyEngine]:
+    """An engine over one rank's groups. `same_weights`: random ones that every precision holds exactly."""
+    groups = create_groups()
+    policy = None
+    try:
+        policy = PolicyEngine(config, spec, groups, num_optimizer_steps=1000)
+        if same_weights:
+            _fill(policy, spec, groups)
+            policy.after_weights_loaded()
+        yield policy
+    finally:
+        del policy
+        destroy_groups()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def _fill(policy: PolicyEngine, spec: ModelSpec, groups: ParallelGroups) -> None:
+    for name, parameter in canonical_parameters(spec, groups, policy.chunks).items():
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        values = 1 + 0.1 * noise if parameter.dim() == 1 else noise / parameter.size(-1) ** 0.5
+        with filled(parameter) as target:
+            target.copy_(values.bfloat16())
+
+
+def recorded_batch(spec: ModelSpec, config: Config, lengths: Sequence[int], per_pack: int, *, prompt: int = 1) -> list[MicroBatch]:
+    """Random sequences of these lengths, `per_pack` a micro-batch, advantages of both signs; all after `prompt` is response."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for index, length in enumerate(lengths):
+        tokens = rng.integers(3, spec.vocab_size, length)
+        rows.append(
+            dict(
+                prompt_token_ids=tokens[:prompt], response_token_ids=tokens[prompt:], response_mask=np.ones(length - prompt),
+                rollout_log_probs=np.full(length - prompt, -np.log(spec.vocab_size)), advantage=(-1.3, 0.7, -0.4, 1.6)[index % 4], group_size=1,
+            )
+        )  # fmt: skip
+    starts = range(0, len(rows), per_pack)
+    keys, align = ("advantage", "group_size"), alignment_tokens(config)
+    return [build_micro_batch(rows, list(range(s, min(s + per_pack, len(rows)))), 1, keys, align) for s in starts]
+
+
+def finish(part: str, rows: list[dict], failures: list[str]) -> None:
+    """Print the table, write `<part>.json` into $OUT where that is set, and end the part: 1 with failures, or 0."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns] + [[_cell(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+    for failure in failures:
+        print(f"FAILED {part}: {failure}")
+    if os.environ.get("OUT"):
+        Path(os.environ["OUT"], f"{part}.json").write_text(json.dumps(dict(backends=describe_backends(), rows=rows, failures=failures), indent=1))
+    raise SystemExit(1 if failures else 0)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)

@@ -1,0 +1,54 @@
+"""The loss of 20 optimizer steps in each precision against fp32: same weights, same batch, supervised.
+
+    python tests/gpu/training.py [--device cpu --shapes tiny-dense]
+
+Bound: at no step further from fp32's loss than a share of the first loss; and the loss falls, or there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+from gpu_engine import SHAPES, arguments, engine, finish, make_config, one_rank, precisions, recorded_batch
+
+FURTHEST = {"bf16": 0.01, "fp8": 0.03}
+LEAST_FALL = 0.05
+
+
+def losses(shape: str, precision: str, steps: int, longest: int, fp8_parameters: bool) -> list[float]:
+    """Mean negative log-prob a token, nats, before each step."""
+    spec = SHAPES[shape]
+    extra = dict(fp8=dict(recipe=precision[4:], parameters=True)) if fp8_parameters else {}
+    config = make_config(precision, optimizer=dict(lr=3e-4, weight_decay=0.1), **extra)
+    with engine(spec, config, same_weights=True) as policy:
+        batch = recorded_batch(spec, config, [longest, longest // 2, longest // 4, longest], per_pack=2)
+        tokens = float(sum(m.loss_mask.sum() for m in batch))
+        found = []
+        for _ in range(steps):
+            result, report = policy.train_supervised(batch, tokens)
+            if result.skipped:
+                raise SystemExit(f"{shape} {precision}: gradient norm {result.grad_norm}")
+            found.append(-float(report.totals["supervised_sums"][0]) / tokens)
+    return found
+
+
+def main() -> None:
+    args = arguments(__doc__, shapes="small-dense,small-moe", steps=20, longest=1024)
+    rows, failures = [], []
+    with one_rank():
+        available = precisions()
+        for shape in args.shapes.split(","):
+            reference: list[float] = []
+            for name in [*available, *(f"{p}+parameters" for p in available if p.startswith("fp8") and p != "fp8-mxfp8")]:
+                precision, _, parameters = name.partition("+")
+                curve = losses(shape, precision, args.steps, args.longest, bool(parameters))
+                reference = reference or curve
+                distance = max(abs(a - b) for a, b in zip(curve, reference)) / reference[0]
+                rows.append(dict(shape=shape, precision=name, first=curve[0], last=curve[-1], furthest=distance))
+                if curve[-1] > curve[0] * (1 - LEAST_FALL):
+                    failures.append(f"{shape} {name}: the loss went from {curve[0]:.4g} to {curve[-1]:.4g}; at least {LEAST_FALL:.0%} less is due")
+                if precision != "fp32" and not distance <= FURTHEST[precision.split("-")[0]]:
+                    failures.append(f"{shape} {name}: {distance:.2%} of the first loss away from fp32; at most {FURTHEST[precision.split('-')[0]]:.0%}")
+    finish("training", rows, failures)
+
+
+if __name__ == "__main__":
+    main()
