@@ -1,0 +1,178 @@
+"""What ranks run in the tests of the LM head and of the sums over context ranks: the function itself, no model around it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.engine.context_parallel import local_rows
+from gspo_mega.engine.log_probs import token_log_probs
+from gspo_mega.engine.losses import OldPass, PolicyLoss
+from gspo_mega.engine.process_groups import create_groups, destroy_groups
+
+NUM_TOKENS, WIDTH = 24, 16
+
+
+@contextlib.contextmanager
+def counted(group: dist.ProcessGroup):
+    """Counts the collectives that this process enters: `all_reduces` on `group`; `here`, of any kind, on `group`; and
+    `elsewhere`, on all other groups. The groups' own sequence numbers tell, which no way into a collective goes around."""
+    counts, plain = dict(all_reduces=0), dist.all_reduce
+
+    def numbers() -> dict[bool, int]:
+        totals = {True: 0, False: 0}
+        for other in dist.distributed_c10d._world.pg_map:
+            totals[other is group] += other._get_sequence_number_for_group()
+        return totals
+
+    def all_reduce(*args, **kwargs):
+        counts["all_reduces"] += kwargs.get("group") is group
+        return plain(*args, **kwargs)
+
+    before = numbers()
+    dist.all_reduce = all_reduce
+    try:
+        yield counts
+    finally:
+        dist.all_reduce = plain
+        after = numbers()
+        counts.update(here=after[True] - before[True], elsewhere=after[False] - before[False])
+
+
+# --- the LM head over tensor ranks ----------------------------------------------------------------------------------
+
+
+def head_case(vocab: int) -> dict[str, torch.Tensor]:
+    """One pack, the same on every rank: hidden [24, 1, 16], head [vocab, 16], 15 chosen rows with labels and upstream gradients."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randperm(NUM_TOKENS, generator=generator)[:15]
+    labels = torch.randint(vocab, (15,), generator=generator)
+    labels[0], labels[1] = 0, vocab - 1
+    return dict(
+        hidden=torch.randn(NUM_TOKENS, 1, WIDTH, generator=generator),
+        weight=torch.randn(vocab, WIDTH, generator=generator) / math.sqrt(WIDTH) * 2,
+        rows=rows,
+        labels=labels,
+        upstream=torch.randn(15, generator=generator),
+    )
+
+
+class _Head(torch.nn.Module):
+    """A model that is only its LM head; with `tied` the same weight is its embedding as well."""
+
+    def __init__(self, weight: torch.Tensor, tied: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.zero_out_wgrad = tied
+
+
+def run_head(
+    vocab: int, padded: int, tensor: int, sequence_parallel: bool, wrapped: str, chunk: int = 4, temperature: float = 0.7, tied: bool = False
+) -> dict:
+    """Log-probs, entropies, gradients of this rank's part of the head and hidden states, and the collectives of the head.
+
+    `wrapped`: "" for plain autograd, "ddp" or "ddp-overlap" for Megatron's DDP with two micro-batches of the same pack.
+    With `tied` the pack's labels go through the same weight as an embedding into the hidden states.
+    """
+    groups = create_groups(tensor=tensor)
+    try:
+        case = head_case(vocab)
+        held = padded // tensor
+        # What stands in the padding must not matter.
+        whole = torch.cat([case["weight"], torch.full((padded - vocab, WIDTH), 30.0)])
+        module = _Head(whole[groups.tensor.rank * held :][:held].clone(), tied)
+        share = NUM_TOKENS // tensor if sequence_parallel else NUM_TOKENS
+        start = groups.tensor.rank * share if sequence_parallel else 0
+        if wrapped:
+            settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=wrapped == "ddp-overlap")
+            config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1, calculate_per_token_loss=True)
+            ddp = DistributedDataParallel(config, settings, module)
+            ddp.zero_grad_buffer()
+        for micro_batch in range(2 if wrapped else 1):
+            hidden = case["hidden"][start : start + share].clone().requires_grad_()
+            states = hidden
+            if tied:
+                states = states + torch.nn.functional.embedding(case["labels"][:1] % held, module.weight)[None]
+            context = ddp.no_sync() if wrapped and micro_batch == 0 else contextlib.nullcontext()
+            with context, counted(groups.tensor.group) as calls:
+                log_probs, entropies = token_log_probs(
+                    states,
+                    module.weight,
+                    case["rows"],
+                    case["labels"],
+                    vocab_size=vocab,
+                    temperature=temperature,
+                    tensor_group=groups.tensor,
+                    sequence_parallel=sequence_parallel,
+                    chunk_rows=chunk,
+                    with_entropy=True,
+                )
+                (log_probs @ case["upstream"]).backward()
+        if wrapped:
+            ddp.finish_grad_sync()
+            assert module.weight.grad is None and module.weight.grad_added_to_main_grad
+        gradient = module.weight.main_grad / 2 if wrapped else module.weight.grad
+        return dict(
+            log_probs=log_probs.detach().numpy(), entropies=entropies.numpy(), hidden_grad=hidden.grad.numpy().copy(),
+            weight_grad=gradient.numpy().copy(), collectives=calls,
+        )  # fmt: skip
+    finally:
+        destroy_groups()
+
+
+# --- the sums over context ranks ------------------------------------------------------------------------------------
+
+
+def context_batch(size: int, rank: int) -> tuple[SimpleNamespace, torch.Tensor]:
+    """(what a rank's DeviceBatch has for the loss, log-probs [N]) of three sequences of 8, 12 and 4 positions; the first
+    and one inner token of the second carry no loss."""
+    generator = torch.Generator().manual_seed(5)
+    cu_seqlens = torch.tensor([0, 8, 20, 24])
+    ids = torch.repeat_interleave(torch.arange(3), cu_seqlens.diff())
+    active = torch.ones(24, dtype=torch.bool)
+    active[cu_seqlens[:-1]] = active[13] = False
+    rollout, log_probs = torch.randn(2, 24, generator=generator) * 0.3 - 2
+    lengths = torch.bincount(ids[active], minlength=3)
+    held = local_rows(cu_seqlens, size, rank)
+    chosen = held[active[held]]
+    batch = SimpleNamespace(
+        sequence_ids=ids[chosen],
+        labels=torch.arange(24)[chosen],
+        rollout_log_probs=rollout[chosen],
+        num_sequences=3,
+        trajectory_index=np.arange(3),
+        sequence=dict(advantage=torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64), length=lengths, group_size=torch.ones(3)),
+    )
+    return batch, log_probs[chosen]
+
+
+def run_context_sums(context: int, skipped: bool, use_rollout: bool, ratio: str = "sequence") -> dict:
+    """Loss and gradient of one micro-batch, and the collectives of its passes. Gradients [24], this rank's part, 0 elsewhere."""
+    groups = create_groups(context=context)
+    try:
+        batch, values = context_batch(groups.context.size, groups.context.rank)
+        old_pass = OldPass(groups, "truncate", 2.0)
+        entropies = torch.ones_like(values)
+        with counted(groups.context.group) as in_old_pass:
+            old = None if skipped else [old_pass(batch, values - 0.01 * torch.cos(batch.labels.float()), entropies).old]
+        head = PolicyLoss(groups, ObjectiveSettings(ratio, 0.2, 0.3), 3.0, old_pass, use_rollout, old)
+        log_probs = values.clone().requires_grad_()
+        with counted(groups.context.group) as in_training:
+            output = head(batch, log_probs, entropies if head.wants_entropy else None)
+            output.loss.backward()
+        gradient = torch.zeros(24, dtype=torch.float64)
+        gradient[batch.labels] = log_probs.grad.double()
+        return dict(
+            gradient=gradient.numpy(), loss=float(output.loss), log_s=output.columns["log_s"].numpy(), wanted_entropy=head.wants_entropy,
+            old_pass=in_old_pass, training=in_training,
+        )  # fmt: skip
+    finally:
+        destroy_groups()

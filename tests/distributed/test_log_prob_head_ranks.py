@@ -1,0 +1,82 @@
+"""The LM head in chunks over real tensor-parallel ranks, under Megatron's DDP and without, against whole logits."""
+
+from __future__ import annotations
+
+import log_prob_head_jobs as jobs
+import numpy as np
+import pytest
+import torch
+
+# name: (vocabulary, rows of the padded head). 64 of 128 leave the second rank of two with padding only.
+VOCABULARIES = {"whole": (96, 96), "padded": (83, 96), "padding-only-rank": (64, 128)}
+
+
+def reference(vocab: int, temperature: float = 0.7, tied_rows: int | None = None) -> dict[str, np.ndarray]:
+    """The plain path in float64; `tied_rows`: also through the embedding of the first label modulo that many rows."""
+    case = {name: t.double() if t.is_floating_point() else t for name, t in jobs.head_case(vocab).items()}
+    hidden, weight = case["hidden"].requires_grad_(), case["weight"].requires_grad_()
+    states = hidden if tied_rows is None else hidden + weight[case["labels"][0] % tied_rows]
+    logits = states[:, 0][case["rows"]] @ weight.t() / temperature
+    everything = torch.log_softmax(logits, dim=-1)
+    log_probs = everything.gather(1, case["labels"][:, None])[:, 0]
+    (log_probs @ case["upstream"]).backward()
+    return dict(
+        log_probs=log_probs.detach().numpy(),
+        entropies=-(everything.exp() * everything).sum(1).detach().numpy(),
+        hidden_grad=hidden.grad.numpy(),
+        weight_grad=weight.grad.numpy(),
+    )
+
+
+def check(results: list[dict], want: dict[str, np.ndarray], vocab: int, sequence_parallel: bool) -> None:
+    for result in results:
+        for name in ("log_probs", "entropies"):
+            assert np.abs(result[name] - want[name]).max() < 1e-6 * np.abs(want[name]).max(), name
+        assert np.array_equal(result["log_probs"], results[0]["log_probs"]), "tensor ranks differ"
+    hidden = np.concatenate([r["hidden_grad"] for r in results]) if sequence_parallel else results[-1]["hidden_grad"]
+    weight = np.concatenate([r["weight_grad"] for r in results])
+    assert np.linalg.norm(hidden - want["hidden_grad"]) < 1e-6 * np.linalg.norm(want["hidden_grad"])
+    assert np.linalg.norm(weight[:vocab] - want["weight_grad"]) < 1e-6 * np.linalg.norm(want["weight_grad"])
+    assert not weight[vocab:].any(), "padding has a gradient"
+
+
+@pytest.mark.parametrize("wrapped", ["", "ddp", "ddp-overlap"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP2", "TP2+SP"])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_tensor_parallel_head_equals_whole_logits(rank_pools, vocabulary, sequence_parallel, wrapped):
+    vocab, padded = VOCABULARIES[vocabulary]
+    results = rank_pools(2).run(
+        "log_prob_head_jobs:run_head", vocab=vocab, padded=padded, tensor=2, sequence_parallel=sequence_parallel, wrapped=wrapped
+    )
+    check(results, reference(vocab), vocab, sequence_parallel)
+
+
+def test_chunks_cost_no_collective(rank_pools):
+    """Fifteen rows in chunks of one or in one chunk: the maximum, the sums, and the gradient of the hidden states."""
+    for chunk in (1, 15):
+        results = rank_pools(2).run(
+            "log_prob_head_jobs:run_head", vocab=96, padded=96, tensor=2, sequence_parallel=False, wrapped="", chunk=chunk
+        )
+        assert [r["collectives"] for r in results] == [dict(all_reduces=3, here=3, elsewhere=0)] * 2
+        check(results, reference(96), 96, False)
+
+
+@pytest.mark.parametrize("wrapped", ["", "ddp", "ddp-overlap"])
+def test_tied_embedding_adds_its_part(rank_pools, wrapped):
+    """The weight is head and embedding at once: both parts arrive, each once, in both micro-batches."""
+    (result,) = rank_pools(1).run(
+        "log_prob_head_jobs:run_head", vocab=83, padded=96, tensor=1, sequence_parallel=False, wrapped=wrapped, tied=True
+    )
+    check([result], reference(83, tied_rows=96), 83, False)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_data_parallel_ranks_add_up(rank_pools, overlap):
+    """Two data ranks with the same pack: the reduced main gradient is twice one rank's."""
+    results = rank_pools(2).run(
+        "log_prob_head_jobs:run_head", vocab=83, padded=96, tensor=1, sequence_parallel=False, wrapped="ddp-overlap" if overlap else "ddp"
+    )
+    want = reference(83)["weight_grad"]
+    for result in results:
+        got = result["weight_grad"][:83]
+        assert np.linalg.norm(got - 2 * want) < 1e-6 * np.linalg.norm(2 * want)
