@@ -21,6 +21,7 @@ from gspo_mega.weights.names import canonical_parameters, replica_group, table_b
 from gspo_mega.weights.quantized import plain_values
 
 if TYPE_CHECKING:
+    from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
 
 
@@ -35,7 +36,7 @@ class PolicyTensors:
         self,
         spec: ModelSpec,
         groups: ParallelGroups,
-        chunks: Sequence[nn.Module],
+        chunks: Sequence[PolicyModel],
         values: Callable[[nn.Parameter], torch.Tensor] = lambda parameter: parameter,
     ) -> None:
         """`chunks` are this rank's unwrapped GPT chunks; `values` picks what to gather of a parameter (its gradient,
@@ -46,6 +47,7 @@ class PolicyTensors:
         """
         self.spec = spec
         self.groups = groups
+        self._chunks = chunks
         problems = []
         try:
             self._parameters = {n: values(p) for n, p in canonical_parameters(spec, groups, chunks).items()}
@@ -79,6 +81,8 @@ class PolicyTensors:
         A tensor may share memory with a parameter: read it, do not keep it. Collective over the tensor groups:
         every rank must run the iterator to its end.
         """
+        for chunk in self._chunks:
+            chunk.await_parameters()
         for parameter, entries in self.table.items():
             if parameter in self._takes_part:
                 yield from self._gather(parameter, entries, dtype)
@@ -132,7 +136,7 @@ class PolicyTensors:
 
 
 def gather_stream(
-    spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module], dtype: torch.dtype
+    spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of every tensor of the model on rank 0, in table order; see `PolicyTensors.stream`. Collective."""
     return PolicyTensors(spec, groups, chunks).stream(dtype)

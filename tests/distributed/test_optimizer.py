@@ -1,0 +1,117 @@
+"""The optimizer on real ranks: overlap changes nothing, decay is where it belongs, a bad gradient is never applied."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from layout_models import make_folder
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return str(make_folder(tmp_path_factory.mktemp("models") / "dense", moe=False))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return str(make_folder(tmp_path_factory.mktemp("models") / "tied", moe=False, tied=True))
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return str(make_folder(tmp_path_factory.mktemp("models") / "moe", moe=True))
+
+
+OVERLAPS = {
+    "DP2": (2, "dense", {}, {}),
+    "DP2-tied-recompute": (2, "tied", {}, dict(recompute=dict(granularity="full"))),
+    # Buckets decide in which order the norm is added up. Clipped by a norm with another last bit, bf16 weights now and
+    # then round the other way; not clipped, they are the same.
+    "DP2-bf16": (2, "dense", {}, dict(precision="bf16", clip_grad=0.0)),
+    "EP2": (2, "moe", dict(expert=2), {}),
+    "DP2-MoE": (2, "moe", {}, {}),
+    "DP2-PP2": (4, "dense", dict(pipeline=2), {}),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_overlap_changes_no_weight(rank_pools, request, name):
+    world, model, parallel, sections = OVERLAPS[name]
+    result = rank_pools(world).run(
+        "optimizer_jobs:overlapped", folder=request.getfixturevalue(model), parallel={"expert_tensor": 1, **parallel}, **sections
+    )[0]
+    assert max(result[True]["buckets"]) > 1  # else there is nothing to overlap
+    assert result[True]["norms"] == pytest.approx(result[False]["norms"], rel=1e-6)
+    for tensor, want in result[False]["weights"].items():
+        difference = np.linalg.norm(result[True]["weights"][tensor] - want)
+        assert difference <= 1e-6 * np.linalg.norm(want), tensor
+
+
+MATRIX, NORM = "layers.1.mlp.linear_fc1.weight", "layers.1.input_layernorm.weight"
+# Tensor ranks hold copies of a norm, and only one of them counts in Megatron's norm of the gradient.
+BAD = {
+    "DP2": ({}, 1, MATRIX),
+    "TP2": (dict(tensor=2, sequence=False), 1, MATRIX),
+    "TP2-copy": (dict(tensor=2, sequence=False), 1, NORM),
+    "PP2": (dict(pipeline=2), 1, MATRIX),
+    "PP2-first": (dict(pipeline=2), 0, NORM),
+}
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+@pytest.mark.parametrize("name", BAD)
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(rank_pools, dense, name, distributed):
+    parallel, rank, parameter = BAD[name]
+    results = rank_pools(2).run(
+        "optimizer_jobs:one_bad_gradient",
+        folder=dense,
+        parallel=parallel,
+        bad_rank=rank,
+        parameter=parameter,
+        optimizer=dict(lr=1e-3, warmup_steps=2, schedule="cosine", weight_decay=0.1, distributed=distributed),
+    )
+    for result in results:
+        assert result["skipped"] == [False, True, False] and result["norm"] == math.inf
+        assert result["changed"] == [] and result["moved"] > 0
+        assert result["differs_from_plain"] == []
+
+
+def test_a_skipped_step_under_overlap_and_bf16(rank_pools, dense):
+    results = rank_pools(2).run(
+        "optimizer_jobs:one_bad_gradient",
+        folder=dense,
+        parallel={},
+        bad_rank=1,
+        parameter=MATRIX,
+        precision="bf16",
+        optimizer=dict(lr=1e-3, overlap=True),
+    )
+    for result in results:
+        assert result["skipped"] == [False, True, False] and result["changed"] == [] and result["differs_from_plain"] == []
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_weight_decay_is_on_matrices_alone(rank_pools, dense, distributed):
+    optimizer = dict(lr=0.25, weight_decay=0.5, distributed=distributed)
+    parameters = rank_pools(1).run("optimizer_jobs:decayed", folder=dense, **optimizer)[0]
+    norms = {name for name, (before, _) in parameters.items() if before.ndim == 1}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in norms} == {
+        "input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "final_layernorm",
+    }  # fmt: skip
+    for name, (before, after) in parameters.items():
+        # 1 - lr x decay is 0.875, exact in binary: so is the product's rounding.
+        assert np.array_equal(after, before if name in norms else before * np.float32(0.875)), name
+
+
+def test_weight_decay_on_everything_where_asked_for(rank_pools, dense):
+    parameters = rank_pools(1).run("optimizer_jobs:decayed", folder=dense, lr=0.25, weight_decay=0.5, decay_norms_and_biases=True)[0]
+    assert any(before.ndim == 1 for before, _ in parameters.values())
+    for name, (before, after) in parameters.items():
+        assert np.array_equal(after, before * np.float32(0.875)), name
+
+
+@pytest.mark.parametrize("optimizer", [dict(distributed=False), dict(distributed=True)], ids=["plain", "distributed"])
+def test_a_step_waits_for_the_device_once(rank_pools, moe, optimizer):
+    assert rank_pools(2).run("optimizer_jobs:host_reads", folder=moe, parallel=dict(expert=2, expert_tensor=1), **optimizer) == [1, 1]
