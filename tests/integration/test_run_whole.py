@@ -139,9 +139,11 @@ def test_the_run_folder_has_all_that_was_promised(whole_run):
         assert key not in log.read_text(errors="replace"), f"the API key is in {log}"
 
 
-# What a plain run says nothing about: what only failures, filters, a cold start or NaNs bring up.
+# What a plain run says nothing about: what only failures, filters, a cold start, NaNs or options that are off bring up.
 NOT_OF_A_PLAIN_RUN = {
     "rollout/num_request_failures_<kind>", "sft/loss", "sft/num_tokens", "metrics/num_non_finite",
+    "policy/kl_reference", "time/reference_log_probs_seconds",
+    "routing/changed_since_rollout", "routing/load_balancing_loss", "routing/z_loss",
 }  # fmt: skip
 
 

@@ -1,0 +1,69 @@
+"""Whole runs of a model with experts, each with real servers: what is measured of its routes, what replay does to that,
+and a KL term to the model that the run starts from."""
+
+import pytest
+from run_support import REPOSITORY, Command, small_overrides
+
+from gspo_mega.metrics.catalogue import find_metric
+from gspo_mega.metrics.writer import read_metrics
+from gspo_mega.run_folder import RunFolder
+
+CONFIG = REPOSITORY / "configs/quickstart.yaml"
+NUM_STEPS = 2
+
+
+def run(folder, quickstart_files, name, *overrides):
+    """(console, metrics by step) of a run that ended well. Its learning rate moves routes in two steps."""
+    command = Command(
+        folder, "train", str(CONFIG), *small_overrides(quickstart_files, folder / "runs", name), "eval=null",
+        f"train.num_steps={NUM_STEPS}", "optimizer.lr=3e-4",
+        f"reward.functions=[{{function: 'run_support:score', options: {{log: {folder / 'scores'}}}}}]",
+        "rollout.return_routed_experts=true", *overrides,
+    )  # fmt: skip
+    try:
+        assert command.finish() == 0, command.out + command.err
+    finally:
+        command.end()
+    lines = read_metrics(RunFolder(folder / "runs" / name).metrics_file)
+    for line in lines:
+        for metric in line.keys() - {"step", "time"}:
+            find_metric(metric)
+    return command.out, lines
+
+
+@pytest.fixture(scope="module")
+def free(tmp_path_factory, quickstart_files):
+    return run(
+        tmp_path_factory.mktemp("free"), quickstart_files, "free", "algorithm=custom", "objective.ratio=sequence",
+        "kl.coefficient=0.01", "moe={load_balancing: aux_loss, load_balancing_coefficient: 0.01, z_loss_coefficient: 0.001}",
+    )  # fmt: skip
+
+
+def test_the_engines_agree_on_routes_and_learning_changes_them(free):
+    for line in free[1]:
+        assert line["routing/changed_since_rollout"] < 0.005, "fp32: only what rounding can tip"
+        assert 0 < line["routing/changed_since_old"] < 0.5
+
+
+def test_the_router_losses_are_reported(free):
+    for line in free[1]:
+        assert 1 - 1e-3 < line["routing/load_balancing_loss"] < 8, "even is 1, and all on one of 8 experts is 8"
+        assert line["routing/z_loss"] > 0
+
+
+def test_the_kl_term_starts_at_zero_and_is_measured(free):
+    console, lines = free
+    assert "reference policy of the KL term: " in console and " GiB of parameters" in console
+    assert all(line["time/reference_log_probs_seconds"] > 0 for line in lines)
+    # Of two mini-batches in the first step, the first is the reference itself.
+    assert 0 < lines[0]["policy/kl_reference"] < lines[1]["policy/kl_reference"] < 1
+
+
+def test_the_servers_routes_are_replayed(tmp_path, quickstart_files):
+    console, lines = run(tmp_path, quickstart_files, "replayed", "moe.routing_replay=R3")
+    assert "routing replay R3" in console
+    for line in lines:
+        # The trainer goes through the very experts that the server chose: the engines still agree to rounding.
+        assert 0 < line["mismatch/abs_log_ratio_max"] < 1e-3
+        assert line["policy/mini_batch/0/k3"] == 0 < line["policy/mini_batch/1/k3"]
+        assert not any(name.startswith("routing/") for name in line), "nothing can differ, and no router loss is on"
