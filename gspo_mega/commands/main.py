@@ -22,6 +22,7 @@ COMMANDS = {
     "sft": "supervised cold start of a configuration's model",
     "eval": "sampled accuracy of a run or a Hugging Face folder",
     "serve": "one SGLang server",
+    "certify": "show that layouts compute the same numbers",
 }
 EXIT_USAGE = 2
 

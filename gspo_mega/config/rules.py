@@ -34,6 +34,7 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
     violations = [
         *_objective(config),
         *_batch_and_optimizer(config),
+        *_optimizer_state(config),
         *_experts(config),
         *_data(config, command),
         *_fp8(config),
@@ -104,6 +105,21 @@ def _batch_and_optimizer(config: Config) -> Iterator[Violation]:
         )
     if config.optimizer.min_lr > config.optimizer.lr:
         yield Violation("optimizer.min_lr", f"{config.optimizer.min_lr:g} is above lr {config.optimizer.lr:g}; at most that")
+
+
+def _optimizer_state(config: Config) -> Iterator[Violation]:
+    optimizer = config.optimizer
+    small, offloaded = optimizer.moments_dtype != "fp32", optimizer.cpu_offload_fraction > 0
+    needs = {"overlap": optimizer.overlap, "moments_dtype": small, "cpu_offload_fraction": offloaded}
+    for key, wanted in needs.items():
+        if wanted and not optimizer.distributed:
+            yield Violation(f"optimizer.{key}", f"{getattr(optimizer, key)} needs `optimizer.distributed: true`")
+    if small and config.precision == "fp32":
+        yield Violation("optimizer.moments_dtype", f"{optimizer.moments_dtype} with `precision: fp32`: the fused Adam that keeps such moments wants bf16 parameters; valid: fp32")
+    if small and offloaded:
+        yield Violation("optimizer.moments_dtype", f"{optimizer.moments_dtype} with cpu_offload_fraction > 0: Megatron's offloaded Adam keeps fp32 moments; valid: fp32")
+    if offloaded and config.precision == "fp8" and config.fp8.parameters:
+        yield Violation("optimizer.cpu_offload_fraction", "Megatron's offloaded Adam cannot read or write FP8 parameters; valid: 0, or `fp8.parameters: false`")
 
 
 def _experts(config: Config) -> Iterator[Violation]:
@@ -230,6 +246,8 @@ def _notices(config: Config) -> Iterator[str]:
         yield "filter_constant_groups with max_oversampling 1: dropped groups are not refilled, batches shrink"
     if config.optimizer.schedule == "constant" and config.optimizer.min_lr > 0:
         yield "optimizer.min_lr has no effect with `schedule: constant`"
+    if config.optimizer.decay_norms_and_biases and config.optimizer.weight_decay == 0:
+        yield "optimizer.decay_norms_and_biases has no effect with weight_decay 0"
     if config.recompute.granularity == "none" and config.recompute.num_layers > 1:
         yield "recompute.num_layers has no effect with `granularity: none`"
     if config.train is not None and 0 < config.train.num_steps * config.batch.num_mini_batches <= config.optimizer.warmup_steps:

@@ -23,7 +23,7 @@ from gspo_mega.plan import plan_run, render_report
 from gspo_mega.reward.pool import check_reward
 from gspo_mega.run_folder import Attempt, RunFolder
 
-Command = Literal["train", "sft", "eval"]
+Command = Literal["train", "sft", "eval", "certify"]
 WORKER_COMMAND = (sys.executable, "-m", "gspo_mega.runtime.worker")
 SERVE_COMMAND = (sys.executable, "-m", "gspo_mega", "serve")
 
@@ -51,8 +51,10 @@ def launch(
         )
     gpus = visible_gpus(os.environ)
     plan = plan_run(loaded, "gpu" if gpus else "cpu")
-    check_reward(config.reward, {source.name: source.reward for source in data_sources(config) if source.reward is not None})
-    rank_gpus, server_gpus = share_gpus(gpus, config.cluster.ranks_per_node, config)
+    if command != "certify":  # which samples and scores nothing
+        check_reward(config.reward, {source.name: source.reward for source in data_sources(config) if source.reward is not None})
+    num_servers = 0 if command == "certify" else config.server.num_servers
+    rank_gpus, server_gpus = share_gpus(gpus, config.cluster.ranks_per_node, num_servers, config.server.tensor)
     say(render_report(plan))
     folder = RunFolder(Path(config.run.dir) / config.run.name)
     with hold(folder):

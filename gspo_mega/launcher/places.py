@@ -11,8 +11,8 @@ import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
-from gspo_mega.config import Config
 from gspo_mega.errors import PlanError
 
 # Below the range that the kernel hands out to outgoing connections, and apart from the one servers choose from.
@@ -26,6 +26,11 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
         return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
     found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in devices.iterdir())
     return [str(number) for number in sorted(int(match.group(1)) for match in found if match)]
+
+
+def device_here() -> Literal["cpu", "gpu"]:
+    """What ranks of this machine run on."""
+    return "gpu" if visible_gpus(os.environ) else "cpu"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -59,20 +64,20 @@ def rank_environments(num_ranks: int, gpus: list[str], threads: int = 1) -> list
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
-def share_gpus(gpus: list[str], num_ranks: int, config: Config) -> tuple[list[str], list[list[str]]]:
-    """GPUs of the ranks, and of each server: apart, in the order they are visible. Without GPUs both are empty.
+def share_gpus(gpus: list[str], num_ranks: int, num_servers: int, tensor: int) -> tuple[list[str], list[list[str]]]:
+    """GPUs of the ranks, and of each server (`tensor` of them): apart, in the order they are visible. Without GPUs both
+    are empty.
 
     Raises PlanError when there are some, and fewer than ranks and servers need.
     """
-    servers = [[] for _ in range(config.server.num_servers)]
+    servers = [[] for _ in range(num_servers)]
     if not gpus:
         return [], servers
-    tensor = config.server.tensor
-    needed = num_ranks + config.server.num_servers * tensor
+    needed = num_ranks + num_servers * tensor
     if needed > len(gpus):
         raise PlanError(
-            f"{num_ranks} ranks and {config.server.num_servers} servers of server.tensor {tensor} need {needed} GPUs,"
+            f"{num_ranks} ranks and {num_servers} servers of server.tensor {tensor} need {needed} GPUs,"
             f" and {len(gpus)} are visible; lower cluster.ranks_per_node, server.num_servers or server.tensor"
         )
-    shares = [gpus[num_ranks + k * tensor : num_ranks + (k + 1) * tensor] for k in range(config.server.num_servers)]
+    shares = [gpus[num_ranks + k * tensor : num_ranks + (k + 1) * tensor] for k in range(num_servers)]
     return gpus[:num_ranks], shares

@@ -39,7 +39,8 @@ class Layout:
     `layers_per_chunk`: layers of one model chunk (a pipeline stage, or a virtual one). `sequence_multiple_tokens`:
     every packed sequence is padded to a multiple of it, and the whole pack to one of `pack_multiple_tokens`.
     `mini_batch_sequences`: trajectories of each mini-batch when no sample is dropped, the largest first.
-    `attention_crossover_tokens`: the model's, see `model/sizes.py`.
+    `attention_crossover_tokens`: the model's, see `model/sizes.py`. `equal_packs`: micro-batches that run at the same time
+    on different data-parallel ranks are padded to one length.
     """
 
     world_size: int
@@ -58,6 +59,7 @@ class Layout:
     pack_multiple_tokens: int
     mini_batch_sequences: tuple[int, ...]
     attention_crossover_tokens: int
+    equal_packs: bool
 
     @property
     def synchronised_packs(self) -> bool:
@@ -132,4 +134,6 @@ def resolve_layout(
         pack_multiple_tokens=sizes.pack_multiple,
         mini_batch_sequences=tuple(quotient + (index < remainder) for index in range(config.batch.num_mini_batches)),
         attention_crossover_tokens=attention_crossover_tokens(spec),
+        # The allgather dispatcher gathers tokens over all ranks of an expert group as if each had equally many.
+        equal_packs=spec.moe is not None and parallel.expert_dispatcher == "allgather",
     )

@@ -35,6 +35,7 @@ ENTRY_POINTS = {
     "train": ("gspo_mega.runtime.loop", "run_train"),
     "sft": ("gspo_mega.runtime.supervised", "run_sft"),
     "eval": ("gspo_mega.runtime.evaluate", "run_eval"),
+    "certify": ("gspo_mega.certify.ranks", "run_certify"),
 }
 
 

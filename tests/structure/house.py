@@ -26,7 +26,8 @@ LAYERS: dict[str, set[str]] = {
     "rollout": _BELOW_ENGINE,
     "launcher": _BELOW_RUNTIME,
     "runtime": _BELOW_RUNTIME,
-    "commands": _BELOW_RUNTIME | {"launcher", "runtime"},
+    "certify": _BELOW_RUNTIME | {"launcher", "runtime"},
+    "commands": _BELOW_RUNTIME | {"launcher", "runtime", "certify"},
     "__main__": {"commands"},
     "tools": _BELOW_RUNTIME | {"launcher", "runtime"},
 }
@@ -39,7 +40,7 @@ HOMES: dict[str, set[str]] = {
     "megatron.training": set(),
     "megatron.core.parallel_state": {"engine/process_groups.py"},
     "megatron.core.mpu": set(),
-    "torch.distributed": {"engine", "weights", "checkpoint", "runtime"},
+    "torch.distributed": {"engine", "weights", "checkpoint", "runtime", "certify"},
     "sglang": {"rollout"},
     "aiohttp": {"rollout", "reward/remote.py"},
     "requests": set(),

@@ -2,11 +2,8 @@ import socket
 
 import pytest
 
-from gspo_mega.config import load_config
 from gspo_mega.errors import PlanError
 from gspo_mega.launcher.places import free_port, rank_environments, share_gpus, visible_gpus
-
-CONFIG = "configs/quickstart.yaml"
 
 
 def test_ranks_get_what_torchrun_would_give():
@@ -36,15 +33,13 @@ def test_gpus_are_those_named_or_those_there(tmp_path):
 
 
 def test_ranks_and_servers_never_share_a_gpu():
-    config = load_config(CONFIG, ["server.num_servers=2", "server.tensor=2", "publish.verify=replicas"]).config
     gpus = ["a", "b", "c", "d", "e", "f", "g"]
-    ranks, servers = share_gpus(gpus, 2, config)
+    ranks, servers = share_gpus(gpus, 2, num_servers=2, tensor=2)
     assert (ranks, servers) == (["a", "b"], [["c", "d"], ["e", "f"]])
     assert rank_environments(2, ranks)[1]["CUDA_VISIBLE_DEVICES"] == "a,b"
 
 
 def test_too_few_gpus_is_said_before_the_start():
-    config = load_config(CONFIG, ["server.num_servers=2"]).config
     with pytest.raises(PlanError, match="need 4 GPUs, and 3 are visible"):
-        share_gpus(["0", "1", "2"], 2, config)
-    assert share_gpus([], 2, config) == ([], [[], []])
+        share_gpus(["0", "1", "2"], 2, num_servers=2, tensor=1)
+    assert share_gpus([], 2, num_servers=2, tensor=1) == ([], [[], []])

@@ -1,0 +1,111 @@
+"""What `gspo-mega certify` runs: the cases of a configuration, each a configuration of its own.
+
+Owns the step from a case's `set` to a loaded configuration and its reason to be refused. Starts nothing, imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gspo_mega.config import LoadedConfig, load_config
+from gspo_mega.config.schema import CertifyCase, Config
+from gspo_mega.errors import ConfigError, GspoMegaError, PlanError
+from gspo_mega.plan import plan_run
+
+# In the attempt's folder: a line for each case that is done.
+RESULTS_FILE = "cases.jsonl"
+# Every case starts from one rank of everything; the file's own sizes are one more case.
+_ONE_RANK = {
+    "cluster.num_nodes": 1, "cluster.ranks_per_node": 1, "parallel.tensor": 1, "parallel.pipeline": 1,
+    "parallel.virtual_pipeline": None, "parallel.context": 1, "parallel.expert": 1, "parallel.expert_tensor": 1,
+}  # fmt: skip
+# One mini-batch, whose old log-probs are the recorded ones. Adam divides by |gradient| + eps: with an eps near the rounding
+# of a gradient, weights would compare the rounding of elements that have no gradient to speak of.
+_MEASURED = {"batch.num_mini_batches": 1, "old_log_probs": "rollout", "optimizer.eps": 1e-6, "kl.coefficient": 0.0, "moe.routing_replay": "none"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. `refusal`: why it cannot run, None when it can."""
+
+    spec: CertifyCase
+    model: str
+    precision: str
+    refusal: str | None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+def own_layout(config: Config) -> CertifyCase:
+    """The configuration's own layout as a case."""
+    values = {f"parallel.{key}": value for key, value in config.parallel.model_dump().items()}
+    world = config.cluster.num_nodes * config.cluster.ranks_per_node
+    return CertifyCase(name=f"the file's layout on {world} ranks", ranks=world, set=values)
+
+
+def case_overrides(case: CertifyCase) -> list[str]:
+    """`key=value` overrides that turn the file into this case's configuration. A JSON value is a YAML value."""
+    values: dict[str, Any] = {**_ONE_RANK, **_MEASURED, "cluster.ranks_per_node": case.ranks, **case.set}
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def case_config(file: str | Path, case: CertifyCase, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """The configuration of `case`. Raises ConfigError naming the case's own keys as overrides."""
+    return load_config(file, [*overrides, *case_overrides(case)], "certify")
+
+
+def resolve_cases(
+    loaded: LoadedConfig, overrides: Sequence[str], device: Literal["cpu", "gpu"] | None
+) -> tuple[list[Case], list[Case]]:
+    """(references, cases) of a configuration: one reference for each model that a case names.
+
+    Raises ConfigError for two cases of one name, and PlanError when the reference itself cannot run.
+    """
+    certify = loaded.config.certify
+    specs = list(certify.cases) or [own_layout(loaded.config)]
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{loaded.where('certify.cases')}: certify.cases: {names.count(name)} cases are named {name!r}; names must differ")
+    if taken := [name for name in names if name.startswith(certify.reference.name)]:
+        raise ConfigError(
+            f"{loaded.where('certify.cases')}: certify.cases: {taken[0]!r} begins like the reference's name "
+            f"{certify.reference.name!r}; give the case another"
+        )
+    cases = [_resolve(loaded, overrides, spec, device) for spec in specs]
+    references = []
+    for model in dict.fromkeys(case.model for case in cases):
+        suffix = "" if model == loaded.config.model.path else f" ({Path(model).stem})"
+        spec = certify.reference.model_copy(
+            update={"name": certify.reference.name + suffix, "set": {**certify.reference.set, "model.path": model}}
+        )
+        reference = _resolve(loaded, overrides, spec, device)
+        if reference.refusal is not None:
+            raise PlanError(f"the reference that all cases are compared with cannot run:\n{reference.refusal}")
+        references.append(reference)
+    return references, cases
+
+
+def _resolve(loaded: LoadedConfig, overrides: Sequence[str], spec: CertifyCase, device: Literal["cpu", "gpu"] | None) -> Case:
+    model, precision = spec.set.get("model.path", loaded.config.model.path), spec.set.get("precision", loaded.config.precision)
+    try:
+        plan_run(case_config(loaded.path, spec, overrides), device)
+    except GspoMegaError as error:
+        return Case(spec, model, precision, str(error))
+    return Case(spec, model, precision, None)
+
+
+def starts(cases: Sequence[Case], cases_a_start: int) -> Iterator[list[Case]]:
+    """Cases in the order they are run: those of as many ranks together, at most `cases_a_start` to one start of ranks."""
+    by_ranks: dict[int, list[Case]] = {}
+    for case in cases:
+        by_ranks.setdefault(case.spec.ranks, []).append(case)
+    for together in by_ranks.values():
+        for begin in range(0, len(together), cases_a_start):
+            yield together[begin : begin + cases_a_start]

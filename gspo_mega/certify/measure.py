@@ -1,0 +1,140 @@
+"""What one case computes on the recorded batch: log-probs, loss, gradient, weights after a few optimizer steps.
+
+Runs on every rank of the case. Whole tensors are streamed one at a time, so that a large model's gradient is never held
+twice; where they go, to disk as the reference or into a comparison, is the caller's `take`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gspo_mega.algorithm.diagnostics import POLICY_SUMS
+from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.certify.batch import set_old_log_probs
+from gspo_mega.certify.packings import packing
+from gspo_mega.certify.routes import gather_routes
+from gspo_mega.config.schema import Config
+from gspo_mega.data.packing import response_values
+from gspo_mega.engine.context_parallel import local_rows
+from gspo_mega.engine.gradients import complete_gradients
+from gspo_mega.engine.policy import OldState, PassReport, PolicyEngine
+from gspo_mega.plan.layout import Layout
+from gspo_mega.records import MicroBatch, RolloutBatch
+from gspo_mega.runtime.assemble import MiniBatch, assemble, plan_batch
+from gspo_mega.weights.gather import PolicyTensors
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclass
+class Numbers:
+    """The same on every rank. `log_probs` [sum R] float64 nats, 0 at masked tokens; `log_s` [n] float64 by trajectory;
+    `sums`: POLICY_SUMS of the mini-batch by name; `grad_norms` one an optimizer step; `routes`: of `gather_routes`."""
+
+    log_probs: np.ndarray
+    log_s: np.ndarray
+    sums: dict[str, float]
+    grad_norms: list[float]
+    routes: np.ndarray | None
+
+
+@dataclass
+class Edges:
+    """Decisions where rounding decides: `log_s` [n] float64, each on a clip edge of its sequence; `routes` of tied routers."""
+
+    log_s: np.ndarray
+    routes: np.ndarray | None
+
+
+class Measurement:
+    """One engine on the recorded batch in one packing. All methods are collective over all ranks."""
+
+    def __init__(self, engine: PolicyEngine, config: Config, layout: Layout, batch: RolloutBatch, kind: str) -> None:
+        self.engine, self.config, self.layout, self.batch, self.kind = engine, config, layout, batch, kind
+
+    def shard(self) -> MiniBatch:
+        """This rank's micro-batches of the one mini-batch, with the old log-probs that the batch holds now."""
+        trajectories = self.batch.trajectories
+        planned = plan_batch(trajectories, self.config, self.layout, 0)
+        plans = packing(self.kind, len(trajectories), self.config, self.layout, planned)
+        return assemble(self.batch, self.config, self.layout, 0, plans)[self.engine.groups.data.rank][0]
+
+    def log_probs(self) -> np.ndarray:
+        """[sum R] float64: of every response token of the batch, 0 where it is masked."""
+        mine = self.shard()
+        return self._gather(mine.micro_batches, self.engine.old_pass(mine.micro_batches))
+
+    def run(
+        self, recorded: np.ndarray, settings: ObjectiveSettings, num_steps: int,
+        take_gradient: Callable[[Tensors], None], take_weights: Callable[[Tensors], None],
+    ) -> Numbers:  # fmt: skip
+        """All numbers with the recorded old log-probs [sum R]. `take_*` are given every Hugging Face tensor of the
+        gradient, and of the weights after `num_steps` optimizer steps (unless 0), on rank 0; elsewhere an empty stream."""
+        engine = self.engine
+        set_old_log_probs(self.batch, recorded)
+        mine = self.shard()
+        old = engine.old_pass(mine.micro_batches)
+        report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old)
+        complete_gradients(engine.wrapped)
+        take_gradient(PolicyTensors(engine.spec, engine.groups, engine.chunks, values=lambda p: p.main_grad).stream(torch.float32))
+        grad_norms = []
+        for _ in range(num_steps):
+            result, _ = engine.train_mini_batch(mine.micro_batches, settings, mine.denominator, None)
+            grad_norms.append(result.grad_norm)
+        if num_steps:
+            take_weights(PolicyTensors(engine.spec, engine.groups, engine.chunks).stream(torch.float32))
+        return Numbers(
+            log_probs=self._gather(mine.micro_batches, old),
+            log_s=self._sequence_log_ratios(report),
+            sums=self._sums(report),
+            grad_norms=grad_norms,
+            routes=gather_routes(engine, self.batch, mine.micro_batches, old.routes),
+        )
+
+    def on_edges(self, recorded: np.ndarray, settings: ObjectiveSettings) -> Edges:
+        """With the weights that are loaded now, and old log-probs [sum R] that put every ratio on an edge."""
+        engine = self.engine
+        set_old_log_probs(self.batch, recorded)
+        mine = self.shard()
+        old = engine.old_pass(mine.micro_batches)
+        report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old)
+        return Edges(self._sequence_log_ratios(report), gather_routes(engine, self.batch, mine.micro_batches, old.routes))
+
+    # --- from the ranks' parts to the whole -----------------------------------------------------------------
+
+    def _gather(self, micro_batches: list[MicroBatch], old: OldState) -> np.ndarray:
+        lengths = [t.num_response_tokens for t in self.batch.trajectories]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        whole = torch.zeros(int(starts[-1]), dtype=torch.float64)
+        groups = self.engine.groups
+        if groups.reports:
+            for micro_batch, part in zip(micro_batches, old.micro_batches, strict=True):
+                held = local_rows(torch.from_numpy(micro_batch.cu_seqlens), groups.context.size, groups.context.rank).numpy()
+                values = np.zeros(micro_batch.num_tokens)
+                values[held[micro_batch.loss_mask[held] > 0]] = part.log_probs.double().cpu().numpy()
+                for row, tokens in response_values(micro_batch, values).items():
+                    whole[starts[row] : starts[row + 1]] += torch.from_numpy(tokens)
+        return self._sum(whole).numpy()
+
+    def _sequence_log_ratios(self, report: PassReport) -> np.ndarray:
+        whole = torch.zeros(len(self.batch.trajectories), dtype=torch.float64)
+        if report.columns:
+            # Every context-parallel rank knows the whole sequence's ratio.
+            shares = torch.from_numpy(report.columns["log_s"] / self.engine.groups.context.size)
+            whole.index_add_(0, torch.from_numpy(report.trajectory_index), shares)
+        return self._sum(whole).numpy()
+
+    def _sums(self, report: PassReport) -> dict[str, float]:
+        whole = torch.zeros(len(POLICY_SUMS), dtype=torch.float64)
+        if report.totals:
+            whole += torch.from_numpy(report.totals["policy_sums"])
+        return dict(zip(POLICY_SUMS, self._sum(whole).tolist(), strict=True))
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values, group=self.engine.groups.host.group)
+        return values

@@ -1,0 +1,200 @@
+"""A rank of `gspo-mega certify`: led through its start's cases in one living process.
+
+The cases are `certify.cases` of the run's configuration; references come first in the run and leave their numbers in
+the run folder, where the other cases find them. Rank 0 appends a line to `cases.jsonl` of the attempt for each case done.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_mega.certify.batch import Draws, old_log_probs, recorded_batch, redraw
+from gspo_mega.certify.cases import RESULTS_FILE, case_config
+from gspo_mega.certify.compare import TOLERANCES, Comparison, Reference, outside
+from gspo_mega.certify.measure import Measurement, Numbers
+from gspo_mega.certify.routes import RouterMargins, tie_routers
+from gspo_mega.config.schema import CertifyCase, Config
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.plan import resolve_layout
+from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
+from gspo_mega.runtime.loop import objective_settings
+from gspo_mega.runtime.worker import WorkerContext
+from gspo_mega.weights.hf_folder import HuggingFaceFolder
+from gspo_mega.weights.hf_import import import_huggingface
+
+# Router scores of the recorded batch keep so far from a tie; a large model has too many routes for that, and what
+# flips is counted.
+ROUTER_MARGIN = 1e-4
+MOST_DRAWS = 100
+
+
+def reference_folder(run_dir: Path, model: str) -> Path:
+    """Where the numbers of a model's reference are kept."""
+    return run_dir / "reference" / Path(model).name
+
+
+def run_certify(context: WorkerContext) -> dict[str, Any] | None:
+    """Every case of this start, in order. Collective over all ranks."""
+    certify = context.config.certify
+    for case in certify.cases:
+        started = time.monotonic()
+        config = case_config(RunFolder(context.run_dir).config_file, case).config
+        folder = reference_folder(context.run_dir, config.model.path)
+        result = _run_case(context, config, case, Reference(folder), is_reference=case.name.startswith(certify.reference.name))
+        if context.rank == 0:
+            line = {"name": case.name, "seconds": time.monotonic() - started, **result}
+            with (context.attempt_dir / RESULTS_FILE).open("a", encoding="utf-8") as results:
+                results.write(json.dumps(line) + "\n")
+            logging.info("%s: %s", case.name, line)
+    return {"num_cases": len(certify.cases)} if context.rank == 0 else None
+
+
+def _run_case(context: WorkerContext, config: Config, case: CertifyCase, reference: Reference, is_reference: bool) -> dict[str, Any]:
+    parallel = config.parallel
+    spec = read_model_spec(config.model.path)
+    layout = resolve_layout(config, spec)
+    groups = create_groups(
+        tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, context=parallel.context,
+        expert=parallel.expert, expert_tensor=parallel.expert_tensor, seed=config.run.seed,
+    )  # fmt: skip
+    try:
+        engine = PolicyEngine(config, spec, groups, num_optimizer_steps=config.certify.num_steps)
+        _load(engine, config)
+        if is_reference:
+            result = _record(Measurement(engine, config, layout, recorded_batch(config, spec.vocab_size), case.packing), reference)
+        else:
+            batch = recorded_batch(config, spec.vocab_size, Draws(**read_json(reference.draws_file)))
+            result = _compare(Measurement(engine, config, layout, batch, case.packing), reference)
+        return result if context.rank == 0 else {}
+    finally:
+        destroy_groups()
+
+
+def _load(engine: PolicyEngine, config: Config) -> None:
+    import_huggingface(config.model.path, engine.spec, engine.groups, engine.chunks)
+    engine.after_weights_loaded()
+
+
+def clip_edges(config: Config) -> tuple[float, float]:
+    """The clip range of log s_i."""
+    return math.log1p(-config.objective.clip_low), math.log1p(config.objective.clip_high)
+
+
+def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
+    """How far this case is from the reference; on rank 0."""
+    config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
+    settings, comparison = objective_settings(config), Comparison(reference, clip_edges(config))
+    # Replayed routes are those of the first weights; the reference chooses anew after every step.
+    replayed = config.moe.routing_replay == "R3"
+    if replayed:
+        _set_routes(measurement, reference)
+    with HuggingFaceFolder(config.model.path) as start:
+        numbers = measurement.run(
+            np.load(reference.recorded_file), settings, 0 if replayed else config.certify.num_steps,
+            comparison.take_gradient, lambda tensors: comparison.take_weights(tensors, start),
+        )  # fmt: skip
+    result = comparison.result(numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories])
+    result["outside"] = outside(result, TOLERANCES[config.precision])
+    if config.certify.edges:
+        _load(engine, config)
+        tie_routers(engine)
+        result["edges"] = comparison.flips_on_edges(measurement.on_edges(np.load(reference.recorded_on_edges_file), settings))
+    return result
+
+
+def _set_routes(measurement: Measurement, reference: Reference) -> None:
+    """Send the batch through the reference's experts, as if the rollout engine had chosen them."""
+    routes = reference.load("numbers", Numbers).routes
+    assert routes is not None  # routing replay without experts was refused
+    routes = np.where(routes < 0, np.arange(routes.shape[2]), routes)  # tokens that nothing depends on go anywhere
+    start = 0
+    for trajectory in measurement.batch.trajectories:
+        end = start + trajectory.num_tokens - 1
+        trajectory.routed_experts = routes[start:end].astype(np.int32)
+        start = end
+
+
+def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
+    """Measure the reference, leave its numbers on disk, and say what its batch covers."""
+    config, engine = measurement.config, measurement.engine
+    settings, is_lead = objective_settings(config), engine.groups.world.rank == 0
+    draws, router_margin = _keep_from_ties(measurement)
+    batch = measurement.batch
+    ends = np.cumsum([t.num_response_tokens for t in batch.trajectories])
+
+    def recorded(on_edges: bool) -> np.ndarray:
+        return np.concatenate(old_log_probs(batch, np.split(measurement.log_probs(), ends[:-1]), config, on_edges))
+
+    if is_lead:
+        shutil.rmtree(reference.folder, ignore_errors=True)
+        reference.folder.mkdir(parents=True)
+        atomic_write_json(reference.draws_file, asdict(draws))
+    old = recorded(on_edges=False)
+    numbers = measurement.run(
+        old, settings, config.certify.num_steps,
+        lambda tensors: reference.save_tensors("gradient", tensors), lambda tensors: reference.save_tensors("weights", tensors),
+    )  # fmt: skip
+    if is_lead:
+        np.save(reference.recorded_file, old)
+        reference.save("numbers", numbers)
+    description = _describe(numbers, measurement) | {"router_margin": router_margin}
+    if config.certify.edges:
+        _load(engine, config)
+        tie_routers(engine)
+        old = recorded(on_edges=True)
+        edges = measurement.on_edges(old, settings)
+        if is_lead:
+            np.save(reference.recorded_on_edges_file, old)
+            reference.save("edges", edges)
+    return {"batch": description}
+
+
+def _keep_from_ties(measurement: Measurement) -> tuple[Draws, float | None]:
+    """Draw tokens anew until no route is near a tie, so that rounding cannot change one. Returns the draws and the smallest
+    gap of two scores at the edge, None where it is not known: without experts, or when the reference has several ranks."""
+    engine, config = measurement.engine, measurement.config
+    draws, margin = Draws.first(config), None
+    if engine.spec.moe is None or engine.groups.world.size > 1:
+        return draws, margin
+    for _ in range(MOST_DRAWS):
+        mine = measurement.shard()
+        with RouterMargins(engine) as margins:
+            engine.old_pass(mine.micro_batches)
+        gaps = margins.by_trajectory(measurement.batch, mine.micro_batches)
+        margin = float(min(gap.min() for gap in gaps))
+        if not redraw(measurement.batch, [gap < ROUTER_MARGIN for gap in gaps], draws):
+            break
+        measurement.batch = recorded_batch(config, engine.spec.vocab_size, draws)
+    return draws, margin
+
+
+def _describe(numbers: Numbers, measurement: Measurement) -> dict[str, Any]:
+    """What the recorded batch covers: a certificate on a batch that clips nothing would say little."""
+    trajectories = measurement.batch.trajectories
+    active = np.array([any(t.response_mask) for t in trajectories])
+    edges = np.array(clip_edges(measurement.config))
+    return {
+        "num_trajectories": len(trajectories),
+        "num_tokens": sum(t.num_tokens for t in trajectories),
+        "group_sizes": sorted({len(g.trajectories) for g in measurement.batch.groups}),
+        "response_lengths": [min(t.num_response_tokens for t in trajectories), max(t.num_response_tokens for t in trajectories)],
+        "num_fully_masked": int((~active).sum()),
+        "num_clipped_high": round(numbers.sums["clipped_high_sequences"]),
+        "num_clipped_low": round(numbers.sums["clipped_low_sequences"]),
+        "num_positive": sum(t.advantage > 0 for t in trajectories),
+        "num_negative": sum(t.advantage < 0 for t in trajectories),
+        "clip_margin": float(np.abs(numbers.log_s[active, None] - edges[None]).min()),
+        "grad_norms": numbers.grad_norms,
+        "num_routes": 0 if numbers.routes is None else int((numbers.routes >= 0).all(axis=2).sum()),
+    }

@@ -1,0 +1,79 @@
+"""The certificate as a table for people, and whether it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_mega.certify.cases import Case
+
+KINDS = ("log_prob", "loss", "gradient", "weights")
+_HEADINGS = ("log-prob", "loss", "gradient", "weights")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case and what came of it. `result`: of `Comparison.result`, None when there is none; `failed`: kinds outside the
+    tolerance; `error`: why there is no result."""
+
+    case: Case
+    result: dict[str, Any] | None
+    failed: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        if self.case.spec.refused:
+            return self.case.refusal is not None
+        return self.result is not None and not self.failed
+
+
+def render_batch(name: str, batch: dict[str, Any]) -> str:
+    """One line about a reference's recorded batch."""
+    low, high = batch["response_lengths"]
+    return (
+        f"{name}: {batch['num_trajectories']} trajectories, {batch['num_tokens']} tokens, groups of {' and '.join(map(str, batch['group_sizes']))}, "
+        f"responses of {low} to {high}, {batch['num_fully_masked']} fully masked; {batch['num_clipped_high']} clipped above, "
+        f"{batch['num_clipped_low']} below, {batch['num_positive']} with A > 0, {batch['num_negative']} with A < 0; "
+        f"nearest clip edge {batch['clip_margin']:.1e} away"
+        + (f", {batch['num_routes']} routes, nearest tie {batch['router_margin'] or math.nan:.1e} away" if batch["num_routes"] else "")
+        + f"; |grad| {', '.join(f'{norm:.6f}' for norm in batch['grad_norms'])}"
+    )
+
+
+def render_table(rows: Sequence[Row]) -> str:
+    """Largest differences by case, the worst tensor, and pass or FAIL; reasons of refusals and errors below.
+
+    Flips are sequences clipped otherwise than in the reference, and tokens of a layer with other experts; `on edges` the
+    same where ratios and routers were put on the edge on purpose, and nothing is compared but counted.
+    """
+    width = max(len("case"), *(len(row.case.name) for row in rows))
+    lines = [f"{'case':<{width}}  ranks  " + "  ".join(f"{heading:>8}" for heading in _HEADINGS) + "  flips  on edges  verdict   largest gradient difference in"]
+    notes = []
+    for row in rows:
+        begin = f"{row.case.name:<{width}}  {row.case.spec.ranks:>5}  "
+        blank = "  ".join(f"{'-':>8}" for _ in KINDS) + "      -         -"
+        if row.case.refusal is not None:
+            lines.append(f"{begin}{blank}  {'refused' if row.passed else 'REFUSED'}")
+            notes.append(f"{row.case.name}: refused: {row.case.refusal}")
+        elif row.result is None:
+            lines.append(f"{begin}{blank}  FAILED")
+            notes.append(f"{row.case.name}: {row.error}")
+        elif row.case.spec.refused:
+            lines.append(f"{begin}{_numbers(row)}  NOT REFUSED")
+        else:
+            place = row.result["gradient"]["place"]
+            lines.append(f"{begin}{_numbers(row)}  {'pass' if row.passed else 'FAIL':<8}  {place}")
+            notes += [f"{row.case.name}: {kind} differs by {row.result[kind]['value']:.3g}, at most in {row.result[kind]['place']}" for kind in row.failed]
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _numbers(row: Row) -> str:
+    assert row.result is not None
+    edges = row.result.get("edges")
+    on_edges = f"{edges['num_clip_flips']}, {edges['num_route_flips']}" if edges is not None else "-"
+    flips = f"{row.result['num_clip_flips']}, {row.result['num_route_flips']}"
+    numbers = [f"{row.result[kind]['value']:8.1e}" if row.result[kind] is not None else f"{'-':>8}" for kind in KINDS]
+    return "  ".join(numbers) + f"  {flips:>5}  {on_edges:>8}"

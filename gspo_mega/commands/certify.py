@@ -1,0 +1,29 @@
+"""Show that layouts compute the same numbers: one recorded batch, one checkpoint, every case against a reference.
+
+    gspo-mega certify configs/certify_dense.yaml                     a matrix of layouts of a small model, on this machine
+    gspo-mega certify my_run.yaml                                     that file's layout, against one rank
+    gspo-mega certify my_run.yaml certify.reference.ranks=8 certify.reference.set='{parallel.tensor: 8}'
+
+Compares per-token log-probs, the loss, every tensor of the gradient, and the weights after three optimizer steps. A
+`model.path` that is a shape (a .json file) is filled with random weights. Exit code 0: every case holds; 1: one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from gspo_mega.certify.program import certify
+from gspo_mega.config import load_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a run's YAML file; its section `certify` lists the cases")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
+
+
+def run(args: argparse.Namespace) -> int:
+    return certify(load_config(args.config, args.overrides, "certify"), args.overrides, _say)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
