@@ -180,8 +180,8 @@ def token_log_probs(
     temperature: float,
     tensor_group: Group,
     sequence_parallel: bool,
-    chunk_rows: int = 512,
-    with_entropy: bool = True,
+    chunk_rows: int,
+    with_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of the tokens `labels` under softmax(logits / temperature), and on request the entropies there.
 
