@@ -11,7 +11,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 declare -A folders=(
   [unit]="tests/structure tests/unit tests/numerics"
-  [distributed]="tests/distributed"
+  [distributed]="tests/distributed tests/gpu"
   [integration]="tests/integration"
 )
 tiers=("$@")

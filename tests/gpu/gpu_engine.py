@@ -129,8 +129,11 @@ def precisions() -> list[str]:
 @contextmanager
 def engine(spec: ModelSpec, config: Config, *, same_weights: bool) -> Iterator[PolicyEngine]:
     """An engine over one rank's groups. `same_weights`: random ones that every precision holds exactly."""
+    # The engine before went out of use after this function's end; Megatron's hooks hold it in cycles.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     groups = create_groups()
-    policy = None
     try:
         policy = PolicyEngine(config, spec, groups, num_optimizer_steps=1000)
         if same_weights:
@@ -138,11 +141,7 @@ def engine(spec: ModelSpec, config: Config, *, same_weights: bool) -> Iterator[P
             policy.after_weights_loaded()
         yield policy
     finally:
-        del policy
         destroy_groups()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 @torch.no_grad()
