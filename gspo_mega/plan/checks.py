@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from gspo_mega.config.schema import Config
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.alignment import RECIPE_ROWS, alignment_tokens
+from gspo_mega.plan.optimizer import VALID_WITHOUT_GPU, check_optimizer
 from gspo_mega.plan.precision import check_precision, unaligned_sizes
 
 
@@ -66,6 +67,7 @@ def check_layout(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] 
         *_pipeline(config, spec),
         *_experts(config, spec, sizes, device),
         *_precision(config, spec, device),
+        *_optimizer(config, device),
         *_batches(config, sizes),
         *_lengths(config, spec, sizes),
         *_servers(config, spec, sizes),
@@ -207,6 +209,12 @@ def _precision(config: Config, spec: ModelSpec, device: str | None) -> Iterator[
             f"which these are not: {', '.join(sides)}",
             " or ".join(r for r in RECIPE_ROWS if RECIPE_ROWS[r] < RECIPE_ROWS[config.fp8.recipe] and not any(unaligned_sizes(config, spec, r))),
         )
+
+
+def _optimizer(config: Config, device: str | None) -> Iterator[Violation]:
+    if device == "cpu":
+        for key, problem in check_optimizer(config.optimizer, has_gpu=False, has_fused_adam=False):
+            yield Violation(key, problem, VALID_WITHOUT_GPU[key])
 
 
 def _batches(config: Config, sizes: Sizes) -> Iterator[Violation]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from gspo_mega.config.schema import Optimizer
 
+VALID_WITHOUT_GPU = {"optimizer.moments_dtype": "fp32", "optimizer.cpu_offload_fraction": "0"}
+
 
 def check_optimizer(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) -> list[tuple[str, str]]:
     """(key, what is missing and what to do) of every setting that this machine cannot follow.
@@ -14,11 +16,11 @@ def check_optimizer(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) ->
     if settings.moments_dtype != "fp32":
         value = f"{settings.moments_dtype}: moments below fp32 are kept by Transformer Engine's fused Adam"
         if not has_gpu:
-            problems.append(("optimizer.moments_dtype", f"{value}, which needs a GPU, and there is none here; valid: fp32"))
+            problems.append(("optimizer.moments_dtype", f"{value}, which needs a GPU, and there is none here"))
         elif not has_fused_adam:
             problems.append(("optimizer.moments_dtype", f"{value}, which cannot be imported; install transformer-engine[pytorch] 2.1 or later, or use fp32"))
     if settings.cpu_offload_fraction > 0 and not has_gpu:
         problems.append(
-            ("optimizer.cpu_offload_fraction", f"{settings.cpu_offload_fraction:g}: there is no GPU to move optimizer state away from; valid: 0")
+            ("optimizer.cpu_offload_fraction", f"{settings.cpu_offload_fraction:g}: there is no GPU to move optimizer state away from")
         )
     return problems

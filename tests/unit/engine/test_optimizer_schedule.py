@@ -1,0 +1,64 @@
+"""Learning rates by hand, and settings that this machine cannot follow."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import gspo_mega.engine  # noqa: F401  the CPU backend comes before Megatron
+from gspo_mega.config.schema import Config, Optimizer
+from gspo_mega.engine.optimizer import build_scheduler
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.errors import ModelError
+
+
+def learning_rates(num_optimizer_steps, num_steps, **settings):
+    """The rate that each of the first optimizer steps uses."""
+    groups = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
+    settings = Optimizer(weight_decay=0.1, **settings)
+    scheduler = build_scheduler(settings, SimpleNamespace(param_groups=groups), num_optimizer_steps)
+    rates = []
+    for _ in range(num_steps):
+        assert groups[0]["lr"] == groups[1]["lr"]
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+        rates.append(groups[0]["lr"])
+        scheduler.step(increment=1)
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        (dict(schedule="constant"), [8, 8, 8, 8, 8, 8, 8]),
+        # Warm-up is a line from 0 that reaches the peak after `warmup_steps`; the first step's rate is 0.
+        (dict(schedule="constant", warmup_steps=4), [0, 2, 4, 6, 8, 8, 8]),
+        # From the peak at step 0 to min_lr at step 4, and there it stays.
+        (dict(schedule="linear"), [8, 6.5, 5, 3.5, 2, 2, 2]),
+        (dict(schedule="linear", warmup_steps=2), [0, 4, 8, 5, 2, 2, 2]),
+        # min + (max - min) (1 + cos(pi k / 4)) / 2 with cos 45 degrees = 0.70710678
+        (dict(schedule="cosine"), [8, 7.12132034, 5, 2.87867966, 2, 2, 2]),
+        (dict(schedule="cosine", warmup_steps=2), [0, 4, 8, 5, 2, 2, 2]),
+        # A warm-up that outlasts the run is followed to its end.
+        (dict(schedule="linear", warmup_steps=8), [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_learning_rates_by_hand(settings, rates):
+    assert learning_rates(4, 7, lr=8.0, min_lr=2.0, **settings) == pytest.approx(rates, rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (dict(moments_dtype="bf16"), "optimizer.moments_dtype: bf16.*needs a GPU"),
+        (dict(cpu_offload_fraction=0.5), "optimizer.cpu_offload_fraction: 0.5: there is no GPU"),
+    ],
+)
+def test_the_engine_refuses_before_it_builds_anything(settings, said):
+    config = Config.model_validate(
+        dict(
+            run=dict(name="t"), model=dict(path="m"), optimizer=dict(lr=1e-3, **settings), data=dict(path="x", max_prompt_tokens=16),
+            batch=dict(prompts_per_step=1, group_size=2, micro_batch_tokens=64), rollout=dict(max_new_tokens=16),
+            reward=dict(functions=(dict(function="exact_match"),)),
+        )
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=said):
+        PolicyEngine(config, spec=None, groups=None, num_optimizer_steps=1)
