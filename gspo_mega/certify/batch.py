@@ -63,7 +63,7 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
             mask = np.ones(length, int)
             if row == fully_masked:
                 mask[:] = 0
-            elif row % 3 == 0 and length >= 4:
+            elif length >= 4 and (row % 3 == 0 or row == num_trajectories - 1):
                 mask[length // 3 : length // 3 + max(1, length // 8)] = 0
             members.append(
                 Trajectory(

@@ -27,11 +27,12 @@ def packing(kind: str, num_trajectories: int, config: Config, layout: Layout, pl
         return _equal_counts([[[index] for index in plan.shard] for plan in planned])
     if kind == "uneven":
         order = rng.permutation(num_trajectories).tolist()
-        # The first rank takes half, the second half of what is left, ...
+        # The first rank takes two thirds, the second two thirds of what is left, ...
         shards, rest = [], order
         for _ in range(layout.data - 1):
-            shards.append(rest[: (len(rest) + 1) // 2])
-            rest = rest[(len(rest) + 1) // 2 :]
+            taken = -(-2 * len(rest) // 3)
+            shards.append(rest[:taken])
+            rest = rest[taken:]
         shards.append(rest)
         step = _UNEVEN_PACK_SEQUENCES
         return _equal_counts([[shard[i : i + step] for i in range(0, len(shard), step)] for shard in shards])

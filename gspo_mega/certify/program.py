@@ -15,15 +15,17 @@ from gspo_mega.certify.table import Row, render_batch, render_table
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.schema import CertifyCase
 from gspo_mega.errors import RankError
-from gspo_mega.launcher.launch import launch
+from gspo_mega.launcher.launch import WORKER_COMMAND, launch
 from gspo_mega.launcher.places import device_here
 from gspo_mega.run_folder import RunFolder
 from gspo_mega.weights.random_folder import make_random_folder
 
 
-def certify(loaded: LoadedConfig, overrides: Sequence[str], say: Callable[[str], None]) -> int:
+def certify(
+    loaded: LoadedConfig, overrides: Sequence[str], say: Callable[[str], None], worker_command: Sequence[str] = WORKER_COMMAND
+) -> int:
     """Run the cases of `loaded` (read with `overrides`) and show the table. Returns 0 when every case holds, 1 when one
-    does not, 130 when stopped.
+    does not, 130 when stopped. `worker_command`: what a rank is, before its own arguments.
 
     Raises ConfigError or PlanError before anything starts.
     """
@@ -36,7 +38,7 @@ def certify(loaded: LoadedConfig, overrides: Sequence[str], say: Callable[[str],
     errors: dict[str, str] = {}
     for group in (references, runnable):
         for together in starts(group, config.certify.cases_a_start):
-            code = _start(loaded, overrides, folder, together, found, errors, say)
+            code = _start(loaded, overrides, folder, together, found, errors, say, worker_command)
             if code == 130:
                 return code
         if missing := [case.name for case in references if case.name not in found]:
@@ -60,7 +62,7 @@ def _row(case: Case, result: dict[str, Any] | None, error: str) -> Row:
 
 def _start(
     loaded: LoadedConfig, overrides: Sequence[str], folder: RunFolder, together: list[Case],
-    found: dict[str, dict[str, Any]], errors: dict[str, str], say: Callable[[str], None],
+    found: dict[str, dict[str, Any]], errors: dict[str, str], say: Callable[[str], None], worker_command: Sequence[str],
 ) -> int:  # fmt: skip
     """Lead ranks through some cases; after a case that fails, through the rest with new ones."""
     left = list(together)
@@ -73,7 +75,7 @@ def _start(
         failure = ""
         before = folder.latest_attempt()
         try:
-            code = launch(load_config(loaded.path, base, "certify"), "certify", lambda line: None)
+            code = launch(load_config(loaded.path, base, "certify"), "certify", lambda line: None, worker_command=worker_command)
             if code == 130:
                 return code
         except RankError as error:

@@ -1,0 +1,68 @@
+"""A rank of `gspo-mega certify` with a fault in it: `python certify_faults.py FAULT ARGUMENTS...`.
+
+Each fault is one that real systems have had; a certificate that passes with it would be worth nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def context_sums_not_shared() -> None:
+    """Every context-parallel rank takes its own tokens for the whole sequence."""
+    import gspo_mega.engine.losses as losses
+
+    losses.sum_over_context = lambda values, context: values
+
+
+def norms_not_marked_for_sequence_parallelism() -> None:
+    """The gradients of norms are not summed over tensor ranks."""
+    import gspo_mega.engine.cpu_attention as cpu_attention
+
+    make = cpu_attention.TorchNorm.__new__
+
+    def unmarked(cls, config, hidden_size, eps=1e-5, **unused):
+        norm = make(cls, config, hidden_size, eps, **unused)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = False
+        return norm
+
+    cpu_attention.TorchNorm.__new__ = unmarked
+
+
+def mean_of_means() -> None:
+    """Each rank divides by its own number of sequences."""
+    import gspo_mega.certify.measure as measure
+
+    whole = measure.Measurement.shard
+
+    def divided_locally(self):
+        mine = whole(self)
+        size = self.engine.groups.data.size
+        mine.denominator = size * float(sum((m.sequence["length"] > 0).sum() for m in mine.micro_batches)) or 1.0
+        return mine
+
+    measure.Measurement.shard = divided_locally
+
+
+def second_rank_dies_in_one_case() -> None:
+    """An exception on one rank, in the case whose chunk is of 31 tokens."""
+    import gspo_mega.certify.ranks as ranks
+
+    load = ranks._load
+
+    def fails(engine, config):
+        if config.batch.log_prob_chunk_tokens == 31 and os.environ["RANK"] == "1":
+            raise RuntimeError("a rank's own trouble")
+        load(engine, config)
+
+    ranks._load = fails
+
+
+if __name__ == "__main__":
+    import gspo_mega.engine  # noqa: F401  the CPU backend comes first
+    from gspo_mega.runtime import worker
+
+    globals()[sys.argv[1]]()
+    worker.main(sys.argv[2:])

@@ -1,0 +1,69 @@
+"""`gspo-mega certify`: both matrices hold, and a certificate is refused to a layout with a fault in it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.certify.program import certify
+from gspo_mega.config import load_config
+
+FAULTS = Path(__file__).with_name("certify_faults.py")
+TP2SP = "{name: TP2+SP, ranks: 2, set: {parallel.tensor: 2}}"
+CP2 = "{name: CP2, ranks: 2, set: {parallel.context: 2}}"
+UNEVEN = "{name: DP2 uneven, ranks: 2, packing: uneven}"
+
+
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_the_whole_matrix_holds(model, tmp_path):
+    command = [sys.executable, "-m", "gspo_mega", "certify", f"configs/certify_{model}.yaml", f"run.dir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (held, of), = re.findall(r"(\d+) of (\d+) cases hold", done.stdout)
+    assert held == of and int(of) == len(load_config(command[4], (), "certify").config.certify.cases)
+    # The recorded batch is worth comparing on: clipped on both sides, away from edges and ties.
+    for above, below, margin in re.findall(r"(\d+) clipped above, (\d+) below.*?nearest clip edge (\S+) away", done.stdout):
+        assert int(above) > 0 and int(below) > 0 and float(margin) > 1e-5
+    ties = [float(margin) for margin in re.findall(r"nearest tie (\S+) away", done.stdout)]
+    assert ties == [] if model == "dense" else ties and min(ties) > 1e-4
+    # On the edges, put there on purpose, rounding does decide otherwise.
+    flips = [(int(clip), int(route)) for clip, route in re.findall(r"0, 0 +(\d+), (\d+) +pass", done.stdout)]
+    assert max(clip for clip, _ in flips) > 0 and max(route for _, route in flips) > (0 if model == "moe" else -1)
+
+
+def run(tmp_path, cases, fault, *overrides):
+    given = [f"run.dir={tmp_path}", f"certify.cases=[{', '.join(cases)}]", "certify.edges=false", *overrides]
+    lines: list[str] = []
+    loaded = load_config("configs/certify_dense.yaml", given, "certify")
+    code = certify(loaded, given, lines.append, worker_command=[sys.executable, str(FAULTS), fault])
+    return code, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("fault", "caught_in", "unharmed"),
+    [
+        ("context_sums_not_shared", CP2, TP2SP),
+        ("norms_not_marked_for_sequence_parallelism", TP2SP, CP2),
+        ("mean_of_means", UNEVEN, TP2SP),
+    ],
+)
+def test_a_fault_is_caught_in_the_layout_that_has_it(tmp_path, fault, caught_in, unharmed):
+    code, shown = run(tmp_path, [caught_in, unharmed], fault)
+    assert code == 1, shown
+    verdicts = dict(re.findall(r"^(\S+(?: \S+)*?) +2 .*?  (pass|FAIL)\b", shown, re.M))
+    name = [re.search(r"name: ([^,]+),", case).group(1) for case in (caught_in, unharmed)]
+    assert verdicts == {name[0]: "FAIL", name[1]: "pass"}, shown
+    assert "1 of 2 cases hold" in shown
+
+
+def test_a_case_that_fails_is_named_and_the_others_go_on(tmp_path):
+    broken = "{name: broken, ranks: 2, set: {parallel.context: 2, batch.log_prob_chunk_tokens: 31}}"
+    code, shown = run(tmp_path, [TP2SP, broken, CP2], "second_rank_dies_in_one_case")
+    assert code == 1
+    assert re.search(r"^broken .*FAILED", shown, re.M) and "a rank's own trouble" in shown
+    assert re.search(r"^TP2\+SP .*pass", shown, re.M) and re.search(r"^CP2 .*pass", shown, re.M), shown
+    assert "2 of 3 cases hold" in shown
