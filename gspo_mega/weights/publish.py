@@ -116,16 +116,6 @@ class Publisher:
         content = committed or Content(weight_version)
         return self._lead_or_follow(content, servers, Deadline(self._settings.deadline_seconds), _nothing)
 
-    def snapshot_to_disk(self, weight_version: int) -> Path:
-        """Write the trainer's present weights as `weight_version` and make that the current version on disk.
-
-        For servers that (re)start from disk while publishing goes through groups. The caller vouches that the version
-        is the one its servers hold. Collective. Raises PublishError, the same on every rank, when it cannot be written.
-        """
-        self._export(weight_version)
-        self._on_rank_0(lambda: self._commit(weight_version))
-        return self.versions.path(weight_version)
-
     def close(self) -> None:
         """Leave the servers' groups. Rank 0 waits for them a little; nothing to do elsewhere."""
         self._sender.close()
