@@ -5,7 +5,7 @@ Owns the record alone; reading a folder is `huggingface.py`, tensor names and sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -43,3 +43,16 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     moe: MoeSpec | None = None
     raw: dict[str, Any] | None = None
+
+
+# Fields that neither a model's weights nor its log-probs depend on.
+_IMMATERIAL = ("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings")
+
+
+def shape_differences(theirs: ModelSpec, ours: ModelSpec) -> list[str]:
+    """What keeps one model's weights from taking the place of the other's, one text a field; empty for models of one shape."""
+    return [
+        f"{field.name} {getattr(theirs, field.name)!r} instead of {getattr(ours, field.name)!r}"
+        for field in fields(ModelSpec)
+        if field.name not in _IMMATERIAL and getattr(theirs, field.name) != getattr(ours, field.name)
+    ]

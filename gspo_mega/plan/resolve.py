@@ -11,7 +11,7 @@ from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ModelError
 from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.model.spec import ModelSpec, shape_differences
 from gspo_mega.plan.layout import Layout, resolve_layout
 
 Device = Literal["cpu", "gpu"]
@@ -44,11 +44,23 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
             raise
         place = f"{loaded.where('model.path')}: model.path: "
         raise ModelError("\n".join(place + line for line in str(error).splitlines())) from None
+    if model is None and config.kl.coefficient > 0 and config.kl.reference_path is not None:
+        _check_reference(config.kl.reference_path, spec, f"{loaded.where('kl.reference_path')}: kl.reference_path: ")
     layout = resolve_layout(config, spec, loaded.where, device)
     notices = [*loaded.notices, *_notices(config, layout, device)]
     if source.is_dir() and not spec.eos_token_ids:
         notices.append("the model names no end-of-sequence token: every response runs to max_new_tokens")
     return Plan(source, config, spec, layout, tuple(notices))
+
+
+def _check_reference(path: str, spec: ModelSpec, place: str) -> None:
+    """The reference goes through the policy's layout, packs and vocabulary, so its shape is the policy's."""
+    try:
+        other = shape_differences(read_model_spec(path), spec)
+    except ModelError as error:
+        raise ModelError("\n".join(place + line for line in str(error).splitlines())) from None
+    if other:
+        raise ModelError(f"{place}{path} has another shape than the policy: {', '.join(other)}")
 
 
 def _notices(config: Config, layout: Layout, device: Device | None) -> Iterator[str]:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.engine.reference import ReferencePolicy
 from gspo_mega.errors import ModelError
 from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.model.spec import ModelSpec, shape_differences
 from gspo_mega.weights.hf_import import import_huggingface
-
-# Fields of a model's record that neither its weights nor its log-probs depend on.
-_IMMATERIAL = ("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings")
 
 
 def reference_path(config: Config) -> str:
@@ -27,8 +22,7 @@ def load_reference(config: Config, spec: ModelSpec, groups: ParallelGroups) -> R
     Raises ModelError where its shape is not the policy's: it goes through the policy's layout, packs and vocabulary.
     """
     path = reference_path(config)
-    theirs, ours = asdict(read_model_spec(path)), asdict(spec)
-    other = [f"{name} {theirs[name]!r} instead of {ours[name]!r}" for name in ours if name not in _IMMATERIAL and theirs[name] != ours[name]]
+    other = shape_differences(read_model_spec(path), spec)
     if other:
         raise ModelError(f"kl.reference_path {path} has another shape than the policy: {', '.join(other)}")
     reference = ReferencePolicy(config, spec, groups)

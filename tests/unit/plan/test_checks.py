@@ -1,6 +1,6 @@
 import pytest
 
-from gspo_mega.errors import PlanError
+from gspo_mega.errors import ModelError, PlanError
 from gspo_mega.plan import plan_run
 from gspo_mega.plan.checks import divisors, nearest
 
@@ -120,3 +120,19 @@ def test_nearest_and_divisors():
     assert nearest(9, [1, 2]) == "2"
     assert nearest(0, [3]) == "3"
     assert nearest(3, []) == ""
+
+
+def test_the_reference_of_a_kl_term_has_the_policys_shape(load, shape, tmp_path):
+    def plan(reference, **overrides):
+        keys = {"model.path": policy, "kl.reference_path": reference, "kl.coefficient": 0.1, "algorithm": "grpo", **overrides}
+        return plan_run(load(*(f"{key}={value}" for key, value in keys.items())))
+
+    policy = shape("moe").rename(tmp_path / "policy.json")
+    same = shape("moe", eos_token_id=7, torch_dtype="bfloat16", max_position_embeddings=2048).rename(tmp_path / "same.json")
+    other = shape("moe", vocab_size=999).rename(tmp_path / "other.json")
+    plan(same)
+    with pytest.raises(ModelError, match=r"kl\.reference_path: .*other\.json has another shape than the policy: vocab_size 999 instead of"):
+        plan(other)
+    with pytest.raises(ModelError, match=r"kl\.reference_path: .*nowhere"):
+        plan(tmp_path / "nowhere")
+    plan(other, **{"kl.coefficient": 0})
