@@ -90,7 +90,7 @@ class Batch(Section):
     group_size: int = Field(ge=2, description="Trajectories a prompt (G).")
     num_mini_batches: int = Field(default=4, ge=1, description="Optimizer steps a rollout batch. The paper's: 4.")
     micro_batch_tokens: int = Field(ge=1, description="Most tokens of one packed forward of one data-parallel rank.")
-    log_prob_chunk_tokens: int = Field(default=512, ge=1, description="Response tokens whose logits are held at once; memory is about 2 x this x vocabulary / tensor x 4 bytes.")
+    log_prob_chunk_tokens: int = Field(default=512, ge=1, description="Response tokens whose logits are held at once, whatever the number of tokens: about this x vocabulary / tensor x 4 bytes, 6 for a bf16 head.")
 
 
 class Fp8(Section):

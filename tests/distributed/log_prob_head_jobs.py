@@ -9,14 +9,19 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
+from layout_jobs import make_config, recorded_sequences, shard
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.engine import passes
 from gspo_mega.engine.context_parallel import local_rows
 from gspo_mega.engine.log_probs import token_log_probs
 from gspo_mega.engine.losses import OldPass, PolicyLoss
+from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.weights.hf_import import import_huggingface
 
 NUM_TOKENS, WIDTH = 24, 16
 
@@ -175,4 +180,42 @@ def run_context_sums(context: int, skipped: bool, use_rollout: bool, ratio: str 
             old_pass=in_old_pass, training=in_training,
         )  # fmt: skip
     finally:
+        destroy_groups()
+
+
+# --- the engine's use of both ---------------------------------------------------------------------------------------
+
+
+def run_engine(folder: str, chunk: int) -> dict:
+    """What the engine asks of the head in an old pass, in a training pass after it and in one without, and their numbers."""
+    config = make_config(folder, {})
+    config = config.model_copy(update={"batch": config.batch.model_copy(update={"log_prob_chunk_tokens": chunk})})
+    spec, plain = read_model_spec(folder), passes.token_log_probs
+    groups = create_groups()
+    asked: list[tuple[int, bool]] = []
+    bits: list[np.ndarray] = []
+
+    def asking(*args, **kwargs):
+        asked.append((kwargs["chunk_rows"], kwargs["with_entropy"]))
+        log_probs, entropies = plain(*args, **kwargs)
+        bits.append(log_probs.detach().numpy().copy())
+        return log_probs, entropies
+
+    passes.token_log_probs = asking
+    try:
+        engine = PolicyEngine(config, spec, groups, num_optimizer_steps=100)
+        import_huggingface(folder, spec, groups, engine.chunks)
+        engine.after_weights_loaded()
+        batch = shard(recorded_sequences(), 0, 1, 2)[:1]
+        settings = ObjectiveSettings(clip_low=0.2, clip_high=0.2)
+        old = engine.old_pass(batch)
+        after = engine.policy_gradients(batch, settings, 3.0, old)
+        alone = engine.policy_gradients(batch, settings, 3.0, None)
+        engine.train_supervised(batch, 10.0)
+        return dict(
+            asked=asked, bits=bits, entropy=[old.report.columns["entropy_sum"], alone.columns["entropy_sum"]],
+            columns=[sorted(after.columns), sorted(alone.columns)], log_s=[after.columns["log_s"], alone.columns["log_s"]],
+        )  # fmt: skip
+    finally:
+        passes.token_log_probs = plain
         destroy_groups()

@@ -6,6 +6,7 @@ import log_prob_head_jobs as jobs
 import numpy as np
 import pytest
 import torch
+from layout_models import make_folder
 
 # name: (vocabulary, rows of the padded head). 64 of 128 leave the second rank of two with padding only.
 VOCABULARIES = {"whole": (96, 96), "padded": (83, 96), "padding-only-rank": (64, 128)}
@@ -80,3 +81,17 @@ def test_data_parallel_ranks_add_up(rank_pools, overlap):
     for result in results:
         got = result["weight_grad"][:83]
         assert np.linalg.norm(got - 2 * want) < 1e-6 * np.linalg.norm(2 * want)
+
+
+def test_engine_asks_for_the_configured_chunk_and_for_entropy_where_it_is_reported(rank_pools, tmp_path):
+    folder = str(make_folder(tmp_path / "dense", moe=False, layers=1))
+    (few,), (many,) = (rank_pools(1).run("log_prob_head_jobs:run_engine", folder=folder, chunk=chunk) for chunk in (3, 512))
+    # Old pass; training after it; training without; supervised.
+    assert few["asked"] == [(3, True), (3, False), (3, True), (3, True)]
+    assert many["asked"] == [(512, True), (512, False), (512, True), (512, True)]
+    for result in (few, many):
+        assert np.array_equal(result["bits"][0], result["bits"][1]), "old = current, bit for bit, with entropy and without"
+        assert not result["log_s"][0].any() and not result["log_s"][1].any()
+        assert result["columns"][0] == ["log_s"] and "entropy_sum" in result["columns"][1]
+        assert result["entropy"][0].min() > 0 and np.array_equal(*result["entropy"])
+    assert np.abs(few["bits"][0] - many["bits"][0]).max() < 1e-5
