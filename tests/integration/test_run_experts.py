@@ -67,3 +67,19 @@ def test_the_servers_routes_are_replayed(tmp_path, quickstart_files):
         assert 0 < line["mismatch/abs_log_ratio_max"] < 1e-3
         assert line["policy/mini_batch/0/k3"] == 0 < line["policy/mini_batch/1/k3"]
         assert not any(name.startswith("routing/") for name in line), "nothing can differ, and no router loss is on"
+
+
+def test_a_cold_start_balances_experts_too(tmp_path, quickstart_files):
+    """Two supervised steps with the router losses on; they end at the first measurement, whatever it is."""
+    command = Command(
+        tmp_path, "sft", str(REPOSITORY / "configs/quickstart_sft.yaml"), *small_overrides(quickstart_files, tmp_path / "runs", "cold"), "rollout.max_new_tokens=48",
+        "sft={max_steps: 2, sequences_per_step: 16, eval_every_steps: 2, stop_accuracy_low: 0, stop_accuracy_high: 1}",
+        "moe={load_balancing: aux_loss, load_balancing_coefficient: 0.01}",
+    )  # fmt: skip
+    try:
+        assert command.finish() == 0, command.out + command.err
+    finally:
+        command.end()
+    lines = read_metrics(RunFolder(tmp_path / "runs" / "cold").metrics_file)
+    assert len(lines) == 2
+    assert all(1 - 1e-3 < line["routing/load_balancing_loss"] < 8 and "routing/z_loss" not in line for line in lines)
