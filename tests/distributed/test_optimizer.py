@@ -49,6 +49,18 @@ def test_overlap_changes_no_weight(rank_pools, request, name):
         assert difference <= 1e-6 * np.linalg.norm(want), tensor
 
 
+def test_a_run_under_overlap_resumes_bit_for_bit(rank_pools, dense, tmp_path):
+    common = dict(folder=dense, parallel={}, optimizer=dict(lr=1e-3, overlap=True))
+    straight = rank_pools(2).run(
+        "checkpoint_jobs:run", run_dir=str(tmp_path / "a"), plan=["start", "train", "train", "save", "train"], **common
+    )[0]
+    rank_pools(2).run("checkpoint_jobs:run", run_dir=str(tmp_path / "b"), plan=["start", "train", "train", "save"], **common)
+    resumed = rank_pools(2).run("checkpoint_jobs:run", run_dir=str(tmp_path / "b"), plan=["start", "load", "train"], **common)[0]
+    assert resumed["step"] == 3
+    for name, want in straight["weights"].items():
+        assert np.array_equal(resumed["weights"][name], want), name
+
+
 MATRIX, NORM = "layers.1.mlp.linear_fc1.weight", "layers.1.input_layernorm.weight"
 # Tensor ranks hold copies of a norm, and only one of them counts in Megatron's norm of the gradient.
 BAD = {
