@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
     parser.add_argument("--model", metavar="PATH", help="plan with this Hugging Face folder or config.json instead of model.path")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="what the ranks will run on, when it is known")
-    parser.add_argument("--command", choices=("train", "sft", "eval"), help="also check what this command needs")
+    parser.add_argument("--command", choices=("train", "sft", "eval", "certify"), help="also check what this command needs")
     parser.add_argument("--resolved", action="store_true", help="print the configuration with every default written out, too")
     parser.add_argument("--json-schema", action="store_true", help="print the JSON Schema for editors and nothing else")
 

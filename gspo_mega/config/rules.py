@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gspo_mega.config.schema import Config, Objective
+from gspo_mega.config.schema import Config, Fp8, Objective
 
 PAPER_CLIP = (3e-4, 4e-4)
 GRPO_CLIP = (0.2, 0.27)
@@ -232,7 +232,7 @@ def _notices(config: Config) -> Iterator[str]:
             f"top_p {rollout.top_p:g}, top_k {rollout.top_k}: sampled from a truncated distribution, while log-probs describe "
             "the whole one (temperature included)"
         )
-    if config.precision != "fp8" and config.fp8.model_fields_set:
+    if config.precision != "fp8" and config.fp8 != Fp8():
         yield f"`fp8` has no effect with `precision: {config.precision}`"
     if config.precision == "fp8" and config.fp8.recipe == "delayed":
         yield "fp8.recipe delayed: scales follow the passes before, so the same weights give slightly other log-probs from pass to pass"

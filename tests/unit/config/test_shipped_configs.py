@@ -9,7 +9,7 @@ from gspo_mega.plan import plan_run, render_report
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
-COMMANDS = {"quickstart_sft.yaml": "sft"}
+COMMANDS = {"quickstart_sft.yaml": "sft", "certify_dense.yaml": "certify", "certify_moe.yaml": "certify"}
 
 
 def test_there_are_some():
@@ -19,12 +19,17 @@ def test_there_are_some():
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_a_shipped_configuration_loads_and_plans_on_cpu(path, tmp_path):
     loaded = load_config(path, (), COMMANDS.get(path.name, "train"))
-    plan = plan_run(loaded, "cpu", CONFIGS / "models" / "quickstart_moe.json")
-    assert plan.layout.world_size == 2 and plan.layout.expert == 2
-    assert "2 = 1 node x 2" in render_report(plan)
+    if path.name.startswith("certify"):
+        plan = plan_run(loaded, "cpu")
+        assert plan.layout.world_size == 1, "each case brings its own ranks"
+    else:
+        plan = plan_run(loaded, "cpu", CONFIGS / "models" / "quickstart_moe.json")
+        assert plan.layout.world_size == 2 and plan.layout.expert == 2
+        assert "2 = 1 node x 2" in render_report(plan)
     resolved = tmp_path / "config.resolved.yaml"
     resolved.write_text(render_config(loaded.config))
-    assert load_config(resolved).config == loaded.config
+    again = load_config(resolved, (), COMMANDS.get(path.name, "train"))
+    assert again.config == loaded.config and again.notices == loaded.notices
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -68,7 +73,7 @@ def test_the_committed_json_schema_is_current():
 
 
 def test_only_the_quickstart_widens_the_clip_range_and_says_so():
-    noticed = {path.name: [n for n in load_config(path).notices if "clip range" in n] for path in SHIPPED}
+    noticed = {path.name: [n for n in load_config(path, (), COMMANDS.get(path.name, "train")).notices if "clip range" in n] for path in SHIPPED}
     assert noticed["gsm8k.yaml"] == [] and noticed["quickstart_sft.yaml"] == []
     assert noticed["quickstart.yaml"] == ["clip range 0.003 / 0.004 instead of 0.0003 / 0.0004, the published one of gspo"]
     assert "does not transfer" in (CONFIGS / "quickstart.yaml").read_text()
