@@ -30,6 +30,8 @@ class Run:
         self.engine.after_weights_loaded()
         sequences = recorded_sequences()
         self.batch = shard(sequences, groups.data.rank, groups.data.size, 2 * groups.context.size * groups.tensor.size)
+        if parallel.get("virtual_pipeline"):  # interleaved stages take as many micro-batches at a time as there are stages
+            self.batch += self.batch[-1:] * (-len(self.batch) % parallel["pipeline"])
         self.denominator = float(sum(s["mask"].any() for s in sequences))
 
     def step(self):

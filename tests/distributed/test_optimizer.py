@@ -33,6 +33,7 @@ OVERLAPS = {
     "EP2": (2, "moe", dict(expert=2), {}),
     "DP2-MoE": (2, "moe", {}, {}),
     "DP2-PP2": (4, "dense", dict(pipeline=2), {}),
+    "DP2-PP2-VPP2": (4, "dense", dict(pipeline=2, virtual_pipeline=2), {}),
 }
 
 

@@ -19,7 +19,7 @@ def layout_of(*, world, tensor, pipeline, context, expert, expert_tensor):
         data=world // (tensor * pipeline * context), expert=expert, expert_tensor=expert_tensor,
         expert_data=world // (pipeline * expert * expert_tensor), sequence_parallel=False, layers_per_chunk=1,
         padded_vocab_size=128, sequence_multiple_tokens=1, pack_multiple_tokens=1, mini_batch_sequences=(1,),
-        attention_crossover_tokens=1,
+        attention_crossover_tokens=1, equal_packs=False,
     )
 
 
@@ -70,6 +70,7 @@ def test_what_a_layout_holds(load, shape):
         world_size=24, tensor=2, pipeline=3, virtual_pipeline=None, context=2, data=2, expert=4, expert_tensor=1, expert_data=2,
         sequence_parallel=True, layers_per_chunk=1, padded_vocab_size=384, sequence_multiple_tokens=8,
         pack_multiple_tokens=8, mini_batch_sequences=(7, 7, 6, 6, 6), attention_crossover_tokens=683,
+        equal_packs=False,
     )
 
 
@@ -101,6 +102,14 @@ def test_data_ranks_wait_in_every_pack_where_experts_span_them():
     assert layout_of(tensor=1, expert=2, **sizes).synchronised_packs
     assert not layout_of(tensor=2, expert=2, **sizes).synchronised_packs
     assert layout_of(tensor=2, expert=4, **sizes).synchronised_packs
+
+
+def test_packs_are_made_equally_long_for_the_allgather_dispatcher(load, shape):
+    def equal(kind, dispatcher):
+        loaded = load("cluster.ranks_per_node=2", f"parallel.expert_dispatcher={dispatcher}")
+        return resolve_layout(loaded.config, read_model_spec(shape(kind))).equal_packs
+
+    assert equal("moe", "allgather") and not equal("moe", "alltoall") and not equal("dense", "allgather")
 
 
 def test_virtual_pipeline_chunks(load, shape):
