@@ -115,11 +115,20 @@ def _optimizer_state(config: Config) -> Iterator[Violation]:
         if wanted and not optimizer.distributed:
             yield Violation(f"optimizer.{key}", f"{getattr(optimizer, key)} needs `optimizer.distributed: true`")
     if small and config.precision == "fp32":
-        yield Violation("optimizer.moments_dtype", f"{optimizer.moments_dtype} with `precision: fp32`: the fused Adam that keeps such moments wants bf16 parameters; valid: fp32")
+        yield Violation(
+            "optimizer.moments_dtype",
+            f"{optimizer.moments_dtype} with `precision: fp32`: the fused Adam that keeps such moments wants bf16 parameters; valid: fp32",
+        )
     if small and offloaded:
-        yield Violation("optimizer.moments_dtype", f"{optimizer.moments_dtype} with cpu_offload_fraction > 0: Megatron's offloaded Adam keeps fp32 moments; valid: fp32")
+        yield Violation(
+            "optimizer.moments_dtype",
+            f"{optimizer.moments_dtype} with cpu_offload_fraction > 0: Megatron's offloaded Adam keeps fp32 moments; valid: fp32",
+        )
     if offloaded and config.precision == "fp8" and config.fp8.parameters:
-        yield Violation("optimizer.cpu_offload_fraction", "Megatron's offloaded Adam cannot read or write FP8 parameters; valid: 0, or `fp8.parameters: false`")
+        yield Violation(
+            "optimizer.cpu_offload_fraction",
+            "Megatron's offloaded Adam cannot read or write FP8 parameters; valid: 0, or `fp8.parameters: false`",
+        )
 
 
 def _experts(config: Config) -> Iterator[Violation]:

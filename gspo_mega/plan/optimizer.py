@@ -18,7 +18,8 @@ def check_optimizer(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) ->
         if not has_gpu:
             problems.append(("optimizer.moments_dtype", f"{value}, which needs a GPU, and there is none here"))
         elif not has_fused_adam:
-            problems.append(("optimizer.moments_dtype", f"{value}, which cannot be imported; install transformer-engine[pytorch] 2.1 or later, or use fp32"))
+            advice = "install transformer-engine[pytorch] 2.1 or later, or use fp32"
+            problems.append(("optimizer.moments_dtype", f"{value}, which cannot be imported; {advice}"))
     if settings.cpu_offload_fraction > 0 and not has_gpu:
         problems.append(
             ("optimizer.cpu_offload_fraction", f"{settings.cpu_offload_fraction:g}: there is no GPU to move optimizer state away from")
