@@ -118,7 +118,7 @@ def test_quickstart_refuses_what_it_does_not_know(root, arguments):
 def test_run_sh_shows_every_tiers_closing_summary_and_passes(root):
     ended, calls = call(root, "tests/run.sh")
     assert ended.returncode == 0
-    assert [line.split()[-1] for line in calls] == ["tests/numerics", "tests/distributed", "tests/integration"]
+    assert [line.split()[-1] for line in calls] == ["tests/numerics", "tests/gpu", "tests/integration"]
     last = ended.stdout.splitlines()[-4:]
     assert "passed after" in last[0]
     assert [line.split()[0] for line in last[1:]] == ["unit", "distributed", "integration"]
