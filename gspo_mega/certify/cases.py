@@ -5,6 +5,7 @@ Owns the step from a case's `set` to a loaded configuration and its reason to be
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class Case:
     @property
     def name(self) -> str:
         return self.spec.name
+
+
+def folder_name(model: str) -> str:
+    """A folder's name for what belongs to a model: readable, and another one for another path."""
+    return f"{Path(model).stem}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
 
 
 def own_layout(config: Config) -> CertifyCase:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.certify.cases import RESULTS_FILE, Case, case_config, resolve_cases, starts
+from gspo_mega.certify.cases import RESULTS_FILE, Case, case_config, folder_name, resolve_cases, starts
 from gspo_mega.certify.table import Row, render_batch, render_table
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.schema import CertifyCase
@@ -30,7 +30,8 @@ def certify(
     Raises ConfigError or PlanError before anything starts.
     """
     config = loaded.config
-    folder = RunFolder(Path(config.run.dir) / config.run.name)
+    # Beside the run's own folder, which may be in use.
+    folder = RunFolder(Path(config.run.dir) / f"{config.run.name}-certify")
     references, cases = resolve_cases(loaded, overrides, device_here())
     runnable = [case for case in cases if case.refusal is None]
     say(f"certify  {len(cases)} cases, {len(cases) - len(runnable)} of them refused before they start; run folder {folder.path}")
@@ -70,7 +71,7 @@ def _start(
         specs = [_with_weights(case.spec, case.model, folder, loaded.config.run.seed) for case in left]
         listed = json.dumps([spec.model_dump() for spec in specs])
         first = case_config(loaded.path, specs[0], overrides)
-        base = [*overrides, "cluster.num_nodes=1", f"cluster.ranks_per_node={specs[0].ranks}", f"certify.cases={listed}"]
+        base = [*overrides, f"run.name={folder.path.name}", "cluster.num_nodes=1", f"cluster.ranks_per_node={specs[0].ranks}", f"certify.cases={listed}"]
         base += [f"model.path={json.dumps(first.config.model.path)}", *_one_of_each(specs[0].ranks)]
         failure = ""
         before = folder.latest_attempt()
@@ -105,7 +106,7 @@ def _with_weights(spec: CertifyCase, model: str, folder: RunFolder, seed: int) -
     """The case with a model that has weights: a shape alone (a .json file) is filled with random ones."""
     path = Path(model)
     if path.suffix == ".json" and path.is_file():
-        path = make_random_folder(path, folder.path / "models" / path.stem, seed)
+        path = make_random_folder(path, folder.path / "models" / folder_name(model), seed)
     return spec.model_copy(update={"set": {**spec.set, "model.path": str(path)}})
 
 

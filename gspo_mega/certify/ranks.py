@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gspo_mega.certify.batch import Draws, old_log_probs, recorded_batch, redraw
-from gspo_mega.certify.cases import RESULTS_FILE, case_config
+from gspo_mega.certify.cases import RESULTS_FILE, case_config, folder_name
 from gspo_mega.certify.compare import TOLERANCES, Comparison, Reference, outside
 from gspo_mega.certify.measure import Measurement, Numbers
 from gspo_mega.certify.routes import RouterMargins, tie_routers
@@ -39,18 +39,13 @@ ROUTER_MARGIN = 1e-4
 MOST_DRAWS = 100
 
 
-def reference_folder(run_dir: Path, model: str) -> Path:
-    """Where the numbers of a model's reference are kept."""
-    return run_dir / "reference" / Path(model).name
-
-
 def run_certify(context: WorkerContext) -> dict[str, Any] | None:
     """Every case of this start, in order. Collective over all ranks."""
     certify = context.config.certify
     for case in certify.cases:
         started = time.monotonic()
         config = case_config(RunFolder(context.run_dir).config_file, case).config
-        folder = reference_folder(context.run_dir, config.model.path)
+        folder = context.run_dir / "reference" / folder_name(config.model.path)
         result = _run_case(context, config, case, Reference(folder), is_reference=case.name.startswith(certify.reference.name))
         if context.rank == 0:
             line = {"name": case.name, "seconds": time.monotonic() - started, **result}
