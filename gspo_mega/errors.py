@@ -71,3 +71,9 @@ class RankError(GspoMegaError):
     """A rank or server process of the run failed; carries its traceback."""
 
     exit_code = 7
+
+
+class JournalError(GspoMegaError):
+    """The rollout journal cannot be written, or does not hold what is asked of it."""
+
+    exit_code = 8

@@ -1,8 +1,8 @@
 """Where a run keeps what: every path of a run folder in one place, and the atomic writes that fill it.
 
-Owns names and the small-file primitives (write beside, fsync, rename). It does not own what the files mean:
-checkpoints, published weights, server registrations and metrics belong to their own packages. Standard
-library only, so that every layer may import it.
+Owns names; writing whole files is `durable.py`'s. It does not own what the files mean: checkpoints, published weights,
+journal, server registrations and metrics belong to their own packages. Standard library only, so that every layer may
+import it.
 
     <run.dir>/<run.name>/
       config.resolved.yaml
@@ -16,71 +16,32 @@ library only, so that every layer may import it.
         stop                         a stop request; its text is the reason
         command                      what was started: train, sft or eval
         result.json                  what rank 0's work returned
+        state.json                   what the supervisor says of the run, with a heartbeat
+        plan.txt versions.txt config.resolved.yaml     what this start ran, and with what
       weights/v<8 digits>/           one published Hugging Face folder
       weights/current.json           {"weight_version": int, "path": absolute path}
       checkpoints/step_<8 digits>/   checkpoints/latest holds the newest complete folder's name
-      metrics.jsonl  tensorboard/  hf/
+      journal/step_<8 digits>        the trajectories of one step
+      metrics.jsonl  tensorboard/  hf/  hf_steps/step_<8 digits>/
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import secrets
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from gspo_mega.durable import atomic_write_json, atomic_write_text
+
+__all__ = ["EXIT_STOPPED", "Attempt", "RunFolder", "atomic_write_json", "atomic_write_text", "read_json"]
 
 # Exit code of a rank that stopped on request, with a checkpoint (EX_TEMPFAIL: run the same command again).
 EXIT_STOPPED = 75
 
 _ATTEMPT_NAME = re.compile(r"\d{4,}")
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _written_beside(path: Path, mode: int) -> Iterator[int]:
-    """Yield a descriptor of a new file beside `path`; on success it is synced and renamed to `path`."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    try:
-        try:
-            os.fchmod(descriptor, mode)
-            yield descriptor
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    _fsync_folder(path.parent)
-
-
-def atomic_write_text(path: str | os.PathLike[str], text: str, *, mode: int = 0o644) -> None:
-    """Write `text` (UTF-8) so that a reader sees the old file or the new one, never a part; durable on return.
-
-    `mode` is the file's permission, whatever the umask. Raises OSError.
-    """
-    with _written_beside(Path(path), mode) as descriptor:
-        remaining = memoryview(text.encode("utf-8"))
-        while remaining:
-            remaining = remaining[os.write(descriptor, remaining) :]
-
-
-def atomic_write_json(path: str | os.PathLike[str], value: Any, *, mode: int = 0o644) -> None:
-    """`atomic_write_text` of strict JSON (a NaN raises ValueError), one line and a newline."""
-    atomic_write_text(path, json.dumps(value, allow_nan=False) + "\n", mode=mode)
 
 
 def read_json(path: str | os.PathLike[str]) -> Any | None:
@@ -171,6 +132,22 @@ class Attempt:
     @property
     def result_file(self) -> Path:
         return self.path / "result.json"
+
+    @property
+    def state_file(self) -> Path:
+        return self.path / "state.json"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.txt"
+
+    @property
+    def versions_file(self) -> Path:
+        return self.path / "versions.txt"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.resolved.yaml"
 
     def create(self) -> Attempt:
         """Make the folder with its sub-folders and a fresh API key. Raises FileExistsError if it is there."""
@@ -267,5 +244,12 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def journal_dir(self) -> Path:
+        return self.path / "journal"
+
+    @property
     def huggingface_dir(self) -> Path:
         return self.path / "hf"
+
+    def huggingface_step_dir(self, step: int) -> Path:
+        return self.path / "hf_steps" / f"step_{step:08d}"

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 # A package imports from itself and from what is named here. Top-level modules count as packages.
-_BASE = {"", "errors", "records", "run_folder"}
-_LEAVES = {"algorithm", "data", "reward", "metrics", "plan"}
+_BASE = {"", "errors", "records", "run_folder", "durable", "kill_points"}
+_LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan"}
 _BELOW_ENGINE = _BASE | {"config", "model"} | _LEAVES
 _BELOW_RUNTIME = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "records": set(),
-    "run_folder": {"errors"},
+    "kill_points": {""},
+    "durable": {"", "kill_points"},
+    "run_folder": {"errors", "durable"},
     "config": _BASE,
     "model": _BASE | {"config"},
     **{leaf: _BASE | {"config", "model"} for leaf in _LEAVES},

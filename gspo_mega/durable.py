@@ -1,0 +1,134 @@
+"""File operations that survive a crash, each a named kill point: what saves, the journal and publishes write with.
+
+Owns how a file or folder appears whole or not at all. `at` names the operation in `kill_points.OPERATIONS`; small files that
+belong to none of the three leave it out. What the files mean is their owners'. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gspo_mega import kill_points
+
+
+@contextlib.contextmanager
+def operation(name: str | None) -> Iterator[None]:
+    """One file operation: its kill points stand before and after the block. For writers that are not ours, too."""
+    if name is not None:
+        kill_points.reached(f"{name}.before")
+    yield
+    if name is not None:
+        kill_points.reached(f"{name}.after")
+
+
+def sync(path: str | os.PathLike[str], at: str | None = None) -> None:
+    """Have a file's content, or a folder's list of names, reach the disk."""
+    with operation(at):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sync_tree(folder: Path, at: str) -> None:
+    """`sync` of a folder and all that is in it."""
+    with operation(at):
+        for parent, _, files in os.walk(folder):
+            for path in [*(os.path.join(parent, file) for file in files), parent]:
+                sync(path)
+
+
+def make_folder(path: Path, at: str) -> None:
+    """Make a folder and those above it; it may be there."""
+    with operation(at):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def rename(source: Path, target: Path, at: str) -> None:
+    """Rename a file or folder at once, and have the new name reach the disk. A file at `target` is replaced."""
+    with operation(at):
+        os.replace(source, target)
+        sync(target.parent)
+
+
+def remove_tree(path: Path, at: str) -> None:
+    """Remove a folder with all that is in it, if it is there. Whole or not at all for those who look for its name."""
+    with operation(at):
+        doomed = path.with_name(f".{path.name}.removed")
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(doomed)  # of a removal that was cut short
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+
+
+def remove_file(path: Path, at: str) -> None:
+    """Remove a file, if it is there."""
+    with operation(at):
+        path.unlink(missing_ok=True)
+
+
+def copy_file(source: Path, target: Path, at: str) -> None:
+    """Copy a file's content; on disk when this returns."""
+    with operation(at):
+        shutil.copyfile(source, target)
+        sync(target)
+
+
+def append(descriptor: int, data: bytes, at: str) -> None:
+    """Write all of `data` at the descriptor's end. After a failure a part of it may be there."""
+    with operation(at):
+        remaining = memoryview(data)
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
+
+
+def sync_descriptor(descriptor: int, at: str) -> None:
+    """Have what was written through a descriptor reach the disk."""
+    with operation(at):
+        os.fsync(descriptor)
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o644, at: str | None = None) -> None:
+    """Write `data` so that a reader sees the old file or the new one, never a part; durable on return.
+
+    Written beside, synced, renamed: the operations `<at>.write` and `<at>.rename`. `mode` is the file's permission,
+    whatever the umask. Raises OSError.
+    """
+    path = Path(path)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        try:
+            with operation(at and f"{at}.write"):
+                os.fchmod(descriptor, mode)
+                remaining = memoryview(data)
+                while remaining:
+                    remaining = remaining[os.write(descriptor, remaining) :]
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        with operation(at and f"{at}.rename"):
+            os.replace(temporary, path)
+            sync(path.parent)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def atomic_write_text(path: str | os.PathLike[str], text: str, *, mode: int = 0o644, at: str | None = None) -> None:
+    """`write_whole` of text in UTF-8."""
+    write_whole(path, text.encode("utf-8"), mode=mode, at=at)
+
+
+def atomic_write_json(path: str | os.PathLike[str], value: Any, *, mode: int = 0o644, at: str | None = None) -> None:
+    """`write_whole` of strict JSON (a NaN raises ValueError), one line and a newline."""
+    atomic_write_text(path, json.dumps(value, allow_nan=False) + "\n", mode=mode, at=at)

@@ -1,0 +1,166 @@
+"""The journal of one run: what was sampled, a file a step, written as trajectories complete.
+
+Every trajectory is handed to the kernel as soon as it is scored, so a killed process loses none. It reaches the disk at the
+end of the batch and meanwhile every few seconds, so a machine that loses power loses the last seconds of one step.
+
+A step's file begins with the step and the weight version that sampled it; a `batch` record ends it. A restarted step takes a
+complete batch as it is, or of an incomplete one the complete groups. (Those that were not complete are sampled anew, which
+favours short responses a little: what took longest had the least chance to be complete.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gspo_mega import durable
+from gspo_mega.errors import JournalError
+from gspo_mega.journal.frames import MAGIC, FrameFile, encode_frame
+from gspo_mega.journal.trajectories import decode_prompt, decode_trajectory, encode_batch, encode_prompt, encode_trajectory
+from gspo_mega.records import Group, RolloutBatch, Trajectory
+
+FORMAT_VERSION = 1
+SYNC_SECONDS = 5.0
+_NAME = re.compile(r"step_(\d{8})")
+
+
+@dataclass
+class StepRecord:
+    """What the file of one step holds. `batch` and `prompts` are None until the step's batch was complete.
+
+    `groups`: every trajectory by group, in sample order, incomplete groups too. `prompts`: the prompt order's state behind the batch.
+    """
+
+    step: int
+    weight_version: int
+    group_size: int
+    groups: dict[int, Group] = field(default_factory=dict)
+    batch: RolloutBatch | None = None
+    prompts: dict[str, Any] | None = None
+    num_torn_bytes: int = 0
+
+    def complete_groups(self) -> dict[int, Group]:
+        return {number: group for number, group in self.groups.items() if len(group.trajectories) == self.group_size}
+
+
+class Journal:
+    """The folder of a run's step files. One process writes; readers may look on.
+
+    Every method raises JournalError, with the path and the reason, when the disk refuses.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+
+    def file(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a file, in order."""
+        if not self.folder.is_dir():
+            return []
+        found = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def read(self, step: int) -> StepRecord | None:
+        """What is known of a step, a torn end left out; None without a file of it, or where not even its beginning is whole."""
+        path = self.file(step)
+        if not path.exists():
+            return None
+        file = FrameFile(path)
+        record: StepRecord | None = None
+        for values, arrays in file.frames():
+            kind = values["kind"]
+            if kind == "begin":
+                if values["format_version"] > FORMAT_VERSION:
+                    raise JournalError(f"{path}: written by a newer gspo_mega (format {values['format_version']}; this one reads {FORMAT_VERSION})")
+                record = StepRecord(values["step"], values["weight_version"], values["group_size"])
+            elif record is None:
+                raise JournalError(f"{path}: does not begin as a step does")
+            elif kind == "prompt":
+                record.groups[values["group_id"]] = Group(values["group_id"], decode_prompt(values, arrays), [])
+            elif kind == "trajectory":
+                group = record.groups[values["group_id"]]
+                group.trajectories.append(decode_trajectory(values, arrays, group.prompt))
+            elif kind == "batch":
+                groups = [record.groups[number] for number in values["group_ids"]]
+                record.batch = RolloutBatch(step, groups, values["counts"], values["phase_seconds"])
+                record.prompts = values["prompts"]
+        if record is not None:
+            record.num_torn_bytes = file.num_torn_bytes
+            for group in record.groups.values():
+                # They complete in any order; their ids end in the number of the sample.
+                group.trajectories.sort(key=lambda trajectory: trajectory.trajectory_id)
+        return record
+
+    @contextlib.contextmanager
+    def write(self, step: int, weight_version: int, group_size: int, known: Mapping[int, Group]) -> Iterator[StepWriter]:
+        """Begin the file of `step` anew with the groups `known`, in place of what was there, and append to it.
+
+        What later steps hold belongs to another history from here on and is removed.
+        """
+        with _told(self.folder):
+            durable.make_folder(self.folder, at="journal.folder")
+            self._remove([later for later in self.steps() if later > step])
+            begin = {"format_version": FORMAT_VERSION, "step": step, "weight_version": weight_version, "group_size": group_size}
+            frames = [MAGIC, encode_frame({"kind": "begin", **begin})]
+            for number, group in known.items():
+                frames += [encode_prompt(number, group.prompt), *map(encode_trajectory, group.trajectories)]
+            durable.write_whole(self.file(step), b"".join(frames), at="journal.create")
+            descriptor = os.open(self.file(step), os.O_WRONLY | os.O_APPEND)
+        try:
+            yield StepWriter(self.file(step), descriptor, set(known))
+        finally:
+            os.close(descriptor)
+
+    def prune(self, keep_last: int) -> None:
+        """Remove the files of all but the newest `keep_last` steps."""
+        with _told(self.folder):
+            self._remove(self.steps()[:-keep_last])
+
+    def _remove(self, steps: list[int]) -> None:
+        for step in steps:
+            durable.remove_file(self.file(step), at="journal.drop")
+
+
+class StepWriter:
+    """Appends to the file of one step. Used by one thread at a time."""
+
+    def __init__(self, path: Path, descriptor: int, prompts: set[int]) -> None:
+        self._path, self._descriptor, self._prompts = path, descriptor, prompts
+        self._synced = time.monotonic()
+
+    def add(self, trajectory: Trajectory) -> None:
+        """A scored trajectory. With the kernel when this returns."""
+        with _told(self._path):
+            data = encode_trajectory(trajectory)
+            if trajectory.group_id not in self._prompts:
+                data = encode_prompt(trajectory.group_id, trajectory.prompt) + data
+                self._prompts.add(trajectory.group_id)
+            durable.append(self._descriptor, data, at="journal.append")
+            if time.monotonic() - self._synced > SYNC_SECONDS:
+                self._sync()
+
+    def finish(self, batch: RolloutBatch, prompts: dict[str, Any]) -> None:
+        """The batch that the step trains on, and the prompt order's state behind it. On disk when this returns."""
+        with _told(self._path):
+            durable.append(self._descriptor, encode_batch(batch, prompts), at="journal.append")
+            self._sync()
+
+    def _sync(self) -> None:
+        durable.sync_descriptor(self._descriptor, at="journal.sync")
+        self._synced = time.monotonic()
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise JournalError(f"{path}: the rollout journal cannot be written: {error.strerror}; what is in it stays") from error

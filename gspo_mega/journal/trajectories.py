@@ -1,0 +1,57 @@
+"""Prompts, trajectories and batches as the journal's records, and back, exactly.
+
+Owns which field is kept how. Token ids and log-probs are arrays (a log-prob in float64, as the server sent it); what is
+left is JSON. The advantage is not kept: it follows from the rewards of the group and the configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from gspo_mega.journal.frames import encode_frame
+from gspo_mega.records import Prompt, RolloutBatch, Trajectory
+
+_VALUES = ("trajectory_id", "group_id", "finish_reason", "response_text", "reward", "reward_parts", "reward_error")
+
+
+def encode_prompt(group_id: int, prompt: Prompt) -> bytes:
+    values = asdict(prompt)
+    tokens = np.array(values.pop("token_ids"), dtype=np.int32)
+    return encode_frame({"kind": "prompt", "group_id": group_id, **values}, {"token_ids": tokens})
+
+
+def decode_prompt(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> Prompt:
+    names = ("prompt_id", "source", "text", "answer", "metadata")
+    return Prompt(token_ids=tuple(arrays["token_ids"].tolist()), **{name: values[name] for name in names})
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    arrays = {
+        "response_token_ids": np.array(trajectory.response_token_ids, dtype=np.int32),
+        "response_mask": np.array(trajectory.response_mask, dtype=np.uint8),
+        "rollout_log_probs": np.array(trajectory.rollout_log_probs, dtype=np.float64),
+        "weight_versions": np.array(trajectory.weight_versions, dtype=np.int32),
+    }
+    if trajectory.routed_experts is not None:
+        arrays["routed_experts"] = trajectory.routed_experts
+    return encode_frame({"kind": "trajectory", **{name: getattr(trajectory, name) for name in _VALUES}}, arrays)
+
+
+def decode_trajectory(values: dict[str, Any], arrays: dict[str, np.ndarray], prompt: Prompt) -> Trajectory:
+    lists = ("response_token_ids", "response_mask", "rollout_log_probs", "weight_versions")
+    return Trajectory(
+        prompt=prompt,
+        **{name: arrays[name].tolist() for name in lists},
+        **{name: values[name] for name in _VALUES},
+        routed_experts=arrays.get("routed_experts"),
+    )
+
+
+def encode_batch(batch: RolloutBatch, prompts: dict[str, Any]) -> bytes:
+    """The end of a step: which of the file's groups make up its batch. `prompts`: the order's state behind it."""
+    group_ids = [group.group_id for group in batch.groups]
+    values = {"group_ids": group_ids, "counts": batch.counts, "phase_seconds": batch.phase_seconds, "prompts": prompts}
+    return encode_frame({"kind": "batch", **values})
