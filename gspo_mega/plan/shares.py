@@ -1,0 +1,265 @@
+"""What one rank holds of the model: parameters, gradient buffers, optimizer state. Counts are exact, padding apart.
+
+Follows Megatron's own arithmetic: which layers a pipeline stage builds, how parameters are cut, where its data-parallel
+buffers are padded, and which part of them a rank of the distributed optimizer owns. Knows bytes of elements, not of
+allocations: an allocator rounds each tensor up to some hundred bytes more.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from gspo_mega.config.schema import Config
+from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_shape
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.layout import Layout
+
+# Megatron's data-parallel buffers with the distributed optimizer: where a parameter may start, and what a bucket's end is
+# rounded to (its least common multiple with the number of ranks that share it).
+_START_ELEMENTS, _END_ELEMENTS = 64, 128
+# Its bucket size with overlapped reduction: the larger of the two, the second for each data-parallel rank.
+_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK = 40_000_000, 1_000_000
+# The order in which a layer's parameters are registered; it decides where buckets end.
+_IN_A_LAYER = ("input_layernorm", "self_attention.linear_proj", "self_attention", "pre_mlp_layernorm", "mlp.router", "mlp")
+
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
+GRADIENT_BYTES = 4
+MAIN_BYTES = 4
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of one parameter. `expert_data`: its gradient is summed over the expert-data group instead of the
+    data-context group. `own_bucket`: tied embeddings of two stages. `linear`: Transformer Engine multiplies it in FP8."""
+
+    name: str
+    num_elements: int
+    expert_data: bool
+    own_bucket: bool
+    linear: bool
+
+
+@dataclass(frozen=True)
+class State:
+    """Elements of one rank. `parameters`: of its modules. `linear`: of these, in layers that FP8 computes. `padding`: what
+    the buffers of weights and gradients hold besides. `optimized`: parameters whose main copy and moments are here."""
+
+    parameters: int
+    linear: int
+    padding: int
+    optimized: int
+
+    @property
+    def gradients(self) -> int:
+        """Elements of the gradient buffers, padding among them."""
+        return self.parameters + self.padding
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """The same in bytes. `padding`: of weights and gradients. `offloaded`: optimizer state on the host instead.
+    `fp8_copies`: linear weights in FP8 beside those of `weights`, rowwise and columnwise."""
+
+    weights: int
+    gradients: int
+    padding: int
+    main: int
+    moments: int
+    fp8_copies: int
+    offloaded: int
+
+    @property
+    def on_device(self) -> int:
+        return self.weights + self.gradients + self.padding + self.main + self.moments + self.fp8_copies
+
+
+class ModelShares:
+    """The model's parameters for any layout. Reads the family table once, so that many layouts can be asked about."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._first: list[TensorEntry] = []
+        self._last: list[TensorEntry] = []
+        self._layers: list[list[TensorEntry]] = [[] for _ in range(spec.num_layers)]
+        for entry in hf_tensors(spec):
+            if entry.layer is not None:
+                # Experts are alike: the first one stands for all.
+                if not entry.expert:
+                    self._layers[entry.layer].append(entry)
+            else:
+                (self._first if entry.stage == "first" else self._last).append(entry)
+
+    def chunks(self, layout: Layout, stage: int) -> list[list[Share]]:
+        """The parameters of a pipeline stage's model chunks, each in Megatron's order. The same on all its ranks."""
+        num_chunks = layout.virtual_pipeline or 1
+        chunks: list[list[Share]] = []
+        for index in range(num_chunks):
+            first = (index * layout.pipeline + stage) * layout.layers_per_chunk
+            shares: list[Share] = []
+            if stage == 0 and index == 0:
+                for entry in self._first:
+                    shares += self._share(layout, entry, tied=bool(entry.copies) and layout.pipeline > 1)
+            for layer in range(first, first + layout.layers_per_chunk):
+                shares += self._layer(layout, self._layers[layer])
+            if stage == layout.pipeline - 1 and index == num_chunks - 1:
+                for entry in self._last:
+                    shares += self._share(layout, entry)
+                if layout.pipeline > 1:  # the head's own copy of tied embeddings
+                    for entry in self._first:
+                        shares += self._share(layout, entry, tied=True) if entry.copies else []
+            chunks.append(shares)
+        return chunks
+
+    def _layer(self, layout: Layout, entries: list[TensorEntry]) -> Iterator[Share]:
+        shares = {share.name: (share, entry) for entry in entries for share in self._share(layout, entry)}
+        ordered = sorted(shares.values(), key=lambda pair: _place(pair[1]))
+        experts = [share for share, entry in ordered if entry.expert is not None]
+        yield from (share for share, entry in ordered if entry.expert is None)
+        for _ in range(self.spec.moe.num_experts // layout.expert if experts and self.spec.moe is not None else 0):
+            yield from experts
+
+    def _share(self, layout: Layout, entry: TensorEntry, tied: bool = False) -> list[Share]:
+        is_expert = entry.expert is not None
+        shape = parameter_shape(self.spec, entry, layout.expert_tensor if is_expert else layout.tensor)
+        return [
+            Share(
+                name=entry.parameter,
+                num_elements=math.prod(shape),
+                # Megatron reduces experts that are on every rank with everything else.
+                expert_data=is_expert and layout.expert > 1,
+                own_bucket=tied,
+                linear=entry.stage == "layer" and ".linear_" in entry.parameter and len(entry.shape) == 2,
+            )
+        ]
+
+    def state(self, config: Config, layout: Layout, stage: int) -> StageState:
+        """The state that the ranks of a pipeline stage hold."""
+        buffers: list[_Buffer] = []
+        shared_weights = config.fp8.parameters and config.precision == "fp8"
+        for index, shares in enumerate(self.chunks(layout, stage)):
+            bucket = None
+            if config.optimizer.overlap and stage == 0 and index == 0:
+                bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK * layout.data)
+            for expert_data in (False, True):
+                ranks = layout.expert_data if expert_data else layout.data * layout.context
+                for linear in (False, True) if shared_weights else (None,):
+                    # FP8 parameters have buffers of their own.
+                    held = [s for s in shares if s.expert_data == expert_data and linear in (None, s.linear)]
+                    if held:
+                        buffers.append(_Buffer(held, ranks, bucket, config.optimizer.distributed))
+        return StageState(buffers, layout)
+
+
+class StageState:
+    """What each rank of one pipeline stage holds."""
+
+    def __init__(self, buffers: list[_Buffer], layout: Layout) -> None:
+        self._buffers, self._layout = buffers, layout
+
+    def of_rank(self, rank: int) -> State:
+        """Of a global rank in this stage."""
+        place = self._layout.coordinates(rank)
+        return self._of(place.data * self._layout.context + place.context, place.expert_data)
+
+    @cached_property
+    def largest(self) -> State:
+        """An upper bound that some rank reaches to a few elements: padding makes shards differ a little."""
+        shards = [max(b.owned(r) for r in range(b.num_ranks)) for b in self._buffers]
+        first = self._of(0, 0)
+        return State(first.parameters, first.linear, first.padding, sum(shards))
+
+    def _of(self, data_context: int, expert_data: int) -> State:
+        return State(
+            parameters=sum(b.num_elements for b in self._buffers),
+            linear=sum(b.linear for b in self._buffers),
+            padding=sum(b.end - b.num_elements for b in self._buffers),
+            optimized=sum(b.owned(expert_data if b.expert_data else data_context) for b in self._buffers),
+        )
+
+
+class _Buffer:
+    """One of Megatron's parameter-and-gradient buffers: where its parameters lie, in elements."""
+
+    def __init__(self, shares: list[Share], num_ranks: int, bucket_elements: int | None, distributed: bool) -> None:
+        self.num_elements = sum(s.num_elements for s in shares)
+        self.linear = sum(s.num_elements for s in shares if s.linear)
+        self.expert_data = shares[0].expert_data
+        self.num_ranks = num_ranks
+        self._distributed = distributed
+        self._ends: list[int] = []  # of buckets
+        self._starts: list[int] = []  # of parameters, and ...
+        self._before: list[int] = [0]  # ... how many elements lie before each
+        multiple = math.lcm(num_ranks, _END_ELEMENTS)
+        position = bucket_start = 0
+        for share in reversed(shares):
+            if not distributed:
+                position += share.num_elements
+                continue
+            position = _round_up(position, _START_ELEMENTS)
+            if share.own_bucket and position > bucket_start:
+                position = bucket_start = self._end_bucket(position, multiple)
+            self._starts.append(position)
+            self._before.append(self._before[-1] + share.num_elements)
+            position += share.num_elements
+            if share.own_bucket or (bucket_elements is not None and position - bucket_start >= bucket_elements):
+                position = bucket_start = self._end_bucket(position, multiple)
+        if distributed and position > bucket_start:
+            position = self._end_bucket(position, multiple)
+        self.end = position
+
+    def _end_bucket(self, position: int, multiple: int) -> int:
+        self._ends.append(_round_up(position, multiple))
+        return self._ends[-1]
+
+    def owned(self, rank: int) -> int:
+        """Parameter elements whose optimizer state rank `rank` of the group keeps: its equal part of every bucket."""
+        if not self._distributed:
+            return self.num_elements
+        total = start = 0
+        for end in self._ends:
+            part = (end - start) // self.num_ranks
+            total += self._elements_before(start + (rank + 1) * part) - self._elements_before(start + rank * part)
+            start = end
+        return total
+
+    def _elements_before(self, position: int) -> int:
+        index = bisect_right(self._starts, position) - 1
+        if index < 0:
+            return 0
+        return min(self._before[index] + position - self._starts[index], self._before[index + 1])
+
+
+def state_bytes(config: Config, state: State) -> StateBytes:
+    """Bytes of the state. FP8 copies are Transformer Engine's; moments below fp32 and offloading are without their scales."""
+    optimizer = config.optimizer
+    weight = WEIGHT_BYTES[config.precision]
+    fp8 = config.precision == "fp8"
+    in_fp8 = state.linear if fp8 and config.fp8.parameters else 0
+    # fp32 parameters are their own main copy.
+    main = 0 if config.precision == "fp32" else state.optimized * MAIN_BYTES
+    moments = 2 * state.optimized * MOMENT_BYTES[optimizer.moments_dtype]
+    stay = 1.0 - optimizer.cpu_offload_fraction
+    return StateBytes(
+        weights=(state.parameters - in_fp8) * weight + in_fp8,
+        gradients=state.parameters * GRADIENT_BYTES,
+        padding=state.padding * (weight + GRADIENT_BYTES),
+        main=round(main * stay),
+        moments=round(moments * stay),
+        # Both orientations of each linear weight, less the one that the parameter itself is.
+        fp8_copies=2 * state.linear - in_fp8 if fp8 else 0,
+        offloaded=main + moments - round(main * stay) - round(moments * stay),
+    )
+
+
+def _place(entry: TensorEntry) -> int:
+    inside = entry.parameter.split(".", 3)[3]
+    return next(index for index, start in enumerate(_IN_A_LAYER) if inside.startswith(start))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
