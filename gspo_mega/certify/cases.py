@@ -21,7 +21,7 @@ from gspo_mega.plan import plan_run
 RESULTS_FILE = "cases.jsonl"
 # Every case starts from one rank of everything; the file's own sizes are one more case.
 _ONE_RANK = {
-    "cluster.num_nodes": 1, "cluster.ranks_per_node": 1, "parallel.tensor": 1, "parallel.pipeline": 1,
+    "cluster.num_nodes": 1, "cluster.num_rollout_nodes": 0, "cluster.ranks_per_node": 1, "parallel.tensor": 1, "parallel.pipeline": 1,
     "parallel.virtual_pipeline": None, "parallel.context": 1, "parallel.expert": 1, "parallel.expert_tensor": 1,
 }  # fmt: skip
 # One mini-batch, whose old log-probs are the recorded ones. Adam divides by |gradient| + eps: with an eps near the rounding

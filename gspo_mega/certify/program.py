@@ -71,7 +71,7 @@ def _start(
         specs = [_with_weights(case.spec, case.model, folder, loaded.config.run.seed) for case in left]
         listed = json.dumps([spec.model_dump() for spec in specs])
         first = case_config(loaded.path, specs[0], overrides)
-        base = [*overrides, f"run.name={folder.path.name}", "cluster.num_nodes=1", f"cluster.ranks_per_node={specs[0].ranks}", f"certify.cases={listed}"]
+        base = [*overrides, f"run.name={folder.path.name}", "cluster.num_nodes=1", "cluster.num_rollout_nodes=0", f"cluster.ranks_per_node={specs[0].ranks}", f"certify.cases={listed}"]
         base += [f"model.path={json.dumps(first.config.model.path)}", *_one_of_each(specs[0].ranks)]
         failure = ""
         before = folder.latest_attempt()

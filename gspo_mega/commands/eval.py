@@ -24,7 +24,7 @@ from gspo_mega.run_folder import RunFolder, read_json
 
 # One process collects; nothing is trained, so nothing is laid out.
 _ONE_RANK = (
-    "cluster.num_nodes=1", "cluster.ranks_per_node=1", "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1",
+    "cluster.num_nodes=1", "cluster.num_rollout_nodes=0", "cluster.ranks_per_node=1", "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1",
     "parallel.virtual_pipeline=null", "parallel.expert=1", "parallel.expert_tensor=1",
 )  # fmt: skip
 

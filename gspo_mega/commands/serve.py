@@ -21,10 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
     parser.add_argument("--attempt", type=Path, metavar="DIR", help="attempt folder to register in; a new one by default")
     parser.add_argument("--index", type=int, default=0, metavar="K", help="which server of the attempt this is (server-K)")
+    parser.add_argument("--host", metavar="ADDRESS", help="this machine's address to bind and register, instead of server.host")
 
 
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides).config
+    if args.host is not None:
+        config = config.model_copy(update={"server": config.server.model_copy(update={"host": args.host})})
     if args.attempt is not None:
         attempt = Attempt(args.attempt)
     else:

@@ -182,6 +182,12 @@ def _fp8(config: Config) -> Iterator[Violation]:
 
 
 def _rollout_and_servers(config: Config) -> Iterator[Violation]:
+    if config.cluster.num_rollout_nodes > config.server.num_servers:
+        yield Violation(
+            "cluster.num_rollout_nodes",
+            f"{config.cluster.num_rollout_nodes} nodes for server.num_servers {config.server.num_servers}: some would have nothing to do; "
+            f"at most {config.server.num_servers}",
+        )
     if config.rollout.top_k == 0:
         yield Violation("rollout.top_k", "0 leaves no token to sample; valid: -1 (all tokens) or at least 1")
     if config.run.name in (".", ".."):

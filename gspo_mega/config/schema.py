@@ -28,6 +28,7 @@ class Model(Section):
 class Cluster(Section):
     num_nodes: int = Field(default=1, ge=1, description="Trainer nodes.")
     ranks_per_node: int = Field(default=1, ge=1, description="Trainer ranks a node; one GPU each where there are GPUs.")
+    num_rollout_nodes: int = Field(default=0, ge=0, description="Nodes of a Slurm job that hold servers alone; 0: the servers share the trainer nodes.")
 
 
 class Parallel(Section):

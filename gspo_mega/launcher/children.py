@@ -23,9 +23,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One process to start. `kind` and `index` name it: rank 3, server 0. `environment` is added to ours."""
+    """One process to start. `kind` and `index` name it: rank 3, server 0. `environment` is added to ours.
 
-    kind: Literal["rank", "server"]
+    Under Slurm a process is an srun: `ranks` are all of them, `watch` looks after the supervisor's own node.
+    """
+
+    kind: Literal["rank", "server", "ranks", "watch"]
     index: int
     command: Sequence[str]
     log: Path
@@ -39,7 +42,7 @@ class Child:
         """Start it. Call from the main thread: the kernel's parent is the thread, and the child would die with it."""
         self.spec = spec
         # A server is asked to end, for its own children must end before it; a rank may sit in a collective, deaf.
-        on_our_death = signal.SIGKILL if spec.kind == "rank" else signal.SIGTERM
+        on_our_death = signal.SIGKILL if spec.kind in ("rank", "ranks") else signal.SIGTERM
         tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(int(on_our_death))]
         with spec.log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -54,6 +57,10 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        """To the process alone, if it still runs."""
+        self._process.send_signal(number)
 
     @property
     def exit_code(self) -> int | None:

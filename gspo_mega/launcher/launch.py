@@ -44,11 +44,12 @@ def launch(
     PlanError before anything starts, RankError for what failed after.
     """
     config = loaded.config
-    if config.cluster.num_nodes != 1:
-        raise PlanError(
-            f"{loaded.where('cluster.num_nodes')}: cluster.num_nodes: {config.cluster.num_nodes}: `gspo-mega {command}` runs on"
-            " one machine; on several, srun starts the ranks and the servers, see launch/"
-        )
+    for key, value, here in (("num_nodes", config.cluster.num_nodes, 1), ("num_rollout_nodes", config.cluster.num_rollout_nodes, 0)):
+        if value != here:
+            raise PlanError(
+                f"{loaded.where(f'cluster.{key}')}: cluster.{key}: {value}: `gspo-mega {command}` runs on one machine;"
+                " on several, Slurm starts the ranks and the servers: sbatch launch/slurm/train.sbatch CONFIG"
+            )
     gpus = visible_gpus(os.environ)
     plan = plan_run(loaded, "gpu" if gpus else "cpu")
     if command != "certify":  # which samples and scores nothing
@@ -59,7 +60,7 @@ def launch(
     folder = RunFolder(Path(config.run.dir) / config.run.name)
     with hold(folder):
         attempt = new_attempt(folder, loaded, command)
-        with _log_to(attempt.supervisor_log):
+        with log_to(attempt.supervisor_log):
             say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
             ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
             servers = _servers(server_gpus, attempt, serve_command)
@@ -84,7 +85,7 @@ def _servers(gpus: list[list[str]], attempt: Attempt, serve_command: Sequence[st
 
 
 @contextmanager
-def _log_to(path: Path) -> Iterator[None]:
+def log_to(path: Path) -> Iterator[None]:
     """The launcher's log lines of one attempt go to its supervisor.log, and nowhere else."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

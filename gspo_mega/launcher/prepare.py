@@ -18,7 +18,7 @@ from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 # What may differ when a run is continued: how long, how watched, how served. None of it changes what is learned
 # from a step. A trailing dot means the whole section.
 MAY_CHANGE = (
-    "run.dir", "train.num_steps", "sft.max_steps", "eval.every_steps", "checkpoint.", "metrics.", "server.", "publish.",
+    "run.dir", "cluster.num_rollout_nodes", "train.num_steps", "sft.max_steps", "eval.every_steps", "checkpoint.", "journal.", "metrics.", "server.", "publish.",
     "rollout.max_concurrent_requests", "rollout.request_deadline_seconds", "rollout.max_attempts",
     "rollout.no_server_deadline_seconds", "reward.deadline_seconds", "reward.num_workers", "reward.recycle_after",
     "reward.memory_bytes", "mismatch.budget",

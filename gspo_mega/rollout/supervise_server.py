@@ -73,7 +73,8 @@ class ServerSupervisor:
     def run(self) -> int:
         """Blocks until asked to stop, then returns 0. Call it from the main thread (signals, parent-death). Raises
         RankError when the server failed too often and ConfigError when it refuses its configuration; registered as well."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # SIGUSR1 is what srun hands on: any other of these has it abort the step, with no time to end in order.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, lambda *_: self._stop.set())
         for folder in (self._attempt.servers_dir, self._attempt.logs_dir):
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Entry of one rank: `python -m gspo_mega.runtime.worker --config FILE --attempt DIR --command train`.
 
 Owns what surrounds the work of a rank: log, signals, torch.distributed, the error record, the exit code. Reads
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the supervisor, torchrun or a wrapper around
-srun set. What the rank does is `loop.py`, `supervised.py` or `evaluate.py`.
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the supervisor or torchrun set; of a step of a Slurm job,
+where only the last two are set, the first three are srun's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. What the rank does is `loop.py`, `supervised.py` or `evaluate.py`.
 
 Exit code: 0 done; 75 stopped on request, to be continued by the same command; otherwise the error's.
 """
@@ -15,6 +15,7 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ from gspo_mega.runtime.shutdown import fail, leave
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 ENTRY_POINTS = {
+# Ranks start within seconds of each other; torch loaded by all nodes from one shared folder takes minutes.
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+
     "train": ("gspo_mega.runtime.loop", "run_train"),
     "sft": ("gspo_mega.runtime.supervised", "run_sft"),
     "eval": ("gspo_mega.runtime.evaluate", "run_eval"),
@@ -52,6 +56,9 @@ class RankEnvironment:
         """Raises ConfigError naming every variable that is missing or no number."""
         names = {"RANK": "rank", "WORLD_SIZE": "world_size", "LOCAL_RANK": "local_rank"}
         wrong = [name for name in names if not environment.get(name, "").isdecimal()]
+        # All three of one source: a torchrun inside a job must not be read half and half.
+        if not any(environment.get(name) for name in names) and environment.get("SLURM_PROCID"):
+            names = {"SLURM_PROCID": "rank", "SLURM_NTASKS": "world_size", "SLURM_LOCALID": "local_rank"}
         wrong += [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
         if wrong:
             raise ConfigError(
@@ -153,13 +160,28 @@ def _init_distributed(place: RankEnvironment) -> None:
     else:
         torch.cuda.set_device(place.local_rank)
     dist.init_process_group(
-        backend="gloo" if on_cpu else "cpu:gloo,cuda:nccl",
+        backend="gloo" if on_cpu else "cpu:gloo,cuda:nccl", store=_rendezvous(place),
         rank=place.rank, world_size=place.world_size, timeout=COLLECTIVE_TIMEOUT,
     )  # fmt: skip
 
 
 def _open_store() -> Any:
     """A client of the store that torch.distributed's rendezvous serves on rank 0, with a name space of our own."""
+def _rendezvous(place: RankEnvironment) -> Any:
+    """The job's key-value store, served by rank 0 on MASTER_ADDR alone (torch's own would listen on every address), or by
+    torchrun where that started us."""
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if place.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.TCPStore(address, port, place.world_size, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
+    listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    return dist.TCPStore(
+        address, port, place.world_size, is_master=True, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
     import torch.distributed as dist
 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

@@ -1,0 +1,69 @@
+"""From a loaded configuration to the supervised steps of the Slurm job that this process is the batch script of.
+
+What `launch.py` is to one machine: plan, run folder, records of the attempt, then `slurm_job.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from gspo_mega.config import LoadedConfig, render_config
+from gspo_mega.launcher.launch import log_to
+from gspo_mega.launcher.places import free_port
+from gspo_mega.launcher.prepare import hold, new_attempt
+from gspo_mega.launcher.slurm import Allocation, read_allocation
+from gspo_mega.launcher.slurm_job import SlurmJob
+from gspo_mega.launcher.slurm_site import Site
+from gspo_mega.launcher.slurm_size import job_size
+from gspo_mega.launcher.slurm_steps import Steps
+from gspo_mega.launcher.state import StateKeeper
+from gspo_mega.launcher.versions import versions_text
+from gspo_mega.plan import plan_run, render_report
+from gspo_mega.run_folder import RunFolder, atomic_write_text
+
+
+def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Callable[[str], None]) -> int:
+    """Run `command` on the nodes of this job; returns the exit code, or does not return when the job is queued again.
+
+    Call from the main thread of the batch script. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
+    PlanError before anything starts, RankError for what failed after.
+    """
+    site = Site.read(os.environ)
+    size = job_size(loaded, site)
+    report = render_report(plan_run(loaded, "gpu" if site.gpus_per_node else "cpu"))
+    allocation = read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes)
+    loaded = replace(loaded, config=_reached_from(loaded, allocation))
+    config = loaded.config
+    say(report)
+    folder = RunFolder(Path(config.run.dir) / config.run.name)
+    with hold(folder):
+        attempt = new_attempt(folder, loaded, command)
+        atomic_write_text(attempt.config_file, render_config(config))
+        atomic_write_text(attempt.plan_file, report + "\n")
+        atomic_write_text(attempt.versions_file, versions_text())
+        with log_to(attempt.supervisor_log), StateKeeper(attempt, allocation.job_id) as state:
+            say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
+            say(f"job      {allocation.job_id}, restarted {allocation.num_restarts} times; {describe_nodes(allocation)}")
+            steps = Steps(allocation, size, site, attempt, config.server.tensor)
+            job = SlurmJob(attempt, allocation, steps, state, say, site.signal_seconds)
+            return job.run(command, config.server.num_servers, free_port(allocation.trainer_nodes[0].address))
+
+
+def _reached_from(loaded: LoadedConfig, allocation: Allocation):
+    """The configuration with rank 0's own address as `server.host`: rank 0 asks by it which of its addresses servers reach.
+
+    Every server is told its own node's address when it is started.
+    """
+    config = loaded.config
+    return config.model_copy(update={"server": config.server.model_copy(update={"host": allocation.trainer_nodes[0].address})})
+
+
+def describe_nodes(allocation: Allocation) -> str:
+    trainers, rollouts = ([node.name for node in nodes] for nodes in (allocation.trainer_nodes, allocation.rollout_nodes))
+    if trainers == rollouts:
+        return f"ranks and servers on {' '.join(trainers)}"
+    return f"ranks on {' '.join(trainers)}, servers on {' '.join(rollouts)}"

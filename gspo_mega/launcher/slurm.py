@@ -1,0 +1,150 @@
+"""What a job asks Slurm: which nodes it has and at which addresses, which it lost, to be queued again.
+
+Owns the calls of `scontrol` and `srun true`, and the reading of SLURM_* variables. Starts no rank or server.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gspo_mega.errors import PlanError, RankError
+
+_ASK_SECONDS = 60.0
+_PROBE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """`address`: what other nodes reach it by (NodeAddr). `het_group`: its component of a heterogeneous job, else None."""
+
+    name: str
+    address: str
+    het_group: int | None = None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of a job by what they do; `rollout_nodes` are the trainer nodes themselves where servers share them.
+
+    The first trainer node is the one that the batch script runs on, and rank 0. `num_restarts`: times the job was queued again.
+    """
+
+    job_id: str
+    num_restarts: int
+    trainer_nodes: tuple[Node, ...]
+    rollout_nodes: tuple[Node, ...]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Each once, trainers first."""
+        return tuple(dict.fromkeys((*self.trainer_nodes, *self.rollout_nodes)))
+
+
+def read_allocation(environment: Mapping[str, str], num_trainer_nodes: int, num_rollout_nodes: int) -> Allocation:
+    """The job this process is the batch script of. `num_rollout_nodes` 0: servers run on the trainer nodes.
+
+    Raises PlanError where this is no job, or one with fewer nodes than that.
+    """
+    job_id = environment.get("SLURM_JOB_ID")
+    if not job_id:
+        raise PlanError("SLURM_JOB_ID is not set: this is no Slurm job; submit it with launch/slurm/train.sbatch")
+    is_het = int(environment.get("SLURM_HET_SIZE", "1")) > 1
+    if is_het:
+        lists = [environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in (0, 1)]
+        trainers, rollouts = (_nodes(nodes, group) for group, nodes in enumerate(lists))
+        # Commands about the job name its leader: that is component 0.
+        job_id = environment.get("SLURM_JOB_ID_HET_GROUP_0", job_id)
+        enough = len(trainers) >= num_trainer_nodes and len(rollouts) >= num_rollout_nodes > 0
+    else:
+        nodes = _nodes(environment["SLURM_JOB_NODELIST"], None)
+        enough = len(nodes) >= num_trainer_nodes + num_rollout_nodes
+        trainers, rollouts = nodes[:num_trainer_nodes], nodes[num_trainer_nodes:]
+    if not enough:
+        had = f"{len(trainers)} and {len(rollouts)}" if is_het else str(len(trainers) + len(rollouts))
+        raise PlanError(
+            f"job {job_id} has {had} nodes; the configuration needs {num_trainer_nodes} for the trainer (cluster.num_nodes)"
+            f" and {num_rollout_nodes} for servers (cluster.num_rollout_nodes)"
+        )
+    trainers = trainers[:num_trainer_nodes]
+    return Allocation(
+        job_id, int(environment.get("SLURM_RESTART_COUNT", "0")), tuple(trainers),
+        tuple(rollouts[:num_rollout_nodes] if num_rollout_nodes else trainers),
+    )  # fmt: skip
+
+
+def lost_nodes(job_id: str, nodes: Iterable[Node]) -> list[Node]:
+    """Those of `nodes` that Slurm has taken out of the job, because they no longer answer.
+
+    A node that fails leaves the job's list where the job may go on without it (--no-kill).
+    """
+    # Of a heterogeneous job there is a line a component.
+    left = {
+        name
+        for line in _scontrol("show", "job", "-o", job_id).splitlines()
+        if (listed := re.search(r"(?<!\w)NodeList=(\S+)", line)) is not None and listed[1] != "(null)"
+        for name in _host_names(listed[1])
+    }
+    return [node for node in nodes if node.name not in left]
+
+
+def silent_nodes(nodes: Iterable[Node]) -> list[Node]:
+    """Those of `nodes` where Slurm cannot start a process now. Takes up to half a minute."""
+    probes = []
+    for node in nodes:
+        command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", *at(node), "true"]
+        probes.append((node, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)))
+    silent = []
+    for node, probe in probes:
+        try:
+            if probe.wait(_PROBE_SECONDS) != 0:
+                silent.append(node)
+        except subprocess.TimeoutExpired:
+            probe.kill()
+            probe.wait()
+            silent.append(node)
+    return silent
+
+
+def slurmd_timeout_seconds() -> float:
+    """How long a silent node stays in its jobs before Slurm gives it up."""
+    found = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", _scontrol("show", "config"), re.MULTILINE)
+    return float(found[1]) if found else 300.0
+
+
+def at(node: Node) -> list[str]:
+    """srun's options for a step on `node`."""
+    return [f"--nodelist={node.name}", *([] if node.het_group is None else [f"--het-group={node.het_group}"])]
+
+
+def requeue(job_id: str) -> None:
+    """Have Slurm end this job and queue it again, under the same id. Raises RankError with what Slurm answered."""
+    _scontrol("requeue", job_id)
+
+
+def _nodes(node_list: str, het_group: int | None) -> list[Node]:
+    names = _host_names(node_list)
+    addresses = _addresses(names)
+    return [Node(name, addresses[name], het_group) for name in names]
+
+
+def _host_names(node_list: str) -> list[str]:
+    return _scontrol("show", "hostnames", node_list).split()
+
+
+def _addresses(names: Sequence[str]) -> dict[str, str]:
+    described = _scontrol("show", "node", "-o", ",".join(names)).splitlines()
+    pairs = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in described]
+    return {pair["NodeName"]: pair["NodeAddr"] for pair in pairs if "NodeName" in pair}
+
+
+def _scontrol(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=_ASK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RankError(f"scontrol {' '.join(arguments)}: {error}") from error
+    if done.returncode != 0:
+        raise RankError(f"scontrol {' '.join(arguments)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout

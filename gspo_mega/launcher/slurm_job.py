@@ -1,0 +1,217 @@
+"""The supervisor of a Slurm job: runs as its batch script on the first trainer node and watches the job's steps.
+
+Owns what a signal, an ended step and a lost node mean. What the steps are is `slurm_steps.py`'s, what Slurm is asked
+`slurm.py`'s.
+
+    USR1 (the time limit is near, or preemption)   the step is finished or given up, checkpoint, queued again
+    TERM, INT, HUP                                 the same, and not queued again
+    a trainer node lost, or all servers' nodes     queued again, from the last checkpoint
+    some of the servers' nodes lost                the run goes on with the others
+    a rank or a server failed                      the run failed: the first error is the last line
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from gspo_mega.errors import RankError
+from gspo_mega.launcher.children import Child, Family
+from gspo_mega.launcher.failure import describe_failure
+from gspo_mega.launcher.slurm import Allocation, Node, lost_nodes, requeue, silent_nodes, slurmd_timeout_seconds
+from gspo_mega.launcher.slurm_steps import Steps
+from gspo_mega.launcher.state import StateKeeper
+from gspo_mega.launcher.supervisor import ConsoleTail
+from gspo_mega.rollout.registration import read_registrations
+from gspo_mega.run_folder import EXIT_STOPPED, Attempt
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_POLL_SECONDS = 0.2
+_SETTLE_SECONDS = 1.0
+# A server ends its own group within 2 s of being told.
+_SERVERS_GRACE_SECONDS = 5.0
+_END_GRACE_SECONDS = 3.0
+# Kept of the time that Slurm leaves after USR1, to queue the job again whatever the ranks do.
+_RESERVE_SECONDS = 20.0
+_REQUEUE_SECONDS = 120.0
+
+
+class SlurmJob:
+    """One attempt's steps. `say` shows a line in the job's log; `signal_seconds`: time from USR1 to the limit."""
+
+    def __init__(
+        self, attempt: Attempt, allocation: Allocation, steps: Steps, state: StateKeeper, say: Callable[[str], None], signal_seconds: float
+    ) -> None:
+        self._attempt, self._allocation, self._steps, self._state, self._say = attempt, allocation, steps, state, say
+        self._grace_seconds = max(signal_seconds - _RESERVE_SECONDS, signal_seconds / 2)
+        self._console = ConsoleTail(attempt.console_log, say)
+        self._signals: list[int] = []
+        self._stop_deadline: float | None = None
+        self._requeue_because: str | None = None
+        self._lost: set[Node] = set()
+        self._servers: dict[int, Child] = {}
+        self._watch: Child | None = None
+
+    def run(self, command: str, num_servers: int, master_port: int) -> int:
+        """Start the steps and stay until they are over. Returns 0, 75 when stopped, or does not return when the job is
+        queued again, because Slurm then ends it. Raises RankError whose text is one line; call from the main thread."""
+        with self._signals_taken():
+            family = Family()
+            try:
+                self._servers = {index: family.start(self._steps.server(index)) for index in range(num_servers)}
+                ranks = family.start(self._steps.ranks(command, master_port))
+                for child in family.children:
+                    logger.info("%s: %s", child.name, " ".join(child.spec.command))
+                code = self._until_over(ranks, family)
+            finally:
+                self._end_servers()
+                family.close(_END_GRACE_SECONDS)
+                self._console.pump()
+            if self._requeue_because is not None:
+                self._queue_again()
+            self._state.tell("finished" if code == 0 else "stopped")
+            return code
+
+    def _until_over(self, ranks: Child, family: Family) -> int:
+        while True:
+            self._console.pump()
+            self._keep_watch(family)
+            self._hear()
+            self._drop_lost_servers()
+            if ranks.exit_code is not None:
+                return self._ranks_over(ranks)
+            if self._stop_deadline is not None and time.monotonic() > self._stop_deadline:
+                self._say("The ranks did not stop in time; the steps since the last checkpoint are lost.")
+                return EXIT_STOPPED
+            time.sleep(_POLL_SECONDS)
+
+    # --- ends ----------------------------------------------------------------------------------------------
+
+    def _ranks_over(self, ranks: Child) -> int:
+        if ranks.exit_code == 0:
+            self._requeue_because = None  # done before it could be stopped
+            return 0
+        if ranks.exit_code == EXIT_STOPPED:
+            return EXIT_STOPPED
+        time.sleep(_SETTLE_SECONDS)
+        self._because_of_nodes(self._allocation.nodes)
+        if self._requeue_because is None:
+            self._fail([ranks, *self._ended_servers()])
+        return EXIT_STOPPED
+
+    def _drop_lost_servers(self) -> None:
+        ended = self._ended_servers()
+        if not ended:
+            return
+        time.sleep(_SETTLE_SECONDS)
+        self._lost |= set(lost_nodes(self._allocation.job_id, self._allocation.nodes))
+        for child in ended:
+            index = child.spec.index
+            node = self._steps.server_node(index)
+            if node not in self._lost:
+                # Whatever its code: `serve` restarts its server as often as the configuration allows.
+                self._fail([child])
+            del self._servers[index]
+            self._withdraw(index, node)
+            self._say(f"warning  node {node.name} is lost, and server-{index} with it; {len(self._servers)} servers are left")
+        if not self._servers and self._requeue_because is None:
+            self._stop("all servers are lost", again=True)
+
+    def _withdraw(self, index: int, node: Node) -> None:
+        """Its one writer is gone with the node: say in its place that the server is no more."""
+        for registration in read_registrations(self._attempt.servers_dir):
+            if registration.server_id == f"server-{index}":
+                replace(registration, state="stopped", error=f"node {node.name} is lost").write(self._attempt.servers_dir)
+
+    def _because_of_nodes(self, nodes: Sequence[Node]) -> None:
+        """Queue the job again if one of `nodes` is lost. Ranks fail of a lost peer before Slurm knows of the node."""
+        lost = lost_nodes(self._allocation.job_id, nodes)
+        if not lost and (silent := silent_nodes([node for node in nodes if node not in self._lost])):
+            names = ", ".join(node.name for node in silent)
+            self._say(f"warning  {names} does not answer; waiting for Slurm's word")
+            deadline = time.monotonic() + slurmd_timeout_seconds() + 30
+            while not (lost := lost_nodes(self._allocation.job_id, silent)) and time.monotonic() < deadline:
+                time.sleep(1.0)
+            lost = lost or silent
+        if set(lost) - self._lost:
+            self._requeue_because = f"lost node {', '.join(node.name for node in lost)}"
+
+    def _ended_servers(self) -> list[Child]:
+        return [child for child in self._servers.values() if child.exit_code is not None]
+
+    def _fail(self, failed: list[Child]) -> None:
+        """Raise the run's error: all of it in the log, and its first line once more, as the last line of all."""
+        self._console.pump()
+        error = describe_failure(failed, self._attempt)
+        lines = str(error).splitlines()
+        self._say(str(error))
+        # Of a traceback the end says what happened, where the beginning says which rank.
+        told = [line for line in lines if line.strip() and not line.startswith(("(", " "))]
+        summary = RankError(f"error: {told[0].rstrip(':')}" + (f": {told[-1]}" if len(told) > 1 else "") + f" (logs: {self._attempt.logs_dir})")
+        summary.exit_code = error.exit_code
+        raise summary
+
+    # --- stops ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _signals_taken(self) -> Iterator[None]:
+        before = {number: signal.signal(number, lambda received, _: self._signals.append(received)) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            name = signal.Signals(number).name
+            if number == signal.SIGUSR1:
+                self._stop(f"{name}: the time limit is near", again=True)
+            else:
+                self._requeue_because = None
+                self._stop(name, again=False)
+
+    def _stop(self, reason: str, again: bool) -> None:
+        if again:
+            self._requeue_because = self._requeue_because or reason
+        if self._stop_deadline is None:
+            self._attempt.request_stop(reason)
+            self._stop_deadline = time.monotonic() + self._grace_seconds
+            self._state.tell("stopping", note=reason)
+            self._say(f"{reason}: stopping after a checkpoint, within {self._grace_seconds:.0f} s")
+
+    def _queue_again(self) -> None:
+        """Does not return: Slurm ends this process."""
+        self._state.tell("requeued", note=self._requeue_because)
+        self._say(f"queued again: {self._requeue_because}")
+        requeue(self._allocation.job_id)
+        time.sleep(_REQUEUE_SECONDS)
+        raise RankError(f"Slurm took the requeue of job {self._allocation.job_id} and did not end it within {_REQUEUE_SECONDS:.0f} s")
+
+    def _end_servers(self) -> None:
+        for child in self._servers.values():
+            if child.exit_code is None:
+                child.send_signal(signal.SIGUSR1)  # srun hands this one on
+        deadline = time.monotonic() + _SERVERS_GRACE_SECONDS
+        while time.monotonic() < deadline and any(child.exit_code is None for child in self._servers.values()):
+            time.sleep(_POLL_SECONDS)
+
+    # --- the batch node ------------------------------------------------------------------------------------
+
+    def _keep_watch(self, family: Family) -> None:
+        """Have a step on another node look after this one; on the next when that one is lost."""
+        if self._watch is not None and self._watch.exit_code is None:
+            return
+        if self._watch is not None:
+            self._lost |= set(lost_nodes(self._allocation.job_id, self._allocation.nodes))
+        here = self._allocation.trainer_nodes[0]
+        others = [node for node in reversed(self._allocation.nodes) if node != here and node not in self._lost]
+        if others:
+            self._watch = family.start(self._steps.watch(others[0]))

@@ -1,0 +1,104 @@
+"""How large a Slurm job a configuration needs, as options for sbatch: `python -m gspo_mega.launcher.slurm_size CONFIG ...`.
+
+Owns which server goes to which node, how a node's GPUs are divided, and the options. Writes shell assignments, for
+launch/slurm/train.sbatch; whatever cannot run is refused here, on the login node.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspo_mega.config import Config, LoadedConfig, load_config
+from gspo_mega.errors import GspoMegaError, PlanError
+from gspo_mega.launcher.slurm_site import Site
+from gspo_mega.plan import plan_run, render_report
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """`servers_by_node[n]`: indices of the servers on the n-th node that has some: a rollout node, or a trainer node where
+    `num_rollout_nodes` is 0. `trainer_gpus`, `rollout_gpus`: taken on the fullest node of each kind."""
+
+    num_trainer_nodes: int
+    num_rollout_nodes: int
+    ranks_per_node: int
+    servers_by_node: tuple[tuple[int, ...], ...]
+    trainer_gpus: int
+    rollout_gpus: int
+
+    def place_of(self, server: int) -> tuple[int, int]:
+        """(node among those that have servers, how many servers come before it there)."""
+        node = server % len(self.servers_by_node)
+        return node, self.servers_by_node[node].index(server)
+
+
+def job_size(loaded: LoadedConfig, site: Site) -> JobSize:
+    """Servers are dealt to their nodes in turn. Raises PlanError where a node has too few GPUs for what falls to it."""
+    config = loaded.config
+    cluster, server = config.cluster, config.server
+    num_server_nodes = cluster.num_rollout_nodes or cluster.num_nodes
+    by_node = tuple(tuple(range(node, server.num_servers, num_server_nodes)) for node in range(num_server_nodes))
+    server_gpus = max(map(len, by_node)) * server.tensor
+    shared = cluster.num_rollout_nodes == 0
+    trainer_gpus = cluster.ranks_per_node + (server_gpus if shared else 0)
+    if site.gpus_per_node:
+        _check_gpus(loaded, "cluster.ranks_per_node", trainer_gpus, site.gpus_per_node, "a trainer node", shared)
+        if not shared:
+            _check_gpus(loaded, "server.num_servers", server_gpus, site.gpus_per_node, "a rollout node", False)
+    return JobSize(cluster.num_nodes, cluster.num_rollout_nodes, cluster.ranks_per_node, by_node, trainer_gpus, 0 if shared else server_gpus)
+
+
+def _check_gpus(loaded: LoadedConfig, key: str, needed: int, there: int, node: str, shared: bool) -> None:
+    if needed > there:
+        server = loaded.config.server
+        servers = f"server.num_servers {server.num_servers} x server.tensor {server.tensor}"
+        what = f"its ranks and its share of {servers}" if shared else (f"its share of {servers}" if key.startswith("server") else "its ranks")
+        raise PlanError(
+            f"{loaded.where(key)}: {key}: {node} needs {needed} GPUs for {what}, and has {there} (GSPO_GPUS_PER_NODE of the site);"
+            " lower them, or give more nodes (cluster.num_nodes, cluster.num_rollout_nodes)"
+        )
+
+
+def sbatch_options(config: Config, size: JobSize, site: Site, rollout_options: Sequence[str] = ()) -> list[str]:
+    """What sbatch needs to know of the job's size. With `rollout_options`, the site's own for nodes that hold servers alone,
+    the job is heterogeneous: two components, the second one's options behind a `:`."""
+    name = f"--job-name={config.run.name}"
+    signal = f"--signal=B:USR1@{site.signal_seconds}"
+    trainer_tasks = size.ranks_per_node + (len(size.servers_by_node[0]) if size.num_rollout_nodes == 0 else 0)
+    rollout_tasks = len(size.servers_by_node[0]) if size.num_rollout_nodes else 0
+
+    def nodes(number: int, tasks: int) -> list[str]:
+        gpus = [f"--gres=gpu:{site.gpus_per_node}"] if site.gpus_per_node else []
+        return [f"--nodes={number}", f"--ntasks-per-node={tasks}", f"--cpus-per-task={site.cpus_per_task}", "--no-kill", *gpus]
+
+    if rollout_options and size.num_rollout_nodes:
+        trainers = [name, signal, *nodes(size.num_trainer_nodes, trainer_tasks)]
+        return [*trainers, ":", *nodes(size.num_rollout_nodes, rollout_tasks), *rollout_options]
+    return [name, signal, *nodes(size.num_trainer_nodes + size.num_rollout_nodes, max(trainer_tasks, rollout_tasks))]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Assignments of GSPO_NUM_NODES, GSPO_RUN_FOLDER and the array GSPO_SIZE to standard output, the plan to standard error."""
+    try:
+        site = Site.read(os.environ)
+        loaded = load_config(arguments[0], arguments[1:], "train")
+        sys.stderr.write(render_report(plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")) + "\n")
+        size = job_size(loaded, site)
+    except GspoMegaError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    run = loaded.config.run
+    options = sbatch_options(loaded.config, size, site, shlex.split(os.environ.get("GSPO_ROLLOUT_SBATCH", "")))
+    sys.stdout.write(f"GSPO_NUM_NODES={size.num_trainer_nodes + size.num_rollout_nodes}\n")
+    sys.stdout.write(f"GSPO_RUN_FOLDER={shlex.quote(str((Path(run.dir) / run.name).absolute()))}\n")
+    sys.stdout.write(f"GSPO_SIZE=({shlex.join(options)})\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""The steps of a Slurm job as srun commands: all ranks, one server each, and the watch over the batch node.
+
+Owns srun's options and what a step finds in its environment. Reads no result; `slurm_job.py` watches.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from gspo_mega.launcher.children import ChildSpec
+from gspo_mega.launcher.slurm import Allocation, Node, at
+from gspo_mega.launcher.slurm_site import Site
+from gspo_mega.launcher.slurm_size import JobSize
+from gspo_mega.run_folder import Attempt
+
+_WATCH = Path(__file__).with_name("slurm_watch.py")
+
+
+class Steps:
+    """What an attempt's steps have in common."""
+
+    def __init__(self, allocation: Allocation, size: JobSize, site: Site, attempt: Attempt, tensor: int) -> None:
+        """`tensor`: GPUs of one server."""
+        self._allocation, self._size, self._site, self._attempt, self._tensor = allocation, size, site, attempt, tensor
+
+    def ranks(self, command: str, master_port: int) -> ChildSpec:
+        """One step of all ranks, node by node. The first one's node is where `master_port` is free."""
+        allocation, site = self._allocation, self._site
+        nodes = allocation.trainer_nodes
+        environment = {
+            "MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(master_port), "PYTHONUNBUFFERED": "1", **site.network_variables(),
+        }  # fmt: skip
+        if not site.gpus_per_node:
+            # Ranks that each take every core hinder each other by far more than they gain.
+            environment["OMP_NUM_THREADS"] = str(site.cpus_per_task)
+        places = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes) * self._size.ranks_per_node}", f"--ntasks-per-node={self._size.ranks_per_node}"]
+        places += [f"--nodelist={','.join(node.name for node in nodes)}", *at(nodes[0])[1:], "--distribution=block:block"]
+        worker = site.trainer.command(
+            "-m", "gspo_mega.runtime.worker", "--config", str(self._attempt.config_file), "--attempt", str(self._attempt.path),
+            "--command", command,
+        )  # fmt: skip
+        # One rank's end is every rank's: what is left would wait in a collective for it.
+        options = [*places, "--kill-on-bad-exit=1", *site.trainer.srun_options]
+        return ChildSpec("ranks", 0, self._srun(options, worker, 0, self._size.ranks_per_node), self._attempt.logs_dir / "srun_ranks.log", environment)
+
+    def server(self, index: int) -> ChildSpec:
+        """One step of one server, bound to its node's own address."""
+        number, before = self._size.place_of(index)
+        node = self._allocation.rollout_nodes[number]
+        first_gpu = (self._size.ranks_per_node if self._size.num_rollout_nodes == 0 else 0) + before * self._tensor
+        serve = self._site.server.command(
+            "-m", "gspo_mega", "serve", str(self._attempt.config_file), "--attempt", str(self._attempt.path), "--index", str(index),
+            "--host", node.address,
+        )  # fmt: skip
+        options = [*self._one_task(node), *self._site.server.srun_options]
+        return ChildSpec("server", index, self._srun(options, serve, first_gpu, self._tensor), self._attempt.server_log(index), self._site.network_variables())
+
+    def server_node(self, index: int) -> Node:
+        return self._allocation.rollout_nodes[self._size.place_of(index)[0]]
+
+    def watch(self, node: Node) -> ChildSpec:
+        """The step on `node` that has the job queued again when the batch node is lost, which ends the supervisor with it."""
+        words = [sys.executable, "-I", str(_WATCH), self._allocation.job_id, self._allocation.trainer_nodes[0].name, str(self._attempt.state_file)]
+        return ChildSpec("watch", 0, ["srun", "--overlap", *self._one_task(node), *words], self._attempt.logs_dir / "watch.log")
+
+    @staticmethod
+    def _one_task(node: Node) -> list[str]:
+        return ["--nodes=1", "--ntasks=1", *at(node)]
+
+    def _srun(self, options: list[str], command: list[str], first_gpu: int, num_gpus: int) -> list[str]:
+        """Steps overlap: each sees all GPUs of its nodes, and is told which of them are its own."""
+        srun = ["srun", "--overlap", f"--cpus-per-task={self._site.cpus_per_task}", *options]
+        if not self._site.gpus_per_node:
+            return [*srun, *command]
+        own = ",".join(str(gpu) for gpu in range(first_gpu, first_gpu + num_gpus))
+        # Not by the step's environment, where Slurm puts a list of its own.
+        return [*srun, f"--gres=gpu:{self._site.gpus_per_node}", "env", f"CUDA_VISIBLE_DEVICES={own}", *command]

@@ -1,0 +1,91 @@
+"""attempts/NNNN/state.json: what the supervisor says of its run, for whoever sees the folder and nothing else.
+
+Owns the record and its heartbeat. `gspo-mega status` reads it; what the ranks do is in console.log and metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from gspo_mega.run_folder import Attempt, atomic_write_json, read_json
+
+State = Literal["running", "stopping", "requeued", "stopped", "finished", "failed"]
+HEARTBEAT_SECONDS = 5.0
+# Shared folders show a change late, some by half a minute.
+SILENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class RunState:
+    """`heartbeat`, `started`: unix seconds. `error`: why it failed; `note`: what else a reader should know of the state."""
+
+    state: State
+    started: float
+    heartbeat: float
+    host: str
+    pid: int
+    slurm_job: str | None = None
+    error: str | None = None
+    note: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in ("running", "stopping")
+
+    def is_silent(self, now: float) -> bool:
+        """It should beat, and does not: the supervisor was killed, or its machine was."""
+        return not self.is_over and now - self.heartbeat > SILENCE_SECONDS
+
+
+def read_state(attempt: Attempt) -> RunState | None:
+    """The record of an attempt, or None before there is one."""
+    record = read_json(attempt.state_file)
+    return None if record is None else RunState(**record)
+
+
+class StateKeeper:
+    """Keeps an attempt's record up to date while the `with` block runs.
+
+    However the block ends, the record says so: `failed` with an exception's text, else what was last told.
+    """
+
+    def __init__(self, attempt: Attempt, slurm_job: str | None = None) -> None:
+        now = time.time()
+        self._attempt = attempt
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._state = RunState("running", now, now, socket.gethostname(), os.getpid(), slurm_job)
+
+    def __enter__(self) -> StateKeeper:
+        self._write()
+        threading.Thread(target=self._beat, name="state", daemon=True).start()
+        return self
+
+    def __exit__(self, _type: Any, error: BaseException | None, _trace: Any) -> None:
+        if error is not None:
+            self.tell("failed", error=str(error) or type(error).__name__)
+        self._over.set()
+
+    def tell(self, state: State, **more: str | None) -> None:
+        """Record a new state with, if given, its `error` or `note`."""
+        with self._lock:
+            self._state = replace(self._state, state=state, **more)
+            self._write_locked()
+
+    def _beat(self) -> None:
+        while not self._over.wait(HEARTBEAT_SECONDS):
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            if not self._over.is_set():
+                self._write_locked()
+
+    def _write_locked(self) -> None:
+        self._state = replace(self._state, heartbeat=time.time())
+        atomic_write_json(self._attempt.state_file, asdict(self._state))
