@@ -22,6 +22,7 @@ from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.cpu_attention import PackedAttention, TorchNorm
 from gspo_mega.engine.precision import log_backends, precision_settings, require_precision, uses_transformer_engine
 from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
+from gspo_mega.engine.rotary import scale_rotary
 from gspo_mega.model.families import padded_vocab_size
 from gspo_mega.model.spec import ModelSpec
 
@@ -170,6 +171,7 @@ def build_chunks(megatron_config: TransformerConfig, spec: ModelSpec, groups: Pa
             rotary_base=spec.rope_theta,
             vp_stage=stage,
         )
+        scale_rotary(chunk.rotary_pos_emb, spec.rope_scaling)
         chunk.model_type = ModelType.encoder_or_decoder
         if not is_cpu_backend():
             chunk.cuda(torch.cuda.current_device())

@@ -1,7 +1,7 @@
-"""The family tables: every tensor of a Hugging Face checkpoint, and where Megatron keeps it.
+"""What the family tables come to for one model: its tensors, and how they are cut over ranks.
 
-Owns names, shapes, order, fusion and sharding, declared once a family and derived for everything else: import,
-export, publish, parameter counts. Moves no data and imports no torch.
+The tables are `tables.py`; names, shapes, order, fusion and sharding are derived from them here for everything else:
+import, export, publish, conversion, parameter counts. Moves no data and imports no torch.
 
 Words: a *tensor* is one entry of the checkpoint; a *parameter* is Megatron's, often several tensors fused. A
 parameter's *canonical name* has the global layer and the global expert in it, whatever the layout:
@@ -13,19 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from gspo_mega.errors import ModelError
 from gspo_mega.model.spec import ModelSpec
-
-# How a tensor lies in its parameter. `q`, `k`, `v`: interleaved by key-value group, [q heads of the group, k, v].
-# `gate`, `up`: every rank's share of the gate, then its share of up.
-Role = Literal["whole", "q", "k", "v", "gate", "up"]
-# How a tensor is cut over a tensor-parallel group: rows (column-parallel layer), columns (row-parallel layer),
-# vocabulary rows (padded), or not at all.
-Sharding = Literal["replicated", "rows", "columns", "vocabulary"]
-# Which pipeline stage holds it.
-Stage = Literal["first", "layer", "last"]
+from gspo_mega.model.tables import EMBEDDING, FAMILIES, HEAD, Role, Sharding, Stage, TensorRule
 
 VOCABULARY_MULTIPLE = 128
 
@@ -40,18 +31,6 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     """
     multiple = math.lcm(VOCABULARY_MULTIPLE, tensor_parallel)
     return -(-vocab_size // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class TensorRule:
-    """One row of a family table; `{layer}` and `{expert}` are filled in, sizes are keys of `_sizes`."""
-
-    name: str
-    shape: tuple[str, ...]
-    parameter: str
-    role: Role
-    sharding: Sharding
-    stage: Stage
 
 
 @dataclass(frozen=True)
@@ -88,46 +67,6 @@ class Block:
     length: int
 
 
-_LAYER, _MEGATRON_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
-
-
-def _layer(name: str, shape: tuple[str, ...], parameter: str, role: Role, sharding: Sharding) -> TensorRule:
-    return TensorRule(f"{_LAYER}{name}.weight", shape, f"{_MEGATRON_LAYER}{parameter}.weight", role, sharding, "layer")
-
-
-_ATTENTION = (
-    _layer("input_layernorm", ("hidden",), "input_layernorm", "whole", "replicated"),
-    _layer("self_attn.q_proj", ("query", "hidden"), "self_attention.linear_qkv", "q", "rows"),
-    _layer("self_attn.k_proj", ("key_value", "hidden"), "self_attention.linear_qkv", "k", "rows"),
-    _layer("self_attn.v_proj", ("key_value", "hidden"), "self_attention.linear_qkv", "v", "rows"),
-    _layer("self_attn.q_norm", ("head",), "self_attention.q_layernorm", "whole", "replicated"),
-    _layer("self_attn.k_norm", ("head",), "self_attention.k_layernorm", "whole", "replicated"),
-    _layer("self_attn.o_proj", ("hidden", "query"), "self_attention.linear_proj", "whole", "columns"),
-    _layer("post_attention_layernorm", ("hidden",), "pre_mlp_layernorm", "whole", "replicated"),
-)
-_DENSE_MLP = (
-    _layer("mlp.gate_proj", ("intermediate", "hidden"), "mlp.linear_fc1", "gate", "rows"),
-    _layer("mlp.up_proj", ("intermediate", "hidden"), "mlp.linear_fc1", "up", "rows"),
-    _layer("mlp.down_proj", ("hidden", "intermediate"), "mlp.linear_fc2", "whole", "columns"),
-)
-_EXPERT = "mlp.experts.{expert}."
-_MOE_MLP = (
-    _layer("mlp.gate", ("experts", "hidden"), "mlp.router", "whole", "replicated"),
-    _layer(_EXPERT + "gate_proj", ("expert_intermediate", "hidden"), _EXPERT + "linear_fc1", "gate", "rows"),
-    _layer(_EXPERT + "up_proj", ("expert_intermediate", "hidden"), _EXPERT + "linear_fc1", "up", "rows"),
-    _layer(_EXPERT + "down_proj", ("hidden", "expert_intermediate"), _EXPERT + "linear_fc2", "whole", "columns"),
-)
-_VOCABULARY = ("vocabulary", "hidden")
-_EMBEDDING = TensorRule("model.embed_tokens.weight", _VOCABULARY, "embedding.word_embeddings.weight", "whole", "vocabulary", "first")
-_FINAL_NORM = TensorRule("model.norm.weight", ("hidden",), "decoder.final_layernorm.weight", "whole", "replicated", "last")
-_HEAD = TensorRule("lm_head.weight", _VOCABULARY, "output_layer.weight", "whole", "vocabulary", "last")
-
-FAMILIES: dict[str, tuple[TensorRule, ...]] = {
-    "qwen3": (_EMBEDDING, *_ATTENTION, *_DENSE_MLP, _FINAL_NORM, _HEAD),
-    "qwen3_moe": (_EMBEDDING, *_ATTENTION, *_MOE_MLP, _FINAL_NORM, _HEAD),
-}
-
-
 def _sizes(spec: ModelSpec) -> dict[str, int]:
     sizes = {
         "vocabulary": spec.vocab_size,
@@ -148,16 +87,17 @@ def hf_tensors(spec: ModelSpec) -> list[TensorEntry]:
     Order: embedding; layer by layer, experts innermost and in order; final norm; head. With tied embeddings there
     is no head on disk. Raises ModelError for a family without a table or a feature that no table has.
     """
-    rules = FAMILIES.get(spec.family)
-    if rules is None:
+    family = FAMILIES.get(spec.family)
+    if family is None:
         raise ModelError(f"model family {spec.family!r} has no tensor table; known: {', '.join(sorted(FAMILIES))}")
-    if spec.attention_bias or not spec.qk_norm:
+    if (spec.attention_bias, spec.qk_norm) != (family.qkv_bias, family.qk_norm):
         raise ModelError(
-            f"{spec.family}: attention_bias={spec.attention_bias}, qk_norm={spec.qk_norm}: the tensor table is for attention "
-            "without biases and with query and key norms"
+            f"{spec.family}: attention_bias={spec.attention_bias}, qk_norm={spec.qk_norm}: the tensor table is for "
+            f"attention_bias={family.qkv_bias}, qk_norm={family.qk_norm}"
         )
-    if (spec.moe is not None) != any("{expert}" in rule.name for rule in rules):
+    if (spec.moe is None) != (family.experts is None):
         raise ModelError(f"{spec.family}: the tensor table and the configuration disagree on whether there are experts")
+    rules = family.tensors
     per_layer = [rule for rule in rules if rule.stage == "layer"]
     entries = [_entry(spec, rule) for rule in rules if rule.stage == "first"]
     for layer in range(spec.num_layers):
@@ -165,7 +105,7 @@ def hf_tensors(spec: ModelSpec) -> list[TensorEntry]:
         for expert in range(spec.moe.num_experts if spec.moe is not None else 0):
             entries += [_entry(spec, rule, layer, expert) for rule in per_layer if "{expert}" in rule.name]
     return entries + [
-        _entry(spec, rule) for rule in rules if rule.stage == "last" and not (rule is _HEAD and spec.tie_word_embeddings)
+        _entry(spec, rule) for rule in rules if rule.stage == "last" and not (rule is HEAD and spec.tie_word_embeddings)
     ]
 
 
@@ -180,7 +120,7 @@ def _entry(spec: ModelSpec, rule: TensorRule, layer: int | None = None, expert: 
         stage=rule.stage,
         layer=layer,
         expert=expert,
-        copies=(_HEAD.parameter,) if rule is _EMBEDDING and spec.tie_word_embeddings else (),
+        copies=(HEAD.parameter,) if rule is EMBEDDING and spec.tie_word_embeddings else (),
     )
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import ModelError
-from gspo_mega.model.spec import ModelSpec, MoeSpec
+from gspo_mega.model.spec import ModelSpec, MoeSpec, RopeScaling
+from gspo_mega.model.tables import FAMILIES, ExpertKeys, Family
 
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
+ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
 _DTYPES = ("float32", "bfloat16")
 
 # Where one of these is set, the model computes something that no family here has. (False, 0 and null are as good as absent.)
@@ -56,15 +57,18 @@ def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         raise ModelError(f"{where}: architectures is {architectures!r}; supported: {', '.join(ARCHITECTURES)}, one of them")
-    family = ARCHITECTURES[architectures[0]]
+    name = ARCHITECTURES[architectures[0]]
+    family = FAMILIES[name]
     reader = _Reader(raw)
     _refuse_other_maths(reader, family)
 
     hidden_size = reader.size("hidden_size")
     num_heads = reader.size("num_attention_heads")
-    num_kv_heads = reader.size("num_key_value_heads")
-    if family == "qwen3_moe" and raw.get("head_dim") is None:
-        head_dim = hidden_size // num_heads if num_heads else 0  # as every reader of this architecture has it
+    num_kv_heads = num_heads if reader.is_omitted("num_key_value_heads", family) else reader.size("num_key_value_heads")
+    if reader.is_omitted("head_dim", family):
+        head_dim = hidden_size // num_heads if num_heads else 0
+        if num_heads and hidden_size % num_heads:
+            reader.problem("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}, and there is no head_dim")
     else:
         head_dim = reader.size("head_dim")
     if num_kv_heads and num_heads % num_kv_heads:
@@ -72,8 +76,9 @@ def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation
     if head_dim % 2:
         reader.problem("head_dim", f"{head_dim} is odd; rotary positions need pairs")
     vocab_size = reader.size("vocab_size")
+    rope_theta, rope_scaling = _rope(reader, family)
     spec = ModelSpec(
-        family=family,
+        family=name,
         num_layers=reader.size("num_hidden_layers"),
         hidden_size=hidden_size,
         num_heads=num_heads,
@@ -82,14 +87,15 @@ def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation
         intermediate_size=reader.size("intermediate_size"),
         vocab_size=vocab_size,
         max_position_embeddings=reader.size("max_position_embeddings"),
-        rope_theta=_rope_theta(reader),
+        rope_theta=rope_theta,
         rms_norm_eps=reader.number("rms_norm_eps"),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
-        qk_norm=True,
-        attention_bias=False,
+        qk_norm=family.qk_norm,
+        attention_bias=family.qkv_bias,
         torch_dtype=_dtype(reader),
         eos_token_ids=_eos_token_ids(reader, generation or {}, vocab_size),
-        moe=_moe(reader) if family == "qwen3_moe" else None,
+        moe=None if family.experts is None else _moe(reader, family.experts),
+        rope_scaling=rope_scaling,
         raw=raw,
     )
     if reader.problems:
@@ -106,6 +112,10 @@ class _Reader:
 
     def problem(self, key: str, text: str) -> None:
         self.problems.append(f"{key}: {text}")
+
+    def is_omitted(self, key: str, family: Family) -> bool:
+        """Is it absent, and may be so in this family?"""
+        return self.raw.get(key) is None and key in family.may_omit
 
     def size(self, *keys: str) -> int:
         key = next((key for key in keys if self.raw.get(key) is not None), keys[0])
@@ -132,11 +142,12 @@ class _Reader:
         return default
 
 
-def _refuse_other_maths(reader: _Reader, family: str) -> None:
+def _refuse_other_maths(reader: _Reader, family: Family) -> None:
     raw = reader.raw
     if raw.get("hidden_act", "silu") != "silu":
         reader.problem("hidden_act", f"{raw['hidden_act']!r} is not supported; supported: 'silu'")
-    if raw.get("attention_bias"):
+    # Where a family always has biases on query, key and value, nobody reads the key.
+    if raw.get("attention_bias") and not family.qkv_bias:
         reader.problem("attention_bias", "biases in attention are not supported; supported: false")
     if raw.get("attention_dropout"):
         reader.problem("attention_dropout", f"{raw['attention_dropout']!r} is not supported; supported: 0")
@@ -144,19 +155,20 @@ def _refuse_other_maths(reader: _Reader, family: str) -> None:
     if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
         key = "use_sliding_window" if raw.get("use_sliding_window") else "layer_types"
         reader.problem(key, "sliding-window and other partial attention is not supported; supported: full attention in every layer")
-    for key, meaning in _FOREIGN.items():
+    for key, meaning in (_FOREIGN | dict(family.refused)).items():
         if raw.get(key):
             reader.problem(key, f"{meaning} are not supported; a checkpoint without them is wanted")
-    if family == "qwen3_moe":
+    if family.experts is not None:
         if raw.get("mlp_only_layers"):
             reader.problem("mlp_only_layers", f"{raw['mlp_only_layers']!r}: dense layers between MoE layers are not supported; supported: []")
         if raw.get("decoder_sparse_step", 1) != 1:
             reader.problem("decoder_sparse_step", f"{raw['decoder_sparse_step']!r} is not supported; supported: 1, experts in every layer")
 
 
-def _rope_theta(reader: _Reader) -> float:
-    """The rotary base: at the top level (4.x), or in `rope_parameters` (5.x). Scaled variants are refused."""
+def _rope(reader: _Reader, family: Family) -> tuple[float, RopeScaling | None]:
+    """The rotary base, at the top level (4.x) or in `rope_parameters` (5.x), and Llama 3's scaling; any other is refused."""
     theta = reader.raw.get("rope_theta")
+    scalings: list[RopeScaling] = []
     for key in ("rope_parameters", "rope_scaling"):
         rope = reader.raw.get(key)
         if rope is None:
@@ -165,14 +177,31 @@ def _rope_theta(reader: _Reader) -> float:
             reader.problem(key, f"is {rope!r}; must be an object")
             continue
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            reader.problem(key, f"rotary scaling {kind!r} is not supported; supported: 'default'")
+        if kind == "llama3":
+            scalings.append(_rope_scaling(reader, key, rope))
+        elif kind != "default":
+            reader.problem(key, f"rotary scaling {kind!r} is not supported; supported: 'default', 'llama3'")
         theta = rope.get("rope_theta", theta)
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             reader.problem(key, f"partial_rotary_factor {rope['partial_rotary_factor']!r} is not supported; supported: 1.0")
+    if len(set(scalings)) > 1:
+        reader.problem("rope_scaling", "says otherwise than rope_parameters; one of them is enough")
     if reader.raw.get("partial_rotary_factor", 1.0) != 1.0:
         reader.problem("partial_rotary_factor", f"{reader.raw['partial_rotary_factor']!r} is not supported; supported: 1.0")
-    return reader.check_number("rope_theta", theta)
+    if theta is None and "rope_theta" in family.may_omit:
+        theta = 10000.0
+    return reader.check_number("rope_theta", theta), scalings[0] if scalings else None
+
+
+def _rope_scaling(reader: _Reader, key: str, rope: dict[str, Any]) -> RopeScaling:
+    values = [rope.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")]
+    if any(isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0 for value in values):
+        reader.problem(key, "'llama3' needs positive numbers factor, low_freq_factor, high_freq_factor and original_max_position_embeddings")
+        return RopeScaling(1.0, 1.0, 2.0, 1)
+    factor, low, high, positions = values
+    if low >= high:
+        reader.problem(key, f"low_freq_factor {low} is not below high_freq_factor {high}")
+    return RopeScaling(float(factor), float(low), float(high), int(positions))
 
 
 def _dtype(reader: _Reader) -> str:
@@ -196,16 +225,16 @@ def _eos_token_ids(reader: _Reader, generation: dict[str, Any], vocab_size: int)
     return tuple(ids)
 
 
-def _moe(reader: _Reader) -> MoeSpec:
-    num_experts = reader.size("num_experts", "num_local_experts")  # 4.x and 5.x
+def _moe(reader: _Reader, keys: ExpertKeys) -> MoeSpec:
+    num_experts = reader.size(*keys.num_experts)
     experts_per_token = reader.size("num_experts_per_tok")
     if 0 < num_experts < experts_per_token:
         reader.problem("num_experts_per_tok", f"{experts_per_token} is more than the {num_experts} experts there are")
     return MoeSpec(
         num_experts=num_experts,
         experts_per_token=experts_per_token,
-        expert_intermediate_size=reader.size("moe_intermediate_size"),
-        norm_topk_prob=reader.flag("norm_topk_prob", False),
+        expert_intermediate_size=reader.size(keys.intermediate_size),
+        norm_topk_prob=reader.flag("norm_topk_prob", False) if keys.norm_topk_prob is None else keys.norm_topk_prob,
     )
 
 

@@ -49,9 +49,10 @@ def attention_crossover_tokens(spec: ModelSpec) -> int:
 
 def _matrix_flops(spec: ModelSpec) -> float:
     counts = count_parameters(spec)
-    norms = spec.num_layers * (2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)) + spec.hidden_size
+    # Norms and biases multiply no token.
+    vectors = sum(tensor.num_elements for tensor in hf_tensors(spec) if len(tensor.shape) == 1)
     head = counts.embedding if spec.tie_word_embeddings else 0
-    return 2.0 * (counts.active - counts.embedding - norms + head)
+    return 2.0 * (counts.active - counts.embedding - vectors + head)
 
 
 def _attention_flops(spec: ModelSpec, sequence_tokens: int) -> float:

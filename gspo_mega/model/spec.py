@@ -18,11 +18,23 @@ class MoeSpec:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of rotary wavelengths, in tokens: those above `original_positions` / `low_frequency_factor` become
+    `factor` times as long, those below `original_positions` / `high_frequency_factor` stay, in between goes smoothly."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP or MoE.
 
-    `family` is the key of the table in `families.py` (`qwen3`, `qwen3_moe`). Sizes are global, before any
-    parallelism. `torch_dtype` is the checkpoint's (`float32`, `bfloat16`). `raw` is config.json as read.
+    `family` is the key of the table in `tables.py` (`qwen3`, `llama`). Sizes are global, before any parallelism.
+    `attention_bias`: the query, key and value projections add one (the output projection never does). `torch_dtype` is
+    the checkpoint's (`float32`, `bfloat16`). `raw` is config.json as read.
     """
 
     family: str
@@ -42,6 +54,7 @@ class ModelSpec:
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
     moe: MoeSpec | None = None
+    rope_scaling: RopeScaling | None = None
     raw: dict[str, Any] | None = None
 
 

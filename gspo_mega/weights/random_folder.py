@@ -16,7 +16,7 @@ from gspo_mega.model.families import TensorEntry, hf_tensors
 from gspo_mega.model.huggingface import read_model_spec
 
 # So large that experts are told apart and log-probs differ from those of a uniform distribution.
-_MATRIX_STD, _NORM_STD = 0.08, 0.1
+_MATRIX_STD, _VECTOR_STD = 0.08, 0.1
 _FILE_BYTES = 2 * 1024**3
 
 
@@ -56,4 +56,6 @@ def make_random_folder(shape_file: str | Path, folder: Path, seed: int) -> Path:
 
 def _draw(entry: TensorEntry, index: int, seed: int) -> np.ndarray:
     values = np.random.default_rng((seed, index)).standard_normal(entry.shape, dtype=np.float32)
-    return 1 + _NORM_STD * values if len(entry.shape) == 1 else _MATRIX_STD * values
+    if len(entry.shape) > 1:
+        return _MATRIX_STD * values
+    return _VECTOR_STD * values if entry.name.endswith(".bias") else 1 + _VECTOR_STD * values

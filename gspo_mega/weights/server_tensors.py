@@ -24,13 +24,13 @@ _DIGITS = 16
 
 def server_tensor_name(entry: TensorEntry) -> str:
     """The SGLang parameter that the tensor becomes (a part of)."""
-    prefix, _, _ = entry.name.rpartition("self_attn." if "self_attn." in entry.name else "mlp.")
-    if entry.role in ("q", "k", "v"):
-        return f"{prefix}self_attn.qkv_proj.weight"
+    owner, _, kind = entry.name.rpartition(".")  # model.layers.0.self_attn.q_proj, weight
     if entry.expert is not None:
-        return f"{prefix}mlp.experts.{'w2' if entry.role == 'whole' else 'w13'}_weight"
+        return f"{owner.partition('.experts.')[0]}.experts.{'w2' if entry.role == 'whole' else 'w13'}_{kind}"
+    if entry.role in ("q", "k", "v"):
+        return f"{owner.rpartition('.')[0]}.qkv_proj.{kind}"
     if entry.role in ("gate", "up"):
-        return f"{prefix}mlp.gate_up_proj.weight"
+        return f"{owner.rpartition('.')[0]}.gate_up_proj.{kind}"
     return entry.name
 
 

@@ -19,7 +19,9 @@ from gspo_mega.model.families import (
     parameter_blocks,
     parameter_shape,
 )
+from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec, MoeSpec
+from gspo_mega.model.tables import FAMILIES
 
 
 def make_spec(moe: bool, **changes) -> ModelSpec:
@@ -45,9 +47,19 @@ def make_spec(moe: bool, **changes) -> ModelSpec:
     return replace(spec, **changes)
 
 
+SHARED_KEYS = dict(
+    num_hidden_layers=2, hidden_size=24, num_attention_heads=8, num_key_value_heads=4, head_dim=8, intermediate_size=40, vocab_size=300
+)
+OWN_KEYS = {
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+}
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("moe", [False, True])
-def test_names_and_shapes_are_those_that_hugging_face_saves(moe, tied, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_are_those_that_hugging_face_saves(family, tied, tmp_path):
+    """The spec is read from what transformers wrote beside the tensors: facts and table of each family together."""
     import torch
 
     from gspo_mega.rollout import cpu_server
@@ -56,26 +68,35 @@ def test_names_and_shapes_are_those_that_hugging_face_saves(moe, tied, tmp_path)
     import transformers
     from safetensors import safe_open
 
-    spec = make_spec(moe, tie_word_embeddings=tied)
-    common = dict(
-        num_hidden_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        vocab_size=spec.vocab_size,
-        tie_word_embeddings=tied,
-    )
-    if moe:
-        config = transformers.Qwen3MoeConfig(**common, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-        model = transformers.Qwen3MoeForCausalLM(config)
-    else:
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))
-    model.to(torch.float32).save_pretrained(tmp_path)
+    model_class = getattr(transformers, FAMILIES[family].architecture)
+    config = model_class.config_class(**SHARED_KEYS, **OWN_KEYS.get(family, {}), tie_word_embeddings=tied)
+    model_class(config).to(torch.float32).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    spec = read_model_spec(tmp_path)
+    assert spec.family == family and spec.tie_word_embeddings == tied
     assert {entry.name: entry.shape for entry in hf_tensors(spec)} == saved
+
+
+def test_biases_of_query_key_and_value_lie_as_their_weights_do():
+    spec = make_spec(False, family="qwen2", qk_norm=False, attention_bias=True)
+    for rank in range(2):
+        for role in "qkv":
+            weight, bias = (
+                next(e for e in hf_tensors(spec) if e.name == f"model.layers.1.self_attn.{role}_proj.{kind}") for kind in ("weight", "bias")
+            )
+            assert bias.shape == weight.shape[:1] and bias.parameter == "decoder.layers.1.self_attention.linear_qkv.bias"
+            assert parameter_blocks(spec, bias, 2, rank) == parameter_blocks(spec, weight, 2, rank)
+            assert parameter_shape(spec, bias, 2) == parameter_shape(spec, weight, 2)[:1]
+
+
+def test_mixtral_experts_are_w1_beside_w3_and_w2():
+    moe = MoeSpec(num_experts=4, experts_per_token=2, expert_intermediate_size=40)
+    spec = replace(make_spec(True, family="mixtral", qk_norm=False), moe=moe)
+    of_expert = [e for e in hf_tensors(spec) if e.layer == 1 and e.expert == 3]
+    prefix = "model.layers.1.block_sparse_moe.experts.3."
+    assert [(e.name.removeprefix(prefix), e.role) for e in of_expert] == [("w1.weight", "gate"), ("w3.weight", "up"), ("w2.weight", "whole")]
+    assert of_expert[0].parameter == of_expert[1].parameter == "decoder.layers.1.mlp.experts.3.linear_fc1.weight"
 
 
 def test_order_is_embedding_layers_experts_norm_head():
@@ -179,10 +200,12 @@ def test_consecutive_experts_share_a_rank():
 
 
 def test_what_has_no_table_is_refused():
-    with pytest.raises(ModelError, match="known: qwen3, qwen3_moe"):
-        hf_tensors(make_spec(False, family="llama"))
+    with pytest.raises(ModelError, match="known: llama, mixtral, qwen2, qwen3, qwen3_moe"):
+        hf_tensors(make_spec(False, family="gemma"))
     with pytest.raises(ModelError, match="attention_bias=True"):
         hf_tensors(make_spec(False, attention_bias=True))
+    with pytest.raises(ModelError, match="qk_norm=True: the tensor table is for attention_bias=False, qk_norm=False"):
+        hf_tensors(make_spec(False, family="llama"))
     with pytest.raises(ModelError, match="disagree"):
         hf_tensors(make_spec(True, family="qwen3"))
 

@@ -1,0 +1,34 @@
+"""Rotary frequencies of models whose positions were stretched after training, as Llama 3.1 and later were.
+
+Megatron has the same formula with three of its four numbers fixed; here they are the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from gspo_mega.model.spec import RopeScaling
+
+
+def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """`frequencies` [head_dim / 2] float32, radians a token, after Llama 3's scaling; same shape and dtype.
+
+    With w = 2 pi / f and o = original_positions: f / factor where w > o / low_frequency_factor, f where
+    w < o / high_frequency_factor, and between them (1 - m) f / factor + m f with
+    m = (o / w - low_frequency_factor) / (high_frequency_factor - low_frequency_factor).
+    """
+    low, high, original = scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_positions
+    wavelengths = 2 * math.pi / frequencies
+    share = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    between = (1 - share) * frequencies / scaling.factor + share * frequencies
+    result = torch.where(wavelengths > original / low, frequencies / scaling.factor, frequencies)
+    return torch.where((wavelengths <= original / low) & (wavelengths >= original / high), between, result)
+
+
+def scale_rotary(embedding: RotaryEmbedding, scaling: RopeScaling | None) -> None:
+    """Put the model's scaling into a fresh rotary embedding; nothing without one."""
+    if scaling is not None:
+        embedding.inv_freq = scaled_frequencies(embedding.inv_freq, scaling)

@@ -1,0 +1,119 @@
+"""What ranks run in the family tests: one sequence through each layout, its logits, and the weights out again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from layout_jobs import make_config, pack
+from safetensors.torch import load_file
+
+from gspo_mega.engine.losses import PassOutput
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.engine.routing import RoutingPass
+from gspo_mega.model import families
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.weights.gather import PolicyTensors
+from gspo_mega.weights.hf_import import import_huggingface
+
+SIZES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
+
+
+def through_layouts(folder: str, layouts: dict[str, dict], precision: str = "fp32", tokens: np.ndarray | None = None, fault: str | None = None) -> dict | None:
+    """For each layout: largest |logit - Hugging Face's| over all tokens and the vocabulary, and the tensors whose bytes
+    did not come back. On rank 0; None elsewhere."""
+    with _injected(fault):
+        seen = {name: _through(Path(folder), parallel, precision, tokens) for name, parallel in layouts.items()}
+    return seen if dist.get_rank() == 0 else None
+
+
+def _through(folder: Path, parallel: dict, precision: str, tokens: np.ndarray | None) -> dict:
+    parallel = {"expert_tensor": 1, **parallel}
+    config = make_config(str(folder), parallel, precision=precision)
+    spec = read_model_spec(folder)
+    groups = create_groups(**{name: parallel.get(name, 1) for name in SIZES})
+    try:
+        engine = PolicyEngine(config, spec, groups, num_optimizer_steps=1)
+        import_huggingface(folder, spec, groups, engine.chunks)
+        engine.after_weights_loaded()
+        difference = -1.0 if tokens is None else _logits_difference(engine, spec, groups, tokens, np.load(folder / "logits.npy"))
+        source = load_file(folder / "model.safetensors")
+        dtype = next(iter(source.values())).dtype
+        found = {name: tensor.clone() for name, tensor in PolicyTensors(spec, groups, engine.chunks).stream(dtype)}
+        changed = sorted(name for name in source if groups.world.rank == 0 and not torch.equal(found[name], source[name]))
+        extra = sorted(found.keys() - source.keys())
+        return {"logits": difference, "changed": changed + extra}
+    finally:
+        destroy_groups()
+
+
+def _logits_difference(engine: PolicyEngine, spec, groups, tokens: np.ndarray, reference: np.ndarray) -> float:
+    """Of whole logits, put together from all tensor ranks of the last stage; the largest over the ranks. Collective."""
+    caught: list[torch.Tensor] = []
+    sequence = dict(tokens=tokens, prompt=1, mask=np.ones(len(tokens) - 1, np.float32), rollout=np.zeros(len(tokens) - 1, np.float32), advantage=1.0)
+    hook = engine.chunks[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))
+    batch = [pack([sequence], [0], 2 * groups.tensor.size)]
+    engine.pipeline.run(batch, lambda batch, log_probs, entropies: PassOutput(), forward_only=True, routing=RoutingPass(engine.routers, 1))
+    hook.remove()
+    difference = torch.zeros(())
+    if groups.is_last_stage:
+        with torch.no_grad():
+            hidden = _gathered(caught[0], groups.tensor) if engine.megatron_config.sequence_parallel else caught[0]
+            part = hidden[:, 0] @ engine.chunks[-1].head_weight().T
+            logits = _gathered(part.T.contiguous(), groups.tensor).T[: len(tokens), : spec.vocab_size]
+        difference = (logits - torch.from_numpy(reference)).abs().max()
+    dist.all_reduce(difference, op=dist.ReduceOp.MAX)
+    return float(difference)
+
+
+def _gathered(part: torch.Tensor, group) -> torch.Tensor:
+    parts = [torch.empty_like(part) for _ in range(group.size)]
+    dist.all_gather(parts, part.contiguous(), group=group.group)
+    return torch.cat(parts)
+
+
+@contextlib.contextmanager
+def _injected(fault: str | None) -> Iterator[None]:
+    """A fault in the one place of reshapes, seen by import and export alike: a round trip cannot notice it."""
+    if fault is None:
+        yield
+        return
+    if fault == "swapped gate and up":
+        other = {"gate": "up", "up": "gate"}
+        swapped = {
+            name: dataclasses.replace(family, tensors=tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in family.tensors))
+            for name, family in families.FAMILIES.items()
+        }
+        # The head and the embedding are told by identity.
+        for name, family in swapped.items():
+            kept = tuple(old if old.role == new.role else new for old, new in zip(families.FAMILIES[name].tensors, family.tensors))
+            swapped[name] = dataclasses.replace(family, tensors=kept)
+        patch = mock.patch.object(families, "FAMILIES", swapped)
+    elif fault == "permuted experts":
+        plain = families._entry
+
+        def permuted(spec, rule, layer=None, expert=None):
+            entry = plain(spec, rule, layer, expert)
+            if expert is None:
+                return entry
+            return dataclasses.replace(entry, parameter=rule.parameter.format(layer=layer, expert=(expert + 1) % spec.moe.num_experts))
+
+        patch = mock.patch.object(families, "_entry", permuted)
+    else:
+        assert fault == "query, key and value one after the other"
+
+        def one_after_the_other(spec, role):
+            query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+            start, length = {"q": (0, query), "k": (query, key), "v": (query + key, key)}[role]
+            yield families.Block(0, 0, start, length)
+
+        patch = mock.patch.object(families, "_fused_qkv_rows", one_after_the_other)
+    with patch:
+        yield

@@ -1,0 +1,61 @@
+"""Small random models of every family, made by transformers itself, and the logits that transformers gives them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gspo_mega.rollout import cpu_server
+
+cpu_server.activate()  # without a GPU, transformers meets the same torchvision that SGLang does
+
+import transformers  # noqa: E402
+
+from gspo_mega.model.tables import FAMILIES  # noqa: E402
+
+VOCAB_SIZE = 300  # no multiple of the padding
+NUM_TOKENS = 96
+_SHARED = dict(
+    vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+    max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=0, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+# Wavelengths of all three ranges, well inside the sequence.
+_LLAMA_3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+VARIANTS: dict[str, tuple[str, dict]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", dict(tie_word_embeddings=True)),
+    "llama2": ("llama", dict(num_key_value_heads=4)),
+    "llama3": ("llama", dict(rope_parameters=_LLAMA_3)),
+    "llama3-tied": ("llama", dict(rope_parameters=_LLAMA_3 | {"factor": 32.0}, tie_word_embeddings=True, head_dim=16)),
+    "qwen3": ("qwen3", dict(head_dim=16)),
+    "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)),
+    "qwen3_moe-unnormalised": ("qwen3_moe", dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False)),
+    "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+}
+
+
+def token_ids() -> np.ndarray:
+    """[NUM_TOKENS] int64: the sequence on which logits are compared."""
+    return np.random.default_rng(11).integers(0, VOCAB_SIZE, NUM_TOKENS)
+
+
+def make_family_folder(folder: Path, variant: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint as transformers saves it, every weight random (biases and norms too), and beside it `logits.npy` of fp32."""
+    family, own = VARIANTS[variant]
+    model_class = getattr(transformers, FAMILIES[family].architecture)
+    torch.manual_seed(5)
+    model = model_class(model_class.config_class(**_SHARED | own))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = 0.1 * torch.randn(parameter.shape)
+            parameter.copy_(1 + noise if "norm" in name else noise)
+    model.to(dtype).save_pretrained(folder)
+    if not (folder / "generation_config.json").is_file():
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    (folder / "tokenizer.json").write_text('{"stands for": "a tokenizer"}')
+    with torch.no_grad():
+        np.save(folder / "logits.npy", model.float().eval()(torch.from_numpy(token_ids())[None]).logits[0].numpy())
+    return folder

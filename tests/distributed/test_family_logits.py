@@ -1,0 +1,52 @@
+"""Every family: Megatron's logits equal Hugging Face's in every layout, and every tensor comes back as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from family_models import VARIANTS, make_family_folder, token_ids
+
+from gspo_mega.model.tables import FAMILIES
+
+TOLERANCE = 1e-5
+DENSE = {"one": {}, "TP2": dict(tensor=2), "PP2": dict(pipeline=2)}
+EXPERTS = {"one": {}, "PP2": dict(pipeline=2), "EP2": dict(expert=2), "TP2xEP2": dict(tensor=2, expert=2)}
+
+
+def layouts_of(variant: str) -> dict[str, dict]:
+    return EXPERTS if FAMILIES[VARIANTS[variant][0]].experts is not None else DENSE
+
+
+def test_every_family_has_a_variant():
+    assert {family for family, _ in VARIANTS.values()} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_hugging_face_in_every_layout(rank_pools, tmp_path, variant):
+    folder = make_family_folder(tmp_path / variant, variant)
+    seen = rank_pools(2).run("family_jobs:through_layouts", folder=str(folder), layouts=layouts_of(variant), tokens=token_ids())[0]
+    assert {name: s["changed"] for name, s in seen.items()} == dict.fromkeys(seen, [])
+    assert max(s["logits"] for s in seen.values()) < TOLERANCE, seen
+
+
+@pytest.mark.parametrize("variant", ["qwen2-tied", "llama3", "mixtral"])
+def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
+    folder = make_family_folder(tmp_path / variant, variant, torch.bfloat16)
+    seen = rank_pools(2).run("family_jobs:through_layouts", folder=str(folder), layouts=layouts_of(variant), precision="bf16")[0]
+    assert {name: s["changed"] for name, s in seen.items()} == dict.fromkeys(seen, [])
+
+
+@pytest.mark.parametrize(
+    "variant, fault",
+    [
+        ("llama3", "swapped gate and up"),
+        ("mixtral", "swapped gate and up"),
+        ("mixtral", "permuted experts"),
+        ("qwen2", "query, key and value one after the other"),
+    ],
+)
+def test_a_wrong_conversion_that_round_trips_is_caught_by_the_logits(rank_pools, tmp_path, variant, fault):
+    folder = make_family_folder(tmp_path / variant, variant)
+    seen = rank_pools(2).run("family_jobs:through_layouts", folder=str(folder), layouts={"one": {}}, tokens=token_ids(), fault=fault)[0]
+    assert seen["one"]["changed"] == []
+    assert seen["one"]["logits"] > 1000 * TOLERANCE
