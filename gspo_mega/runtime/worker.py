@@ -23,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from gspo_mega import kill_points
 from gspo_mega.config import Config, load_config
 from gspo_mega.errors import ConfigError
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
@@ -32,10 +33,10 @@ from gspo_mega.runtime.shutdown import fail, leave
 # them is a publish or a checkpoint. (Waiting for rollouts is not a collective.)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
-ENTRY_POINTS = {
 # Ranks start within seconds of each other; torch loaded by all nodes from one shared folder takes minutes.
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 
+ENTRY_POINTS = {
     "train": ("gspo_mega.runtime.loop", "run_train"),
     "sft": ("gspo_mega.runtime.supervised", "run_sft"),
     "eval": ("gspo_mega.runtime.evaluate", "run_eval"),
@@ -55,10 +56,10 @@ class RankEnvironment:
     def read(cls, environment: Mapping[str, str]) -> RankEnvironment:
         """Raises ConfigError naming every variable that is missing or no number."""
         names = {"RANK": "rank", "WORLD_SIZE": "world_size", "LOCAL_RANK": "local_rank"}
-        wrong = [name for name in names if not environment.get(name, "").isdecimal()]
         # All three of one source: a torchrun inside a job must not be read half and half.
         if not any(environment.get(name) for name in names) and environment.get("SLURM_PROCID"):
             names = {"SLURM_PROCID": "rank", "SLURM_NTASKS": "world_size", "SLURM_LOCALID": "local_rank"}
+        wrong = [name for name in names if not environment.get(name, "").isdecimal()]
         wrong += [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
         if wrong:
             raise ConfigError(
@@ -99,6 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     attempt = Attempt(args.attempt)
     place = RankEnvironment.read(os.environ)
+    kill_points.arm(os.environ.get(kill_points.VARIABLE), place.rank)
     _redirect_output(attempt.rank_log(place.rank))
     _default_signals()
     try:
@@ -165,8 +167,6 @@ def _init_distributed(place: RankEnvironment) -> None:
     )  # fmt: skip
 
 
-def _open_store() -> Any:
-    """A client of the store that torch.distributed's rendezvous serves on rank 0, with a name space of our own."""
 def _rendezvous(place: RankEnvironment) -> Any:
     """The job's key-value store, served by rank 0 on MASTER_ADDR alone (torch's own would listen on every address), or by
     torchrun where that started us."""
@@ -182,6 +182,8 @@ def _rendezvous(place: RankEnvironment) -> Any:
     )  # fmt: skip
 
 
+def _open_store() -> Any:
+    """A client of the store that torch.distributed's rendezvous serves on rank 0, with a name space of our own."""
     import torch.distributed as dist
 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
