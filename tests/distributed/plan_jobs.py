@@ -1,9 +1,12 @@
-"""What ranks run in the tests of the plan: an engine is built, takes a step of zero gradients, and is counted."""
+"""What ranks run in the tests of the plan: an engine's elements and bytes, and what a forward pass saves."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from layout_jobs import make_config, pack
 
+from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
@@ -56,3 +59,45 @@ def _storages(tensors: list[torch.Tensor]) -> set[int]:
 def _storage_bytes(tensors: list[torch.Tensor], without: set[int] = frozenset()) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
     return sum(size for pointer, size in storages.items() if pointer not in without)
+
+
+def saved_bytes(folder: str, parallel: dict, precision: str, num_tokens: int, num_sequences: int, **sections) -> dict[str, float]:
+    """Bytes a token that one forward pass saves for its backward pass, by the half of layer 2 that saves them.
+
+    `outside`: by what is in no layer, such as a block that is recomputed, the final norm and the head. Storages count once, parameters not at all.
+    """
+    sequences = [
+        dict(tokens=np.arange(3, 3 + num_tokens), prompt=1, mask=np.ones(num_tokens - 1, np.float32),
+             rollout=np.zeros(num_tokens - 1, np.float32), advantage=1.0)
+    ] * num_sequences  # fmt: skip
+    sizes = {name: parallel.get(name, 1) for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
+    groups = create_groups(**sizes)
+    try:
+        engine = PolicyEngine(make_config(folder, parallel, precision=precision, **sections), read_model_spec(folder), groups, 1)
+        batch = [pack(sequences, list(range(num_sequences)), 1)]
+        storages, found = _storages(list(engine.chunks[0].parameters())), {}
+        held, inside = [], [""]
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            pointer = tensor.untyped_storage().data_ptr()
+            if pointer not in storages:
+                storages.add(pointer)
+                held.append(tensor)  # so that no other takes its place
+                found[inside[-1]] = found.get(inside[-1], 0) + tensor.untyped_storage().nbytes()
+            return tensor
+
+        for index, layer in enumerate(engine.chunks[0].decoder.layers):
+            for name, module in layer.named_children():
+                half = "attention" if name in ("input_layernorm", "self_attention", "self_attn_bda") else "mlp"
+                where = f"{index}.{half}"
+                module.register_forward_pre_hook(lambda *_, where=where: inside.append(where))
+                module.register_forward_hook(lambda *_: [inside.pop(), None][1])
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            engine.policy_gradients(batch, ObjectiveSettings(), float(num_sequences), None)
+        tokens = num_tokens * num_sequences
+        return dict(
+            attention=found.get("2.attention", 0) / tokens, mlp=found.get("2.mlp", 0) / tokens,
+            outside=found.get("", 0) / tokens,
+        )  # fmt: skip
+    finally:
+        destroy_groups()

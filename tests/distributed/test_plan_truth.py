@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+from layout_jobs import make_config
+from layout_models import make_folder
+
 from gspo_mega.certify.cases import case_config
 from gspo_mega.config import load_config
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
+from gspo_mega.plan.activations import head_activations, layer_activations
 from gspo_mega.plan.shares import ModelShares, state_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -59,3 +64,52 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_the_engine(rank_p
                 ) == real, f"{name}, rank {rank}"  # fmt: skip
                 assert stage.largest.optimized >= state.optimized
     assert padded > 0  # else the padding's arithmetic was not tried
+
+
+SAVED = [
+    ("dense", "fp32", {}, 1),
+    ("dense", "bf16", {}, 1),
+    ("moe", "fp32", {}, 1),
+    ("moe", "bf16", {}, 1),
+    ("dense", "bf16", dict(tensor=2), 2),
+    ("dense", "fp32", dict(tensor=2, sequence=False), 2),
+    ("moe", "bf16", dict(tensor=2, expert=2), 2),
+    ("moe", "fp32", dict(expert=2), 2),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {kind: str(make_folder(root / kind, moe=kind == "moe")) for kind in ("dense", "moe")}
+
+
+@pytest.mark.parametrize(("kind", "precision", "parallel", "ranks"), SAVED)
+def test_what_a_layer_saves_for_its_backward_pass(rank_pools, folders, kind, precision, parallel, ranks):
+    """Within 10 %, each half of a layer; experts are loaded as they are, so the mean over their ranks is compared."""
+    parallel = {"expert_tensor": 1, **parallel}
+    found = rank_pools(ranks).run(
+        "plan_jobs:saved_bytes", folder=folders[kind], parallel=parallel, precision=precision, num_tokens=48, num_sequences=4
+    )
+    config = make_config(folders[kind], parallel, precision=precision)
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks_per_node": ranks})})
+    spec = read_model_spec(folders[kind])
+    terms = layer_activations(config, spec, resolve_layout(config, spec), "cpu")
+    for half in ("attention", "mlp"):
+        mean = sum(result[half] for result in found) / ranks
+        assert mean == pytest.approx(getattr(terms, half), rel=0.1), half
+
+
+@pytest.mark.parametrize("blocks_of", [1, 2])
+def test_full_recomputation_keeps_the_input_of_each_block(rank_pools, folders, blocks_of):
+    """Outside its layers, that is all that a recomputed model saves, with the final norm and the head's rows."""
+    recompute = dict(granularity="full", num_layers=blocks_of)
+    found = rank_pools(1).run(
+        "plan_jobs:saved_bytes", folder=folders["dense"], parallel={}, precision="bf16", num_tokens=48, num_sequences=4, recompute=recompute
+    )[0]
+    config = make_config(folders["dense"], {}, precision="bf16", recompute=recompute)
+    layout = resolve_layout(config, spec := read_model_spec(folders["dense"]))
+    terms, head = layer_activations(config, spec, layout, "cpu"), head_activations(config, spec, layout)
+    inputs = spec.num_layers // blocks_of * terms.layer_input
+    assert found["outside"] == pytest.approx(inputs + head.token + 47 / 48 * head.row, rel=0.1)
+    assert inputs > 0.25 * found["outside"]

@@ -1,0 +1,130 @@
+"""Bytes that a forward pass leaves for the backward pass, by kind of layer.
+
+Formulas for a token that one rank holds, context parallelism already divided out. Those of the CPU are measured (the
+engine's saved tensors equal them); those of the GPU follow the source of Transformer Engine's layers and are not yet
+verified on one. Experts are taken to be evenly loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gspo_mega.config.schema import Config
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.layout import Layout
+from gspo_mega.plan.shares import WEIGHT_BYTES
+
+# FP8 activations carry a scale: one byte a value, and at most 4 bytes a block of 128.
+_FP8_BYTES = 1 + 4 / 128
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes a token of a layer's two halves, each with the norm before it, of a layer's input alone (what full
+    recomputation keeps), and of what a backward pass through one layer needs besides for a moment."""
+
+    attention: float
+    mlp: float
+    layer_input: float
+    working: float
+
+
+@dataclass(frozen=True)
+class HeadActivations:
+    """`row`: bytes that a token with an active label saves on the last stage; `token`: those of any token there, the final
+    norm's; `working`: of any token for a moment, gathered hidden states and gradients. `chunk_forward`, `chunk_backward`:
+    bytes of the logits held at once."""
+
+    row: float
+    token: float
+    working: float
+    chunk_forward: int
+    chunk_backward: int
+
+
+def layer_activations(config: Config, spec: ModelSpec, layout: Layout, device: Literal["cpu", "gpu"]) -> LayerActivations:
+    """Of one layer, of a token on one rank (in the pack's share of a context-parallel rank)."""
+    size = WEIGHT_BYTES[config.precision]
+    # What sequence parallelism divides over tensor ranks.
+    part = 1 / layout.tensor if layout.sequence_parallel else 1.0
+    attention, mlp = (_cpu if device == "cpu" or config.precision == "fp32" else _gpu)(config, spec, layout, size, part)
+    return LayerActivations(attention, mlp, part * spec.hidden_size * size, _working(spec, layout, size, part))
+
+
+def head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadActivations:
+    """Of the last stage's log-probs."""
+    size = WEIGHT_BYTES[config.precision]
+    part = 1 / layout.tensor if layout.sequence_parallel else 1.0
+    vocabulary = layout.padded_vocab_size // layout.tensor
+    chunk = config.batch.log_prob_chunk_tokens
+    return HeadActivations(
+        row=spec.hidden_size * size + 40,
+        token=part * (8 * spec.hidden_size + 4),
+        working=(4 if layout.sequence_parallel else 2) * spec.hidden_size * size,
+        chunk_forward=chunk * vocabulary * 4,
+        chunk_backward=chunk * (vocabulary * (4 if size == 4 else 6) + spec.hidden_size * 4),
+    )
+
+
+def _heads(spec: ModelSpec, layout: Layout) -> tuple[float, float, float, float]:
+    """(query heads, key-value heads, elements of queries, elements of keys) of a tensor rank."""
+    query = spec.num_heads / layout.tensor
+    key = max(1.0, spec.num_kv_heads / layout.tensor)
+    return query, key, query * spec.head_dim, key * spec.head_dim
+
+
+def _cpu(config: Config, spec: ModelSpec, layout: Layout, size: int, part: float) -> tuple[float, float]:
+    """Megatron's plain layers with this package's norm and attention: sequences of one length, without context parallelism."""
+    hidden = spec.hidden_size
+    heads, kv_heads, query, key = _heads(spec, layout)
+    norm = part * (8 * hidden + 4)  # fp32 input, the same normalised, one scale
+    attention = norm + part * hidden * size
+    if spec.qk_norm:
+        # In fp32 no copy is made of the keys: they keep the fused projection's whole output alive.
+        attention += 8 * query + 4 * heads + 4 * kv_heads + 4 * key + 4 * (query + 2 * key if size == 4 else key)
+    attention += 4 * spec.head_dim * size  # cosines and sines, of queries and of keys
+    attention += (2 * key + 2 * query) * size + 4 * heads  # keys, values, queries, output, log-sum-exp
+    attention += query * size  # what the output projection multiplies
+    mlp = norm + part * hidden * size
+    if spec.moe is None:
+        return attention, mlp + 5 * spec.intermediate_size / layout.tensor * size
+    return attention, mlp + part * (5 * spec.moe.num_experts + spec.moe.experts_per_token * (20 + _routed(spec, layout, size, size)))
+
+
+def _gpu(config: Config, spec: ModelSpec, layout: Layout, size: int, part: float) -> tuple[float, float]:
+    """Transformer Engine's layers: norms fused into the linear layer that follows (but before experts)."""
+    hidden = spec.hidden_size
+    heads, kv_heads, query, key = _heads(spec, layout)
+    linear = _FP8_BYTES if config.precision == "fp8" else size
+    norm = part * (hidden * size + 4)
+    attention = norm + part * hidden * linear
+    attention += (query + 2 * key) * size  # the projection's output, whose part the values are
+    if spec.qk_norm:
+        attention += query * size + 4 * heads + 4 * kv_heads  # a copy of the queries, one scale a head
+    attention += (2 * query + key) * size + 4 * heads  # turned queries and keys, output, log-sum-exp
+    if config.precision == "fp8":
+        attention += query * linear  # the output once more, as the projection multiplies it
+    if spec.moe is None:
+        intermediate = spec.intermediate_size / layout.tensor
+        return attention, norm + part * hidden * linear + intermediate * (4 * size + linear)
+    routed = _routed(spec, layout, size, linear)
+    return attention, norm + part * (hidden * size + 5 * spec.moe.num_experts + spec.moe.experts_per_token * (20 + routed))
+
+
+def _routed(spec: ModelSpec, layout: Layout, size: float, linear: float) -> float:
+    """Bytes of a token at one expert: both products' inputs, gate and up, what the activation keeps, its probability.
+
+    With expert-tensor parallelism each rank sees the tokens of all, and has its part of every expert.
+    """
+    assert spec.moe is not None
+    return layout.expert_tensor * spec.hidden_size * linear + spec.moe.expert_intermediate_size * (5 * size + linear) + 4
+
+
+def _working(spec: ModelSpec, layout: Layout, size: float, part: float) -> float:
+    """Gradients and gathered inputs alive at the widest place of one layer's backward pass."""
+    gathered = spec.hidden_size * size
+    if spec.moe is None:
+        return 3 * spec.intermediate_size / layout.tensor * size + 3 * gathered
+    per_expert = layout.expert_tensor * 2 * spec.hidden_size + 3 * spec.moe.expert_intermediate_size
+    return part * spec.moe.experts_per_token * per_expert * size + 2 * gathered
