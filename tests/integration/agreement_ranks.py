@@ -165,8 +165,7 @@ class Trainer:
 
     def score(self, mini_batches: list[MiniBatch], temperature: float) -> dict[int, Scored]:
         """The old pass over these packs: by row of the rollout batch, on the ranks that report."""
-        # A run has one temperature; the engine reads it in every pass.
-        self.engine.config = self._at(temperature)
+        self._set_temperature(temperature)
         scored: dict[int, Scored] = {}
         for mini_batch in mini_batches:
             state = self.engine.old_pass(mini_batch.micro_batches)
@@ -177,7 +176,7 @@ class Trainer:
 
     def train(self, mini_batches: list[MiniBatch], temperature: float) -> list[np.ndarray]:
         """A step of the loop on a rollout batch: the log s of each mini-batch's trajectories, as it is trained on."""
-        self.engine.config = self._at(temperature)
+        self._set_temperature(temperature)
         old = [self.engine.old_pass(m.micro_batches) for m in mini_batches]
         settings = objective_settings(self.config)
         log_s = []
@@ -190,6 +189,10 @@ class Trainer:
 
     def digests(self) -> dict[str, str]:
         return policy_digests(PolicyTensors(self.spec, self.groups, self.engine.chunks), torch.float32)
+
+    def _set_temperature(self, temperature: float) -> None:
+        """A run has one temperature, given to the engine when it is made; these tests have two."""
+        self.engine.config = self.engine.pipeline.config = self._at(temperature)
 
     def _at(self, temperature: float) -> Config:
         return self.config.model_copy(update={"rollout": self.config.rollout.model_copy(update={"temperature": temperature})})
