@@ -1,5 +1,9 @@
 """Show what a configuration resolves to on how many ranks, or every reason why it cannot run.
 
+    gspo-mega plan my_run.yaml                                  layout, memory, time; exact where it can be, estimates named
+    gspo-mega plan my_run.yaml --search 4x8                     rank layouts on 4 nodes of 8 GPUs, write the YAML block
+    eval "$(gspo-mega plan my_run.yaml --shell)"                the numbers a job script needs
+
 Starts nothing and imports no torch, so it answers at once on a login node. Exit code 0: it can run; 2: it
 cannot, with a line for every reason.
 """
@@ -10,7 +14,10 @@ import argparse
 
 from gspo_mega.config import load_config, render_config, render_json_schema
 from gspo_mega.errors import ConfigError
-from gspo_mega.plan import plan_run, render_report
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.plan import estimate, plan_run, render_report
+from gspo_mega.plan.export import plan_json, plan_shell
+from gspo_mega.plan.search import parse_grid, render_search, search_layouts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="PATH", help="plan with this Hugging Face folder or config.json instead of model.path")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="what the ranks will run on, when it is known")
     parser.add_argument("--command", choices=("train", "sft", "eval", "certify"), help="also check what this command needs")
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+    parser.add_argument("--shell", action="store_true", help="print what a job script needs as shell variables")
+    parser.add_argument("--search", metavar="NODESxGPUS", help="rank the layouts on so many trainer nodes and GPUs a node")
     parser.add_argument("--resolved", action="store_true", help="print the configuration with every default written out, too")
     parser.add_argument("--json-schema", action="store_true", help="print the JSON Schema for editors and nothing else")
 
@@ -30,7 +40,16 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         raise ConfigError("gspo-mega plan: no configuration; for example: gspo-mega plan configs/quickstart.yaml")
     loaded = load_config(args.config, args.overrides, args.command)
-    print(render_report(plan_run(loaded, args.device, args.model)))
+    if args.search is not None:
+        spec = read_model_spec(args.model or loaded.config.model.path)
+        print(render_search(search_layouts(loaded.config, spec, *parse_grid(args.search))))
+        return 0
+    plan = plan_run(loaded, args.device, args.model)
+    figures = estimate(plan, loaded.where)
+    if args.json or args.shell:
+        print(plan_json(plan, figures) if args.json else plan_shell(plan, figures))
+        return 0
+    print(render_report(plan, figures))
     if args.resolved:
         print("\n" + render_config(loaded.config), end="")
     return 0

@@ -28,6 +28,9 @@ class Model(Section):
 class Cluster(Section):
     num_nodes: int = Field(default=1, ge=1, description="Trainer nodes.")
     ranks_per_node: int = Field(default=1, ge=1, description="Trainer ranks a node; one GPU each where there are GPUs.")
+    gpus_per_node: int | None = Field(default=None, ge=1, description="GPUs of one machine; ranks_per_node of them when absent.")
+    gpu: Literal["A100", "H100", "H200", "B200"] | None = Field(default=None, description="What `gspo-mega plan` measures memory and time against.")
+    gpu_memory_gib: float | None = Field(default=None, gt=0, description="Memory of one GPU in GiB, instead of that of `gpu`.")
     num_rollout_nodes: int = Field(default=0, ge=0, description="Nodes of a Slurm job that hold servers alone; 0: the servers share the trainer nodes.")
 
 

@@ -1,7 +1,8 @@
-"""What is decided before a process starts: the layout, its checks, a report. No torch."""
+"""What is decided before a process starts: the layout, its checks, what it costs, a report. No torch."""
 
+from gspo_mega.plan.estimate import Estimate, estimate
 from gspo_mega.plan.layout import Coordinates, Layout, resolve_layout
 from gspo_mega.plan.report import render_report
 from gspo_mega.plan.resolve import Plan, plan_run
 
-__all__ = ["Coordinates", "Layout", "Plan", "plan_run", "render_report", "resolve_layout"]
+__all__ = ["Coordinates", "Estimate", "Layout", "Plan", "estimate", "plan_run", "render_report", "resolve_layout"]

@@ -97,6 +97,17 @@ def _ranks(config: Config, sizes: Sizes) -> Iterator[Violation]:
             f"which tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {sizes.model} does not divide",
             " or ".join(f"{multiple} ranks in all" for multiple in multiples),
         )
+    cluster = config.cluster
+    if cluster.gpus_per_node is not None and cluster.ranks_per_node > cluster.gpus_per_node:
+        yield Violation(
+            "cluster.ranks_per_node", f"{cluster.ranks_per_node} ranks, one GPU each, on nodes of {cluster.gpus_per_node} GPUs", str(cluster.gpus_per_node)
+        )
+    if cluster.gpus_per_node is not None and config.server.tensor > cluster.gpus_per_node:
+        yield Violation(
+            "server.tensor",
+            f"a server on {config.server.tensor} GPUs does not fit on a node of {cluster.gpus_per_node}; sharing one over nodes is not supported",
+            str(cluster.gpus_per_node),
+        )
 
 
 def _model_division(config: Config, spec: ModelSpec) -> Iterator[Violation]:

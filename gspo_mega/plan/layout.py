@@ -1,6 +1,6 @@
 """Which rank does what: the sizes of every kind of parallelism and each rank's place in them.
 
-`resolve_layout` is the only way to a Layout: it refuses what cannot run (`checks.py`). Makes no process
+`resolve_layout` is the way to a Layout: it refuses what cannot run (`checks.py`). Makes no process
 groups; the engine does, in the same order.
 """
 
@@ -113,6 +113,14 @@ def resolve_layout(
                 for place, v in zip(lines, violations)
             )
         )
+    return layout_of(config, spec)
+
+
+def layout_of(config: Config, spec: ModelSpec, crossover_tokens: int | None = None) -> Layout:
+    """The layout of a configuration that has passed `check_layout`.
+
+    `crossover_tokens`: the model's, for who asks for many layouts of one model.
+    """
     sizes = Sizes.of(config)
     parallel = config.parallel
     num_sequences = config.batch.prompts_per_step * config.batch.group_size
@@ -133,7 +141,7 @@ def resolve_layout(
         sequence_multiple_tokens=sizes.sequence_multiple,
         pack_multiple_tokens=sizes.pack_multiple,
         mini_batch_sequences=tuple(quotient + (index < remainder) for index in range(config.batch.num_mini_batches)),
-        attention_crossover_tokens=attention_crossover_tokens(spec),
+        attention_crossover_tokens=crossover_tokens or attention_crossover_tokens(spec),
         # The allgather dispatcher gathers tokens over all ranks of an expert group as if each had equally many.
         equal_packs=spec.moe is not None and parallel.expert_dispatcher == "allgather",
     )

@@ -1,31 +1,37 @@
-"""A plan as text for a person: model, ranks, batches, servers, notices."""
+"""A plan as text for a person: model, ranks, batches, servers, memory, time, notices."""
 
 from __future__ import annotations
 
-from gspo_mega.model.sizes import count_parameters, forward_flops_per_token
 from gspo_mega.plan.checks import Sizes
+from gspo_mega.plan.estimate import Estimate, estimate
+from gspo_mega.plan.gpus import ASSUMPTIONS
+from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.resolve import Plan
 
 _MOST_RANKS_SHOWN = 16
 
 
-def render_report(plan: Plan) -> str:
-    """The report that `gspo-mega plan` prints, without a newline at its end."""
+def render_report(plan: Plan, figures: Estimate | None = None) -> str:
+    """The report that `gspo-mega plan` prints, without a newline at its end. `figures`: the plan's, made here when absent."""
+    figures = figures or estimate(plan)
     sections = {
-        "model": _model(plan),
-        "ranks": [*_ranks(plan), *_rank_table(plan)],
+        "model": _model(plan, figures),
+        "ranks": [*_ranks(plan), *_groups(figures), *_rank_table(plan)],
         "batch": _batch(plan),
-        "server": _servers(plan),
-        "notice": list(plan.notices),
+        "server": _servers(plan, figures),
+        "state": _state(figures),
+        "memory": _memory(figures),
+        "time": _time(figures),
+        "save": [f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed"] if figures.time else [],
+        "notice": [*plan.notices, *figures.notices],
     }
     return "\n".join(
         f"{title if index == 0 else '':<8} {line}".rstrip() for title, lines in sections.items() for index, line in enumerate(lines)
     )
 
 
-def _model(plan: Plan) -> list[str]:
-    spec, config = plan.spec, plan.config
-    counts = count_parameters(spec)
+def _model(plan: Plan, figures: Estimate) -> list[str]:
+    spec, config, counts = plan.spec, plan.config, figures.counts
     longest = Sizes.of(config).longest_sequence
     shape = (
         f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} heads x {spec.head_dim} "
@@ -39,7 +45,7 @@ def _model(plan: Plan) -> list[str]:
         f"{plan.model}, {config.precision}",
         shape,
         f"{_quantity(counts.total)} parameters, {_quantity(counts.active)} active a token; "
-        f"{_quantity(forward_flops_per_token(spec, longest))} FLOPs a token forward, at {longest} tokens",
+        f"{_quantity(figures.flops_per_token)} FLOPs a token forward, at {longest} tokens",
     ]
 
 
@@ -67,6 +73,13 @@ def _ranks(plan: Plan) -> list[str]:
             f"x pipeline {layout.pipeline}, {plan.spec.moe.num_experts // layout.expert} experts a rank"
         )
     return lines
+
+
+def _groups(figures: Estimate) -> list[str]:
+    inside = [span.name for span in figures.spans if span.nodes == 1]
+    outside = [f"{span.name} over {span.nodes} nodes" for span in figures.spans if span.nodes > 1]
+    parts = [f"inside a node: {', '.join(inside)}"] if inside else []
+    return ["groups " + "; ".join([*parts, *outside])] if figures.spans else []
 
 
 def _rank_table(plan: Plan) -> list[str]:
@@ -109,14 +122,63 @@ def _batch(plan: Plan) -> list[str]:
     return lines
 
 
-def _servers(plan: Plan) -> list[str]:
+def _servers(plan: Plan, figures: Estimate) -> list[str]:
     config = plan.config
     server, rollout = config.server, config.rollout
     context = server.context_tokens or Sizes.of(config).longest_sequence
-    return [
-        f"{server.num_servers} x tensor {server.tensor} on {server.host}, {context} tokens of context, "
+    lines = [
+        f"{server.num_servers} x tensor {server.tensor} on {server.host}, ports chosen at start, {context} tokens of context, "
         f"at most {rollout.max_concurrent_requests} open requests each; weights by {config.publish.method}"
     ]
+    if figures.servers.nodes is not None and figures.limit is not None:
+        lines.append(f"{figures.servers.num_gpus} GPUs on {figures.servers.nodes} nodes of their own")
+    if (memory := figures.servers.memory) is not None:
+        lines.append(f"a GPU: {_gib(memory.weights)} weights, {_gib(memory.cache)} cache, which holds {_quantity(memory.cache_tokens)} tokens a server")
+    return lines
+
+
+def _state(figures: Estimate) -> list[str]:
+    """Exact: elements and bytes of the fullest rank of the first and the last stage."""
+    shown = sorted({0, len(figures.states) - 1})
+    lines = []
+    for stage in shown:
+        state, size = figures.states[stage]
+        where = "a rank" if len(figures.states) == 1 else f"a rank of stage {stage}"
+        lines.append(
+            f"{where}: {_quantity(state.parameters)} parameters and gradients, {_quantity(state.padding)} padding, optimizer state of "
+            f"{_quantity(state.optimized)}: {_gib(size.on_device)}" + (f" and {_gib(size.offloaded)} on the host" if size.offloaded else "")
+        )
+    return lines
+
+
+def _memory(figures: Estimate) -> list[str]:
+    memory, limit = figures.memory, figures.limit
+    if memory is None or limit is None:
+        return []
+    verdict = f"fits, {_gib(limit - memory.peak)} to spare" if figures.fits else f"does not fit, {_gib(memory.peak - limit)} too much"
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in memory.parts.items() if size >= 2**20)
+    return [
+        f"peak {_gib(memory.peak)} of {_gib(limit)} in {memory.peak_phase}, on stage {memory.stage}: {verdict}",
+        parts,
+        "phases: " + ", ".join(f"{phase} {_gib(size)}" for phase, size in memory.phases.items()),
+        "estimate: the state is exact, activations and the rest are formulas that no GPU has verified yet",
+    ]
+
+
+def _time(figures: Estimate) -> list[str]:
+    time = figures.time
+    if time is None:
+        return []
+    return [
+        f"about {time.total:.0f} s a step: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in time.phases.items()) + f"; bottleneck {time.bottleneck}",
+        "training: " + ", ".join(f"{part} {seconds:.1f}" for part, seconds in time.train.training.items()),
+        f"one step off-policy would save about {time.saved_one_step_off:.0f} s of it",
+        *(f"assumed: {line}" for line in ASSUMPTIONS),
+    ]
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _quantity(number: float) -> str:

@@ -1,0 +1,147 @@
+"""All figures of a plan in one place: state exact, memory and time estimated, checkpoint size, where groups lie.
+
+Owns putting them together and the verdict against a GPU; how they are shown is `report.py` and `export.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gspo_mega.errors import PlanError
+from gspo_mega.model.sizes import ParameterCounts, count_parameters, forward_flops_per_token
+from gspo_mega.plan.checks import Sizes
+from gspo_mega.plan.gpus import GPUS
+from gspo_mega.plan.memory import GIB, Memory, ServerMemory, gpu_bytes, server_memory, trainer_memory
+from gspo_mega.plan.resolve import Plan
+from gspo_mega.plan.shares import ModelShares, State, StateBytes, state_bytes
+from gspo_mega.plan.timing import StepTime, checkpoint_bytes, save_seconds, step_time
+
+
+@dataclass(frozen=True)
+class Span:
+    """A kind of group: how many ranks, over how many nodes one group reaches."""
+
+    name: str
+    size: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Servers:
+    """`nodes`: machines that servers need besides those of the trainer, where a machine's GPUs are known; None where all
+    fit beside the ranks of one machine."""
+
+    num_gpus: int
+    nodes: int | None
+    memory: ServerMemory | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`states`: of the fullest rank of each pipeline stage. `memory`, `time`: None where no GPU is named (`time`: none by
+    name). `limit`: bytes of one GPU. `notices`: what these figures warn of."""
+
+    counts: ParameterCounts
+    flops_per_token: float
+    states: tuple[tuple[State, StateBytes], ...]
+    spans: tuple[Span, ...]
+    servers: Servers
+    limit: int | None
+    memory: Memory | None
+    time: StepTime | None
+    checkpoint_bytes: int
+    save_seconds: float
+    notices: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """The verdict: does the estimate stay within the GPU? None where there is nothing to compare with."""
+        return None if self.memory is None or self.limit is None else self.memory.peak <= self.limit
+
+
+def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuration") -> Estimate:
+    """Raises PlanError, with the place of the GPU's key, where weights, gradients and optimizer state alone exceed it."""
+    config, layout, spec = plan.config, plan.layout, plan.spec
+    shares, counts = ModelShares(spec), count_parameters(spec)
+    states = []
+    for stage in range(layout.pipeline):
+        state = shares.state(config, layout, stage).largest
+        states.append((state, state_bytes(config, state)))
+    limit = gpu_bytes(config)
+    memory = trainer_memory(config, layout, shares) if limit is not None else None
+    key = "cluster.gpu_memory_gib" if config.cluster.gpu_memory_gib is not None else "cluster.gpu"
+    if memory is not None and limit is not None and memory.exact > limit:
+        raise PlanError(
+            f"{where(key)}: {key}: weights, gradients and optimizer state take {memory.exact / GIB:.1f} GiB of a GPU with "
+            f"{limit / GIB:.1f} GiB before anything is computed; more ranks, more parallelism, or optimizer.distributed, "
+            "optimizer.moments_dtype, optimizer.cpu_offload_fraction"
+        )
+    time = None
+    if config.cluster.gpu is not None:
+        time = step_time(config, layout, shares, GPUS[config.cluster.gpu], counts.total)
+    saved = checkpoint_bytes(config, counts.total)
+    spans = tuple(_spans(plan))
+    return Estimate(
+        counts=counts,
+        flops_per_token=forward_flops_per_token(spec, Sizes.of(config).longest_sequence),
+        states=tuple(states),
+        spans=spans,
+        servers=_servers(plan, counts.total, limit),
+        limit=limit,
+        memory=memory,
+        time=time,
+        checkpoint_bytes=saved,
+        save_seconds=save_seconds(saved),
+        notices=tuple(_notices(plan, spans, memory, limit)),
+    )
+
+
+def _spans(plan: Plan) -> list[Span]:
+    layout, node = plan.layout, plan.config.cluster.ranks_per_node
+    model = layout.tensor * layout.context
+    # (name, ranks of a group, how far apart neighbours are)
+    kinds = [
+        ("tensor", layout.tensor, 1),
+        ("context", layout.context, layout.tensor),
+        ("data", layout.data, model),
+        ("pipeline", layout.pipeline, layout.world_size // layout.pipeline),
+    ]
+    if plan.spec.moe is not None:
+        kinds += [
+            ("expert", layout.expert, layout.expert_tensor),
+            ("expert tensor", layout.expert_tensor, 1),
+            ("expert data", layout.expert_data, layout.expert_tensor * layout.expert),
+        ]
+    return [Span(name, size, len({index * apart // node for index in range(size)})) for name, size, apart in kinds if size > 1]
+
+
+def _servers(plan: Plan, total_parameters: int, limit: int | None) -> Servers:
+    config = plan.config
+    server, cluster = config.server, config.cluster
+    num_gpus = server.num_servers * server.tensor
+    node = cluster.gpus_per_node or cluster.ranks_per_node
+    nodes = None
+    if cluster.num_nodes > 1 or cluster.ranks_per_node + num_gpus > node:
+        nodes = math.ceil(server.num_servers / max(1, node // server.tensor))
+    memory = server_memory(config, plan.spec, total_parameters, limit) if limit is not None else None
+    return Servers(num_gpus, nodes, memory)
+
+
+def _notices(plan: Plan, spans: tuple[Span, ...], memory: Memory | None, limit: int | None) -> list[str]:
+    found = []
+    for span in spans:
+        # Tensor groups are the layout's own notice.
+        if span.name == "expert" and span.nodes > 1:
+            found.append(f"expert groups of {span.size} ranks span {span.nodes} nodes: tokens go over the network in every layer; slower than inside a node")
+    if memory is not None and limit is not None and memory.peak > limit:
+        part = max(memory.parts, key=lambda name: memory.parts[name])
+        found.append(
+            f"does not fit by estimate: {memory.peak / GIB:.1f} GiB in {memory.peak_phase} on GPUs of {limit / GIB:.1f} GiB, "
+            f"most of it {part} ({memory.parts[part] / GIB:.1f})"
+        )
+    server = _servers(plan, 0, None)
+    if limit is not None and plan.config.cluster.gpus_per_node is None and server.nodes is not None and plan.config.cluster.num_nodes == 1:
+        found.append("cluster.gpus_per_node is not given: servers are counted on machines of their own")
+    return found

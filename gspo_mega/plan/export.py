@@ -1,0 +1,69 @@
+"""A plan for programs: one JSON object, or shell variables for a job script."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+from typing import Any
+
+from gspo_mega.plan.estimate import Estimate
+from gspo_mega.plan.gpus import ASSUMPTIONS
+from gspo_mega.plan.resolve import Plan
+
+
+def plan_json(plan: Plan, figures: Estimate) -> str:
+    """Everything the report says, in bytes, seconds and elements; estimates are under `memory` and `time`."""
+    memory, time = figures.memory, figures.time
+    value: dict[str, Any] = {
+        "run": {"name": plan.config.run.name, "dir": plan.config.run.dir},
+        "model": {
+            "path": str(plan.model), "family": plan.spec.family, "parameters": figures.counts.total,
+            "active_parameters": figures.counts.active, "forward_flops_per_token": figures.flops_per_token,
+        },
+        "cluster": plan.config.cluster.model_dump(),
+        "layout": asdict(plan.layout),
+        "groups": [asdict(span) for span in figures.spans],
+        "servers": {
+            "num_servers": plan.config.server.num_servers, "tensor": plan.config.server.tensor, "num_gpus": figures.servers.num_gpus,
+            "nodes": figures.servers.nodes, "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
+        },
+        "state": [{"stage": stage, "elements": asdict(state), "bytes": asdict(size)} for stage, (state, size) in enumerate(figures.states)],
+        "memory": None,
+        "time": None,
+        "checkpoint": {"bytes": figures.checkpoint_bytes, "save_seconds": figures.save_seconds},
+        "fits": figures.fits,
+        "notices": [*plan.notices, *figures.notices],
+    }  # fmt: skip
+    if memory is not None:
+        value["memory"] = {
+            "limit_bytes": figures.limit, "peak_bytes": memory.peak, "peak_phase": memory.peak_phase, "stage": memory.stage,
+            "parts_bytes": memory.parts, "phases_bytes": memory.phases, "offloaded_bytes": memory.offloaded, "verified_on_gpu": False,
+        }  # fmt: skip
+    if time is not None:
+        value["time"] = {
+            "phases_seconds": time.phases, "training_seconds": time.train.training, "total_seconds": time.total,
+            "bottleneck": time.bottleneck, "saved_one_step_off_seconds": time.saved_one_step_off, "assumptions": list(ASSUMPTIONS),
+        }  # fmt: skip
+    return json.dumps(value, indent=2)
+
+
+def plan_shell(plan: Plan, figures: Estimate) -> str:
+    """`GSPO_NAME=value` lines for `eval` in a job script; nothing in them needs further quoting."""
+    cluster, server = plan.config.cluster, plan.config.server
+    values = {
+        "RUN_NAME": plan.config.run.name,
+        "RUN_DIR": f"{plan.config.run.dir}/{plan.config.run.name}",
+        "TRAINER_NODES": cluster.num_nodes,
+        "RANKS_PER_NODE": cluster.ranks_per_node,
+        "WORLD_SIZE": plan.layout.world_size,
+        "GPUS_PER_NODE": cluster.gpus_per_node or cluster.ranks_per_node,
+        "NUM_SERVERS": server.num_servers,
+        "SERVER_TENSOR": server.tensor,
+        "SERVER_GPUS": figures.servers.num_gpus,
+        "ROLLOUT_NODES": figures.servers.nodes or 0,
+        "CHECKPOINT_BYTES": figures.checkpoint_bytes,
+        "SAVE_SECONDS": round(figures.save_seconds) + 1,
+        "FITS": {None: "unknown", True: "yes", False: "no"}[figures.fits],
+    }
+    return "\n".join(f"GSPO_{name}={shlex.quote(str(value))}" for name, value in values.items())

@@ -1,0 +1,56 @@
+"""GPUs by name: memory, rates and links, and what share of a rate is reached. All that estimates of time rest on.
+
+Peaks are the vendor's, dense, one direction. Shares come from published end-to-end figures, named at each, raised by
+what those lose to communication and pipeline bubbles, which the estimate counts itself. None was measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`memory_gib`: as the driver leaves it to a process. FLOP/s and bytes/s at their peaks. `network`: of one GPU's share
+    of its node's InfiniBand, 400 Gb/s (A100: 200)."""
+
+    memory_gib: float
+    bf16_flops: float
+    fp8_flops: float
+    memory_bytes_per_second: float
+    nvlink_bytes_per_second: float
+    network_bytes_per_second: float
+
+
+# NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM, HGX B200. FP8 on A100 computes nothing.
+GPUS = {
+    "A100": Gpu(79.0, 312e12, 312e12, 2.04e12, 300e9, 25e9),
+    "H100": Gpu(79.0, 989e12, 1979e12, 3.35e12, 450e9, 50e9),
+    "H200": Gpu(139.5, 989e12, 1979e12, 4.8e12, 450e9, 50e9),
+    "B200": Gpu(178.0, 2250e12, 4500e12, 7.7e12, 900e9, 50e9),
+}
+DEFAULT_GPU = "H100"
+
+# Large matrix products. Llama 3 (arXiv:2407.21783, table 4): 43 % of BF16's peak end to end on 8192 H100; NeMo 24.12's
+# performance summary: 37 % of FP8's for Llama-3-70B on 64.
+MATRIX_SHARE = {"fp32": 0.06, "bf16": 0.55, "fp8": 0.47}
+# Grouped products of many experts. Qwen2-57B-A14B: 39 % end to end on H100 (arXiv:2504.14960).
+EXPERT_SHARE = {"fp32": 0.05, "bf16": 0.47, "fp8": 0.35}
+# Attention, forward and backward together (FlashAttention-2 on H100, arXiv:2407.08608, figures 5 and 6).
+ATTENTION_SHARE = 0.40
+# A product whose narrowest side has n elements reaches n / (n + this) of the share.
+NARROW_ELEMENTS = 128
+LINK_SHARE = 0.75
+MEMORY_SHARE = 0.60
+# The least time of one layer's forward pass: its kernels' launches.
+LAYER_SECONDS = 150e-6
+# A parallel file system, of the whole job.
+STORAGE_BYTES_PER_SECOND = 10e9
+
+ASSUMPTIONS = (
+    "prompts and responses are half as long as their limits on average; experts evenly loaded; packs full",
+    f"share of peak: matrices {MATRIX_SHARE['bf16']:.0%} (FP8 {MATRIX_SHARE['fp8']:.0%}), experts {EXPERT_SHARE['bf16']:.0%} "
+    f"(FP8 {EXPERT_SHARE['fp8']:.0%}), attention {ATTENTION_SHARE:.0%}, links {LINK_SHARE:.0%}, memory {MEMORY_SHARE:.0%}",
+    "tensor and expert exchange is not hidden behind computation; context exchange is; storage "
+    f"{STORAGE_BYTES_PER_SECOND / 1e9:.0f} GB/s; scoring, evaluation and start-up are left out",
+)

@@ -1,0 +1,157 @@
+"""Memory of one GPU over a step, by part and by phase; and of a GPU that serves rollouts.
+
+State is exact (`shares.py`); activations are formulas (`activations.py`); the reserve is a rule of thumb. Trainer and
+servers have GPUs of their own. Knows no framework and allocates nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gspo_mega.config.schema import Config
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.activations import head_activations, layer_activations
+from gspo_mega.plan.checks import Sizes
+from gspo_mega.plan.gpus import GPUS
+from gspo_mega.plan.layout import Layout
+from gspo_mega.plan.shares import WEIGHT_BYTES, ModelShares, state_bytes
+
+GIB = 2**30
+# Context, NCCL's buffers and library workspaces; and what fragmentation of the allocator costs of activations.
+RESERVE_BYTES = 4 * GIB
+FRAGMENTATION = 0.08
+# Tokens that the busiest expert-parallel rank receives, as a multiple of the mean.
+EXPERT_IMBALANCE = 1.3
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank. `parts`: by what they are, each at the peak. `phases`: totals by phase of a step. `stage`:
+    the pipeline stage of that rank. `exact`: the part that is there whatever the estimates are worth."""
+
+    parts: dict[str, int]
+    phases: dict[str, int]
+    stage: int
+    exact: int
+    offloaded: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: self.phases[phase])
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """Bytes on one GPU of a server. `cache_tokens`: of all GPUs of a server together."""
+
+    weights: int
+    cache: int
+    cache_tokens: int
+
+
+def gpu_bytes(config: Config) -> int | None:
+    """Memory of one GPU that the configuration names, None where it names none."""
+    cluster = config.cluster
+    if cluster.gpu_memory_gib is not None:
+        return int(cluster.gpu_memory_gib * GIB)
+    return int(GPUS[cluster.gpu].memory_gib * GIB) if cluster.gpu is not None else None
+
+
+def trainer_memory(config: Config, layout: Layout, shares: ModelShares) -> Memory:
+    """Of the rank of the trainer that needs most. GPU terms."""
+    stages = {0, layout.pipeline - 1}
+    return max((_stage(config, layout, shares, stage) for stage in sorted(stages)), key=lambda memory: memory.peak)
+
+
+def in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
+    """Model chunks times micro-batches whose activations one stage holds at once, under Megatron's schedules."""
+    if layout.pipeline == 1:
+        return 1
+    if layout.virtual_pipeline is None:
+        return min(layout.pipeline - stage, num_micro_batches)
+    warm_up = (layout.pipeline - stage - 1) * 2 + (layout.virtual_pipeline - 1) * layout.pipeline
+    return min(warm_up + 1, num_micro_batches * layout.virtual_pipeline)
+
+
+def most_micro_batches(config: Config, layout: Layout) -> int:
+    """Packs of one optimizer step on a data-parallel rank, were every trajectory as long as it may be."""
+    sequences = -(-layout.mini_batch_sequences[0] // layout.data)
+    a_pack = max(1, config.batch.micro_batch_tokens // Sizes.of(config).longest_sequence)
+    return -(-sequences // a_pack)
+
+
+@dataclass
+class _Parts:
+    """Bytes by part, in each phase."""
+
+    always: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def totals(self) -> dict[str, int]:
+        return {phase: sum(self.always.values()) + sum(parts.values()) for phase, parts in self.phases.items()}
+
+
+def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> Memory:
+    spec = shares.spec
+    state = shares.state(config, layout, stage).largest
+    size = state_bytes(config, state)
+    parts = _Parts()
+    parts.always = {
+        "weights": size.weights, "gradients": size.gradients, "padding": size.padding, "main weights": size.main, "moments": size.moments,
+        "FP8 copies": size.fp8_copies, "reference": state.parameters * WEIGHT_BYTES[config.precision] if config.kl.coefficient > 0 else 0,
+        "reserve": RESERVE_BYTES,
+    }  # fmt: skip
+    exact = sum(parts.always.values()) - RESERVE_BYTES
+    tokens = config.batch.micro_batch_tokens / layout.context
+    layer, head = layer_activations(config, spec, layout, "gpu"), head_activations(config, spec, layout)
+    uneven = EXPERT_IMBALANCE if spec.moe is not None and layout.expert > 1 else 1.0
+    kept, blocks = layer.attention + layer.mlp * uneven, layout.layers_per_chunk
+    a_chunk, working = blocks * kept, layer.working * uneven
+    if config.recompute.granularity == "full":
+        a_chunk = blocks / config.recompute.num_layers * layer.layer_input
+        working += config.recompute.num_layers * kept  # the block that is being recomputed
+    is_last = stage == layout.pipeline - 1
+    chunks = in_flight(layout, stage, most_micro_batches(config, layout))
+    buffers = round(4 * tokens * layer.layer_input) if layout.pipeline > 1 else 0
+    whole = max((e for e in _largest(spec)), default=0) * WEIGHT_BYTES[config.precision]
+
+    def activations(saved: float) -> dict[str, int]:
+        return {"activations": round(tokens * saved), "fragmentation": round(FRAGMENTATION * tokens * saved)}
+
+    parts.phases["old pass"] = {
+        **activations(working), "logits": (head.chunk_forward + round(tokens * head.working)) * is_last, "pipeline buffers": buffers,
+    }  # fmt: skip
+    head_saved = (head.row + head.token) if is_last else 0.0
+    parts.phases["training"] = {
+        **activations(chunks * a_chunk + working + head_saved),
+        "logits": (head.chunk_backward + round(tokens * head.working)) * is_last, "pipeline buffers": buffers,
+    }  # fmt: skip
+    parts.phases["optimizer"] = {}
+    bucket = config.publish.bucket_bytes if config.publish.method == "distributed" else 0
+    parts.phases["publish"] = {"publish": 2 * whole + bucket}
+    totals = parts.totals()
+    peak = max(totals, key=lambda phase: totals[phase])
+    return Memory({**parts.always, **parts.phases[peak]}, totals, stage, exact, size.offloaded)
+
+
+def _largest(spec: ModelSpec) -> list[int]:
+    """Elements of the tensors that may be the model's largest: embedding and MLP."""
+    width = spec.intermediate_size if spec.moe is None else spec.moe.expert_intermediate_size
+    return [spec.vocab_size * spec.hidden_size, width * spec.hidden_size]
+
+
+def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory_bytes: int) -> ServerMemory:
+    """Of one GPU of a server. SGLang takes `memory_fraction` for weights and KV cache; a server's ranks share the key-value heads."""
+    server = config.server
+    size = 4 if config.precision == "fp32" else 2
+    weights = total_parameters * size // server.tensor
+    token = 2 * spec.num_layers * max(1, spec.num_kv_heads // server.tensor) * spec.head_dim * size
+    room = max(0, int(memory_bytes * server.memory_fraction) - weights)
+    tokens = room // token
+    if server.max_total_tokens is not None:
+        tokens = min(tokens, server.max_total_tokens)
+    return ServerMemory(weights, tokens * token, tokens)

@@ -1,0 +1,256 @@
+"""Seconds of a step by phase, an estimate: the model's FLOPs and bytes over the rates of `gpus.py`.
+
+Owns the arithmetic; its assumptions are `gpus.ASSUMPTIONS`, to be shown with every figure. What matters is less the
+second than which layout, and which phase, is slower.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gspo_mega.config.schema import Config
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.gpus import (
+    ATTENTION_SHARE,
+    EXPERT_SHARE,
+    LAYER_SECONDS,
+    LINK_SHARE,
+    MATRIX_SHARE,
+    MEMORY_SHARE,
+    NARROW_ELEMENTS,
+    STORAGE_BYTES_PER_SECOND,
+    Gpu,
+)
+from gspo_mega.plan.layout import Layout
+from gspo_mega.plan.memory import server_memory
+from gspo_mega.plan.shares import GRADIENT_BYTES, MAIN_BYTES, MOMENT_BYTES, WEIGHT_BYTES, ModelShares
+
+# Forward passes that a backward pass costs.
+_BACKWARD = 2
+# What the optimizer reads and writes of an element besides moments: gradient, main weight twice, weight.
+_OPTIMIZER_BYTES = 4 + 2 * 4 + 2
+
+
+@dataclass(frozen=True)
+class TrainTime:
+    """Seconds of a step on the trainer. `old_pass`: with the reference's. The parts of `training` add up to it."""
+
+    old_pass: float
+    training: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return self.old_pass + sum(self.training.values())
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds. `saved_one_step_off`: what rolling out the next batch while training on this one would save of a step."""
+
+    rollout: float
+    train: TrainTime
+    publish: float
+
+    @property
+    def phases(self) -> dict[str, float]:
+        return {"rollout": self.rollout, "old pass": self.train.old_pass, "training": sum(self.train.training.values()), "publish": self.publish}
+
+    @property
+    def total(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.phases, key=lambda phase: self.phases[phase])
+
+    @property
+    def saved_one_step_off(self) -> float:
+        return min(self.rollout, self.train.total)
+
+
+def mean_tokens(config: Config) -> tuple[int, int]:
+    """(prompt, response) tokens of an average trajectory, by assumption."""
+    return max(1, config.data.max_prompt_tokens // 2), max(1, config.rollout.max_new_tokens // 2)
+
+
+def step_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu, total_parameters: int) -> StepTime:
+    weight_bytes = total_parameters * (4 if config.precision == "fp32" else 2)
+    # Servers receive side by side; each node's link carries the whole model once.
+    publish = weight_bytes / (LINK_SHARE * gpu.network_bytes_per_second)
+    if config.publish.method == "disk":
+        publish = (1 + config.server.num_servers) * weight_bytes / STORAGE_BYTES_PER_SECOND
+    return StepTime(
+        rollout=rollout_seconds(config, shares.spec, gpu, total_parameters),
+        train=train_time(config, layout, shares, gpu),
+        publish=publish,
+    )
+
+
+def rollout_seconds(config: Config, spec: ModelSpec, gpu: Gpu, total_parameters: int) -> float:
+    """Decoding all responses: waves of as many requests as fit a server's cache, then the longest response alone.
+
+    A decode step reads every weight once (with experts: as many as the batch goes to) and the cache of its sequences.
+    """
+    server, rollout = config.server, config.rollout
+    prompt, response = mean_tokens(config)
+    memory = server_memory(config, spec, total_parameters, int(gpu.memory_gib * 2**30))
+    sequences = config.batch.prompts_per_step * config.batch.group_size / server.num_servers
+    length = prompt + response
+    batch = max(1.0, min(sequences, rollout.max_concurrent_requests, memory.cache_tokens / length))
+    token_bytes = memory.cache / max(1, memory.cache_tokens)
+
+    def decode_step(num_sequences: float) -> float:
+        read = memory.weights * _share_read(spec, num_sequences) + num_sequences * length * token_bytes
+        flops = 2 * _active(spec, total_parameters) * num_sequences / server.tensor
+        return max(read / (MEMORY_SHARE * gpu.memory_bytes_per_second), flops / (MATRIX_SHARE["bf16"] * gpu.bf16_flops))
+
+    full = sequences / batch * response * decode_step(batch)
+    tail = (rollout.max_new_tokens - response) * decode_step(max(1.0, batch / 10))
+    return full + tail
+
+
+def _active(spec: ModelSpec, total_parameters: int) -> float:
+    if spec.moe is None:
+        return total_parameters
+    experts = 3 * spec.num_layers * spec.moe.num_experts * spec.hidden_size * spec.moe.expert_intermediate_size
+    return total_parameters - experts * (1 - spec.moe.experts_per_token / spec.moe.num_experts)
+
+
+def _share_read(spec: ModelSpec, num_sequences: float) -> float:
+    """Share of the weights that a decode step of so many tokens touches."""
+    if spec.moe is None:
+        return 1.0
+    return 1 - (1 - spec.moe.experts_per_token / spec.moe.num_experts) ** num_sequences
+
+
+def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> TrainTime:
+    """Old pass and all optimizer steps of one rollout batch, on the busiest rank."""
+    spec, batch = shares.spec, config.batch
+    prompt, response = mean_tokens(config)
+    tokens = batch.prompts_per_step * batch.group_size * (prompt + response) / layout.data
+    num_micro = max(1, math.ceil(tokens / batch.num_mini_batches / batch.micro_batch_tokens))
+    micro_tokens = tokens / batch.num_mini_batches / num_micro
+    layer = _Layer(config, layout, spec, gpu, micro_tokens / layout.context, prompt + response)
+    layers = spec.num_layers / layout.pipeline
+    head = _head_seconds(config, layout, spec, gpu, micro_tokens / layout.context * response / (prompt + response))
+
+    def forward(part: float) -> float:
+        return max(part * layers, LAYER_SECONDS * layers * part / max(layer.total, 1e-30))
+
+    num_steps, passes = batch.num_mini_batches, num_micro * batch.num_mini_batches
+    again = 1 if config.recompute.granularity == "full" else 0
+    chunks = layout.virtual_pipeline or 1
+    bubble = (layout.pipeline - 1) / (chunks * num_micro)
+    compute = passes * forward(layer.compute) * (1 + again + _BACKWARD)
+    head_time = passes * head * (1 + 1 + _BACKWARD)  # its logits are computed again in the backward pass
+    exchange = passes * forward(layer.exchange) * (1 + again + 1.5)
+    forward_pass = (passes * (forward(layer.compute) + forward(layer.exchange) + head)) * (1 + bubble)
+    runs_old_pass = config.old_log_probs == "trainer" and num_steps > 1
+    num_passes = runs_old_pass + (config.kl.coefficient > 0)
+    state = shares.state(config, layout, 0).largest
+    update = state.optimized * (_OPTIMIZER_BYTES + 4 * MOMENT_BYTES[config.optimizer.moments_dtype]) / (MEMORY_SHARE * gpu.memory_bytes_per_second)
+    return TrainTime(
+        old_pass=forward_pass * num_passes,
+        training={
+            "layers": compute,
+            "head": head_time,
+            "exchange": exchange,
+            "bubble": bubble * (compute + head_time + exchange),
+            "gradients": num_steps * _gradient_seconds(config, layout, shares, gpu),
+            "optimizer": num_steps * update,
+        },
+    )
+
+
+class _Layer:
+    """Seconds of one layer's forward pass over one micro-batch on one rank: `compute`, and `exchange` with other ranks."""
+
+    def __init__(self, config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, tokens: float, length: int) -> None:
+        kind = config.precision
+        peak = gpu.fp8_flops if kind == "fp8" else gpu.bf16_flops
+        hidden, tensor = spec.hidden_size, layout.tensor
+        query, key = spec.num_heads * spec.head_dim / tensor, max(1, spec.num_kv_heads / tensor) * spec.head_dim
+        projections = 2 * tokens * hidden * (2 * query + 2 * key) / (peak * MATRIX_SHARE[kind] * _width(min(hidden, query)))
+        attended = 4 * tokens * query * (length + 1) / 2 / (gpu.bf16_flops * (ATTENTION_SHARE if kind != "fp32" else MATRIX_SHARE["fp32"]))
+        if spec.moe is None:
+            width = spec.intermediate_size / tensor
+            mlp = 6 * tokens * hidden * width / (peak * MATRIX_SHARE[kind] * _width(width))
+        else:
+            width = spec.moe.expert_intermediate_size / layout.expert_tensor
+            # A rank's routed tokens spread over its experts: few tokens an expert make its products narrow too.
+            own = tokens / (tensor if layout.sequence_parallel else 1)
+            routed = own * spec.moe.experts_per_token * layout.expert_tensor
+            an_expert = routed * layout.expert / spec.moe.num_experts
+            mlp = 6 * routed * hidden * width / (peak * EXPERT_SHARE[kind] * _width(width) * _width(an_expert))
+        self.compute = projections + attended + mlp
+        self.exchange = self._exchange(config, layout, spec, gpu, tokens, 2 * key, attended)
+        self.total = self.compute + self.exchange
+
+    def _exchange(self, config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, tokens: float, keys: float, attended: float) -> float:
+        size, node = WEIGHT_BYTES[config.precision], config.cluster.ranks_per_node
+        row = tokens * spec.hidden_size * size
+        seconds = 0.0
+        if layout.tensor > 1:
+            # A gather before and a scatter after attention, and the same around a dense MLP.
+            times = 4 if spec.moe is None else 2
+            seconds += times * row * (layout.tensor - 1) / layout.tensor / _link(gpu, layout.tensor, node)
+        if layout.context > 1:
+            ring = tokens * keys * size * (layout.context - 1) / _link(gpu, layout.tensor * layout.context, node)
+            seconds += max(0.0, ring - attended)
+        if spec.moe is not None and layout.expert * layout.expert_tensor > 1:
+            sent = 2 * row / (layout.tensor if layout.sequence_parallel else 1) * spec.moe.experts_per_token * layout.expert_tensor
+            seconds += _all_to_all(gpu, sent, layout.expert * layout.expert_tensor, node)
+        if layout.pipeline > 1:
+            sends = (layout.virtual_pipeline or 1) / (spec.num_layers / layout.pipeline)
+            seconds += sends * row / (layout.tensor if layout.sequence_parallel else 1) / (LINK_SHARE * gpu.network_bytes_per_second)
+        return seconds
+
+
+def _head_seconds(config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, rows: float) -> float:
+    """Logits of one micro-batch's response tokens; in bf16 at most. The stages wait for the last: it counts once a stage."""
+    kind = "fp32" if config.precision == "fp32" else "bf16"
+    return 2 * rows * spec.hidden_size * layout.padded_vocab_size / layout.tensor / (gpu.bf16_flops * MATRIX_SHARE[kind])
+
+
+def _gradient_seconds(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> float:
+    """Reducing gradients and gathering weights of one optimizer step; overlapped, three quarters of it are hidden."""
+    node, seconds = config.cluster.ranks_per_node, 0.0
+    groups = {False: layout.data * layout.context, True: layout.expert_data}
+    moved = {False: 0, True: 0}
+    for chunk in shares.chunks(layout, 0):
+        for share in chunk:
+            moved[share.expert_data] += share.num_elements
+    for is_expert, elements in moved.items():
+        ranks = groups[is_expert]
+        if ranks > 1:
+            span = ranks * (layout.expert * layout.expert_tensor if is_expert else layout.tensor)
+            volume = elements * (GRADIENT_BYTES + (WEIGHT_BYTES[config.precision] if config.optimizer.distributed else GRADIENT_BYTES))
+            seconds += volume * (ranks - 1) / ranks / _link(gpu, span, node)
+    return seconds * (0.25 if config.optimizer.overlap else 1.0)
+
+
+def _link(gpu: Gpu, span: int, ranks_per_node: int) -> float:
+    """Bytes per second of a group that reaches over `span` consecutive ranks."""
+    return LINK_SHARE * (gpu.nvlink_bytes_per_second if span <= ranks_per_node else gpu.network_bytes_per_second)
+
+
+def _all_to_all(gpu: Gpu, sent: float, span: int, ranks_per_node: int) -> float:
+    """Seconds in which each rank sends equal parts of `sent` bytes to all: those on other nodes take the network."""
+    inside = min(span, ranks_per_node)
+    near, far = sent * (inside - 1) / span, sent * (span - inside) / span
+    return max(near / (LINK_SHARE * gpu.nvlink_bytes_per_second), far / (LINK_SHARE * gpu.network_bytes_per_second))
+
+
+def _width(elements: float) -> float:
+    return elements / (elements + NARROW_ELEMENTS)
+
+
+def checkpoint_bytes(config: Config, total_parameters: int) -> int:
+    """Weights, and fp32 main weights and moments, of the whole model once."""
+    main = 0 if config.precision == "fp32" else MAIN_BYTES
+    return total_parameters * (WEIGHT_BYTES[config.precision] + main + 2 * MOMENT_BYTES[config.optimizer.moments_dtype])
+
+
+def save_seconds(num_bytes: int) -> float:
+    return num_bytes / STORAGE_BYTES_PER_SECOND
