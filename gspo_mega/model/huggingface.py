@@ -196,7 +196,8 @@ def _rope(reader: _Reader, family: Family) -> tuple[float, RopeScaling | None]:
 def _rope_scaling(reader: _Reader, key: str, rope: dict[str, Any]) -> RopeScaling:
     values = [rope.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")]
     if any(isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0 for value in values):
-        reader.problem(key, "'llama3' needs positive numbers factor, low_freq_factor, high_freq_factor and original_max_position_embeddings")
+        wanted = "factor, low_freq_factor, high_freq_factor and original_max_position_embeddings"
+        reader.problem(key, f"'llama3' needs positive numbers {wanted}")
         return RopeScaling(1.0, 1.0, 2.0, 1)
     factor, low, high, positions = values
     if low >= high:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from gspo_mega import durable
 from gspo_mega.errors import PublishError
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.run_folder import atomic_write_json
 from gspo_mega.weights.collectives import all_gather_json, raise_together
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from gspo_mega.engine.process_groups import ParallelGroups
 
 MANIFEST_NAME = "manifest.json"
+sync = durable.sync
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 MAX_FILE_BYTES = 4 * 1024**3
 # Weights and what describes them are written anew; everything else of the source (configuration, tokenizer) is copied.
@@ -157,8 +156,9 @@ class _Writer:
         file = f"rank{self.rank:05d}-{len(self.files):05d}.safetensors"
         for name, tensor in self._pending.items():
             self.tensors[name] = {"shape": list(tensor.shape), "sha256": tensor_digest(tensor), "file": file}
-        save_file(self._pending, self.folder / file, metadata={"format": "pt"})
-        sync(self.folder / file)
+        with durable.operation("publish.tensors"):
+            save_file(self._pending, self.folder / file, metadata={"format": "pt"})
+        durable.sync(self.folder / file, at="publish.sync")
         with safe_open(self.folder / file, framework="pt") as saved:
             for name in self._pending:
                 if tensor_digest(saved.get_tensor(name)) != self.tensors[name]["sha256"]:
@@ -168,7 +168,7 @@ class _Writer:
 
     def rename(self, final_names: dict[str, str]) -> None:
         for file in self.files:
-            (self.folder / file).rename(self.folder / final_names[file])
+            durable.rename(self.folder / file, self.folder / final_names[file], at="publish.name")
 
 
 def _final_names(files: list[str]) -> dict[str, str]:
@@ -178,19 +178,23 @@ def _final_names(files: list[str]) -> dict[str, str]:
 
 
 def _start(staging: Path, source: Path, dtype_name: str) -> None:
-    if staging.exists():
-        shutil.rmtree(staging)
-    staging.mkdir(parents=True)
+    durable.remove_tree(staging, at="publish.clear")
+    durable.make_folder(staging, at="publish.folder")
+    copy_description(source, staging, dtype_name)
+
+
+def copy_description(source: Path, target: Path, dtype_name: str) -> None:
+    """Copy what describes a model (configuration, generation configuration, tokenizer) and none of its weights; durable on
+    return. config.json says `dtype_name` in the copy. Raises OSError."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith(".") and file.name != MANIFEST_NAME and not file.name.endswith(_NOT_COPIED):
-            shutil.copyfile(file, staging / file.name)
-            sync(staging / file.name)
+            durable.copy_file(file, target / file.name, at="publish.copy")
     config = json.loads((source / "config.json").read_text())
     # Both spellings are in use; the one that is there says what the files hold.
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype_name
-    atomic_write_json(staging / "config.json", config)
+    durable.atomic_write_json(target / "config.json", config, at="publish.config")
 
 
 def _finish(staging: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
@@ -198,24 +202,13 @@ def _finish(staging: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
     files = {t["file"] for t in tensors.values()}
     if files != {SINGLE_NAME}:
         total = sum((staging / file).stat().st_size for file in files)
-        atomic_write_json(staging / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": {n: t["file"] for n, t in tensors.items()}})
-    atomic_write_json(staging / MANIFEST_NAME, manifest)
-    sync(staging)
+        index = {"metadata": {"total_size": total}, "weight_map": {n: t["file"] for n, t in tensors.items()}}
+        durable.atomic_write_json(staging / INDEX_NAME, index, at="publish.index")
+    durable.atomic_write_json(staging / MANIFEST_NAME, manifest, at="publish.manifest")
+    durable.sync(staging, at="publish.sync")
     replaced = out_dir.with_name(out_dir.name + ".replaced")
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    durable.remove_tree(replaced, at="publish.drop")
     if out_dir.exists():
-        out_dir.rename(replaced)
-    staging.rename(out_dir)
-    sync(out_dir.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
-
-
-def sync(path: Path) -> None:
-    """Have a file, or a folder's list of names, reach the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        durable.rename(out_dir, replaced, at="publish.aside")
+    durable.rename(staging, out_dir, at="publish.rename")
+    durable.remove_tree(replaced, at="publish.drop")

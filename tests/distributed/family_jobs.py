@@ -26,7 +26,9 @@ from gspo_mega.weights.hf_import import import_huggingface
 SIZES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
 
 
-def through_layouts(folder: str, layouts: dict[str, dict], precision: str = "fp32", tokens: np.ndarray | None = None, fault: str | None = None) -> dict | None:
+def through_layouts(
+    folder: str, layouts: dict[str, dict], precision: str = "fp32", tokens: np.ndarray | None = None, fault: str | None = None
+) -> dict | None:
     """For each layout: largest |logit - Hugging Face's| over all tokens and the vocabulary, and the tensors whose bytes
     did not come back. On rank 0; None elsewhere."""
     with _injected(fault):

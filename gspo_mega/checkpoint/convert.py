@@ -1,0 +1,222 @@
+"""Conversion between Hugging Face folders and Megatron's `torch_dist`, streamed: no model is built, no GPU is used.
+
+Owns the order of a conversion: written beside, file by file, each file synced and then recorded, so that the same command
+goes on where it was stopped; completed, then renamed. Peak memory is a few of the largest tensors. What the formats look like
+is `torch_dist.py` and `safetensors_stream.py`; how tensors become parameters `model/families.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gspo_mega.checkpoint.safetensors_stream import write_safetensors
+from gspo_mega.checkpoint.sources import MEGATRON_FOLDER, TensorSource
+from gspo_mega.checkpoint.torch_dist import write_chunks, write_index
+from gspo_mega.errors import CheckpointError
+from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_blocks, parameter_shape
+from gspo_mega.run_folder import atomic_write_json
+from gspo_mega.weights.hf_export import DTYPE_NAMES, MANIFEST_NAME, copy_description, sync, tensor_digest
+from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME
+from gspo_mega.weights.names import table_by_parameter
+
+FILE_BYTES = 2 * 1024**3
+_PART_SUFFIX = ".converting"
+_RECORD_NAME = "progress.jsonl"
+_FREE_BYTES = 256 * 1024**2  # left over on the disk
+
+# What is written as one: a name and the tensors in it.
+_Item = tuple[str, list[TensorEntry]]
+# Told after every tensor: bytes done, bytes in all, the tensor's name.
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class _Tally:
+    """What has been written, for progress and manifest. `dtype`: what tensors are converted to, None for as they are."""
+
+    source: TensorSource
+    dtype: torch.dtype | None
+    total: int
+    progress: Progress
+    done: int = 0
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """The tensor in the wanted dtype, noted for the manifest."""
+        tensor = self.source.read(entry)
+        tensor = tensor if self.dtype is None else tensor.to(self.dtype)
+        self.tensors[entry.name] = {
+            "shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype], "sha256": tensor_digest(tensor), "source": entry.name,
+        }  # fmt: skip
+        self.done += tensor.numel() * tensor.element_size()
+        self.progress(self.done, self.total, entry.name)
+        return tensor
+
+    def skip(self, tensors: dict[str, dict[str, Any]], size: int) -> None:
+        """Tensors that an earlier attempt has written."""
+        self.tensors |= tensors
+        self.done += size
+
+
+def to_megatron(source: TensorSource, out: Path, *, dtype: torch.dtype | None = None, progress: Progress, file_bytes: int = FILE_BYTES) -> None:
+    """Write `source` to the new folder `out`: Megatron's files under `megatron/`, config and tokenizer, manifest.json.
+
+    Any tensor, pipeline and expert layout can load it. `dtype`: another than the source's. Raises CheckpointError or
+    ModelError, OSError; what was written so far stays beside, and the same call goes on from there.
+    """
+
+    def parameters(tally: _Tally, group: list[_Item]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, entries in group:
+            yield name, _fused(tally, entries)
+
+    def write(tally: _Tally, path: Path, group: list[_Item]) -> list[dict[str, Any]]:
+        return write_chunks(path, source.spec, parameters(tally, group))
+
+    def complete(part: Path, files: list[dict[str, Any]], described: Path, dtype_name: str) -> None:
+        write_index(part / MEGATRON_FOLDER, [chunk for file in files for chunk in file["written"]])
+        sync(part / MEGATRON_FOLDER)
+        copy_description(described, part, dtype_name)
+
+    groups = _groups(source, table_by_parameter(source.spec).items(), dtype, file_bytes)
+    names = [f"{MEGATRON_FOLDER}/__{number}_0.distcp" for number in range(len(groups))]
+    _convert(source, out, dtype, progress, "Megatron torch_dist", dict(zip(names, groups)), write, complete)
+
+
+def to_huggingface(source: TensorSource, out: Path, *, dtype: torch.dtype | None = None, progress: Progress, file_bytes: int = FILE_BYTES) -> None:
+    """Write `source` to the new folder `out` as Hugging Face has it: safetensors with an index, config, tokenizer, manifest.json.
+
+    `dtype`, errors and going on are as with `to_megatron`.
+    """
+
+    def write(tally: _Tally, path: Path, group: list[_Item]) -> None:
+        entries = [entry for _, fused in group for entry in fused]
+        described = {entry.name: (dtype or source.dtype(entry), entry.shape) for entry in entries}
+        write_safetensors(path, described, (tally.read(entry) for entry in entries))
+
+    def complete(part: Path, files: list[dict[str, Any]], described: Path, dtype_name: str) -> None:
+        if len(files) > 1:
+            weight_map = {name: file["file"] for file in files for name in file["tensors"]}
+            total = sum((part / file["file"]).stat().st_size for file in files)
+            atomic_write_json(part / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        copy_description(described, part, dtype_name)
+
+    groups = _groups(source, ((entry.name, [entry]) for entry in hf_tensors(source.spec)), dtype, file_bytes)
+    count = len(groups)
+    names = [SINGLE_NAME] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    _convert(source, out, dtype, progress, "Hugging Face safetensors", dict(zip(names, groups)), write, complete)
+
+
+def _fused(tally: _Tally, entries: list[TensorEntry]) -> torch.Tensor:
+    """The parameter that the tensors make up, whole, as on one rank; padding rows are zero."""
+    spec, parameter = tally.source.spec, None
+    shape = parameter_shape(spec, entries[0], 1)
+    for entry in entries:
+        tensor = tally.read(entry)
+        if len(entries) == 1 and tuple(tensor.shape) == shape:
+            return tensor
+        parameter = torch.zeros(shape, dtype=tensor.dtype) if parameter is None else parameter
+        if tensor.dtype != parameter.dtype:
+            raise CheckpointError(f"{entry.name} is {tensor.dtype}, others of {entry.parameter} are {parameter.dtype}; name one dtype to convert to")
+        for block in parameter_blocks(spec, entry, 1, 0):
+            parameter.narrow(block.dim, block.local_start, block.length).copy_(tensor.narrow(block.dim, block.start, block.length))
+    return parameter
+
+
+def _size(source: TensorSource, entry: TensorEntry, dtype: torch.dtype | None) -> int:
+    return entry.num_elements * (dtype or source.dtype(entry)).itemsize
+
+
+def _groups(source: TensorSource, items: Iterable[_Item], dtype: torch.dtype | None, file_bytes: int) -> list[list[_Item]]:
+    """Consecutive items a file, of about `file_bytes` each and at least one."""
+    groups: list[list[_Item]] = [[]]
+    room = file_bytes
+    for name, entries in items:
+        size = sum(_size(source, entry, dtype) for entry in entries)
+        if groups[-1] and size > room:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append((name, entries))
+        room -= size
+    return groups
+
+
+def _convert(
+    source: TensorSource, out: Path, dtype: torch.dtype | None, progress: Progress, kind: str, files: dict[str, list[_Item]],
+    write: Callable[[_Tally, Path, list[_Item]], Any], complete: Callable[[Path, list[dict[str, Any]], Path, str], None],
+) -> None:  # fmt: skip
+    """Every file that is not recorded yet, by `write`; then what completes the folder, by `complete`; then its name."""
+    if out.exists():
+        raise CheckpointError(f"{out} is there already, and nothing is overwritten: name another folder, or remove it")
+    entries = [entry for group in files.values() for _, fused in group for entry in fused]
+    tally = _Tally(source, dtype, sum(_size(source, entry, dtype) for entry in entries), progress)
+    part = out.with_name(out.name + _PART_SUFFIX)
+    identity = {
+        "to": kind, "dtype": None if dtype is None else DTYPE_NAMES[dtype], "files": list(files), "config": source.spec.raw,
+        "source": [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in source.files],
+    }  # fmt: skip
+    finished = _resume(part, identity)
+    remaining = tally.total - sum(file["bytes"] for file in finished.values())
+    part.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(part).free
+    if remaining + _FREE_BYTES > free:
+        raise CheckpointError(f"{part}: {remaining} bytes are to be written there, {free} are free")
+    with (part / _RECORD_NAME).open("a", encoding="utf-8") as record:
+        if record.tell() == 0:
+            _append(record, identity)
+        for name, group in files.items():
+            if name in finished:
+                tally.skip(finished[name]["tensors"], finished[name]["bytes"])
+                continue
+            before_bytes, before = tally.done, set(tally.tensors)
+            (part / name).parent.mkdir(exist_ok=True)
+            written = write(tally, part / name, group)
+            tensors = {tensor: said for tensor, said in tally.tensors.items() if tensor not in before}
+            finished[name] = {"file": name, "bytes": tally.done - before_bytes, "tensors": tensors, "written": written}
+            _append(record, finished[name] | {"file_bytes": (part / name).stat().st_size})
+    in_order = [finished[name] for name in files]
+    dtypes = {said["dtype"] for said in tally.tensors.values()}
+    # Of a mixture the widest is what config.json can say without losing any.
+    complete(part, in_order, source.description, "float32" if "float32" in dtypes else min(dtypes))
+    placed = {tensor: said | {"file": file["file"]} for file in in_order for tensor, said in file["tensors"].items()}
+    atomic_write_json(part / MANIFEST_NAME, {"format": kind, "source": [str(f.absolute()) for f in source.files], "tensors": placed})
+    (part / _RECORD_NAME).unlink()
+    sync(part)
+    os.rename(part, out)
+    sync(out.parent)
+
+
+def _append(record, value: dict[str, Any]) -> None:
+    record.write(json.dumps(value) + "\n")
+    record.flush()
+    os.fsync(record.fileno())
+
+
+def _resume(part: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What an earlier attempt at the same conversion has finished, by file. Raises CheckpointError for another conversion's folder."""
+    if not part.exists():
+        return {}
+    path = part / _RECORD_NAME
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    if not whole:
+        shutil.rmtree(part)  # stopped before anything was recorded
+        return {}
+    if whole[0] != identity:
+        raise CheckpointError(f"{part} is left of another conversion, or its source has changed since: remove it to begin anew")
+    if len(whole) < len(lines):  # the last line was cut off: its file is written again
+        path.write_text("".join(line for line in lines if line.endswith("\n")), encoding="utf-8")
+    finished = {}
+    for entry in whole[1:]:
+        size = entry.pop("file_bytes")
+        if not (part / entry["file"]).is_file() or (part / entry["file"]).stat().st_size != size:
+            raise CheckpointError(f"{part / entry['file']}: not as it was recorded; remove {part} to begin anew")
+        finished[entry["file"]] = entry
+    return finished

@@ -1,0 +1,127 @@
+"""A checkpoint of any format, read as Hugging Face tensors one at a time: what conversion and comparison are written in.
+
+Formats: a Hugging Face folder of safetensors; a converted folder or a run's `checkpoints/step_N`, with Megatron's files under
+`megatron/`; a bare Megatron `torch_dist` folder, described by a Hugging Face folder besides.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from gspo_mega.checkpoint.safetensors_stream import SafetensorsFile
+from gspo_mega.checkpoint.torch_dist import TorchDistFolder, stored_place
+from gspo_mega.errors import CheckpointError, ModelError
+from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_blocks, parameter_shape
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME, HuggingFaceFolder, check_names_and_shapes
+
+MEGATRON_FOLDER = "megatron"
+_HEAD = "lm_head.weight"
+_MOST_PROBLEMS = 20
+
+
+class TensorSource(Protocol):
+    """`description`: the folder with config.json and tokenizer. `files`: what holds the weights."""
+
+    kind: str
+    spec: ModelSpec
+    description: Path
+    files: list[Path]
+
+    def dtype(self, entry: TensorEntry) -> torch.dtype: ...
+
+    def read(self, entry: TensorEntry) -> torch.Tensor: ...
+
+
+def open_checkpoint(folder: Path, description: Path | None = None) -> TensorSource:
+    """The checkpoint in `folder`, all names and shapes checked. `description`: the Hugging Face folder that describes it, where
+    `folder` has no config.json. Raises CheckpointError or ModelError, listing what is missing or of another shape."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    megatron = next((f for f in (folder / MEGATRON_FOLDER, folder) if (f / "metadata.json").is_file() and (f / ".metadata").is_file()), None)
+    if megatron is not None:
+        return MegatronSource(megatron, folder if description is None and (folder / "config.json").is_file() else description)
+    if (folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file():
+        return HuggingFaceSource(folder)
+    raise CheckpointError(f"{folder}: no checkpoint; neither safetensors ({SINGLE_NAME}, {INDEX_NAME}) nor Megatron's .metadata is there")
+
+
+class HuggingFaceSource:
+    """A Hugging Face folder. Raises ModelError when config.json and the tensors disagree."""
+
+    kind = "Hugging Face safetensors"
+
+    def __init__(self, folder: Path) -> None:
+        self.spec = read_model_spec(folder)
+        self.description = folder
+        shapes = {entry.name: entry.shape for entry in hf_tensors(self.spec)}
+        redundant = frozenset({_HEAD}) if self.spec.tie_word_embeddings else frozenset()
+        with HuggingFaceFolder(folder) as names:
+            problems = check_names_and_shapes(names, shapes, redundant)
+            _refuse(problems, ModelError, f"{folder} does not hold a {self.spec.family} of its config.json")
+            self._file_of = dict(names.files)
+        self.files = [folder / name for name in sorted(set(self._file_of.values()))]
+        self._open = {file.name: SafetensorsFile(file) for file in self.files}
+        if self.spec.tie_word_embeddings and _HEAD in self._file_of:
+            embedding = next(entry for entry in hf_tensors(self.spec) if entry.copies)
+            if not torch.equal(self.read(embedding), self._read(_HEAD)):
+                raise ModelError(f"{folder}: config.json ties the embeddings, and {_HEAD} differs from them; set tie_word_embeddings to false there")
+
+    def dtype(self, entry: TensorEntry) -> torch.dtype:
+        return self._open[self._file_of[entry.name]].tensors[entry.name].dtype
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        return self._read(entry.name)
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._open[self._file_of[name]].read(name)
+
+
+class MegatronSource:
+    """Megatron's `torch_dist` files, whatever layout wrote them. Optimizer state is passed over."""
+
+    kind = "Megatron torch_dist"
+
+    def __init__(self, folder: Path, description: Path | None) -> None:
+        if description is None:
+            raise CheckpointError(f"{folder}: there is no config.json beside it; name the Hugging Face folder that the model came from")
+        self.spec, self.description = read_model_spec(description), description
+        self._folder = TorchDistFolder(folder)
+        problems = []
+        for entry in hf_tensors(self.spec):
+            place = stored_place(self.spec, entry.parameter)
+            want, found = parameter_shape(self.spec, entry, 1), self._folder.shape(place)
+            if found is None:
+                key = self._folder.find(place)
+                stored = f"; {key} is {list(self._folder.tensors[key].size)}" if key else ""
+                problems.append(f"missing: {entry.parameter}{stored}")
+            # Megatron pads the vocabulary by settings of its own.
+            elif found[1:] != want[1:] or (found[0] < entry.shape[0] if entry.sharding == "vocabulary" else found != want):
+                problems.append(f"wrong shape: {entry.parameter} is {list(found)}, config.json makes it {list(want)}")
+        _refuse(list(dict.fromkeys(problems)), CheckpointError, f"{folder} does not hold the {self.spec.family} of {description}")
+        self.files = sorted(folder.glob("*.distcp"))
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def dtype(self, entry: TensorEntry) -> torch.dtype:
+        return self._folder.dtype(stored_place(self.spec, entry.parameter))
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        # Tensors of one parameter follow each other: read it once for all of them.
+        if self._last is None or self._last[0] != entry.parameter:
+            self._last = None  # before the next one is in memory
+            self._last = entry.parameter, self._folder.read(stored_place(self.spec, entry.parameter))
+        parameter = self._last[1]
+        blocks = parameter_blocks(self.spec, entry, 1, 0)
+        parts = [parameter.narrow(b.dim, b.local_start, b.length) for b in blocks]
+        # On one rank the blocks of a tensor lie in its own order.
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=blocks[0].dim)
+
+
+def _refuse(problems: list[str], error: type[Exception], title: str) -> None:
+    if problems:
+        more = [f"... and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
+        raise error("\n  ".join([f"{title}:", *problems[:_MOST_PROBLEMS], *more]))

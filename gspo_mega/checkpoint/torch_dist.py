@@ -1,0 +1,224 @@
+"""Megatron's `torch_dist` checkpoint format without Megatron's models or ranks: names, files, one parameter at a time.
+
+A stored tensor holds a parameter of all layers (and experts), stacked in front: `decoder.layers.mlp.linear_fc1.weight` is
+[layers, rows, columns], cut into chunks of any size. Megatron reads it into any tensor, pipeline and expert layout. Owns
+where a canonical parameter lies in it; how tensors are fused into parameters is `model/families.py`.
+
+The format's index (`.metadata`) and its common part are pickles: open checkpoints of people you trust.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from gspo_mega.errors import CheckpointError
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.run_folder import atomic_write_json, read_json
+
+# What Megatron's `metadata.json` says of the format read and written here.
+_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
+_STACK = "decoder.layers."
+# Transformer Engine keeps a norm inside the linear layer after it, and stored names follow it, except before experts,
+# where only models without it do: there a checkpoint written here has both names for the norm.
+_NORMS = {
+    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight",),
+    "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",),
+}
+_NORM_BEFORE_EXPERTS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+
+
+@dataclass(frozen=True)
+class StoredPlace:
+    """Where a parameter lies: in the tensors `keys` (any one of them when reading, all when writing), at `index` of the
+    stacked dimensions, which have sizes `stack`."""
+
+    keys: tuple[str, ...]
+    index: tuple[int, ...]
+    stack: tuple[int, ...]
+
+
+def stored_place(spec: ModelSpec, parameter: str) -> StoredPlace:
+    """The place of a parameter, named canonically (`decoder.layers.3.mlp.experts.5.linear_fc1.weight`)."""
+    in_layer = _LAYER.fullmatch(parameter)
+    if in_layer is None:
+        return StoredPlace((parameter,), (), ())
+    layer, rest = int(in_layer[1]), in_layer[2]
+    if spec.moe is not None and (expert := _EXPERT.fullmatch(rest)):
+        stack = (spec.num_layers, spec.moe.num_experts)
+        return StoredPlace((f"{_STACK}mlp.experts.experts.{expert[2]}",), (layer, int(expert[1])), stack)
+    if spec.moe is not None and rest == "pre_mlp_layernorm.weight":
+        names = _NORM_BEFORE_EXPERTS
+    else:
+        names = _NORMS.get(rest, (rest,))
+    return StoredPlace(tuple(_STACK + name for name in names), (layer,), (spec.num_layers,))
+
+
+@dataclass(frozen=True)
+class WrittenChunk:
+    """A chunk in a file: of the stored tensor `key` of global shape `size`, at `offsets` with `sizes`."""
+
+    key: str
+    size: list[int]
+    dtype: str
+    offsets: list[int]
+    sizes: list[int]
+    file: str
+    start: int
+    length: int
+
+
+def write_chunks(path: Path, spec: ModelSpec, parameters: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    """Write whole parameters (canonical name, tensor as on one rank) to one file; durable on return.
+
+    Returns the chunks as JSON values for `write_index`. Raises OSError.
+    """
+    written: list[dict[str, Any]] = []
+    with path.open("wb") as file:
+        for parameter, tensor in parameters:
+            place = stored_place(spec, parameter)
+            shape = list(tensor.shape)
+            for key in place.keys:
+                start = file.tell()
+                torch.save(tensor.reshape(*[1] * len(place.stack), *shape), file)
+                chunk = WrittenChunk(
+                    key, [*place.stack, *shape], str(tensor.dtype).removeprefix("torch."), [*place.index, *[0] * len(shape)],
+                    [*[1] * len(place.stack), *shape], path.name, start, file.tell() - start,
+                )  # fmt: skip
+                written.append(asdict(chunk))
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
+def write_index(folder: Path, chunks: list[dict[str, Any]]) -> None:
+    """Complete a folder of written chunks: index, common part, format. Raises CheckpointError when parts of one stored tensor differ."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    results = []
+    for chunk in (WrittenChunk(**value) for value in chunks):
+        dtype = getattr(torch, chunk.dtype)
+        stored = tensors.setdefault(chunk.key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(chunk.size), []))
+        if stored.properties.dtype != dtype or stored.size != torch.Size(chunk.size):
+            kinds = f"{stored.properties.dtype} {list(stored.size)}, {dtype} {chunk.size}"
+            raise CheckpointError(f"{chunk.key}: layers differ in dtype or shape: {kinds}; name one dtype to convert to")
+        index = MetadataIndex(chunk.key, torch.Size(chunk.offsets), len(stored.chunks))
+        stored.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+        results.append(WriteResult(index, chunk.length, _StorageInfo(chunk.file, chunk.start, chunk.length)))
+    torch.save({}, folder / "common.pt")
+    FileSystemWriter(folder).finish(Metadata(state_dict_metadata=dict(tensors)), [results])
+    atomic_write_json(folder / "metadata.json", _FORMAT)
+
+
+class _FilePart(io.RawIOBase):
+    """Bytes [start, start + length) of a file as a file of its own."""
+
+    def __init__(self, file, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, target) -> int:
+        view = memoryview(target).cast("B")[: max(0, self._length - self._at)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(view) or 0
+        self._at += count
+        return count
+
+
+class TorchDistFolder:
+    """A checkpoint's folder (the one with `.metadata`) for reading, one parameter at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError when it is not one, or its index cannot be read."""
+        self.path = folder
+        if not (folder / "metadata.json").is_file() or not (folder / ".metadata").is_file():
+            raise CheckpointError(f"{folder}: not a Megatron torch_dist checkpoint: metadata.json and .metadata are wanted")
+        try:
+            found = read_json(folder / "metadata.json")
+            if not isinstance(found, dict) or (found.get("sharded_backend"), found.get("sharded_backend_version")) != ("torch_dist", 1):
+                raise CheckpointError(f"{folder}/metadata.json: {found}; format torch_dist, version 1, is what is read here")
+            metadata = FileSystemReader(folder).read_metadata()
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle can raise anything
+            raise CheckpointError(f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}") from error
+        self.tensors = {key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)}
+        self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+        self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+
+    def find(self, place: StoredPlace) -> str | None:
+        """The stored tensor's key among the place's, or None."""
+        return next((key for key in place.keys if key in self.tensors), None)
+
+    def shape(self, place: StoredPlace) -> tuple[int, ...] | None:
+        """The parameter's whole shape; None where it is not stored, or stacked otherwise."""
+        key = self.find(place)
+        if key is None or tuple(self.tensors[key].size[: len(place.stack)]) != place.stack:
+            return None
+        return tuple(self.tensors[key].size[len(place.stack) :])
+
+    def dtype(self, place: StoredPlace) -> torch.dtype:
+        return self.tensors[self.find(place)].properties.dtype
+
+    def read(self, place: StoredPlace) -> torch.Tensor:
+        """The whole parameter, in the stored dtype. Raises CheckpointError when a part is missing or damaged."""
+        key, shape = self.find(place), self.shape(place)
+        depth, whole, covered = len(place.stack), None, 0
+        for chunk in self._chunks_at(key, place.index):
+            part = self._load(key, chunk)[tuple(i - o for i, o in zip(place.index, chunk.offsets))]
+            if tuple(part.shape) == shape:
+                return part
+            whole = torch.empty(shape, dtype=part.dtype) if whole is None else whole
+            whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets[depth:], chunk.sizes[depth:]))] = part
+            covered += part.numel()
+        if whole is None or covered != math.prod(shape):
+            raise CheckpointError(f"{self.path}: {key}{list(place.index)}: {covered} of {math.prod(shape)} numbers are stored")
+        return whole
+
+    def _chunks_at(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
+        """The chunks with something of the parameter at `index`; sorted by place once a stored tensor, which can have many thousands."""
+        if key not in self._chunks:
+            by_index = self._chunks[key] = {}
+            for chunk in self.tensors[key].chunks:
+                ranges = [range(o, o + s) for o, s in zip(chunk.offsets[: len(index)], chunk.sizes)]
+                for position in itertools.product(*ranges):
+                    by_index.setdefault(position, []).append(chunk)
+        return self._chunks[key].get(index, [])
+
+    def _load(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        info = self._storage[MetadataIndex(key, chunk.offsets)]
+        path = self.path / info.relative_path
+        try:
+            with path.open("rb") as file:
+                tensor = torch.load(_FilePart(file, info.offset, info.length), map_location="cpu", weights_only=True)
+        except Exception as error:  # what a damaged file makes of torch.load is anything
+            raise CheckpointError(f"{path}: {key} cannot be read: {f'{type(error).__name__}: {error}'.splitlines()[0]}") from error
+        if tuple(tensor.shape) != tuple(chunk.sizes):
+            raise CheckpointError(f"{path}: {key} is {list(tensor.shape)} there, the index says {list(chunk.sizes)}")
+        return tensor

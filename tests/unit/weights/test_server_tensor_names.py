@@ -1,0 +1,45 @@
+"""What each family's tensors become on a server: SGLang's fused parameters, by the names in its model code."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.model.huggingface import spec_from_config
+from gspo_mega.model.tables import FAMILIES
+from gspo_mega.weights.server_tensors import server_tensor_names
+
+SIZES = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=32,
+    max_position_embeddings=8, rope_theta=1e4, rms_norm_eps=1e-6, num_experts=2, num_local_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
+)  # fmt: skip
+ATTENTION = {"input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.qkv_proj.weight", "self_attn.o_proj.weight"}
+NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+DENSE = {"mlp.gate_up_proj.weight", "mlp.down_proj.weight"}
+IN_A_LAYER = {
+    "llama": ATTENTION | DENSE,
+    "qwen2": ATTENTION | DENSE | {"self_attn.qkv_proj.bias"},
+    "qwen3": ATTENTION | DENSE | NORMS,
+    "qwen3_moe": ATTENTION | NORMS | {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"},
+    "mixtral": ATTENTION | {f"block_sparse_moe.{name}" for name in ("gate.weight", "experts.w13_weight", "experts.w2_weight")},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_those_of_the_servers_parameters(family):
+    names = set(server_tensor_names(spec_from_config(SIZES | {"architectures": [FAMILIES[family].architecture]})).values())
+    layer = "model.layers.0."
+    assert {name.removeprefix(layer) for name in names if name.startswith(layer)} == IN_A_LAYER[family]
+    assert {name for name in names if not name.startswith(layer)} == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_installed_server_knows_the_architecture(family):
+    found = importlib.util.find_spec("sglang")
+    if found is None:
+        pytest.skip("sglang is not installed")
+    definition = f"class {FAMILIES[family].architecture}("
+    models = Path(found.submodule_search_locations[0]) / "srt" / "models"
+    assert any(definition in path.read_text() for path in models.glob("*.py"))

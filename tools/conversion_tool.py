@@ -1,0 +1,79 @@
+"""What the conversion tools share: arguments, a progress bar on stderr, errors as one text and an exit code.
+
+Not a tool itself: see hf_to_megatron, megatron_to_hf, inspect_checkpoint and verify_checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+if __package__ is None or __package__ == "":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from gspo_mega.checkpoint.convert import FILE_BYTES
+from gspo_mega.checkpoint.sources import TensorSource, open_checkpoint
+from gspo_mega.errors import GspoMegaError
+
+_SECONDS_BETWEEN = {True: 0.2, False: 10.0}  # on a terminal; in a log
+
+
+class ProgressBar:
+    """Called after every tensor with bytes done, bytes in all and its name."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._shown = 0.0
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        now = time.monotonic()
+        if done < total and now - self._shown < _SECONDS_BETWEEN[self._terminal]:
+            return
+        self._shown = now
+        filled = 30 * done // max(total, 1)
+        amount = f"{100 * done // max(total, 1):3d}%  {done / 2**30:.2f} of {total / 2**30:.2f} GiB"
+        line = f"[{'#' * filled}{'.' * (30 - filled)}] {amount}  {name}"
+        print(f"\r\033[K{line[:150]}" if self._terminal else line, end="\n" if done >= total or not self._terminal else "", file=sys.stderr, flush=True)
+
+
+def convert(name: str, text: str, into: Callable[..., None], arguments: list[str] | None) -> int:
+    """One direction of conversion as a program. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog=name, description=text)
+    parser.add_argument("source", type=Path, metavar="CHECKPOINT", help="what to convert")
+    parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder to make; it must not be there")
+    add_described_by(parser)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="convert to this dtype (default: as it is, bit for bit)")
+    parser.add_argument("--file-bytes", type=int, default=FILE_BYTES, metavar="N", help=f"size of a file, about (default: {FILE_BYTES})")
+    options = parser.parse_args(arguments)
+
+    def run() -> int:
+        source: TensorSource = open_checkpoint(options.source, options.described_by)
+        dtype = None if options.dtype is None else getattr(torch, options.dtype)
+        into(source, options.out_dir.absolute(), dtype=dtype, progress=ProgressBar(), file_bytes=options.file_bytes)
+        print(f"{options.out_dir}: written and complete; manifest.json names every tensor with its SHA-256")
+        return 0
+
+    return guarded(run)
+
+
+def add_described_by(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--described-by", type=Path, metavar="HF_DIR", help="config.json and tokenizer, for a Megatron checkpoint that has none (a run's, say)"
+    )
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Its exit code, or that of the error it ends with, after printing the error's text."""
+    try:
+        return run()
+    except GspoMegaError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}" if error.filename else error, file=sys.stderr)
+        return 6

@@ -1,0 +1,32 @@
+"""Show what a checkpoint holds: `python tools/inspect_checkpoint.py DIR`.
+
+Any format: a Hugging Face folder, a converted one, a run's checkpoints/step_N. Exit code 0; 2 and 6: it cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from conversion_tool import add_described_by, guarded
+
+from gspo_mega.checkpoint.compare import describe
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="inspect_checkpoint", description="Show what a checkpoint holds.")
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    add_described_by(parser)
+    options = parser.parse_args(arguments)
+
+    def run() -> int:
+        for line in describe(options.folder, options.described_by):
+            print(line)
+        return 0
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
