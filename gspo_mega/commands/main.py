@@ -22,7 +22,10 @@ COMMANDS = {
     "sft": "supervised cold start of a configuration's model",
     "eval": "sampled accuracy of a run or a Hugging Face folder",
     "serve": "one SGLang server",
+    "inspect": "the recorded rollouts of a run's step",
     "certify": "show that layouts compute the same numbers",
+    "status": "how a run is doing, from its folder alone",
+    "doctor": "what is wrong with this machine for a run",
 }
 EXIT_USAGE = 2
 

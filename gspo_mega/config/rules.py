@@ -206,6 +206,8 @@ def _command(config: Config, command: str | None) -> Iterator[Violation]:
     for section in needs:
         if getattr(config, section) is None:
             yield Violation(section, f"missing; `gspo-mega {command}` needs this section")
+    if config.train is not None and config.train.from_rollouts is not None and config.train.rollouts_only:
+        yield Violation("train.rollouts_only", "contradicts train.from_rollouts: one samples and trains nothing, the other trains and samples nothing; give one")
     if config.sft is not None and config.sft.stop_accuracy_low > config.sft.stop_accuracy_high:
         yield Violation(
             "sft.stop_accuracy_low",
@@ -259,6 +261,10 @@ def _notices(config: Config) -> Iterator[str]:
         yield "reward.permute_in_batch: a control; rewards are dealt out anew, so accuracy is not expected to rise"
     if rollout.filter_constant_groups and rollout.max_oversampling == 1:
         yield "filter_constant_groups with max_oversampling 1: dropped groups are not refilled, batches shrink"
+    if config.train is not None and config.train.from_rollouts is not None:
+        yield "train.from_rollouts: trained on recorded rollouts; no server, no publish, no held-out evaluation"
+    if config.train is not None and config.train.rollouts_only:
+        yield "train.rollouts_only: nothing is trained; all batches come from model.path"
     if config.optimizer.schedule == "constant" and config.optimizer.min_lr > 0:
         yield "optimizer.min_lr has no effect with `schedule: constant`"
     if config.optimizer.decay_norms_and_biases and config.optimizer.weight_decay == 0:

@@ -140,6 +140,8 @@ class Optimizer(Section):
 
 class Train(Section):
     num_steps: int = Field(ge=1, description="Rollout batches to train on.")
+    from_rollouts: str | None = Field(default=None, min_length=1, description="Run folder whose recorded rollouts are trained on: no server, no publish, no held-out evaluation.")
+    rollouts_only: bool = Field(default=False, description="Sample every step's batch from model.path into the journal, and train nothing.")
 
 
 class Source(Section):
@@ -227,6 +229,13 @@ class Eval(Section):
 class Checkpoint(Section):
     every_steps: int = Field(default=0, ge=0, description="Save after every so many steps; 0: only at the end and on a stop.")
     keep_last: int = Field(default=2, ge=1, description="Checkpoints kept.")
+    keep_every: int = Field(default=0, ge=0, description="Keep checkpoints of steps that are a multiple of this for good; 0: none.")
+    asynchronous: bool = Field(default=False, description="Go on training while a checkpoint is written; takes host memory for a copy of weights and optimizer state.")
+    export_every_steps: int = Field(default=0, ge=0, description="Also write the weights as a Hugging Face folder, hf_steps/step_N, after every so many steps; 0: only at the end, as hf.")
+
+
+class Journal(Section):
+    keep_last: int | None = Field(default=None, ge=1, description="Steps whose trajectories stay in the run folder's journal; all when absent.")
 
 
 class Metrics(Section):
@@ -298,6 +307,7 @@ class Config(Section):
     publish: Publish = Publish()
     eval: Eval | None = None
     checkpoint: Checkpoint = Checkpoint()
+    journal: Journal = Journal()
     metrics: Metrics = Metrics()
     sft: Sft | None = None
     certify: Certify = Certify()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +16,10 @@ from gspo_mega.config import Config, LoadedConfig, load_config, render_config
 from gspo_mega.errors import ConfigError
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
-# What may differ when a run is continued: how long, how watched, how served. None of it changes what is learned
-# from a step. A trailing dot means the whole section.
+# What may differ when a run is continued: how long, how watched, how served, how laid out. None of it changes what is
+# learned from a step (another layout: to rounding). A trailing dot means the whole section.
 MAY_CHANGE = (
-    "run.dir", "cluster.num_rollout_nodes", "train.num_steps", "sft.max_steps", "eval.every_steps", "checkpoint.", "journal.", "metrics.", "server.", "publish.",
+    "run.dir", "cluster.", "parallel.", "train.num_steps", "sft.max_steps", "eval.every_steps", "checkpoint.", "journal.", "metrics.", "server.", "publish.",
     "rollout.max_concurrent_requests", "rollout.request_deadline_seconds", "rollout.max_attempts",
     "rollout.no_server_deadline_seconds", "reward.deadline_seconds", "reward.num_workers", "reward.recycle_after",
     "reward.memory_bytes", "mismatch.budget",
@@ -56,16 +57,27 @@ def new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str) -> Attemp
 
     A folder with a checkpoint is continued and must be of the same command and configuration, `MAY_CHANGE`
     apart; raises ConfigError with every key that differs. One without a checkpoint has nothing to continue: its
-    run starts over, and what it published is withdrawn, lest a server start with it.
+    run starts over, and what it published is withdrawn, lest a server start with it. Its journal stays where the
+    configuration is the same: those rollouts are the new start's own.
     """
     if folder.latest_checkpoint_file.exists():
         _check_same_run(folder, loaded, command)
     else:
         folder.current_weights_file.unlink(missing_ok=True)
+        if not _is_same_start(folder, loaded, command):
+            shutil.rmtree(folder.journal_dir, ignore_errors=True)
     atomic_write_text(folder.config_file, render_config(loaded.config))
     attempt = folder.new_attempt()
     atomic_write_text(attempt.command_file, command + "\n")
     return attempt
+
+
+def _is_same_start(folder: RunFolder, loaded: LoadedConfig, command: str) -> bool:
+    latest = folder.latest_attempt()
+    if latest is None or not folder.config_file.exists() or not latest.command_file.exists():
+        return False
+    same_command = latest.command_file.read_text(encoding="utf-8").strip() == command
+    return same_command and not differing_keys(load_config(folder.config_file).config, loaded.config)
 
 
 def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> None:
@@ -76,7 +88,15 @@ def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> No
             raise ConfigError(f"run folder {folder.path} holds a `gspo-mega {before}` run; choose another run.name for {command}")
     if not folder.config_file.exists():
         raise ConfigError(f"run folder {folder.path} holds checkpoints and no {folder.config_file.name}; choose another run.name")
-    differing = differing_keys(load_config(folder.config_file).config, loaded.config)
+    before_config = load_config(folder.config_file).config
+    saved, here = before_config.parallel.expert, loaded.config.parallel.expert
+    if (saved > 1) != (here > 1):
+        raise ConfigError(
+            f"{loaded.where('parallel.expert')}: parallel.expert: {here} here, {saved} in the folder {folder.path}: optimizer state does not "
+            "pass between 1 and more (Megatron keeps expert parameters apart only above 1); keep both above 1 or both 1, or start "
+            "another run from this one's Hugging Face folder"
+        )
+    differing = differing_keys(before_config, loaded.config)
     if differing:
         lines = [f"run folder {folder.path} holds checkpoints of another configuration:"]
         lines += [f"{loaded.where(key)}: {key}: {now!r} here, {before!r} in the folder" for key, (before, now) in differing.items()]

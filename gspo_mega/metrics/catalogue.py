@@ -144,6 +144,8 @@ def _entries() -> list[Metric]:
         Metric("time/step_seconds", "seconds", "value", "the whole step"),
         *(Metric(f"time/{phase}_seconds", "seconds", "value", what) for phase, what in PHASES.items()),
         Metric("time/rollout/<part>_seconds", "seconds", "value", "a part of the rollout phase, as the collector saw it"),
+        Metric("time/checkpoint/pause_seconds", "seconds", "value", "how long training stood still for the save that was committed last"),
+        Metric("time/checkpoint/write_seconds", "seconds", "value", "from that save's start to its commit"),
         Metric("eval/accuracy", "fraction", "mean", "held-out samples with full reward"),
         Metric("eval/accuracy_standard_error", "fraction", "value", "standard error of eval/accuracy"),
         Metric("eval/reward_mean", "reward", "mean", "reward over held-out samples"),

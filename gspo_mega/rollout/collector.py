@@ -10,7 +10,7 @@ import asyncio
 import collections
 import concurrent.futures
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from gspo_mega.config.schema import Config
@@ -55,11 +55,17 @@ class Collector:
         self._clock = clock
         self._running: tuple[int, concurrent.futures.Future] | None = None
 
-    def start(self, step: int) -> None:
-        """Begin sampling the batch of `step` from the committed weights. Returns at once."""
+    def start(
+        self, step: int, known: Mapping[int, Group] | None = None, keep: Callable[[Trajectory], None] = lambda trajectory: None
+    ) -> None:
+        """Begin sampling the batch of `step` from the committed weights. Returns at once.
+
+        `known`: groups of this batch that are there already, by their number among its prompts; their prompts are drawn and not
+        sampled. `keep` is called on the pool's thread for every other trajectory as soon as it is scored.
+        """
         if self._running is not None:
             raise RuntimeError(f"the batch of step {self._running[0]} was started and not taken")
-        self._running = (step, self._pool.loop.submit(self._collect(step)))
+        self._running = (step, self._pool.loop.submit(self._collect(step, known or {}, keep)))
 
     def take(self, step: int, on_wait: Callable[[], None] = lambda: None) -> RolloutBatch:
         """The batch of `step`, started now if it was not. `on_wait` is called about every 50 ms meanwhile, on this thread;
@@ -109,12 +115,12 @@ class Collector:
             running = [tasks.create_task(batch.group(index, prompt)) for index, prompt in enumerate(prompts)]
         return [task.result() for task in running]
 
-    async def _collect(self, step: int) -> RolloutBatch:
+    async def _collect(self, step: int, known: Mapping[int, Group], keep: Callable[[Trajectory], None]) -> RolloutBatch:
         rollout = self._config.rollout
         wanted = self._config.batch.prompts_per_step
         allowed = int(wanted * rollout.max_oversampling) if rollout.filter_constant_groups else wanted
         params = self._params(rollout.temperature, rollout.top_p, rollout.top_k)
-        batch = _Batch(self, f"step{step:06d}", self._config.batch.group_size, params)
+        batch = _Batch(self, f"step{step:06d}", self._config.batch.group_size, params, keep)
         started = self._clock()
         kept: list[Group] = []
         constant: list[Group] = []
@@ -123,7 +129,9 @@ class Collector:
             running: set[asyncio.Task[Group]] = set()
             while True:
                 while len(kept) + len(running) < wanted and num_sampled < allowed:
-                    running.add(tasks.create_task(batch.group(num_sampled, self._prompts.next())))
+                    prompt = self._prompts.next()
+                    there = known.get(num_sampled)
+                    running.add(tasks.create_task(batch.group(num_sampled, prompt) if there is None else batch.known(there)))
                     num_sampled += 1
                 if not running:
                     break
@@ -153,12 +161,20 @@ class Collector:
 class _Batch:
     """The samples of one batch, their ids and what they add up to."""
 
-    def __init__(self, collector: Collector, name: str, group_size: int, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        name: str,
+        group_size: int,
+        params: SamplingParams,
+        keep: Callable[[Trajectory], None] = lambda trajectory: None,
+    ) -> None:
         self._sampler = Sampler(collector._config.rollout, collector._pool)
         self._collector = collector
         self._name = name
         self._group_size = group_size
         self._params = params
+        self._keep = keep
         self._own: collections.Counter[str] = collections.Counter()
         self.last_generated = collector._clock()
 
@@ -168,6 +184,13 @@ class _Batch:
         async with _TaskGroup() as tasks:
             samples = [tasks.create_task(self._one(group, index)) for index in range(self._group_size)]
         group.trajectories.extend(task.result() for task in samples)
+        return group
+
+    async def known(self, group: Group) -> Group:
+        """A group that is there already; counted as if it had been sampled now."""
+        for trajectory in group.trajectories:
+            self._count(trajectory)
+            self._own["num_generated_tokens"] += trajectory.num_response_tokens
         return group
 
     async def _one(self, group: Group, index: int) -> Trajectory:
@@ -182,17 +205,22 @@ class _Batch:
         await collector._score(trajectory)
         if trajectory.reward is None:
             raise RuntimeError(f"the scorer left trajectory {request_id} without a reward")
+        self._count(trajectory)
+        self._keep(trajectory)
+        return trajectory
+
+    def _count(self, trajectory: Trajectory) -> None:
         self._own["num_trajectories"] += 1
         self._own["num_reward_failures"] += trajectory.reward_error is not None
-        self._own["num_truncated"] += completion.finish_reason == "length"
-        return trajectory
+        self._own["num_truncated"] += trajectory.finish_reason == "length"
 
     def counts(self) -> dict[str, float]:
         names = (
             "num_trajectories", "num_reward_failures", "num_truncated", "num_retries", "num_request_failures",
             "num_aborted_requests", "num_generated_tokens",
         )  # fmt: skip
-        return {name: 0 for name in names} | dict(self._own) | dict(self._sampler.counts)
+        counted = self._own + self._sampler.counts
+        return {name: 0 for name in names} | dict(counted)
 
 
 def _wait(future: concurrent.futures.Future, on_wait: Callable[[], None]):

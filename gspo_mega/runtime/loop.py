@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from gspo_mega import kill_points
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.assemble import assemble, fill_advantages
 from gspo_mega.runtime.final_table import accuracy_text, run_table
+from gspo_mega.runtime.record import run_rollouts
 from gspo_mega.runtime.reference import reference_path
 from gspo_mega.runtime.session import Session, StopRequested, Work
 from gspo_mega.runtime.step_report import StepReport, add_to_summary, evaluation_metrics
@@ -42,11 +44,14 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
         for line in session.side.data_report() if session.side is not None else ():
             session.say(line)
         stop = start(session)
+        if stop is None and config.train.rollouts_only:
+            return run_rollouts(session, num_steps)
         while stop is None and state.step < num_steps:
             stop = train_step(session, num_steps)
         if stop is None:
             stop = measure_end(session)
         session.checkpoint()
+        session.poll_checkpoint(wait=True)
         if stop is not None:
             session.say(f"stopped after step {state.step} ({stop}); the same command continues")
             return {"stopped": stop, "step": state.step}
@@ -60,7 +65,7 @@ def start(session: Session) -> str | None:
     if stop is not None:
         return stop
     session.publish()
-    if session.state.step == 0 and session.config.eval is not None:
+    if session.state.step == 0 and session.evaluates:
         evaluation = session.evaluate()
         if evaluation is not None:
             before = session.state.summary["accuracy_before"] = [evaluation.accuracy, evaluation.standard_error]
@@ -78,9 +83,13 @@ def train_step(session: Session, num_steps: int) -> str | None:
     report = StepReport(session, batch, work.num_positions)
 
     # With one optimizer step, or the server's log-probs as old ones, there is no old pass to make.
+    kill_points.reached("rollout.batch")
     skip_old_pass = config.batch.num_mini_batches == 1 or config.old_log_probs == "rollout"
     with session.phase("old_log_probs"):
-        old = [None if skip_old_pass else engine.old_pass(m.micro_batches) for m in work.mini_batches]
+        old = []
+        for mini_batch in work.mini_batches:
+            old.append(None if skip_old_pass else engine.old_pass(mini_batch.micro_batches))
+            kill_points.reached("step.old_pass")
     reference: list[list[torch.Tensor] | None] = [None] * len(work.mini_batches)
     if session.reference is not None:
         with session.phase("reference_log_probs"):
@@ -91,16 +100,23 @@ def train_step(session: Session, num_steps: int) -> str | None:
             result, passed = engine.train_mini_batch(mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen)
             session.note_step(result.skipped, result.grad_norm)
             report.add(result, before.report if before is not None else passed, passed)
+            kill_points.reached("step.optimizer")
 
+    kill_points.reached("step.trained")
     state.step += 1
     state.weight_version += 1
-    report.num_published_bytes = session.publish().num_bytes
+    report.published = session.publish()
+    kill_points.reached("step.published")
     with session.phase("report"):
         report.gather()
-    if config.eval is not None and (_is_due(config.eval.every_steps, state.step) or state.step == num_steps):
+    if session.evaluates and (_is_due(config.eval.every_steps, state.step) or state.step == num_steps):
         report.evaluation = session.evaluate()
     # The checkpoint comes after the line of its step, and counts as time of the next.
     report.write()
+    kill_points.reached("step.written")
+    if _is_due(config.checkpoint.export_every_steps, state.step):
+        session.export(session.run_folder.huggingface_step_dir(state.step))
+    session.poll_checkpoint()
     if _is_due(config.checkpoint.every_steps, state.step) and state.step < num_steps:
         session.checkpoint()
     return None
@@ -113,7 +129,7 @@ def _is_due(every_steps: int, step: int) -> bool:
 def measure_end(session: Session) -> str | None:
     """The last evaluation, where a stop or a crash came between the last step and it. Returns a reason to stop."""
     state = session.state
-    if session.config.eval is None or session.agree(state.summary.get("evaluated_step")) == state.step:
+    if not session.evaluates or session.agree(state.summary.get("evaluated_step")) == state.step:
         return None
     evaluation = session.evaluate()
     if evaluation is None:
@@ -132,7 +148,7 @@ def take(session: Session) -> tuple[RolloutBatch | None, Work]:
     config, step = session.config, session.state.step
     try:
         with session.phase("rollout"):
-            batch = session.side.take(step, session.on_wait)
+            batch = session.side.take(step, session.state.weight_version, session.on_wait, session.say)
     except StopRequested as request:
         return None, session.hand_out_stop(str(request))
     with session.phase("assemble"):

@@ -6,7 +6,7 @@ Owns these parts' lives and how they fit; what each does is its own package's. E
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,14 @@ from gspo_mega.config.sources import sources_of
 from gspo_mega.data.prompts import PromptSource, load_prompts
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.errors import DataError
+from gspo_mega.journal.journal import Journal
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.records import Group, Prompt, RolloutBatch
+from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 from gspo_mega.reward.pool import ScoringPool
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.run_folder import Attempt
+from gspo_mega.runtime.journalled import JournalledBatches
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class RolloutSide:
             self.pool.close()
             raise
         self.collector = Collector(config, self.pool, self.prompts, self.scoring.score, self.decode, spec.eos_token_ids)
+        journal = Journal(attempt.run_folder.journal_dir)
+        self._batches = JournalledBatches(journal, self.prompts, self, config.batch.group_size, config.journal.keep_last)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of sampled tokens, for rewards and people; never tokenised again."""
@@ -101,12 +105,27 @@ class RolloutSide:
     def num_overlong_prompts(self) -> int:
         return sum(source.num_overlong for source in self.sources)
 
-    def take(self, step: int, on_wait: Callable[[], None]) -> RolloutBatch:
-        """The rollout batch of `step`: `source.take(step)` of the loop.
+    def take(self, step: int, weight_version: int, on_wait: Callable[[], None], say: Callable[[str], None]) -> RolloutBatch:
+        """The rollout batch of `step`: `source.take(step)` of the loop. What the journal has of it is not sampled again."""
+        return self._batches.take(step, weight_version, on_wait, say)
+
+    def upcoming(self, step: int, count: int) -> list[Prompt]:
+        """The next `count` prompts; the order stays where it is."""
+        before = self.prompts.state_dict()
+        try:
+            return [self.prompts.next() for _ in range(count)]
+        finally:
+            self.prompts.load_state_dict(before)
+
+    def sample(
+        self, step: int, known: Mapping[int, Group], keep: Callable[[Trajectory], None], on_wait: Callable[[], None]
+    ) -> RolloutBatch:
+        """The batch of `step` from the servers, the groups `known` apart.
 
         What `on_wait` raises ends the batch; its prompts are then the next ones again, so that a checkpoint skips none.
         """
         before = self.prompts.state_dict()
+        self.collector.start(step, known, keep)
         try:
             return self.collector.take(step, on_wait)
         except BaseException:

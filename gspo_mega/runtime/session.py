@@ -11,9 +11,11 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from gspo_mega.checkpoint.state import TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
+from gspo_mega.checkpoint.save import Saver, SaveReport
+from gspo_mega.checkpoint.state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups
 from gspo_mega.errors import NumericsError, PublishError
@@ -25,6 +27,7 @@ from gspo_mega.run_folder import Attempt
 from gspo_mega.runtime.assemble import MiniBatch, for_ranks
 from gspo_mega.runtime.exchange import Exchange
 from gspo_mega.runtime.reference import load_reference
+from gspo_mega.runtime.replay import ReplaySide
 from gspo_mega.runtime.rollouts import Evaluation, RolloutSide
 from gspo_mega.runtime.stop import StopRequest
 from gspo_mega.runtime.worker import WorkerContext
@@ -82,11 +85,14 @@ class Session:
         self.exchange = Exchange(context.open_store(), self.groups.host, context.open_store() if context.rank == 0 else None)
         self._cleanup = contextlib.ExitStack()
         self._cleanup.callback(self.exchange.close)
+        self.is_replay = trains_policy and config.train is not None and config.train.from_rollouts is not None
         # Rank 0 reads data and starts scorers while every rank builds the model: errors of either come early.
-        self.side = self._cleanup.enter_context(RolloutSide(config, self.spec, self.attempt)) if context.rank == 0 else None
+        self.side = self._cleanup.enter_context(self._make_side()) if context.rank == 0 else None
         self.engine = PolicyEngine(config, self.spec, self.groups, num_optimizer_steps)
         self.reference = load_reference(config, self.spec, self.groups) if trains_policy and config.kl.coefficient > 0 else None
-        checkpoint = latest_checkpoint(self.run_folder)
+        checkpoint, warnings = find_checkpoint(self.run_folder, self.groups)
+        for warning in warnings:
+            self.say(warning)
         if checkpoint is None:
             import_huggingface(config.model.path, self.spec, self.groups, self.engine.chunks)
             self.engine.after_weights_loaded()
@@ -94,6 +100,8 @@ class Session:
         else:
             self.state = load_checkpoint(checkpoint, self.engine)
         self.resumed_from = checkpoint
+        self._saver = Saver(self.run_folder, self.engine, config.checkpoint)
+        self._save_seconds: dict[str, float] = {}
         self._saved_state = None if checkpoint is None else asdict(self.state)
         self.publisher = Publisher(
             config, self.spec, self.groups, self.engine.chunks, self.run_folder.weights_dir, _address_for(config.server.host)
@@ -114,6 +122,14 @@ class Session:
     def __exit__(self, *exc: Any) -> None:
         self._cleanup.close()
 
+    def _make_side(self) -> RolloutSide | ReplaySide:
+        return ReplaySide(self.config, self.attempt) if self.is_replay else RolloutSide(self.config, self.spec, self.attempt)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is a held-out evaluation: it is asked for, and there are servers to sample it."""
+        return self.config.eval is not None and not self.is_replay
+
     @property
     def is_lead(self) -> bool:
         return self.side is not None
@@ -133,7 +149,7 @@ class Session:
     def wait_for_servers(self) -> str | None:
         """Until every server of the run is up. Returns the reason where a stop was asked for meanwhile. Collective."""
         stop = None
-        if self.side is not None:
+        if isinstance(self.side, RolloutSide):
             server = self.config.server
             deadline_seconds = server.start_deadline_seconds * (1 + server.max_restarts)
             try:
@@ -142,13 +158,15 @@ class Session:
                 stop = str(request)
         return self.agree(stop)
 
-    def publish(self) -> PublishResult:
-        """Send the engine's weights to all servers as `state.weight_version`. Collective.
+    def publish(self) -> PublishResult | None:
+        """Send the engine's weights to all servers as `state.weight_version`; None where the run has none. Collective.
 
         Waits while all of them are being restarted, and begins again when all of them died meanwhile. A server that
         fails otherwise gets no work until it holds a committed version. Raises PublishError on every rank when none
         is left, RolloutError when none comes back.
         """
+        if self.is_replay:
+            return None
         with self.phase("publish"):
             result = None
             while result is None:
@@ -165,14 +183,14 @@ class Session:
 
     def _servers_up(self) -> list[Any]:
         """Rank 0: all servers that are up, at least one; elsewhere none."""
-        if self.side is None:
+        if not isinstance(self.side, RolloutSide):
             return []
         self.side.pool.wait_ready(1, self.config.rollout.no_server_deadline_seconds)
         return self.side.pool.controls()
 
     def _are_gone(self, servers: list[Any]) -> bool:
         """Rank 0: whether none of these servers, of these starts, runs any more. Their end may be known a little later."""
-        if self.side is None or not servers:
+        if not isinstance(self.side, RolloutSide) or not servers:
             return False
         tried = {(server.server_id, server.generation) for server in servers}
         deadline = time.monotonic() + DEATH_NOTICE_SECONDS
@@ -183,7 +201,7 @@ class Session:
         return True
 
     def _commit(self, result: PublishResult) -> None:
-        if self.side is not None:
+        if isinstance(self.side, RolloutSide):
             self.side.pool.commit(result.weight_version, result.verified)
             for server, why in result.failed.items():
                 self.say(f"warning  {server} does not hold weight version {result.weight_version} and gets no work until it does: {why}")
@@ -229,7 +247,8 @@ class Session:
     def on_wait(self) -> None:
         """Rank 0, while it waits for rollouts: look for a stop request and for servers that came back."""
         self._check_stop()
-        assert self.side is not None
+        if not isinstance(self.side, RolloutSide):
+            return
         behind = self.side.pool.servers_behind()
         if behind and time.monotonic() >= self._catch_up_after:
             self.exchange.send_all({"kind": "publish_again"})
@@ -247,7 +266,7 @@ class Session:
         the other ranks stand by, for servers that come back meanwhile."""
         evaluation = None
         with self.phase("eval"):
-            if self.side is not None:
+            if isinstance(self.side, RolloutSide):
                 with contextlib.suppress(StopRequested):  # the next wait for rollouts meets the request again
                     evaluation = self.side.evaluate(self.on_wait)
             value = self.agree(None if evaluation is None else asdict(evaluation))
@@ -279,14 +298,31 @@ class Session:
                 self.state.prompts = self.side.prompts.state_dict()
             state = asdict(self.state)
             if self.agree(state != self._saved_state):
-                save_checkpoint(self.run_folder, self.engine, self.state, self.config.checkpoint.keep_last)
+                self._note_saves(self._saver.save(self.state))
                 self._saved_state = state
 
-    def export(self) -> None:
-        """Write the result as a Hugging Face folder, `hf` in the run folder. Collective."""
+    def poll_checkpoint(self, wait: bool = False) -> None:
+        """Commit the save that is written beside the training, once it is, or now with `wait`. Collective."""
+        with self.phase("checkpoint"):
+            self._note_saves(self._saver.finish() if wait else self._saver.poll())
+
+    def _note_saves(self, reports: list[SaveReport]) -> None:
+        for report in reports:
+            self._save_seconds = {
+                "time/checkpoint/pause_seconds": report.pause_seconds,
+                "time/checkpoint/write_seconds": report.write_seconds,
+            }
+
+    def take_save_seconds(self) -> dict[str, float]:
+        """The times of the save that was committed last, once."""
+        seconds, self._save_seconds = self._save_seconds, {}
+        return seconds
+
+    def export(self, folder: Path | None = None) -> None:
+        """Write the weights as a Hugging Face folder, by default `hf` in the run folder: the run's result. Collective."""
         with self.phase("checkpoint"):
             export_huggingface(
-                self.run_folder.huggingface_dir,
+                folder or self.run_folder.huggingface_dir,
                 self.spec,
                 self.groups,
                 self.engine.chunks,

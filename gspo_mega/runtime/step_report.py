@@ -22,6 +22,7 @@ from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.rollouts import Evaluation
 from gspo_mega.runtime.routing_report import changed_routes, router_losses
 from gspo_mega.runtime.session import Session
+from gspo_mega.weights.publish import PublishResult
 
 
 class StepReport:
@@ -34,7 +35,7 @@ class StepReport:
         self._passes: list[dict[str, Any]] = []
         self._gathered: list[list[dict[str, Any]]] = []
         self.evaluation: Evaluation | None = None
-        self.num_published_bytes = 0
+        self.published: PublishResult | None = None
 
     def add(self, result: StepResult, old: PassReport, train: PassReport) -> None:
         """One mini-batch: its optimizer step, the pass that measured the engine gap, the training pass."""
@@ -53,7 +54,7 @@ class StepReport:
         seconds = session.timer.finish_step()
         if session.writer is None or session.side is None or self._batch is None:
             return
-        metrics = {**self._batch_metrics(self._batch), **self._optimizer_metrics(), **seconds}
+        metrics = {**self._batch_metrics(self._batch), **self._optimizer_metrics(), **seconds, **session.take_save_seconds()}
         if self._results:
             metrics |= self._policy_metrics()
         tokens = sum(t.num_tokens for t in self._batch.trajectories)
@@ -61,11 +62,12 @@ class StepReport:
         metrics |= {
             "speed/tokens_per_second": tokens / step_seconds,
             "speed/tokens_per_second_per_rank": tokens / step_seconds / session.layout.world_size,
-            "speed/packing_efficiency": tokens / max(self._num_positions, 1),
-            "publish/weight_version": session.state.weight_version,
-            "publish/num_bytes": self.num_published_bytes,
             "data/epoch": _epochs(session.side.prompts.state_dict()),
         }
+        if self._num_positions:
+            metrics["speed/packing_efficiency"] = tokens / self._num_positions
+        if self.published is not None:
+            metrics |= {"publish/weight_version": session.state.weight_version, "publish/num_bytes": self.published.num_bytes}
         if self.evaluation is not None:
             metrics |= evaluation_metrics(self.evaluation)
         step = session.state.step

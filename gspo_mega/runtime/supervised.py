@@ -69,6 +69,7 @@ def _checkpoint(session: Session, demonstrations: PromptStream[Demonstration] | 
     if demonstrations is not None:
         session.state.demonstrations = demonstrations.state_dict()
     session.checkpoint()
+    session.poll_checkpoint(wait=True)
 
 
 def _start(session: Session) -> str | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gspo_mega import kill_points
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import GspoMegaError, PublishError
 from gspo_mega.model.spec import ModelSpec
@@ -188,6 +189,8 @@ class Publisher:
             else:
                 broadcast_json({"do": "send"}, self._groups.host)
                 self._sender.send(fleet, targets, self._policy.stream(self._dtype), version)
+
+            kill_points.reached("publish.sent")
 
         transaction = Transaction(self._spec, self._memory, content, deadline, send)
         verified, failed = transaction.run(servers, lambda: commit(version))

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_mega import durable
 from gspo_mega.errors import PublishError
-from gspo_mega.run_folder import atomic_write_json
 
 CURRENT_NAME = "current.json"
 _VERSION = re.compile(r"v(\d{8})")
-_UNFINISHED = re.compile(r"v\d{8}\.(writing|replaced)")
+_UNFINISHED = re.compile(r"v\d{8}\.(writing|replaced)|\.v\d{8}(\.\w+)?\.removed")
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Versions:
             raise PublishError(f"{path}: cannot be committed, there is no such folder")
         file = self.folder / CURRENT_NAME
         try:
-            atomic_write_json(file, {"weight_version": weight_version, "path": str(path)})
+            durable.atomic_write_json(file, {"weight_version": weight_version, "path": str(path)}, at="publish.commit")
         except OSError as error:
             raise PublishError(f"{file}: version {weight_version} cannot be committed: {error}") from error
 
@@ -67,7 +66,7 @@ class Versions:
         old += [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
         try:
             for path in old:
-                shutil.rmtree(path)
+                durable.remove_tree(path, at="publish.prune")
         except OSError as error:
             raise PublishError(f"{self.folder}: an old version cannot be removed: {error}") from error
         return old

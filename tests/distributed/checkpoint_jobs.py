@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import torch
 from layout_jobs import make_config, recorded_sequences, shard
 
+from gspo_mega import kill_points
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.checkpoint.state import TrainState, latest_checkpoint, load_checkpoint, save_checkpoint
+from gspo_mega.checkpoint.save import Saver
+from gspo_mega.checkpoint.state import TrainState, find_checkpoint, load_checkpoint
+from gspo_mega.config.schema import Checkpoint
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.errors import GspoMegaError
@@ -16,8 +22,8 @@ from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_import import import_huggingface
 
 
-def run(folder: str, run_dir: str, parallel: dict, plan: list[str], *, weights_from: str | None = None, **sections) -> dict | None:
-    """Carry out `plan` ("train", "save", "load", "weights") and return the whole weights on rank 0.
+def run(folder: str, run_dir: str, parallel: dict, plan: list[str], *, weights_from: str | None = None, checkpoint: dict | None = None, **sections) -> dict | None:
+    """Carry out `plan` ("start", "train", "save", "commit", "load", "fault ...") and return the whole weights on rank 0.
 
     "restart" makes a new engine, as a new process would, with weights that are not those of the run.
     """
@@ -28,12 +34,13 @@ def run(folder: str, run_dir: str, parallel: dict, plan: list[str], *, weights_f
     groups = create_groups(**sizes)
     run_folder = RunFolder(run_dir)
     try:
-        engine, state = None, TrainState()
+        engine, state, warnings, lr = None, TrainState(), [], 0.0
         for act in plan:
             if act == "start":
                 engine = PolicyEngine(config, spec, groups, num_optimizer_steps=20)
                 import_huggingface(weights_from or folder, spec, groups, engine.chunks)
                 engine.after_weights_loaded()
+                saver = Saver(run_folder, engine, Checkpoint(**(checkpoint or {})))
             elif act == "train":
                 sequences = recorded_sequences(seed=state.step)
                 batch = shard(sequences, groups.data.rank, groups.data.size, 2 * groups.context.size * groups.tensor.size)
@@ -43,14 +50,25 @@ def run(folder: str, run_dir: str, parallel: dict, plan: list[str], *, weights_f
                 lr = result.lr
             elif act == "save":
                 state.prompts, state.weight_version = {"position": state.step}, state.step
-                save_checkpoint(run_folder, engine, state, keep_last=2)
+                saver.save(state)
+                saved_step = state.step
+            elif act == "save without room":
+                with mock.patch("shutil.disk_usage", return_value=SimpleNamespace(free=16 * 1024**2)):
+                    saver.save(state)
+            elif act.startswith("fault "):
+                kill_points.arm(act.removeprefix("fault "), groups.world.rank)
+            elif act == "commit":
+                (report,) = saver.finish()
+                assert report.folder.name == f"step_{saved_step:08d}" and 0 < report.pause_seconds <= report.write_seconds
             elif act == "load":
-                state = load_checkpoint(latest_checkpoint(run_folder), engine)
+                folder_found, warnings = find_checkpoint(run_folder, groups)
+                state = load_checkpoint(folder_found, engine)
                 assert state.prompts == {"position": state.step} and state.weight_version == state.step
         weights = {name: value.clone().numpy() for name, value in PolicyTensors(spec, groups, engine.chunks).stream(torch.float32)}
         random = torch.rand(3).tolist()
-        return None if groups.world.rank else {"weights": weights, "lr": lr, "random": random, "step": state.step}
+        return None if groups.world.rank else {"weights": weights, "lr": lr, "random": random, "step": state.step, "warnings": warnings}
     finally:
+        kill_points.arm(None, groups.world.rank)
         destroy_groups()
 
 

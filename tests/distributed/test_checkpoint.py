@@ -57,8 +57,39 @@ def test_only_complete_checkpoints_count_and_old_ones_go(rank_pools, models, tmp
     assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step_00000003", "step_00000004"]
 
     (checkpoints / "step_00000004" / "state.json").unlink()
-    (text, _) = pool.run("checkpoint_jobs:refused", run_dir=str(tmp_path), plan=["start", "load"], **common)
-    assert text.startswith("CheckpointError") and "step_00000004" in text and "step_00000003" in text
+    back = pool.run("checkpoint_jobs:run", run_dir=str(tmp_path), plan=["start", "load"], **common)[0]
+    assert back["step"] == 3 and "step_00000004 is damaged and passed over: state.json is missing" in back["warnings"][0]
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step_00000003", "step_00000004.damaged"]
+    assert (checkpoints / "latest").read_text().strip() == "step_00000003"
+
+
+def test_written_beside_training_it_is_the_state_at_its_start(rank_pools, models, tmp_path):
+    folder, other = models[False]
+    pool = rank_pools(2)
+    common = dict(folder=str(folder), parallel={}, optimizer=dict(lr=1e-3))
+    straight = pool.run("checkpoint_jobs:run", run_dir=str(tmp_path / "a"), plan=["start", "train", "train", "train"], **common)[0]
+    beside = dict(run_dir=str(tmp_path / "b"), checkpoint=dict(asynchronous=True), **common)
+    went_on = pool.run("checkpoint_jobs:run", plan=["start", "train", "save", "train", "train", "commit"], **beside)[0]
+    resumed = pool.run("checkpoint_jobs:run", plan=["start", "load", "train", "train"], weights_from=str(other), **beside)[0]
+    for weight, want in straight["weights"].items():
+        assert np.array_equal(went_on["weights"][weight], want) and np.array_equal(resumed["weights"][weight], want), weight
+
+
+@pytest.mark.parametrize("parallel", [dict(tensor=2), dict(pipeline=2), dict(context=2)], ids=str)
+def test_saved_by_data_parallel_ranks_and_resumed_in_another_layout(rank_pools, models, tmp_path, parallel):
+    folder, other = models[False]
+    pool = rank_pools(2)
+    common = dict(run_dir=str(tmp_path), folder=str(folder), optimizer=dict(lr=1e-3))
+    saved = pool.run("checkpoint_jobs:run", parallel={}, plan=["start", "train", "train", "save"], **common)[0]
+    straight = pool.run("checkpoint_jobs:run", parallel={}, plan=["start", "load", "train"], **common)[0]
+    loaded = pool.run("checkpoint_jobs:run", parallel=parallel, plan=["start", "load"], weights_from=str(other), **common)[0]
+    resumed = pool.run("checkpoint_jobs:run", parallel=parallel, plan=["start", "load", "train"], weights_from=str(other), **common)[0]
+    assert (loaded["step"], resumed["step"]) == (2, 3)
+    for weight, want in saved["weights"].items():
+        assert np.array_equal(loaded["weights"][weight], want), weight
+        moved, expected = resumed["weights"][weight] - want, straight["weights"][weight] - want
+        # Adam's moments came along: without them the first update has another size and direction altogether.
+        assert np.linalg.norm(moved - expected) <= 1e-3 * np.linalg.norm(expected) + 1e-9, weight
 
 
 def test_another_model_is_refused_before_anything_is_loaded(rank_pools, models, tmp_path):
@@ -77,11 +108,59 @@ def test_expert_parallel_optimizer_state_is_refused_without_expert_parallel(rank
     assert all("parallel.expert 2" in t and "parallel.expert 1" in t for t in texts)
 
 
-def test_damaged_files_are_named(rank_pools, models, tmp_path):
+def test_damaged_files_are_named_and_the_checkpoint_before_is_taken(rank_pools, models, tmp_path):
+    pool = rank_pools(2)
+    common = dict(run_dir=str(tmp_path), folder=str(models[False][0]), parallel={}, optimizer=dict(lr=1e-3))
+    first = pool.run("checkpoint_jobs:run", plan=["start", "train", "save", "train", "save"], **common)[0]
+    victim = next((tmp_path / "checkpoints" / "step_00000002" / "megatron").glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
+    back = pool.run("checkpoint_jobs:run", plan=["start", "load", "train"], **common)[0]
+    assert back["step"] == 2 and f"{victim.name} has" in back["warnings"][0]
+    assert all(np.array_equal(back["weights"][weight], want) for weight, want in first["weights"].items())
+
+    victim = tmp_path / "checkpoints" / "step_00000001" / "rng" / "rank_00001.safetensors"
+    damaged = bytearray(victim.read_bytes())
+    damaged[-1] ^= 1
+    victim.write_bytes(damaged)
+    texts = pool.run("checkpoint_jobs:refused", plan=["start", "load"], **common)
+    assert all(t.startswith("CheckpointError") and "no checkpoint is whole" in t and "rank_00001.safetensors holds other bytes" in t for t in texts), texts
+
+
+def test_a_newer_format_is_refused_and_stays(rank_pools, models, tmp_path):
     pool = rank_pools(2)
     common = dict(run_dir=str(tmp_path), folder=str(models[False][0]), parallel={}, optimizer=dict(lr=1e-3))
     pool.run("checkpoint_jobs:run", plan=["start", "train", "save"], **common)
-    victim = next((tmp_path / "checkpoints" / "step_00000001" / "megatron").glob("*.distcp"))
-    victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
+    record = tmp_path / "checkpoints" / "step_00000001" / "state.json"
+    record.write_text(record.read_text().replace('"format_version": 2', '"format_version": 3'))
     texts = pool.run("checkpoint_jobs:refused", plan=["start", "load"], **common)
-    assert all(t.startswith("CheckpointError") and "step_00000001" in t for t in texts), texts
+    assert all("newer gspo_mega (checkpoint format 3; this one reads up to 2)" in t for t in texts), texts
+    assert record.exists()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "point=save.folder.before,do=denied",
+        "point=save.tensors.before,do=disk_full,rank=1",
+        "point=save.state.write.before,do=disk_full",
+        "point=save.latest.write.before,do=disk_full",
+    ],
+)
+def test_a_disk_that_refuses_is_every_ranks_error_and_harms_nothing(rank_pools, models, tmp_path, fault):
+    pool = rank_pools(2)
+    common = dict(run_dir=str(tmp_path), folder=str(models[False][0]), parallel={}, optimizer=dict(lr=1e-3))
+    saved = pool.run("checkpoint_jobs:run", plan=["start", "train", "save"], **common)[0]
+    texts = pool.run("checkpoint_jobs:refused", plan=["start", "load", "train", f"fault {fault}", "save"], **common)
+    reason = "Permission denied" if "denied" in fault else "No space left"
+    assert all(t.startswith("CheckpointError") and "cannot be written" in t and reason in t for t in texts), texts
+    back = pool.run("checkpoint_jobs:run", plan=["start", "load"], **common)[0]
+    assert back["step"] == 1 and not back["warnings"]
+    assert all(np.array_equal(back["weights"][weight], want) for weight, want in saved["weights"].items())
+
+
+def test_a_save_that_would_not_fit_is_refused_before_anything_is_written(rank_pools, models, tmp_path):
+    pool = rank_pools(2)
+    common = dict(run_dir=str(tmp_path), folder=str(models[False][0]), parallel={}, optimizer=dict(lr=1e-3))
+    texts = pool.run("checkpoint_jobs:refused", plan=["start", "train", "save", "train", "save without room"], **common)
+    assert all("cannot be written" in t and "it needs 0.02 GiB, and 0.02 GiB are free there; nothing was written" in t for t in texts), texts
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]

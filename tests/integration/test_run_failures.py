@@ -10,6 +10,7 @@ import pytest
 from run_support import REPOSITORY, Command, ScoreLog, is_constant_prompt, kill_server, small_overrides
 
 from gspo_mega.data.stream import epoch_order
+from gspo_mega.journal.journal import Journal
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import RunFolder, read_json
@@ -70,14 +71,15 @@ def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_h
     assert "Traceback" not in command.out
     assert command.left_running(run.folder.path) == []
     assert run.folder.latest_checkpoint_file.read_text().strip() == "step_00000001"
-    assert Counter(note["prompt"] for note in run.scores.new()[:16]) == dict.fromkeys(run.prompts_of(range(4)), 4)
+    notes = run.scores.new()
+    assert Counter(note["prompt"] for note in notes[:16]) == dict.fromkeys(run.prompts_of(range(4)), 4)
+    assert Counter(note["prompt"] for note in notes[16:]) == dict.fromkeys(run.prompts_of(range(4, 8)), 4), "step 2 was sampled, and not trained"
 
-    # Attempt 2: goes on after step 1. In the rollout of step 3 the server is killed; in that of step 4, Ctrl-C.
+    # Attempt 2: goes on after step 1, on the very rollouts that step 2 had. In the rollout of step 3 the server is killed; in that of step 4, Ctrl-C.
     command = run.start(*arguments)
     command.wait_for_line("resumed from step_00000001: step 1, weight version 1")
     command.wait_for_line("step 2/4")
-    step_2 = run.scores.new()
-    assert Counter(note["prompt"] for note in step_2[:16]) == dict.fromkeys(run.prompts_of(range(4, 8)), 4)
+    assert "step 2: its 16 trajectories are in the journal and are not sampled again" in command.out
     num_scored = len(run.scores)
     command.wait_for("the rollout of step 3", lambda: len(run.scores) > num_scored)
     kill_server(run.registration().pid)
@@ -91,8 +93,7 @@ def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_h
     assert "Stopped in order" in command.out and "stopped after step 3 (SIGINT)" in command.out and command.err == ""
     assert command.left_running(run.folder.path) == []
     assert run.folder.latest_checkpoint_file.read_text().strip() == "step_00000003"
-    notes = (step_2 + run.scores.new())[16:]
-    assert Counter(note["prompt"] for note in notes[:16]) == dict.fromkeys(run.prompts_of(range(8, 12)), 4), "each sample once"
+    assert Counter(note["prompt"] for note in run.scores.new()[:16]) == dict.fromkeys(run.prompts_of(range(8, 12)), 4), "each sample once"
 
     # Attempt 3: Ctrl-C while a rank cannot stop in order; the second Ctrl-C does not wait for it.
     command = run.start(*arguments)
@@ -111,7 +112,10 @@ def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_h
     # Attempt 4: to the end.
     command = run.start(*arguments)
     assert command.finish() == 0, command.out + command.err
-    assert Counter(note["prompt"] for note in run.scores.new()) == dict.fromkeys(run.prompts_of(range(12, 16)), 4)
+    sampled_again = Counter(note["prompt"] for note in run.scores.new())
+    assert set(sampled_again) <= run.prompts_of(range(12, 16)) and set(sampled_again.values()) <= {4}, "groups that were complete are not"
+    trained = Counter(trajectory.prompt.text for trajectory in Journal(run.folder.journal_dir).read(3).batch.trajectories)
+    assert sorted(trained.values()) == [4] * 4
     assert len(run.folder.attempts()) == 4
 
     # All in all the run that was asked for: each step once, none with less than its whole batch.

@@ -116,3 +116,22 @@ def test_lists_and_sections_are_compared_whole():
     other = load_config(CONFIG, ["reward.functions.0.weight=2.0"]).config
     assert set(differing_keys(base, other)) == {"reward.functions"}
     assert differing_keys(base, base) == {}
+
+
+def test_rollouts_of_the_same_start_stay_and_those_of_another_go(folder):
+    new_attempt(folder, load_config(CONFIG, (), "train"), "train")
+    folder.journal_dir.mkdir()
+    new_attempt(folder, load_config(CONFIG, ["train.num_steps=2"], "train"), "train")
+    assert folder.journal_dir.exists(), "the crashed start's rollouts are this one's"
+    new_attempt(folder, load_config(CONFIG, ["rollout.temperature=0.9"], "train"), "train")
+    assert not folder.journal_dir.exists()
+
+
+def test_another_layout_continues_but_not_across_expert_parallelism(folder):
+    two = ["cluster.ranks_per_node=2", "parallel.expert=1"]
+    with_checkpoint(folder, overrides=two)
+    new_attempt(folder, load_config(CONFIG, ["cluster.ranks_per_node=1", "parallel.expert=1"], "train"), "train")
+    before = folder.config_file.read_bytes()
+    with pytest.raises(ConfigError, match="parallel.expert: 2 here, 1 in the folder .* does not pass between 1 and more"):
+        new_attempt(folder, load_config(CONFIG, ["cluster.ranks_per_node=2", "parallel.expert=2"], "train"), "train")
+    assert folder.config_file.read_bytes() == before

@@ -347,3 +347,22 @@ def test_a_storm_of_failures_over_three_servers(fakes, collect):
     collector, pool = collect(stream=stream, **settings)
     pool.wait_ready(3, 5)
     check_whole(collector.take(0), stream, prompts=30)
+
+
+def test_groups_that_are_there_already_are_not_sampled_and_every_other_trajectory_is_handed_on(fakes, collect):
+    server = fakes("server-0")
+    stream, kept = Stream(), []
+    collector, _ = collect(stream=stream)
+    first = collector.take(3)
+    known = {group.group_id: group for group in first.groups[1:4]}
+    num_calls = len(server.calls)
+    again_stream = Stream()
+    again, _ = collect(stream=again_stream)
+    again.start(3, known, kept.append)
+    batch = again.take(3)
+    check_whole(batch, again_stream)
+    assert [batch.groups[number] is group for number, group in known.items()] == [True] * 3
+    assert len(server.calls) - num_calls == 12 == len(kept)
+    assert {t.group_id for t in kept} == {0, 4, 5} and all(t.reward is not None for t in kept)
+    assert batch.counts["num_trajectories"] == 24 and batch.counts["num_prompts_sampled"] == 6
+    assert batch.counts["num_generated_tokens"] == sum(t.num_response_tokens for t in batch.trajectories)

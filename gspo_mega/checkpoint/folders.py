@@ -1,0 +1,134 @@
+"""The checkpoints of a run as folders: which are complete, which may be believed, which are kept.
+
+Owns names, checksums and the order in which a folder appears and goes, so that at every moment one complete checkpoint is
+there. What is in it is `state.py`'s. Rank 0 alone changes folders; any rank may read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from gspo_mega import durable
+from gspo_mega.errors import CheckpointError
+from gspo_mega.run_folder import RunFolder, read_json
+
+# 2: `files`, the checksums, beside what 1 had.
+FORMAT_VERSION = 2
+_COMPLETE = re.compile(r"step_(\d{8})")
+
+
+def draft_folder(final: Path, token: str) -> Path:
+    """Where a checkpoint is written before it has its name. `token`: this process's, as what a killed one started may still write."""
+    return final.with_name(f"{final.name}.{token}.part")
+
+
+def clear(run_folder: RunFolder) -> None:
+    """Remove drafts and half-removed folders that interrupted saves left."""
+    for pattern in ("step_*.part", ".step_*.removed"):
+        for leftover in run_folder.checkpoints_dir.glob(pattern):
+            durable.remove_tree(leftover, at="save.clear")
+
+
+def put_in_place(run_folder: RunFolder, draft: Path, final: Path) -> None:
+    """Give a complete draft its name and make it `latest`. A checkpoint of the same step gives way only then."""
+    aside = _aside(final)
+    durable.remove_tree(aside, at="save.drop")
+    if final.exists():
+        durable.rename(final, aside, at="save.aside")
+    durable.rename(draft, final, at="save.rename")
+    durable.remove_tree(aside, at="save.drop")
+    durable.atomic_write_text(run_folder.latest_checkpoint_file, final.name, at="save.latest")
+
+
+def repair(run_folder: RunFolder) -> None:
+    """Give a checkpoint that was put aside its name back, where the save that did so was cut short."""
+    for aside in run_folder.checkpoints_dir.glob(".step_*.aside"):
+        final = aside.with_name(aside.name.removeprefix(".").removesuffix(".aside"))
+        if not final.exists():
+            durable.rename(aside, final, at="save.rename")
+
+
+def prune(run_folder: RunFolder, step: int, keep_last: int, keep_every: int) -> None:
+    """Remove checkpoints up to `step` but the newest `keep_last` and, with `keep_every`, the multiples of it.
+
+    Those of later steps belong to a future that was left, by hand or after damage, and are not touched.
+    """
+    past = [folder for folder in complete(run_folder) if step_of(folder) <= step]
+    for folder in past[:-keep_last]:
+        if keep_every == 0 or step_of(folder) % keep_every:
+            durable.remove_tree(folder, at="save.prune")
+
+
+def candidates(run_folder: RunFolder) -> list[Path]:
+    """The folder that `latest` names, there or not, then the complete ones of earlier steps, newest first. None: a run without checkpoint."""
+    try:
+        named = run_folder.checkpoints_dir / run_folder.latest_checkpoint_file.read_text().strip()
+    except FileNotFoundError:
+        return []
+    if not _COMPLETE.fullmatch(named.name):
+        raise CheckpointError(f"{run_folder.latest_checkpoint_file} names {named.name!r}, which is no checkpoint's name")
+    return [named, *(folder for folder in reversed(complete(run_folder)) if step_of(folder) < step_of(named))]
+
+
+def complete(run_folder: RunFolder) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    if not run_folder.checkpoints_dir.is_dir():
+        return []
+    return sorted(f for f in run_folder.checkpoints_dir.iterdir() if _COMPLETE.fullmatch(f.name) and (f / "state.json").is_file())
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def set_aside_damaged(folder: Path) -> None:
+    """Take a damaged checkpoint's name from it, so that it neither counts nor is met again; its files stay for inspection."""
+    if folder.is_dir():
+        target = folder.with_name(f"{folder.name}.damaged")
+        durable.remove_tree(target, at="save.clear")
+        durable.rename(folder, target, at="save.aside")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """`state.json`. Raises ValueError where it is missing or damaged, CheckpointError where a newer version wrote it."""
+    record = read_json(folder / "state.json")
+    if not isinstance(record, dict) or not isinstance(record.get("format_version"), int):
+        raise ValueError("state.json is missing" if record is None else "state.json is not a checkpoint's")
+    if record["format_version"] > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder} was written by a newer gspo_mega (checkpoint format {record['format_version']}; this one reads up to "
+            f"{FORMAT_VERSION}); continue the run with that one"
+        )
+    return record
+
+
+def checksums(folder: Path, files: list[Path]) -> dict[str, list[Any]]:
+    """{name inside `folder`: [bytes, SHA-256 in hex]} of some of its files, read back."""
+    return {str(file.relative_to(folder)): [file.stat().st_size, _digest(file)] for file in files}
+
+
+def damage(folder: Path, files: dict[str, list[Any]], share: int, num_shares: int) -> list[str]:
+    """What differs from the checksums in this share of the files; the shares of all ranks make up the whole."""
+    problems = []
+    for name, (size, digest) in sorted(files.items())[share::num_shares]:
+        file = folder / name
+        try:
+            if file.stat().st_size != size:
+                problems.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
+            elif _digest(file) != digest:
+                problems.append(f"{name} holds other bytes than were written")
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
+    return problems
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}.aside")

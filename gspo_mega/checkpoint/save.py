@@ -1,0 +1,212 @@
+"""Saving a run's state: copy, write, commit; with training going on while it writes where that is asked for.
+
+Owns the order of a save and what all ranks do together in it. Everything is written under a draft's name; only when every
+rank has written does the draft become a checkpoint (`folders.py`). Collectives run on the caller's thread alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gspo_mega import durable
+from gspo_mega.checkpoint import folders
+from gspo_mega.checkpoint.state import TrainState, first_cause, layout_of, model_of, random_state, sharded_state
+from gspo_mega.config.schema import Checkpoint
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.errors import CheckpointError
+from gspo_mega.run_folder import RunFolder
+from gspo_mega.weights.collectives import all_gather_json, broadcast_json, raise_together
+
+# Beyond the tensors themselves: metadata, random state, state.json, and what a file system rounds up.
+_SPACE_FACTOR, _SPACE_BYTES = 1.02, 16 * 1024**2
+_WAIT_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """One committed save. `pause_seconds`: how long training stood still for it. `write_seconds`: from its start to its commit."""
+
+    folder: Path
+    pause_seconds: float
+    write_seconds: float
+
+
+class _Writing:
+    """A save that is under way: this rank's files are written by a thread, or were by the caller's."""
+
+    def __init__(self, final: Path, draft: Path, record: dict[str, Any], request: Any, started: float) -> None:
+        self.final, self.draft, self.record, self.request, self.started = final, draft, record, request, started
+        self.pause_seconds = 0.0
+        self.problem: str | None = None
+        self.thread: threading.Thread | None = None
+
+    @property
+    def is_written(self) -> bool:
+        return self.thread is None or not self.thread.is_alive()
+
+
+class Saver:
+    """The saves of one run; one on every rank. At most one save is under way."""
+
+    def __init__(self, run_folder: RunFolder, engine: PolicyEngine, settings: Checkpoint) -> None:
+        self._run_folder, self._engine, self._settings = run_folder, engine, settings
+        self._groups = engine.groups
+        self._writing: _Writing | None = None
+
+    def save(self, state: TrainState) -> list[SaveReport]:
+        """Save the engine and `state` as `checkpoints/step_N`. Collective over all ranks.
+
+        Returns the saves that were committed meanwhile: this one, or with `checkpoint.asynchronous` at most the one before,
+        and this one is committed by `poll` or `finish`. Raises CheckpointError, the same on every rank, where it
+        cannot be written or the disk has no room for it; the checkpoints before it are untouched then.
+        """
+        reports = self.finish()
+        started = time.monotonic()
+        self._writing = self._begin(state, started)
+        if self._settings.asynchronous:
+            self._writing.pause_seconds = time.monotonic() - started
+            return reports
+        return [*reports, *self.finish()]
+
+    def poll(self) -> list[SaveReport]:
+        """Commit the save under way if every rank has written its part; does not wait. Collective."""
+        if self._writing is None:
+            return []
+        done = all(all_gather_json(self._writing.is_written, self._groups.host))
+        return self.finish() if done else []
+
+    def finish(self) -> list[SaveReport]:
+        """Wait for the save under way, if any, and commit it. Collective. Raises CheckpointError as `save`."""
+        if self._writing is None:
+            return []
+        writing, self._writing = self._writing, None
+        waited = time.monotonic()
+        while not writing.is_written:
+            time.sleep(_WAIT_SECONDS)
+        self._commit(writing)
+        now = time.monotonic()
+        pause = now - (waited if self._settings.asynchronous else writing.started)
+        return [SaveReport(writing.final, writing.pause_seconds + pause, now - writing.started)]
+
+    # --- the parts of a save ---------------------------------------------------------------------------------
+
+    def _begin(self, state: TrainState, started: float) -> _Writing:
+        groups, final = self._groups, self._run_folder.checkpoint_dir(state.step)
+        tensors = sharded_state(self._engine, loading=False)
+        # A process that was killed may have left writers that still write into its draft: every process has its own.
+        draft = folders.draft_folder(final, broadcast_json(f"{os.getpid():x}", groups.host))
+        self._check_room(tensors, final)
+
+        def make_room() -> None:
+            folders.clear(self._run_folder)
+            durable.make_folder(draft / "megatron", at="save.folder")
+            durable.make_folder(draft / "rng", at="save.folder")
+
+        self._together(make_room, final, only_lead=True)
+        record = {
+            "format_version": folders.FORMAT_VERSION, "state": asdict(state), "layout": layout_of(groups), "model": model_of(self._engine),
+        }  # fmt: skip
+        prepared: list[Any] = []
+
+        def prepare() -> None:
+            with durable.operation("save.random"):
+                save_file(random_state(), draft / "rng" / f"rank_{groups.world.rank:05d}.safetensors")
+            request = dist_checkpointing.save(tensors, str(draft / "megatron"), async_sharded_save=True)
+            prepared.append((request, self._copies(request)))
+
+        self._together(prepare, final)
+        ((request, buckets),) = prepared
+        writing = _Writing(final, draft, record, request, started)
+
+        def write() -> None:
+            try:
+                with durable.operation("save.tensors"):
+                    if request.async_fn is not None:
+                        rank, _, results = request.async_fn_args
+                        request.async_fn(rank, buckets, results)
+            except (OSError, RuntimeError) as error:
+                writing.problem = f"rank {groups.world.rank}: {first_cause(error)}"
+
+        if self._settings.asynchronous:
+            writing.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+            writing.thread.start()
+        else:
+            write()
+        return writing
+
+    def _copies(self, request: Any) -> Any:
+        """What is to be written, on the host. On a CPU that is the parameters' own memory: copied where training goes on."""
+        if request.preload_fn is None:
+            return None
+        buckets = request.preload_fn()
+        if not self._settings.asynchronous:
+            return buckets
+        return [
+            (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors])) for file, key, (data, tensors) in buckets
+        ]
+
+    def _check_room(self, tensors: dict[str, Any], final: Path) -> None:
+        kinds = (ShardedTensor, ShardedTensorFactory)
+        own = sum(t.data.nbytes for t in nested_values(tensors) if isinstance(t, kinds) and t.data is not None and is_main_replica(t.replica_id))
+        needed = int(sum(all_gather_json(own, self._groups.host)) * _SPACE_FACTOR) + _SPACE_BYTES
+        problems = []
+        if self._groups.world.rank == 0 and (free := shutil.disk_usage(self._run_folder.path).free) < needed:
+            problems.append(
+                f"it needs {needed / 1024**3:.2f} GiB, and {free / 1024**3:.2f} GiB are free there; nothing was written and the "
+                "checkpoints before it are untouched; make room, or lower checkpoint.keep_last, and start the same command again"
+            )
+        raise_together(problems, self._groups.host, CheckpointError, f"{final} cannot be written")
+
+    def _commit(self, writing: _Writing) -> None:
+        groups, final, draft = self._groups, writing.final, writing.draft
+        raise_together([writing.problem] if writing.problem else [], groups.host, CheckpointError, f"{final} cannot be written")
+
+        def finalize() -> None:
+            with durable.operation("save.index"):
+                for action in writing.request.finalize_fns:
+                    action()
+
+        self._together(finalize, final)
+        sums: list[dict[str, Any]] = []
+        self._together(lambda: sums.append(folders.checksums(draft, self._own_files(draft))), final)
+        writing.record["files"] = {name: value for part in all_gather_json(sums[0], groups.host) for name, value in part.items()}
+
+        def commit() -> None:
+            durable.atomic_write_json(draft / "state.json", writing.record, at="save.state")
+            durable.sync_tree(draft, at="save.sync")
+            folders.put_in_place(self._run_folder, draft, final)
+            folders.prune(self._run_folder, writing.record["state"]["step"], self._settings.keep_last, self._settings.keep_every)
+
+        self._together(commit, final, only_lead=True)
+
+    def _own_files(self, draft: Path) -> list[Path]:
+        """The files this rank wrote; rank 0 also what belongs to none."""
+        rank = self._groups.world.rank
+        own = [draft / "rng" / f"rank_{rank:05d}.safetensors", *(draft / "megatron").glob(f"__{rank}_*.distcp")]
+        if rank == 0:
+            own += [file for file in (draft / "megatron").iterdir() if not file.name.startswith("__")]
+        return own
+
+    def _together(self, action: Callable[[], None], target: Path, *, only_lead: bool = False) -> None:
+        """Run `action`, on rank 0 alone with `only_lead`; what goes wrong on one rank is every rank's CheckpointError."""
+        problems: list[str] = []
+        rank = self._groups.world.rank
+        if rank == 0 or not only_lead:
+            try:
+                action()
+            except (CheckpointException, OSError, RuntimeError) as error:
+                problems.append(f"rank {rank}: {first_cause(error)}")
+        raise_together(problems, self._groups.host, CheckpointError, f"{target} cannot be written")

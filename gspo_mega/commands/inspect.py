@@ -1,0 +1,131 @@
+"""The recorded rollouts of a run: prompts, responses, rewards, advantages, log-probs of the server.
+
+Without --step a line a step. Steps are counted as in metrics.jsonl, from 1. A step that was cut short shows what is there. A
+damaged or newer record is an error (exit code 8).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import Any
+
+from gspo_mega import kill_points
+from gspo_mega.config import load_config
+from gspo_mega.errors import JournalError
+from gspo_mega.journal.journal import Journal, StepRecord
+from gspo_mega.records import RolloutBatch, Trajectory
+from gspo_mega.run_folder import RunFolder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", help="run folder")
+    parser.add_argument("--step", type=int, metavar="N", help="show this step's trajectories")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument("--kill-points", action="store_true", help="list the moments at which tests kill a run")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.kill_points:
+        width = max(map(len, kill_points.POINTS))
+        print(json.dumps(kill_points.POINTS) if args.json else "\n".join(f"{name:<{width}}  {what}" for name, what in kill_points.POINTS.items()))
+        return 0
+    if args.run is None:
+        raise JournalError("which run? gspo-mega inspect RUN [--step N]")
+    folder = RunFolder(args.run)
+    journal = Journal(folder.journal_dir)
+    steps = journal.steps()
+    if not steps:
+        raise JournalError(f"{folder.path}: no rollouts are recorded")
+    if args.step is None:
+        rows = [_overview(journal.read(step), step) for step in steps]
+        print(json.dumps(rows) if args.json else "\n".join(_overview_line(row) for row in rows))
+        return 0
+    if args.step - 1 not in steps:
+        raise JournalError(f"{folder.path}: step {args.step} is not recorded; recorded are steps {steps[0] + 1} to {steps[-1] + 1}")
+    record = journal.read(args.step - 1)
+    if record is None:
+        raise JournalError(f"{journal.file(args.step - 1)}: was cut short before its first trajectory")
+    shown = describe(record, folder)
+    print(json.dumps(shown) if args.json else _text(shown))
+    return 0
+
+
+def describe(record: StepRecord, folder: RunFolder) -> dict[str, Any]:
+    """The step as JSON types. Advantages are those that training gives these rewards, where the step's batch is complete."""
+    if record.batch is not None:
+        # Imported here: they bring torch, which a look at an unfinished step does not need.
+        from gspo_mega.runtime.assemble import fill_advantages
+
+        fill_advantages(record.batch, load_config(folder.config_file).config, record.step)
+    groups = record.batch.groups if record.batch is not None else list(record.groups.values())
+    return {
+        "step": record.step + 1,
+        "weight_version": record.weight_version,
+        "complete": record.batch is not None,
+        "counts": {} if record.batch is None else record.batch.counts,
+        "groups": [
+            {
+                "group_id": group.group_id,
+                "prompt_id": group.prompt.prompt_id,
+                "prompt": group.prompt.text,
+                "answer": group.prompt.answer,
+                "trajectories": [_trajectory(trajectory) for trajectory in group.trajectories],
+            }
+            for group in groups
+        ],
+    }
+
+
+def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    sampled = [p for p, active in zip(trajectory.rollout_log_probs, trajectory.response_mask, strict=True) if active]
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "response": trajectory.response_text,
+        "num_response_tokens": trajectory.num_response_tokens,
+        "finish_reason": trajectory.finish_reason,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "reward_error": trajectory.reward_error,
+        "advantage": trajectory.advantage,
+        "log_prob_sum": math.fsum(sampled),
+        "log_prob_mean": math.fsum(sampled) / len(sampled) if sampled else None,
+        "log_prob_min": min(sampled, default=None),
+    }
+
+
+def _overview(record: StepRecord | None, step: int) -> dict[str, Any]:
+    if record is None:
+        return {"step": step + 1, "complete": False, "num_groups": 0, "num_trajectories": 0, "reward_mean": None}
+    batch = record.batch or RolloutBatch(step, list(record.groups.values()))
+    rewards = [trajectory.reward or 0.0 for trajectory in batch.trajectories]
+    return {
+        "step": step + 1,
+        "complete": record.batch is not None,
+        "num_groups": len(batch.groups),
+        "num_trajectories": len(rewards),
+        "reward_mean": math.fsum(rewards) / len(rewards) if rewards else None,
+    }
+
+
+def _overview_line(row: dict[str, Any]) -> str:
+    reward = "-" if row["reward_mean"] is None else f"{row['reward_mean']:.3f}"
+    state = "" if row["complete"] else "  cut short"
+    return f"step {row['step']:>6}  groups {row['num_groups']:>5}  trajectories {row['num_trajectories']:>6}  reward {reward}{state}"
+
+
+def _text(shown: dict[str, Any]) -> str:
+    lines = [f"step {shown['step']}, sampled from weight version {shown['weight_version']}" + ("" if shown["complete"] else "; cut short")]
+    for group in shown["groups"]:
+        lines += ["", f"=== {group['prompt_id']}   answer: {group['answer']!r}", group["prompt"]]
+        for one in group["trajectories"]:
+            advantage = "-" if one["advantage"] is None else f"{one['advantage']:+.3f}"
+            mean = "-" if one["log_prob_mean"] is None else f"{one['log_prob_mean']:.4f} (lowest {one['log_prob_min']:.2f})"
+            failed = f"  reward failed: {one['reward_error']}" if one["reward_error"] else ""
+            lines += [
+                f"--- {one['trajectory_id']}  reward {one['reward']:g}  advantage {advantage}  {one['num_response_tokens']} tokens, "
+                f"{one['finish_reason']}  log-prob a token {mean}{failed}",
+                one["response"],
+            ]
+    return "\n".join(lines)

@@ -1,0 +1,68 @@
+"""`gspo-mega inspect`: what the journal has of a run, for people and for programs."""
+
+import json
+
+import pytest
+
+from gspo_mega import kill_points
+from gspo_mega.commands.main import main
+from gspo_mega.config import load_config, render_config
+from gspo_mega.journal.journal import Journal
+from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
+from gspo_mega.run_folder import RunFolder, atomic_write_text
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    atomic_write_text(folder.config_file, render_config(load_config("configs/quickstart.yaml").config))
+    prompt = Prompt("train:7", "train", (1, 2), "1 + 1 =", answer="2")
+    group = Group(0, prompt, [])
+    for sample, reward in enumerate((0.0, 1.0)):
+        group.trajectories.append(
+            Trajectory(f"g0-s{sample}", 0, prompt, [5, 6, 7], [1, 1, 0], [-1.0, -0.5, -9.0], [0] * 3, "stop", f"two\n{sample}", reward=reward)
+        )
+    journal = Journal(folder.journal_dir)
+    with journal.write(0, 0, 2, {0: group}) as writer:
+        writer.finish(RolloutBatch(0, [group], {}, {}), {})
+    with journal.write(1, 1, 3, {}) as writer:
+        writer.add(group.trajectories[1])
+    return folder
+
+
+def test_a_step_as_json(run, capsys):
+    assert main(["inspect", str(run.path), "--step", "1", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (group,) = shown["groups"]
+    assert (shown["complete"], shown["weight_version"], group["prompt"], group["answer"]) == (True, 0, "1 + 1 =", "2")
+    one = group["trajectories"][1]
+    assert (one["reward"], one["advantage"], one["response"]) == (1.0, 1.0, "two\n1")
+    assert (one["log_prob_sum"], one["log_prob_mean"], one["log_prob_min"]) == (-1.5, -0.75, -1.0), "masked tokens are not the policy's"
+
+
+def test_a_step_for_people(run, capsys):
+    assert main(["inspect", str(run.path), "--step", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "train:7   answer: '2'" in text and "reward 1  advantage +1.000  3 tokens, stop  log-prob a token -0.7500" in text
+
+
+def test_all_steps_and_one_that_was_cut_short(run, capsys):
+    assert main(["inspect", str(run.path)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "reward 0.500" in first and "cut short" not in first
+    assert "trajectories      1  reward 1.000  cut short" in second
+    assert main(["inspect", str(run.path), "--step", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["groups"][0]["trajectories"][0]["advantage"] is None
+
+
+def test_what_is_not_there_is_named(run, tmp_path, capsys):
+    assert main(["inspect", str(run.path), "--step", "5"]) == 8
+    assert "step 5 is not recorded; recorded are steps 1 to 2" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path)]) == 8
+    assert "no rollouts are recorded" in capsys.readouterr().err
+
+
+def test_kill_points_are_listed(capsys):
+    assert main(["inspect", "--kill-points", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == kill_points.POINTS
