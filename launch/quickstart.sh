@@ -67,7 +67,7 @@ run=(run.dir="$folder" run.seed="$seed" data.path="$folder/data/train.jsonl" eva
 say "2 of 4  Making a tiny Qwen3-MoE of random weights, and additions to learn from, in $folder"
 .venv/bin/python tools/make_quickstart.py "$folder" --seed "$seed"
 
-say "3 of 4  Cold start: supervised training until a quarter to a half of held-out problems are solved"
+say "3 of 4  Cold start: supervised training until 0.3 to 0.5 of 256 held-out problems are solved"
 if [[ -d $folder/sft/hf ]]; then
   echo "quickstart: done before; $folder/sft/hf is kept"
 else

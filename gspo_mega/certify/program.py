@@ -20,6 +20,12 @@ from gspo_mega.launcher.places import device_here
 from gspo_mega.run_folder import RunFolder
 from gspo_mega.weights.random_folder import make_random_folder
 
+# The start's own configuration needs a layout that fits any model; each case brings its own.
+_ONE_OF_EACH = (
+    "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1", "parallel.expert=1", "parallel.expert_tensor=1",
+    "parallel.virtual_pipeline=null",
+)  # fmt: skip
+
 
 def certify(
     loaded: LoadedConfig, overrides: Sequence[str], say: Callable[[str], None], worker_command: Sequence[str] = WORKER_COMMAND
@@ -34,7 +40,7 @@ def certify(
     folder = RunFolder(Path(config.run.dir) / f"{config.run.name}-certify")
     references, cases = resolve_cases(loaded, overrides, device_here())
     runnable = [case for case in cases if case.refusal is None]
-    say(f"certify  {len(cases)} cases, {len(cases) - len(runnable)} of them refused before they start; run folder {folder.path}")
+    say(f"certify  {len(cases)} case{'s' if len(cases) > 1 else ''}, {len(cases) - len(runnable)} refused before they start; run folder {folder.path}")
     found: dict[str, dict[str, Any]] = {}
     errors: dict[str, str] = {}
     for group in (references, runnable):
@@ -72,7 +78,7 @@ def _start(
         listed = json.dumps([spec.model_dump() for spec in specs])
         first = case_config(loaded.path, specs[0], overrides)
         base = [*overrides, f"run.name={folder.path.name}", "cluster.num_nodes=1", "cluster.num_rollout_nodes=0", f"cluster.ranks_per_node={specs[0].ranks}", f"certify.cases={listed}"]
-        base += [f"model.path={json.dumps(first.config.model.path)}", *_one_of_each(specs[0].ranks)]
+        base += [f"model.path={json.dumps(first.config.model.path)}", *_ONE_OF_EACH]
         failure = ""
         before = folder.latest_attempt()
         try:
@@ -94,12 +100,6 @@ def _start(
             say(f"  {left[0].name:<40} failed")
             left = left[1:]
     return 0
-
-
-def _one_of_each(num_ranks: int) -> list[str]:
-    """The start's own configuration needs a layout that fits any model; each case brings its own."""
-    sizes = ("tensor", "pipeline", "context", "expert", "expert_tensor")
-    return [*(f"parallel.{size}=1" for size in sizes), "parallel.virtual_pipeline=null"]
 
 
 def _with_weights(spec: CertifyCase, model: str, folder: RunFolder, seed: int) -> CertifyCase:

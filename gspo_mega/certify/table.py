@@ -13,6 +13,13 @@ KINDS = ("log_prob", "loss", "gradient", "weights")
 _HEADINGS = ("log-prob", "loss", "gradient", "weights")
 
 
+_LEGEND = (
+    "log-prob: nats a token; loss: of mean |s A|; gradient: relative L2, of the tensor where it is largest; weights: of the update.",
+    "flips: sequences clipped otherwise than in the reference, tokens (times layers) that go to other experts. on edges: the same",
+    "in a second batch, whose ratios and routers were put on the edge on purpose: there rounding decides; it is counted, not judged.",
+)
+
+
 @dataclass(frozen=True)
 class Row:
     """A case and what came of it. `result`: of `Comparison.result`, None when there is none; `failed`: kinds outside the
@@ -67,7 +74,7 @@ def render_table(rows: Sequence[Row]) -> str:
             place = row.result["gradient"]["place"]
             lines.append(f"{begin}{_numbers(row)}  {'pass' if row.passed else 'FAIL':<8}  {place}")
             notes += [f"{row.case.name}: {kind} differs by {row.result[kind]['value']:.3g}, at most in {row.result[kind]['place']}" for kind in row.failed]
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+    return "\n".join([*lines, "", *_LEGEND, *([""] if notes else []), *notes])
 
 
 def _numbers(row: Row) -> str:

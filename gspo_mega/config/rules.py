@@ -39,6 +39,7 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
         *_data(config, command),
         *_fp8(config),
         *_rollout_and_servers(config),
+        *_initial_weights(config, command),
         *_command(config, command),
     ]
     return violations, list(_notices(resolve_defaults(config)))
@@ -152,7 +153,8 @@ def _experts(config: Config) -> Iterator[Violation]:
 
 def _data(config: Config, command: str | None) -> Iterator[Violation]:
     data = config.data
-    if data.path is None and not data.sources and command != "certify":
+    certifies = command == "certify" or (command is None and config.certify.cases)
+    if data.path is None and not data.sources and not certifies:
         yield Violation("data.path", "missing; give `path` (one JSONL file) or `sources` (several with weights)")
     if data.path is not None and data.sources:
         yield Violation("data.path", "both `path` and `sources` are given; keep one of them (override: data.path=null or data.sources=[])")
@@ -201,6 +203,15 @@ def _rollout_and_servers(config: Config) -> Iterator[Violation]:
         )
 
 
+def _initial_weights(config: Config, command: str | None) -> Iterator[Violation]:
+    if config.model.weights is None:
+        return
+    if command in ("eval", "certify"):
+        yield Violation("model.weights", f"`gspo-mega {command}` takes the weights of model.path; convert these with tools/megatron_to_hf.py and name that folder there")
+    if config.kl.coefficient > 0 and config.kl.reference_path is None:
+        yield Violation("kl.reference_path", "missing; the policy starts from model.weights, and the reference would be model.path: name the one that is meant")
+
+
 def _command(config: Config, command: str | None) -> Iterator[Violation]:
     needs = {"train": ("train",), "sft": ("sft", "eval"), "eval": ("eval",)}.get(command or "", ())
     for section in needs:
@@ -235,6 +246,14 @@ def _notices(config: Config) -> Iterator[str]:
         yield "kl.reference_path has no effect with kl.coefficient 0: no reference is loaded"
     if config.moe.routing_replay != "none":
         yield f"routing replay {config.moe.routing_replay}: experts are not chosen by the current router in training, and routing/changed_since_* is not measured"
+    if config.advantage.std_ddof or not config.advantage.divide_by_std:
+        yield (
+            "advantages are "
+            + ("divided by the sample standard deviation" if config.advantage.divide_by_std else "not divided by a standard deviation")
+            + "; the paper divides by a group's own (std_ddof 0)"
+        )
+    if config.moe.load_balancing != "none" or config.moe.z_loss_coefficient > 0:
+        yield "moe: router losses are added to the objective, which the paper does not do"
     if objective.dual_clip is not None:
         yield f"dual clip {objective.dual_clip:g}: negative-advantage terms are bounded, which the papers do not do"
     if config.old_log_probs == "rollout":

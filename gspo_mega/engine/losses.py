@@ -135,6 +135,7 @@ class PolicyLoss:
             known = old.gap_sums if self.use_rollout else torch.zeros_like(old.gap_sums)
         if self.use_rollout:
             old = OldLogProbs(batch.rollout_log_probs, torch.ones_like(old.weights), torch.ones_like(old.keep), old.gap_sums)
+            columns = {name: old.weights if name == "mismatch_weight" else values for name, values in columns.items()}
 
         def reduce_sequences(sums: torch.Tensor) -> torch.Tensor:
             """With an old pass or without, one all-reduce over the context ranks a micro-batch."""

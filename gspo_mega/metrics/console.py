@@ -62,10 +62,3 @@ def final_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> s
     if headers:
         text.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(text)
-
-
-def with_standard_error(fraction: float, num_samples: int) -> str:
-    """`0.412 +- 0.022`: a fraction of independent samples with its binomial standard error."""
-    if num_samples < 1:
-        return "no samples"
-    return f"{fraction:.3f} +- {math.sqrt(fraction * (1 - fraction) / num_samples):.3f}"

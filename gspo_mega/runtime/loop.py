@@ -1,7 +1,7 @@
 """The training loop: one step is one rollout batch, all its mini-batches and one publish.
 
     take groups of scored trajectories -> advantages -> pack, shard -> old log-probs ->
-      [mini-batch: log-probs -> objective -> optimizer step] -> publish -> evaluate -> checkpoint -> metrics
+      [mini-batch: log-probs -> objective -> optimizer step] -> publish -> evaluate -> metrics -> checkpoint
 
 Every rank runs these lines; rank 0 also samples. What stands behind each is `session.py`.
 """

@@ -6,7 +6,7 @@ import pytest
 
 from gspo_mega.metrics import console
 from gspo_mega.metrics.catalogue import PHASES, find_metric
-from gspo_mega.metrics.console import final_table, progress_line, with_standard_error
+from gspo_mega.metrics.console import final_table, progress_line
 from gspo_mega.metrics.timer import PhaseTimer
 
 
@@ -95,8 +95,3 @@ def test_final_table_is_aligned():
     ]
     with pytest.raises(ValueError, match="different width"):
         final_table([("a", "b"), ("c",)])
-
-
-def test_standard_error():
-    assert with_standard_error(0.5, 100) == "0.500 +- 0.050"
-    assert with_standard_error(0.0, 0) == "no samples"
