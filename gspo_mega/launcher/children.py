@@ -25,10 +25,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 class ChildSpec:
     """One process to start. `kind` and `index` name it: rank 3, server 0. `environment` is added to ours.
 
-    Under Slurm a process is an srun: `ranks` are all of them, `watch` looks after the supervisor's own node.
+    Under Slurm a process is an srun: `ranks` are all of them, `watch` looks after the supervisor's own node, `doctor` at one.
     """
 
-    kind: Literal["rank", "server", "ranks", "watch"]
+    kind: Literal["rank", "server", "ranks", "watch", "doctor"]
     index: int
     command: Sequence[str]
     log: Path

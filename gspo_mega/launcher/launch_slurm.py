@@ -50,7 +50,9 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
             say(f"job      {allocation.job_id}, restarted {allocation.num_restarts} times; {describe_nodes(allocation)}")
             steps = Steps(allocation, size, site, attempt, config.server.tensor)
             job = SlurmJob(attempt, allocation, steps, state, say, site.signal_seconds)
-            return job.run(command, config.server.num_servers, free_port(allocation.trainer_nodes[0].address))
+            here = allocation.trainer_nodes[0].address
+            doctors = steps.doctors(free_port(here), config.precision == "fp8") if site.preflight else []
+            return job.run(command, config.server.num_servers, free_port(here), doctors)
 
 
 def _reached_from(loaded: LoadedConfig, allocation: Allocation):

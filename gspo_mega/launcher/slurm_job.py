@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from gspo_mega.errors import RankError
-from gspo_mega.launcher.children import Child, Family
+from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.failure import describe_failure
 from gspo_mega.launcher.slurm import Allocation, Node, lost_nodes, requeue, silent_nodes, slurmd_timeout_seconds
+from gspo_mega.launcher.slurm_preflight import preflight
 from gspo_mega.launcher.slurm_steps import Steps
 from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.supervisor import ConsoleTail
@@ -58,15 +59,17 @@ class SlurmJob:
         self._servers: dict[int, Child] = {}
         self._watch: Child | None = None
 
-    def run(self, command: str, num_servers: int, master_port: int) -> int:
-        """Start the steps and stay until they are over. Returns 0, 75 when stopped, or does not return when the job is
+    def run(self, command: str, num_servers: int, master_port: int, doctors: Sequence[tuple[Node, ChildSpec]]) -> int:
+        """Start the steps, the doctors' first, and stay until they are over. Returns 0, 75 when stopped, or does not return when the job is
         queued again, because Slurm then ends it. Raises RankError whose text is one line; call from the main thread."""
         with self._signals_taken():
             family = Family()
             try:
+                if doctors:
+                    preflight(family, doctors, self._say)
                 self._servers = {index: family.start(self._steps.server(index)) for index in range(num_servers)}
                 ranks = family.start(self._steps.ranks(command, master_port))
-                for child in family.children:
+                for child in (*self._servers.values(), ranks):
                     logger.info("%s: %s", child.name, " ".join(child.spec.command))
                 code = self._until_over(ranks, family)
             finally:

@@ -59,6 +59,26 @@ class Steps:
     def server_node(self, index: int) -> Node:
         return self._allocation.rollout_nodes[self._size.place_of(index)[0]]
 
+    def doctors(self, master_port: int, fp8: bool) -> list[tuple[Node, ChildSpec]]:
+        """A step a node, in the environment of what will run there."""
+        allocation, site, attempt = self._allocation, self._site, self._attempt
+        nodes, steps = allocation.nodes, []
+        for index, node in enumerate(nodes):
+            trains = node in allocation.trainer_nodes
+            environment = site.trainer if trains else site.server
+            # Where ranks and servers share a node and not an environment, the ranks' is looked at.
+            roles = ["trainer"] if trains else ["server"]
+            if trains and node in allocation.rollout_nodes and site.trainer == site.server:
+                roles.append("server")
+            words = [word for role in roles for word in ("--role", role)] + (["--fp8"] if fp8 else [])
+            words += ["--folder", str(attempt.run_folder.path), "--gpus", str(site.gpus_per_node), "--address", node.address]
+            words += ["--machines", str(len(nodes)), "--index", str(index), "--master", f"{nodes[0].address}:{master_port}"]
+            doctor = environment.command("-m", "gspo_mega", "doctor", *words, "--meet", str(attempt.path / "meeting"))
+            options = [*self._one_task(node), *environment.srun_options]
+            srun = self._srun(options, doctor, 0, site.gpus_per_node)
+            steps.append((node, ChildSpec("doctor", index, srun, attempt.logs_dir / f"doctor_{node.name}.log", site.network_variables())))
+        return steps
+
     def watch(self, node: Node) -> ChildSpec:
         """The step on `node` that has the job queued again when the batch node is lost, which ends the supervisor with it."""
         words = [sys.executable, "-I", str(_WATCH), self._allocation.job_id, self._allocation.trainer_nodes[0].name, str(self._attempt.state_file)]

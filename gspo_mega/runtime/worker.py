@@ -162,24 +162,29 @@ def _init_distributed(place: RankEnvironment) -> None:
     else:
         torch.cuda.set_device(place.local_rank)
     dist.init_process_group(
-        backend="gloo" if on_cpu else "cpu:gloo,cuda:nccl", store=_rendezvous(place),
+        backend="gloo" if on_cpu else "cpu:gloo,cuda:nccl", store=_store_of_job(place),
         rank=place.rank, world_size=place.world_size, timeout=COLLECTIVE_TIMEOUT,
     )  # fmt: skip
 
 
-def _rendezvous(place: RankEnvironment) -> Any:
-    """The job's key-value store, served by rank 0 on MASTER_ADDR alone (torch's own would listen on every address), or by
-    torchrun where that started us."""
+def _store_of_job(place: RankEnvironment) -> Any:
+    """Rank 0 serves it, but where torchrun started us and does that itself."""
+    serve = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return rendezvous(address, port, place.rank, place.world_size, RENDEZVOUS_TIMEOUT, serve)
+
+
+def rendezvous(address: str, port: int, rank: int, world_size: int, timeout: timedelta, serve: bool) -> Any:
+    """A client of the job's key-value store; with `serve` it is served here, on `address` alone, where torch's own would
+    listen on every address of the machine."""
     import torch.distributed as dist
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if place.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return dist.TCPStore(address, port, place.world_size, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
+    if not serve:
+        return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     return dist.TCPStore(
-        address, port, place.world_size, is_master=True, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
+        address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _open_store() -> Any:

@@ -20,6 +20,7 @@ LAYERS: dict[str, set[str]] = {
     "durable": {"", "kill_points"},
     "run_folder": {"errors", "durable"},
     "config": _BASE,
+    "doctor": {""},
     "model": _BASE | {"config"},
     **{leaf: _BASE | {"config", "model"} for leaf in _LEAVES},
     "engine": _BELOW_ENGINE,
@@ -29,7 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "launcher": _BELOW_RUNTIME,
     "runtime": _BELOW_RUNTIME,
     "certify": _BELOW_RUNTIME | {"launcher", "runtime"},
-    "commands": _BELOW_RUNTIME | {"launcher", "runtime", "certify"},
+    "commands": _BELOW_RUNTIME | {"launcher", "runtime", "certify", "doctor"},
     "__main__": {"commands"},
     "tools": _BELOW_RUNTIME | {"launcher", "runtime"},
 }

@@ -1,0 +1,125 @@
+"""How a run is doing, from its folder alone: state, step, speed, last error, where the logs are.
+
+Works wherever the folder is seen, on a login node too; starts nothing, asks neither Slurm nor the run's processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.errors import ConfigError
+from gspo_mega.launcher.state import RunState, read_state
+from gspo_mega.run_folder import Attempt, RunFolder, read_json
+
+_SHOWN = (
+    # name, key of the report
+    ("run", "run"), ("state", "state"), ("attempt", "attempt"), ("step", "step"), ("speed", "speed"), ("checkpoint", "checkpoint"),
+    ("error", "error"), ("logs", "logs"),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    report = describe_run(RunFolder(args.run), time.time())
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print("\n".join(f"{name:<11}{report[key]}" for name, key in _SHOWN if report[key] is not None))
+    return 0
+
+
+def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
+    """What there is to say, in words; None where there is nothing. `now`: unix seconds. Raises ConfigError for a folder
+    that is no run's."""
+    attempt = folder.latest_attempt()
+    if attempt is None:
+        if not list(folder.path.glob("slurm-*.log")):
+            raise ConfigError(f"gspo-mega status: {folder.path} holds no run: no attempts/ and no log of a job")
+        return dict.fromkeys((key for _, key in _SHOWN), None) | {"run": str(folder.path), "state": "no attempt yet; the job's log: slurm-*.log"}
+    state = read_state(attempt)
+    last = _last_line(folder.metrics_file)
+    return {
+        "run": str(folder.path),
+        "state": _state(state, now),
+        "attempt": f"{attempt.number}" + (f", job {state.slurm_job}" if state is not None and state.slurm_job else "") + (f", on {state.host}" if state is not None else ""),
+        "step": _step(folder, last, now),
+        "speed": _speed(last),
+        "checkpoint": _text(folder.latest_checkpoint_file),
+        "error": _error(folder),
+        "logs": str(attempt.logs_dir),
+    }
+
+
+def _state(state: RunState | None, now: float) -> str:
+    if state is None:
+        return "starting"
+    if state.is_silent(now):
+        return f"lost: no sign of life from its supervisor for {_ago(now - state.heartbeat)}"
+    age = f"for {_ago(now - state.started)}" if not state.is_over else f"{_ago(now - state.heartbeat)} ago"
+    return f"{state.state} {age}" + (f" ({state.note})" if state.note else "")
+
+
+def _step(folder: RunFolder, last: dict[str, Any] | None, now: float) -> str | None:
+    if last is None:
+        return None
+    age = _ago(now - folder.metrics_file.stat().st_mtime)
+    reward = f", reward {last['reward/mean']:.3f}" if "reward/mean" in last else ""
+    return f"{last['step']}{reward}, {age} ago"
+
+
+def _speed(last: dict[str, Any] | None) -> str | None:
+    if last is None or "speed/tokens_per_second" not in last:
+        return None
+    return f"{last['speed/tokens_per_second']:.0f} tokens/s, {last['time/step_seconds']:.1f} s a step"
+
+
+def _error(folder: RunFolder) -> str | None:
+    """Of the newest attempt that has one: what its supervisor said, else its first rank to fail."""
+    for attempt in reversed(folder.attempts()):
+        state = read_state(attempt)
+        said = state.error if state is not None else None
+        text = said or _first_record(attempt)
+        if text is not None:
+            return f"{text.strip().splitlines()[-1]} (attempt {attempt.number})"
+    return None
+
+
+def _first_record(attempt: Attempt) -> str | None:
+    records = [record for path in attempt.errors_dir.glob("rank_*.json") if (record := read_json(path)) is not None]
+    if not records:
+        return None
+    first = min(records, key=lambda record: record["time"])
+    return f"rank {first['rank']}: {first['text'] or first['type']}"
+
+
+def _last_line(path: Path) -> dict[str, Any] | None:
+    """The last whole line of a file of JSON lines, read from its end."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65_536))
+            lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return None
+    return json.loads(lines[-1]) if lines else None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("days", 172_800.0), ("h", 7_200.0), ("min", 120.0)):
+        if seconds >= size:
+            return f"{seconds / {'days': 86_400.0, 'h': 3_600.0, 'min': 60.0}[unit]:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -1,0 +1,128 @@
+"""What one machine has for ranks and servers. Standard library alone: a package that is missing or broken is a finding.
+
+Owns what is looked at. Heavy packages are imported in processes of their own, with a deadline: an import that hangs or
+dies takes nothing else along.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from gspo_mega.doctor.findings import Finding
+
+IMPORT_SECONDS = 50.0
+SGLANG = "0.5.23"
+_NEEDED = {
+    "trainer": ("torch", "megatron-core", "pydantic", "pyyaml", "safetensors", "transformers", "aiohttp"),
+    "server": ("torch", "sglang", "pydantic", "pyyaml", "safetensors"),
+}
+_LEAST_FREE_BYTES = 1024**3
+_FEW_FREE_BYTES = 50 * 1024**3
+
+
+def check_machine(roles: tuple[str, ...], folder: Path, gpus: int, fp8: bool, address: str | None) -> Iterator[Finding]:
+    """`roles`: trainer, server. `gpus`: expected here, 0 where none are used. `fp8`: the run wants it. `address`: this
+    machine's own, which servers and rank 0 bind."""
+    yield _python()
+    for role in roles:
+        yield from _packages(role)
+    yield _imports("torch", "import torch; torch.ones(2).sum(); print(torch.__version__, 'CUDA', torch.version.cuda, 'sees', torch.cuda.device_count(), 'GPUs')")
+    if gpus:
+        yield _gpus(gpus)
+        if "trainer" in roles:
+            yield from _transformer_engine(fp8)
+    yield _disk("folder", folder)
+    yield _disk("temporary", Path(tempfile.gettempdir()))
+    if address is not None:
+        yield _address(address)
+
+
+def _python() -> Finding:
+    found = "%d.%d.%d" % sys.version_info[:3]
+    if sys.version_info < (3, 11):
+        return Finding("wrong", "python", f"{found} at {sys.executable}; 3.11 or newer is needed")
+    return Finding("ok", "python", f"{found} at {sys.executable}")
+
+
+def _packages(role: str) -> Iterator[Finding]:
+    versions = {name: _version(name) for name in _NEEDED[role]}
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        yield Finding("wrong", "packages", f"a {role} needs {', '.join(missing)}; not installed at {sys.prefix}")
+    else:
+        yield Finding("ok", "packages", f"{role}: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    if role == "server" and versions["sglang"] not in (None, SGLANG):
+        yield Finding("note", "sglang", f"version {versions['sglang']}; {SGLANG} is what this release is tested with")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _imports(what: str, code: str) -> Finding:
+    """What a fresh interpreter prints when it runs `code`; wrong where it fails."""
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Finding("wrong", what, f"its import did not end within {IMPORT_SECONDS:.0f} s")
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        return Finding("wrong", what, said[-1] if said else f"its import ended with {done.returncode}")
+    return Finding("ok", what, done.stdout.strip())
+
+
+def _gpus(expected: int) -> Finding:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("wrong", "GPUs", f"{expected} expected; nvidia-smi: {error}")
+    found = [line.split(" (UUID")[0] for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    if len(found) < expected:
+        return Finding("wrong", "GPUs", f"{expected} expected, {len(found)} there: {'; '.join(found) or listed.stderr.strip() or 'none'}")
+    return Finding("ok", "GPUs", f"{len(found)}: {found[0].partition(': ')[2]}")
+
+
+def _transformer_engine(fp8: bool) -> Iterator[Finding]:
+    code = (
+        "import transformer_engine, transformer_engine.pytorch as te;"
+        "from transformer_engine.pytorch.fp8 import check_fp8_support as c;"
+        "able, why = c(); print(transformer_engine.__version__, 'FP8' if able else 'no FP8: ' + why)"
+    )
+    found = _imports("TE", code)
+    lacking = found.level == "wrong" or "no FP8" in found.text
+    # Without it Megatron would run other layers, or silently BF16 where FP8 was asked for.
+    yield Finding("wrong", "TE", f"fp8 is asked for: {found.text}") if fp8 and lacking else found
+    apex = _version("apex")
+    yield Finding("ok", "apex", apex) if apex else Finding("note", "apex", "not installed; Megatron does without")
+
+
+def _disk(what: str, folder: Path) -> Finding:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"x" * 4096)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Finding("wrong", what, f"cannot write in {folder}: {error.strerror or error}")
+    text = f"{free / 1024**3:.0f} GiB free in {folder}"
+    if free < _LEAST_FREE_BYTES:
+        return Finding("wrong", what, text)
+    return Finding("note" if free < _FEW_FREE_BYTES else "ok", what, text)
+
+
+def _address(address: str) -> Finding:
+    try:
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
+            return Finding("ok", "address", f"{address} can be bound")
+    except OSError as error:
+        return Finding("wrong", "address", f"{address} cannot be bound: {error.strerror or error}")

@@ -1,0 +1,63 @@
+"""What several machines have together: a folder that all see, and an all-reduce between them. Standard library alone.
+
+One process a machine, numbered; they meet in the folder and, for the all-reduce, at the first one's address.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspo_mega.doctor.findings import Finding
+
+# Start-up of all machines' processes, and how late a shared folder shows a file.
+MEET_SECONDS = 45.0
+REDUCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """This machine among `num_machines`; `master`: address and port of the first one, where nothing listens yet."""
+
+    index: int
+    num_machines: int
+    master: tuple[str, int]
+
+
+def check_together(place: Place, folder: Path, gpus: int) -> list[Finding]:
+    """`folder`: a new one in the shared folder, this check's own."""
+    shared = _shared_folder(place, folder)
+    # Where some machine is missing, an all-reduce could only wait for it.
+    return [shared] if shared.level == "wrong" else [shared, _all_reduce(place, gpus)]
+
+
+def _shared_folder(place: Place, folder: Path) -> Finding:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"machine-{place.index}").touch()
+    deadline = time.monotonic() + MEET_SECONDS
+    missing = set(range(place.num_machines))
+    while missing and time.monotonic() < deadline:
+        missing -= {index for index in missing if (folder / f"machine-{index}").exists()}
+        time.sleep(0.1)
+    if missing:
+        return Finding("wrong", "shared", f"{folder} does not show the files of machine {', '.join(map(str, sorted(missing)))} of {place.num_machines}")
+    return Finding("ok", "shared", f"all {place.num_machines} machines see {folder.parent}")
+
+
+def _all_reduce(place: Place, gpus: int) -> Finding:
+    address, port = place.master
+    command = [
+        sys.executable, "-m", "gspo_mega.runtime.reach", "--rank", str(place.index), "--world", str(place.num_machines),
+        "--address", address, "--port", str(port), *(["--gpu"] if gpus else []),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=REDUCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Finding("wrong", "network", f"an all-reduce with {place.num_machines} machines at {address}:{port} did not end within {REDUCE_SECONDS:.0f} s")
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        return Finding("wrong", "network", f"all-reduce: {said[-1] if said else f'ended with {done.returncode}'}")
+    return Finding("ok", "network", done.stdout.strip().splitlines()[-1])

@@ -1,0 +1,39 @@
+"""The doctor on every node of a job, before anything else is started there.
+
+Owns waiting for the steps and what is said of them; what a doctor looks at is `gspo_mega/doctor`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from gspo_mega.errors import RankError
+from gspo_mega.launcher.children import ChildSpec, Family
+from gspo_mega.launcher.slurm import Node
+
+# A node's own checks and those of all together, each with its deadline.
+DEADLINE_SECONDS = 180.0
+_POLL_SECONDS = 0.2
+
+
+def preflight(family: Family, doctors: Sequence[tuple[Node, ChildSpec]], say: Callable[[str], None]) -> None:
+    """Start all `doctors` and wait. Raises RankError, one line, when something is wrong; what, and where, is said before."""
+    children = [(node, family.start(spec)) for node, spec in doctors]
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline and any(child.exit_code is None for _, child in children):
+        time.sleep(_POLL_SECONDS)
+    bad = []
+    for node, child in children:
+        said = child.spec.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in said:
+            if line.split(": ", 1)[-1].startswith(("wrong", "note")):
+                say(f"doctor   {line}")
+        if child.exit_code != 0:
+            bad.append(node.name)
+            if not any(": wrong" in line for line in said):
+                what = f"did not end within {DEADLINE_SECONDS:.0f} s" if child.exit_code is None else child.end_described
+                say(f"doctor   {node.name}: {what}: {said[-1] if said else 'without a word'}")
+    if bad:
+        raise RankError(f"error: something is wrong on {', '.join(bad)}: see the doctor's lines above (all of them: {children[0][1].spec.log.parent}/doctor_*.log)")
+    say(f"doctor   nothing is wrong on {len(children)} nodes")

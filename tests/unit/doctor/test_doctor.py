@@ -1,0 +1,81 @@
+"""The doctor's findings, on a Python without packages too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from gspo_mega.doctor import checks, together
+from gspo_mega.doctor.findings import Finding, render
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_it_starts_on_the_standard_library_alone(tmp_path):
+    python = shutil.which("python3.11") or sys.executable
+    # -S: no site-packages, so nothing that is installed can be imported.
+    command = [python, "-S", "-m", "gspo_mega", "doctor", "--folder", str(tmp_path), "--gpus", "0"]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    assert ended.returncode in (0, 1) and ended.stderr == "", ended.stderr
+    assert " wrong packages  a trainer needs torch, megatron-core" in ended.stdout
+    assert " ok    python " in ended.stdout
+
+
+def test_an_import_that_fails_or_hangs_is_a_finding(monkeypatch):
+    assert checks._imports("x", "raise OSError('libcudart.so.12: cannot open')") == Finding("wrong", "x", "OSError: libcudart.so.12: cannot open")
+    assert checks._imports("x", "import os; os.abort()").level == "wrong"
+    assert checks._imports("x", "print('1.2 sees', 8)") == Finding("ok", "x", "1.2 sees 8")
+    monkeypatch.setattr(checks, "IMPORT_SECONDS", 0.3)
+    assert "did not end within" in checks._imports("x", "import time; time.sleep(60)").text
+
+
+def test_gpus_that_are_missing(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nfor n in 0 1; do echo \"GPU $n: NVIDIA H100 (UUID: GPU-$n)\"; done\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert checks._gpus(2) == Finding("ok", "GPUs", "2: NVIDIA H100")
+    assert checks._gpus(8).text == "8 expected, 2 there: GPU 0: NVIDIA H100; GPU 1: NVIDIA H100"
+
+
+def test_folders_and_addresses(tmp_path):
+    (tmp_path / "file").touch()
+    assert checks._disk("folder", tmp_path / "new").level in ("ok", "note")
+    assert checks._disk("folder", tmp_path / "file" / "below").level == "wrong"
+    assert checks._address("127.0.0.1").level == "ok"
+    assert checks._address("192.0.2.1").text.startswith("192.0.2.1 cannot be bound: ")
+
+
+def test_a_machine_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(together, "MEET_SECONDS", 0.3)
+    place = together.Place(0, 3, ("127.0.0.1", 1))
+    (tmp_path / "meet").mkdir()
+    (tmp_path / "meet" / "machine-2").touch()
+    (finding,) = together.check_together(place, tmp_path / "meet", 0)
+    assert finding.level == "wrong" and finding.text.endswith("does not show the files of machine 1 of 3")
+
+
+def test_an_all_reduce_between_two(tmp_path):
+    from gspo_mega.launcher.places import free_port
+
+    port, found = free_port(), {}
+
+    def one(index):
+        found[index] = together.check_together(together.Place(index, 2, ("127.0.0.1", port)), tmp_path / "meet", 0)
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [[f.level for f in found[index]] for index in (0, 1)] == [["ok", "ok"]] * 2, found
+    assert found[0][1].text.startswith("gloo all-reduce of 4 MiB over 2 machines in ")
+
+
+def test_what_is_wrong_comes_first():
+    lines = render([Finding("ok", "a", "1"), Finding("wrong", "b", "2"), Finding("note", "c", "3")], "node7").splitlines()
+    assert lines == ["node7: wrong b         2", "node7: note  c         3", "node7: ok    a         1"]

@@ -1,0 +1,187 @@
+"""Jobs without a Slurm: sizes and options from the plan, steps' command lines, and a `scontrol` that answers from a table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.config import load_config
+from gspo_mega.errors import ConfigError, PlanError, RankError
+from gspo_mega.launcher import slurm
+from gspo_mega.launcher.launch import launch
+from gspo_mega.launcher.slurm_site import Site
+from gspo_mega.launcher.slurm_size import job_size, sbatch_options
+from gspo_mega.launcher.slurm_steps import Steps
+from gspo_mega.run_folder import RunFolder
+
+REPOSITORY = Path(__file__).parents[3]
+CONFIG = REPOSITORY / "configs/quickstart.yaml"
+
+SCONTROL = r"""#!/usr/bin/env python3
+import re, sys
+words = sys.argv[1:]
+def names(text):
+    found = re.fullmatch(r"(\w+?)\[(\d+)-(\d+)\]", text)
+    return [found[1] + str(n) for n in range(int(found[2]), int(found[3]) + 1)] if found else text.split(",")
+if words[:2] == ["show", "hostnames"]:
+    print("\n".join(names(words[2])))
+elif words[:2] == ["show", "node"]:
+    for name in names(words[3]):
+        print(f"NodeName={name} Arch=x CPUTot=8 NodeAddr=10.0.0.{name[1:]} NodeHostName={name}")
+elif words[:2] == ["show", "job"] and words[3] == "7":
+    print("JobId=7 ReqNodeList=(null) ExcNodeList=n9 NodeList=n[1-2] BatchHost=n1")
+    print("JobId=8 HetJobId=7 NodeList=(null)")
+else:
+    sys.exit(f"Invalid job id specified")
+"""
+
+
+@pytest.fixture(autouse=True)
+def scontrol(tmp_path, monkeypatch):
+    program = tmp_path / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(SCONTROL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def loaded(*overrides):
+    return load_config(CONFIG, [*overrides, "publish.verify=replicas"])  # which any server.tensor may have
+
+
+def site(**variables):
+    return Site.read({"GSPO_GPUS_PER_NODE": "8", **variables})
+
+
+def test_servers_are_dealt_to_their_nodes_in_turn():
+    size = job_size(loaded("server={num_servers: 5, tensor: 2}", "cluster={num_nodes: 4, ranks_per_node: 8, num_rollout_nodes: 2}"), site())
+    assert size.servers_by_node == ((0, 2, 4), (1, 3))
+    assert [size.place_of(index) for index in range(5)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
+    assert (size.trainer_gpus, size.rollout_gpus) == (8, 6)
+    shared = job_size(loaded("server={num_servers: 4, tensor: 1}", "cluster={num_nodes: 2, ranks_per_node: 6}"), site())
+    assert shared.servers_by_node == ((0, 2), (1, 3))
+    assert (shared.trainer_gpus, shared.rollout_gpus) == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["cluster={num_nodes: 2, ranks_per_node: 9, num_rollout_nodes: 1}"], "a trainer node needs 9 GPUs for its ranks, and has 8"),
+        (["cluster.ranks_per_node=7", "server.tensor=2"], "a trainer node needs 9 GPUs for its ranks and its share of server.num_servers 1 x server.tensor 2"),
+        (["cluster.num_rollout_nodes=1", "server.tensor=16"], "a rollout node needs 16 GPUs for its share of server.num_servers 1 x server.tensor 16"),
+    ],
+)
+def test_nodes_with_too_few_gpus_are_refused_before_the_queue(overrides, told):
+    with pytest.raises(PlanError) as error:
+        job_size(loaded(*overrides), site())
+    assert told in str(error.value)
+    assert str(error.value).startswith(("override '", f"{CONFIG}:"))
+    job_size(loaded(*overrides), site(GSPO_GPUS_PER_NODE="0"))  # CPUs are not divided
+
+
+def test_more_rollout_nodes_than_servers_are_refused():
+    with pytest.raises(ConfigError, match="2 nodes for server.num_servers 1: some would have nothing to do; at most 1"):
+        loaded("cluster.num_rollout_nodes=2")
+
+
+@pytest.mark.parametrize("key", ["num_nodes=2", "num_rollout_nodes=1"])
+def test_train_on_one_machine_refuses_several(key):
+    with pytest.raises(PlanError, match=f"cluster.{key.split('=')[0]}.*sbatch launch/slurm/train.sbatch"):
+        launch(loaded(f"cluster.{key}"), "train", print)
+
+
+def test_sbatch_is_told_the_size():
+    config = loaded("cluster={num_nodes: 2, ranks_per_node: 8, num_rollout_nodes: 1}", "server={num_servers: 4, tensor: 2}")
+    size = job_size(config, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
+    options = sbatch_options(config.config, size, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
+    assert options == [
+        "--job-name=train", "--signal=B:USR1@600", "--nodes=3", "--ntasks-per-node=8", "--cpus-per-task=12", "--no-kill", "--gres=gpu:8",
+    ]  # fmt: skip
+    het = sbatch_options(config.config, size, site(), ["--partition=small"])
+    assert het[het.index(":") + 1 :] == ["--nodes=1", "--ntasks-per-node=4", "--cpus-per-task=1", "--no-kill", "--gres=gpu:8", "--partition=small"]
+    assert "--nodes=2" in het[: het.index(":")]
+
+
+def test_the_size_as_shell_and_refusals_as_lines():
+    command = [sys.executable, "-m", "gspo_mega.launcher.slurm_size", str(CONFIG), "run.dir=/tmp/a b", "run.name=x"]
+    environment = {**os.environ, "GSPO_GPUS_PER_NODE": "0"}
+    refused = subprocess.run([*command, f"model.path={REPOSITORY / 'nowhere'}"], capture_output=True, text=True, env=environment)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "model.path" in refused.stderr and "Traceback" not in refused.stderr
+    wrong = subprocess.run(command, capture_output=True, text=True, env={**environment, "GSPO_CPUS_PER_TASK": "many"})
+    assert (wrong.returncode, wrong.stderr) == (2, "launch/slurm/site.sh: GSPO_CPUS_PER_TASK=many: not a number\n")
+    shape = REPOSITORY / "configs/models/quickstart_moe.json"
+    ended = subprocess.run([*command, f"model.path={shape}"], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    echo = 'eval "$1"; echo "$GSPO_NUM_NODES|$GSPO_RUN_FOLDER|${GSPO_SIZE[2]}"'
+    assert subprocess.run(["bash", "-c", echo, "sh", ended.stdout], capture_output=True, text=True).stdout == "1|/tmp/a b/x|--nodes=1\n"
+
+
+def environment(**more):
+    return {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", **more}
+
+
+def test_nodes_by_role_with_slurms_addresses():
+    job = slurm.read_allocation(environment(SLURM_RESTART_COUNT="2"), 2, 1)
+    assert (job.job_id, job.num_restarts) == ("7", 2)
+    assert [(node.name, node.address) for node in job.trainer_nodes] == [("n1", "10.0.0.1"), ("n2", "10.0.0.2")]
+    assert [node.name for node in job.rollout_nodes] == ["n3"]
+    shared = slurm.read_allocation(environment(), 3, 0)
+    assert shared.rollout_nodes == shared.trainer_nodes == shared.nodes
+
+
+def test_a_heterogeneous_job():
+    het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[4-5]", "SLURM_JOB_ID_HET_GROUP_0": "7"}
+    job = slurm.read_allocation(environment(**het), 1, 2)
+    assert [(node.name, node.het_group) for node in job.nodes] == [("n1", 0), ("n4", 1), ("n5", 1)]
+    assert slurm.at(job.rollout_nodes[0]) == ["--nodelist=n4", "--het-group=1"]
+    with pytest.raises(PlanError, match="has 1 and 2 nodes; the configuration needs 2 for the trainer"):
+        slurm.read_allocation(environment(**het), 2, 2)
+
+
+def test_no_job_or_too_small_a_one():
+    with pytest.raises(PlanError, match="SLURM_JOB_ID is not set"):
+        slurm.read_allocation({}, 1, 0)
+    with pytest.raises(PlanError, match="job 7 has 3 nodes; the configuration needs 3 for the trainer .* and 1 for servers"):
+        slurm.read_allocation(environment(), 3, 1)
+
+
+def test_a_node_that_left_the_jobs_list_is_lost():
+    job = slurm.read_allocation(environment(), 2, 1)
+    assert [node.name for node in slurm.lost_nodes("7", job.nodes)] == ["n3"]
+    with pytest.raises(RankError, match="scontrol show job -o 9: Invalid job id"):
+        slurm.lost_nodes("9", job.nodes)
+
+
+@pytest.fixture
+def steps(tmp_path):
+    config = loaded("cluster={num_nodes: 2, ranks_per_node: 4}", "server={num_servers: 3, tensor: 2}")
+    here = site(GSPO_NETWORK="ib0", GSPO_TRAINER_CONTAINER="apptainer exec --nv t.sif", GSPO_SERVER_CONTAINER="--container-image=s.sqsh", GSPO_SERVER_PYTHON="python3")
+    allocation = slurm.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
+    return Steps(allocation, job_size(config, here), here, RunFolder(tmp_path / "run").new_attempt(), 2)
+
+
+def test_ranks_and_servers_divide_a_nodes_gpus(steps):
+    ranks = steps.ranks("train", 14_000)
+    assert ranks.environment["MASTER_ADDR"] == "10.0.0.1" and ranks.environment["MASTER_PORT"] == "14000"
+    assert ranks.environment["GLOO_SOCKET_IFNAME"] == "ib0" and "OMP_NUM_THREADS" not in ranks.environment
+    line = " ".join(ranks.command)
+    assert "--nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n1,n2 --distribution=block:block --kill-on-bad-exit=1" in line
+    assert f"env CUDA_VISIBLE_DEVICES=0,1,2,3 apptainer exec --nv t.sif {sys.executable} -m gspo_mega.runtime.worker" in line
+    # Servers 0 and 2 are on the first node, behind its four ranks.
+    for index, node, gpus in ((0, 1, "4,5"), (1, 2, "4,5"), (2, 1, "6,7")):
+        line = " ".join(steps.server(index).command)
+        assert f"--nodelist=n{node} --container-image=s.sqsh --gres=gpu:8 env CUDA_VISIBLE_DEVICES={gpus} python3 -m gspo_mega serve" in line
+        assert line.endswith(f"--index {index} --host 10.0.0.{node}")
+
+
+def test_no_command_line_holds_the_key(steps):
+    doctors = [spec for _, spec in steps.doctors(14_001, fp8=True)]
+    specs = [steps.ranks("train", 14_000), steps.server(0), *doctors]
+    assert len(doctors) == 2 and "--fp8" in doctors[0].command and "--index 1" in " ".join(doctors[1].command)
+    key = Path(next(word for word in specs[0].command if "attempts" in word)).parent / "api_key"
+    assert key.read_text() not in " ".join(word for spec in specs for word in (*spec.command, *spec.environment.values()))
