@@ -6,6 +6,7 @@ text. Reads the ranks' error records and logs; ends nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from gspo_mega.launcher.children import Child
 from gspo_mega.run_folder import Attempt, read_json
 
 _TAIL_LINES = 20
+# What srun says of tasks, one or several (`task 3`, `tasks 0-1,4`), in the order in which they ended.
+_TASK_END = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILINE)
+_KILLED = ("Killed", "Out Of Memory", "Segmentation fault", "Bus error", "Aborted", "Illegal instruction", "Floating point exception")
 
 
 def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
@@ -31,8 +35,13 @@ def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
     killed = [child for child in silent if (child.exit_code or 0) < 0]
     if killed:
         return _from_log(killed[0], attempt)
+    steps = [child for child in failed if child.spec.kind == "ranks"]
+    if steps and (told := _killed_task(steps[0], recorded)) is not None:
+        return _error(told + _tail(steps[0].spec.log), RankError.exit_code)
     if records:
         return _from_record(records[0], attempt)
+    if steps:
+        return _from_log(steps[0], attempt)
     if silent:
         return _from_log(silent[0], attempt)
     return _from_server(failed[0], attempt)
@@ -40,6 +49,22 @@ def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
 
 def _records(attempt: Attempt) -> list[dict]:
     return [record for path in sorted(attempt.errors_dir.glob("rank_*.json")) if (record := read_json(path)) is not None]
+
+
+def _killed_task(step: Child, recorded: set[int]) -> str | None:
+    """The rank that a signal killed before any other ended, of a Slurm step of all ranks; it leaves no record."""
+    try:
+        said = step.spec.log.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    first = _TASK_END.search(said)
+    if first is None or int(first[2]) in recorded or not first[3].startswith(_KILLED):
+        return None
+    node, rank, how = first.groups()
+    text = f"rank {rank} on {node} ended without a word of its own: {how}"
+    if how.startswith("Killed"):
+        text += "; SIGKILL from outside is most often the machine running out of memory"
+    return text
 
 
 def _error(text: str, exit_code: int) -> RankError:

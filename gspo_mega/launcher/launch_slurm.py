@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from gspo_mega.config import LoadedConfig, render_config
-from gspo_mega.launcher.launch import log_to
+from gspo_mega.config import Config, LoadedConfig, render_config
+from gspo_mega.launcher.launch import is_replay, log_to
 from gspo_mega.launcher.places import free_port
 from gspo_mega.launcher.prepare import hold, new_attempt
 from gspo_mega.launcher.slurm import Allocation, read_allocation
@@ -52,10 +52,11 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
             job = SlurmJob(attempt, allocation, steps, state, say, site.signal_seconds)
             here = allocation.trainer_nodes[0].address
             doctors = steps.doctors(free_port(here), config.precision == "fp8") if site.preflight else []
-            return job.run(command, config.server.num_servers, free_port(here), doctors)
+            num_servers = 0 if is_replay(loaded, command) else config.server.num_servers
+            return job.run(command, num_servers, free_port(here), doctors)
 
 
-def _reached_from(loaded: LoadedConfig, allocation: Allocation):
+def _reached_from(loaded: LoadedConfig, allocation: Allocation) -> Config:
     """The configuration with rank 0's own address as `server.host`: rank 0 asks by it which of its addresses servers reach.
 
     Every server is told its own node's address when it is started.

@@ -57,3 +57,24 @@ def test_a_servers_exit_code_is_kept_where_it_is_one(attempt):
     assert describe_failure([child(attempt, "server", 0, 2)], attempt).exit_code == 2
     assert describe_failure([child(attempt, "server", 0, -9)], attempt).exit_code == 3
     assert describe_failure([child(attempt, "server", 0, 0)], attempt).exit_code == 3
+
+
+SRUN = "srun: error: node2: task 3: {}\nsrun: Terminating StepId=7.1\nsrun: error: node1: tasks 0-1: Terminated\n"
+
+
+@pytest.mark.parametrize(("how", "hint"), [("Killed", "running out of memory"), ("Out Of Memory", ""), ("Segmentation fault (core dumped)", "")])
+def test_of_a_slurm_step_the_first_task_that_was_killed_is_the_cause(attempt, how, hint):
+    record(attempt, 0, 1.0, text="connection closed by peer")
+    error = describe_failure([child(attempt, "ranks", 0, 137, SRUN.format(how))], attempt)
+    assert str(error).startswith(f"rank 3 on node2 ended without a word of its own: {how}") and hint in str(error)
+
+
+def test_of_a_slurm_step_a_rank_with_a_record_is_the_cause(attempt):
+    record(attempt, 3, 1.0, text="the cause")
+    step = child(attempt, "ranks", 0, 7, SRUN.format("Exited with exit code 7"))
+    assert str(describe_failure([step], attempt)).startswith("rank 3 failed:\n\nTraceback: the cause")
+
+
+def test_of_a_slurm_step_without_any_record_srun_is_heard(attempt):
+    error = describe_failure([child(attempt, "ranks", 0, 1, "srun: error: Unable to create step\n")], attempt)
+    assert "exited with code 1" in str(error) and str(error).endswith("srun: error: Unable to create step")
