@@ -90,7 +90,7 @@ def _overrides(target: Target) -> list[str]:
     """A JSON string is a YAML string whatever is in the path."""
     own = list(_ONE_RANK)
     if target.model is not None:
-        own.append(f"model.path={json.dumps(str(target.model))}")
+        own += [f"model.path={json.dumps(str(target.model))}", "model.weights=null"]
     if target.run_dir is not None:
         own += [f"run.dir={json.dumps(str(target.run_dir))}", f"run.name={target.run_name}"]
     else:

@@ -23,6 +23,7 @@ class Run(Section):
 
 class Model(Section):
     path: str = Field(min_length=1, description="Hugging Face folder (config.json, safetensors, tokenizer) to start from.")
+    weights: str | None = Field(default=None, min_length=1, description="Folder of tools/hf_to_megatron.py whose weights `train` and `sft` start with, in place of the safetensors in path.")
 
 
 class Cluster(Section):

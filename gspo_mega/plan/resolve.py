@@ -45,7 +45,9 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         place = f"{loaded.where('model.path')}: model.path: "
         raise ModelError("\n".join(place + line for line in str(error).splitlines())) from None
     if model is None and config.kl.coefficient > 0 and config.kl.reference_path is not None:
-        _check_reference(config.kl.reference_path, spec, f"{loaded.where('kl.reference_path')}: kl.reference_path: ")
+        _check_same_shape(config.kl.reference_path, spec, f"{loaded.where('kl.reference_path')}: kl.reference_path: ")
+    if model is None and config.model.weights is not None:
+        _check_same_shape(config.model.weights, spec, f"{loaded.where('model.weights')}: model.weights: ")
     layout = resolve_layout(config, spec, loaded.where, device)
     notices = [*loaded.notices, *_notices(config, layout, device)]
     if source.is_dir() and not spec.eos_token_ids:
@@ -53,8 +55,8 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
     return Plan(source, config, spec, layout, tuple(notices))
 
 
-def _check_reference(path: str, spec: ModelSpec, place: str) -> None:
-    """The reference goes through the policy's layout, packs and vocabulary, so its shape is the policy's."""
+def _check_same_shape(path: str, spec: ModelSpec, place: str) -> None:
+    """Weights in the policy's place, and a reference in its layout, packs and vocabulary, have the policy's shape."""
     try:
         other = shape_differences(read_model_spec(path), spec)
     except ModelError as error:

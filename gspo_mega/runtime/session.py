@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gspo_mega.checkpoint.initial_weights import load_weights
 from gspo_mega.checkpoint.save import Saver, SaveReport
 from gspo_mega.checkpoint.state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.engine.policy import PolicyEngine
@@ -60,8 +61,8 @@ class Work:
 class Session:
     """Everything one rank has while it runs; a context manager. `side` and `writer` exist on rank 0 only.
 
-    Constructing it is collective: groups, model, weights (from the latest checkpoint or `model.path`). `reference` exists
-    where the policy's loss has a KL term; supervised training has none (`trains_policy` False).
+    Constructing it is collective: groups, model, weights (from the latest checkpoint, `model.weights` or `model.path`).
+    `reference` exists where the policy's loss has a KL term; supervised training has none (`trains_policy` False).
     """
 
     def __init__(self, context: WorkerContext, num_optimizer_steps: int, trains_policy: bool = True) -> None:
@@ -94,7 +95,10 @@ class Session:
         for warning in warnings:
             self.say(warning)
         if checkpoint is None:
-            import_huggingface(config.model.path, self.spec, self.groups, self.engine.chunks)
+            if config.model.weights is not None:
+                load_weights(Path(config.model.weights), self.engine)
+            else:
+                import_huggingface(config.model.path, self.spec, self.groups, self.engine.chunks)
             self.engine.after_weights_loaded()
             self.state = TrainState()
         else:

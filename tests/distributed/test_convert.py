@@ -1,0 +1,269 @@
+"""Conversion: there and back bit for bit, loadable in any layout, resumable, and every difference found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from family_models import VARIANTS, make_family_folder, token_ids
+from safetensors.torch import load_file, save_file
+from test_family_logits import layouts_of
+
+from gspo_mega.checkpoint.compare import describe, differences
+from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
+from gspo_mega.checkpoint.sources import open_checkpoint
+from gspo_mega.errors import CheckpointError, ModelError
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+FILE_BYTES = 60_000  # several files of several tensors
+
+
+def quiet(done: int, total: int, name: str) -> None:
+    assert 0 < done <= total
+
+
+def there_and_back(folder: Path, out: Path, **options) -> tuple[Path, Path]:
+    to_megatron(open_checkpoint(folder), out / "megatron", progress=quiet, file_bytes=FILE_BYTES, **options)
+    to_huggingface(open_checkpoint(out / "megatron"), out / "back", progress=quiet, file_bytes=FILE_BYTES)
+    return out / "megatron", out / "back"
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def found(one: Path, other: Path) -> list[str]:
+    return list(differences(open_checkpoint(one), open_checkpoint(other), quiet))
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory) -> tuple[Path, Path, Path]:
+    """Source, converted, back."""
+    root = tmp_path_factory.mktemp("mixtral")
+    source = make_family_folder(root / "source", "mixtral")
+    return source, *there_and_back(source, root)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_tensor_comes_back_bit_for_bit(tmp_path, variant, dtype):
+    source = make_family_folder(tmp_path / "source", variant, dtype)
+    converted, back = there_and_back(source, tmp_path)
+    want, got = tensors_of(source), tensors_of(back)
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (back / name).read_bytes() == (converted / name).read_bytes() == (source / name).read_bytes()
+    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert len(list(back.glob("*.safetensors"))) > 1 and len(list((converted / "megatron").glob("*.distcp"))) > 1
+    assert found(source, converted) == found(converted, back) == found(back, source) == []
+    for folder in (converted, back):
+        manifest = json.loads((folder / "manifest.json").read_text())["tensors"]
+        assert manifest.keys() == want.keys()
+        for name, tensor in want.items():
+            said = manifest[name]
+            assert (said["shape"], said["dtype"], said["source"]) == (list(tensor.shape), str(dtype).removeprefix("torch."), name)
+            assert said["sha256"] == hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            assert (folder / said["file"]).is_file()
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "llama3-tied", "qwen3_moe", "mixtral"])
+def test_megatron_loads_it_in_every_layout(rank_pools, tmp_path, variant):
+    source = make_family_folder(tmp_path / "source", variant)
+    to_megatron(open_checkpoint(source), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES)
+    layouts = layouts_of(variant)
+    seen = rank_pools(2).run("convert_jobs:loaded", source=str(source), converted=str(tmp_path / "out"), layouts=layouts)[0]
+    assert seen == dict.fromkeys(layouts, [])
+
+
+def test_megatron_loads_bf16_and_refuses_another_shape(rank_pools, tmp_path):
+    source = make_family_folder(tmp_path / "source", "qwen2", torch.bfloat16)
+    to_megatron(open_checkpoint(source), tmp_path / "out", progress=quiet)
+    layouts = {"PP2": dict(pipeline=2)}
+    seen = rank_pools(2).run("convert_jobs:loaded", source=str(source), converted=str(tmp_path / "out"), layouts=layouts, precision="bf16")[0]
+    assert seen == {"PP2": []}
+    shape = make_family_folder(tmp_path / "shape", "qwen3")
+    texts = rank_pools(2).run("convert_jobs:refused", converted=str(tmp_path / "out"), shape=str(shape))
+    assert all("cannot be loaded" in text for text in texts) and len(set(texts)) == 1
+
+
+@pytest.mark.parametrize("variant, parallel", [("llama3", dict(tensor=2)), ("qwen2-tied", dict(pipeline=2)), ("mixtral", dict(expert=2))])
+def test_a_runs_checkpoint_becomes_what_the_engine_held(rank_pools, tmp_path, variant, parallel):
+    source = make_family_folder(tmp_path / "source", variant)
+    (tmp_path / "run").mkdir()
+    optimizer = dict(lr=1e-3, distributed=variant != "llama3")
+    held = rank_pools(2).run(
+        "checkpoint_jobs:run", folder=str(source), run_dir=str(tmp_path / "run"), parallel=parallel, plan=["start", "train", "save"], optimizer=optimizer
+    )[0]["weights"]
+    saved = tmp_path / "run" / "checkpoints" / "step_00000001"
+    with pytest.raises(CheckpointError, match="no config.json"):
+        open_checkpoint(saved)
+    to_huggingface(open_checkpoint(saved, source), tmp_path / "out", progress=quiet)
+    got = tensors_of(tmp_path / "out")
+    assert got.keys() == held.keys()
+    for name, tensor in got.items():
+        assert np.array_equal(tensor.numpy(), held[name]), name
+    lines = describe(saved)
+    assert lines[0].startswith("run         step 1, 1 optimizer steps") and any("decoder.layers.self_attention.linear_qkv.weight" in line for line in lines)
+
+
+@pytest.mark.parametrize("variant", ["llama3", "mixtral"])
+def test_transformers_loads_what_comes_back(tmp_path, variant):
+    import transformers
+
+    source = make_family_folder(tmp_path / "source", variant)
+    _, back = there_and_back(source, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(token_ids())[None]).logits[0]
+    assert torch.equal(logits, torch.from_numpy(np.load(source / "logits.npy")))
+
+
+def test_another_dtype_on_request(tmp_path):
+    source = make_family_folder(tmp_path / "source", "qwen2")
+    to_megatron(open_checkpoint(source), tmp_path / "out", progress=quiet, dtype=torch.bfloat16)
+    to_huggingface(open_checkpoint(tmp_path / "out"), tmp_path / "back", progress=quiet)
+    want = tensors_of(source)
+    assert all(torch.equal(tensor, want[name].bfloat16()) for name, tensor in tensors_of(tmp_path / "back").items())
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    assert "bfloat16 instead of float32, and other values" in found(tmp_path / "back", source)[1]
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("into", [to_megatron, to_huggingface])
+def test_a_stopped_conversion_goes_on_and_ends_the_same(tmp_path, mixtral, into):
+    source = open_checkpoint(mixtral[0])
+    count, num_tensors = 0, len(tensors_of(mixtral[0]))
+
+    def stop(done: int, total: int, name: str) -> None:
+        nonlocal count
+        count += 1
+        if count == num_tensors // 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        into(source, tmp_path / "out", progress=stop, file_bytes=FILE_BYTES)
+    assert not (tmp_path / "out").exists()
+    record = tmp_path / "out.converting" / "progress.jsonl"
+    record.write_text(record.read_text() + '{"file": "torn')  # as a power cut leaves it
+    done_before = len(record.read_text().splitlines()) - 2
+    assert done_before > 1
+
+    read = []
+    into(source, tmp_path / "out", progress=lambda done, total, name: read.append(name), file_bytes=FILE_BYTES)
+    assert 0 < len(read) < num_tensors, "finished files are not written again"
+    assert not record.parent.exists() and not (tmp_path / "out" / "progress.jsonl").exists()
+    assert found(tmp_path / "out", mixtral[0]) == []
+    manifest, whole = (json.loads((folder / "manifest.json").read_text()) for folder in (tmp_path / "out", mixtral[1]))
+    assert {n: t["sha256"] for n, t in manifest["tensors"].items()} == {n: t["sha256"] for n, t in whole["tensors"].items()}
+
+
+def test_the_rest_of_another_conversion_is_not_gone_on_with(tmp_path, mixtral):
+    def stop(done: int, total: int, name: str) -> None:
+        if done > total // 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=stop, file_bytes=FILE_BYTES)
+    with pytest.raises(CheckpointError, match="left of another conversion"):
+        to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES, dtype=torch.bfloat16)
+    victim = next((tmp_path / "out.converting" / "megatron").glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="not as it was recorded"):
+        to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES)
+
+
+def test_nothing_is_overwritten_and_the_disk_is_looked_at(tmp_path, mixtral, monkeypatch):
+    before = {p: p.read_bytes() for p in mixtral[2].iterdir()}
+    with pytest.raises(CheckpointError, match="there already"):
+        to_huggingface(open_checkpoint(mixtral[0]), mixtral[2], progress=quiet)
+    assert {p: p.read_bytes() for p in mixtral[2].iterdir()} == before
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
+    with pytest.raises(CheckpointError, match="1000000 are free"):
+        to_huggingface(open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet)
+
+
+def changed(source: Path, target: Path, change) -> Path:
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_verification_names_what_differs(tmp_path, mixtral):
+    source, converted, _ = mixtral
+    expert = "model.layers.2.block_sparse_moe.experts.1."
+
+    def one_number(tensors):
+        tensors["model.norm.weight"][3] += 1e-6
+
+    def swapped(tensors):
+        tensors[expert + "w1.weight"], tensors[expert + "w3.weight"] = tensors[expert + "w3.weight"], tensors[expert + "w1.weight"]
+
+    def permuted(tensors):
+        for name in ("w1", "w2", "w3"):
+            a, b = f"{expert}{name}.weight", f"{expert.replace('experts.1', 'experts.3')}{name}.weight"
+            tensors[a], tensors[b] = tensors[b], tensors[a]
+
+    assert [line.partition(":")[0] for line in found(changed(source, tmp_path / "a", one_number), converted)] == ["model.norm.weight"]
+    assert "1 of 32 numbers differ" in found(tmp_path / "a", converted)[0]
+    assert len(found(changed(source, tmp_path / "b", swapped), converted)) == 2
+    assert len(found(changed(source, tmp_path / "c", permuted), converted)) == 6
+    other = make_family_folder(tmp_path / "other", "llama2")
+    assert found(other, converted)[0].startswith("the models differ: family 'llama'")
+
+
+def test_damage_is_named(tmp_path, mixtral):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(mixtral[1], damaged)
+    victim = sorted((damaged / "megatron").glob("*.distcp"))[1]
+    victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match=victim.name):
+        found(damaged, mixtral[0])
+    (damaged / "megatron" / ".metadata").write_bytes(b"nothing of the kind")
+    with pytest.raises(CheckpointError, match=".metadata cannot be read"):
+        open_checkpoint(damaged)
+    cut = tmp_path / "cut"
+    shutil.copytree(mixtral[0], cut)
+    file = cut / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises((CheckpointError, ModelError), match="model.safetensors"):
+        open_checkpoint(cut)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        open_checkpoint(TOOLS)
+
+
+def test_the_tools(tmp_path):
+    source = make_family_folder(tmp_path / "source", "qwen2")
+
+    def run(tool: str, *arguments: object) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, TOOLS / f"{tool}.py", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+    done = run("hf_to_megatron", source, tmp_path / "megatron")
+    assert done.returncode == 0 and "100%" in done.stderr, done.stderr
+    assert run("megatron_to_hf", tmp_path / "megatron", tmp_path / "back").returncode == 0
+    same = run("verify_checkpoint", source, tmp_path / "back")
+    assert (same.returncode, same.stdout.splitlines()[-1].endswith("the same weights")) == (0, True)
+    shown = run("inspect_checkpoint", tmp_path / "megatron")
+    assert shown.returncode == 0 and "format      Megatron torch_dist" in shown.stdout and "model.layers.3.self_attn.k_proj.bias  [16]  float32" in shown.stdout
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    differs = run("verify_checkpoint", source, tmp_path / "megatron")
+    assert differs.returncode == 1 and differs.stdout.startswith("model.layers.1.mlp.up_proj.weight: 1 of ")
+    again = run("hf_to_megatron", source, tmp_path / "megatron")
+    assert again.returncode == 6 and "nothing is overwritten" in again.stderr and "Traceback" not in again.stderr
+    assert run("inspect_checkpoint", tmp_path / "none").returncode == 6

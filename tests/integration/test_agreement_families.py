@@ -1,0 +1,73 @@
+"""The other families on the whole road: Hugging Face -> Megatron's files -> Hugging Face -> a real server, and a trainer before it.
+
+The server starts from what came back from a conversion, is published to by both methods with every tensor verified, and gives
+every sampled token the trainer's log-prob. What "the same" means is `agreement_rule.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import _running
+from test_agreement_trainer import RankPool, Side
+from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
+
+from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
+from gspo_mega.checkpoint.sources import open_checkpoint
+from gspo_mega.model.tables import FAMILIES
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+
+SHARED = dict(
+    vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+    max_position_embeddings=512, bos_token_id=0, eos_token_id=EOS_TOKEN_ID, pad_token_id=0, initializer_range=0.08,
+)  # fmt: skip
+LLAMA_3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+# Family, its own keys, the trainer's layout.
+MODELS = {
+    "qwen2-tied": ("qwen2", dict(tie_word_embeddings=True), dict(tensor=2)),
+    "llama3": ("llama", dict(rope_parameters=LLAMA_3), dict(pipeline=2)),
+    "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2), dict(expert=2)),
+}
+
+
+def make_converted_model(root: Path, name: str) -> Path:
+    """A random model (biases too) that has been through Megatron's format."""
+    import transformers
+
+    family, own, _ = MODELS[name]
+    model_class = getattr(transformers, FAMILIES[family].architecture)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**SHARED | own))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    model.to(torch.float32).save_pretrained(root / "source")
+    byte_tokenizer().save_pretrained(root / "source")
+    to_megatron(open_checkpoint(root / "source"), root / "megatron", progress=lambda *told: None)
+    to_huggingface(open_checkpoint(root / "megatron"), root / "model", progress=lambda *told: None)
+    return root / "model"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_server_and_trainer_agree_after_publishing_by_both_methods(name, tmp_path):
+    _, _, parallel = MODELS[name]
+    rollout = {"max_new_tokens": 64} | ({"return_routed_experts": True} if name == "mixtral" else {})
+    server = _running(tmp_path, make_converted_model(tmp_path, name), rollout)
+    ranks = RankPool(2)
+    try:
+        side = Side(ranks, server, parallel, tmp_path / "weights")
+        for method in ("disk", "distributed"):
+            side.learn(2)
+            side.publish(method)
+            agreement = side.roll_out(1.0)
+            assert agreement.num_tokens >= 10_000
+            assert agreement.problems() == [], agreement
+        side.close()
+    finally:
+        ranks.close()
+        server.serve.stop()
