@@ -85,6 +85,7 @@ class ModelShares:
         self.spec = spec
         self._first: list[TensorEntry] = []
         self._last: list[TensorEntry] = []
+        self._states: dict[tuple, StageState] = {}
         self._layers: list[list[TensorEntry]] = [[] for _ in range(spec.num_layers)]
         for entry in hf_tensors(spec):
             if entry.layer is not None:
@@ -139,20 +140,26 @@ class ModelShares:
 
     def state(self, config: Config, layout: Layout, stage: int) -> StageState:
         """The state that the ranks of a pipeline stage hold."""
+        fp8_weights = config.fp8.parameters and config.precision == "fp8"
+        key = (layout, stage, fp8_weights, config.optimizer.distributed, config.optimizer.overlap)
+        if key not in self._states:
+            self._states[key] = StageState(self._make_buffers(config, layout, stage, fp8_weights), layout)
+        return self._states[key]
+
+    def _make_buffers(self, config: Config, layout: Layout, stage: int, fp8_weights: bool) -> list[_Buffer]:
         buffers: list[_Buffer] = []
-        shared_weights = config.fp8.parameters and config.precision == "fp8"
         for index, shares in enumerate(self.chunks(layout, stage)):
             bucket = None
             if config.optimizer.overlap and stage == 0 and index == 0:
                 bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK * layout.data)
             for expert_data in (False, True):
                 ranks = layout.expert_data if expert_data else layout.data * layout.context
-                for linear in (False, True) if shared_weights else (None,):
+                for linear in (False, True) if fp8_weights else (None,):
                     # FP8 parameters have buffers of their own.
                     held = [s for s in shares if s.expert_data == expert_data and linear in (None, s.linear)]
                     if held:
                         buffers.append(_Buffer(held, ranks, bucket, config.optimizer.distributed))
-        return StageState(buffers, layout)
+        return buffers
 
 
 class StageState:
@@ -165,6 +172,10 @@ class StageState:
         """Of a global rank in this stage."""
         place = self._layout.coordinates(rank)
         return self._of(place.data * self._layout.context + place.context, place.expert_data)
+
+    def reduced(self, over_expert_data: bool) -> int:
+        """Elements whose gradients are summed over the expert-data group, or those of the data-context group."""
+        return sum(b.num_elements for b in self._buffers if b.expert_data == over_expert_data)
 
     @cached_property
     def largest(self) -> State:

@@ -217,12 +217,9 @@ def _gradient_seconds(config: Config, layout: Layout, shares: ModelShares, gpu: 
     """Reducing gradients and gathering weights of one optimizer step; overlapped, three quarters of it are hidden."""
     node, seconds = config.cluster.ranks_per_node, 0.0
     groups = {False: layout.data * layout.context, True: layout.expert_data}
-    moved = {False: 0, True: 0}
-    for chunk in shares.chunks(layout, 0):
-        for share in chunk:
-            moved[share.expert_data] += share.num_elements
-    for is_expert, elements in moved.items():
-        ranks = groups[is_expert]
+    stage = shares.state(config, layout, 0)
+    for is_expert, ranks in groups.items():
+        elements = stage.reduced(is_expert)
         if ranks > 1:
             span = ranks * (layout.expert * layout.expert_tensor if is_expert else layout.tensor)
             volume = elements * (GRADIENT_BYTES + (WEIGHT_BYTES[config.precision] if config.optimizer.distributed else GRADIENT_BYTES))

@@ -17,11 +17,13 @@ def test_there_are_some():
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_a_shipped_configuration_loads_and_plans_on_cpu(path, tmp_path):
+def test_a_shipped_configuration_loads_and_plans(path, tmp_path):
     loaded = load_config(path, (), COMMANDS.get(path.name, "train"))
     if path.name.startswith("certify"):
         plan = plan_run(loaded, "cpu")
         assert plan.layout.world_size == 1, "each case brings its own ranks"
+    elif loaded.config.cluster.gpu is not None:
+        assert plan_run(loaded, "gpu").layout.world_size >= 4
     else:
         plan = plan_run(loaded, "cpu", CONFIGS / "models" / "quickstart_moe.json")
         assert plan.layout.world_size == 2 and plan.layout.expert == 2

@@ -1,0 +1,110 @@
+from dataclasses import replace
+
+import pytest
+
+from gspo_mega.errors import PlanError
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.plan import estimate, plan_run, render_report
+from gspo_mega.plan.memory import GIB, in_flight, server_memory
+
+
+BIG = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, vocab_size=32000, max_position_embeddings=65536)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "stage", "micro_batches", "chunks"),
+    # One forward, one backward: a stage is ahead by the stages behind it. Interleaved: two a stage, and a turn a chunk.
+    [(1, None, 0, 9, 1), (4, None, 0, 9, 4), (4, None, 3, 9, 1), (4, None, 0, 2, 2), (4, 2, 0, 9, 11), (4, 2, 3, 9, 5), (4, 2, 0, 1, 2)],
+)
+def test_micro_batches_in_flight(load, shape, pipeline, virtual, stage, micro_batches, chunks):
+    layout = replace(plan_run(load(), model=shape("dense")).layout, pipeline=pipeline, virtual_pipeline=virtual)
+    assert in_flight(layout, stage, micro_batches) == chunks
+
+
+def figures(load, shape, *overrides, kind="dense"):
+    loaded = load("precision=bf16", "cluster.gpu_memory_gib=16", "batch.micro_batch_tokens=16384", *overrides)
+    plan = plan_run(loaded, "gpu", shape(kind, **BIG))
+    return plan, estimate(plan, loaded.where)
+
+
+def test_the_verdict_names_peak_phase_and_part(load, shape):
+    plan, found = figures(load, shape)
+    assert found.fits and found.memory.peak_phase == "training" and found.memory.peak == sum(found.memory.parts.values())
+    report = render_report(plan, found)
+    assert f"peak {found.memory.peak / GIB:.1f} GiB of 16.0 GiB in training, on stage 0: fits" in report
+    assert "formulas that no GPU has verified yet" in report
+    plan, found = figures(load, shape, "cluster.gpu_memory_gib=8")
+    assert not found.fits and "does not fit" in render_report(plan, found)
+    assert any("does not fit by estimate" in notice and "most of it activations" in notice for notice in found.notices)
+
+
+def test_state_alone_that_exceeds_the_gpu_is_refused_at_its_place(load, shape):
+    with pytest.raises(PlanError, match=r"override 'cluster.gpu_memory_gib=0.5': cluster.gpu_memory_gib: .* take \d+\.\d GiB of a GPU with 0.5 GiB before"):
+        figures(load, shape, "cluster.gpu_memory_gib=0.5")
+
+
+@pytest.mark.parametrize(
+    ("override", "part", "less"),
+    [
+        ("recompute.granularity=full", "activations", True),
+        ("batch.log_prob_chunk_tokens=64", "logits", True),
+        ("optimizer.moments_dtype=bf16", "moments", True),
+        ("optimizer.cpu_offload_fraction=1", "moments", True),
+        ("batch.micro_batch_tokens=32768", "activations", False),
+        ("precision=fp8", "FP8 copies", False),
+    ],
+)
+def test_each_setting_moves_its_part(load, shape, override, part, less):
+    before, after = (figures(load, shape, "fp8.recipe=delayed", *changed)[1].memory for changed in ([], [override]))
+    assert (after.parts[part] < before.parts[part]) == less and after.parts[part] != before.parts[part]
+
+
+def test_a_reference_is_a_second_set_of_weights(load, shape):
+    memory = figures(load, shape, "algorithm=grpo", "kl={coefficient: 0.1}")[1].memory
+    assert memory.parts["reference"] == memory.parts["weights"]
+
+
+def test_publish_holds_a_bucket_besides_whole_tensors(load, shape):
+    disk = figures(load, shape)[1].memory.phases["publish"]
+    sent = figures(load, shape, "publish={method: distributed, bucket_bytes: 1000000}")[1].memory.phases["publish"]
+    assert sent - disk == 1_000_000
+
+
+def test_a_server_s_gpu(load, shape):
+    config = load("precision=bf16", "server={tensor: 2, memory_fraction: 0.5}", "publish.verify=replicas").config
+    spec = read_model_spec(shape("dense"))
+    memory = server_memory(config, spec, 10_000, 100_000)
+    # 3 layers, keys and values, one of two heads of 16, two bytes: 192 bytes a token in what weights leave of half.
+    assert memory.weights == 10_000 and memory.cache_tokens == 40_000 // 192 and memory.cache == 40_000 // 192 * 192
+    few = load("precision=bf16", "server={tensor: 2, memory_fraction: 0.5, max_total_tokens: 100}", "publish.verify=replicas").config
+    assert server_memory(few, spec, 10_000, 100_000).cache_tokens == 100
+
+
+def test_without_a_gpu_there_is_no_verdict(load, shape):
+    plan = plan_run(load(), model=shape("moe"))
+    found = estimate(plan)
+    assert found.fits is None and found.memory is None and found.time is None
+    report = render_report(plan, found)
+    assert "state    a rank: 399 k parameters and gradients" in report and "memory" not in report.split("state")[0]
+
+
+def test_where_groups_lie(load, shape):
+    loaded = load("cluster={num_nodes: 2, ranks_per_node: 4}", "parallel={tensor: 2, expert: 8}", "precision=bf16", "cluster.gpu=H100")
+    plan = plan_run(loaded, "gpu", shape("moe"))
+    found = estimate(plan)
+    assert {(s.name, s.size, s.nodes) for s in found.spans} == {("tensor", 2, 1), ("data", 4, 2), ("expert", 8, 2)}
+    assert any("expert groups of 8 ranks span 2 nodes" in notice for notice in found.notices)
+    assert "groups inside a node: tensor; data over 2 nodes; expert over 2 nodes" in render_report(plan, found)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "server", "nodes"),
+    [
+        ("{gpus_per_node: 8, ranks_per_node: 4}", "{num_servers: 4}", None),
+        ("{gpus_per_node: 8, ranks_per_node: 4}", "{num_servers: 5}", 1),
+        ("{num_nodes: 2, gpus_per_node: 8, ranks_per_node: 8}", "{num_servers: 5, tensor: 4}", 3),
+    ],
+)
+def test_machines_that_servers_need(load, shape, cluster, server, nodes):
+    loaded = load(f"cluster={cluster}", f"server={server}", "publish.verify=replicas", "batch.num_mini_batches=1")
+    assert estimate(plan_run(loaded, "gpu", shape("dense"))).servers.nodes == nodes

@@ -1,0 +1,113 @@
+import pytest
+
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.plan import plan_run
+from gspo_mega.plan.gpus import EXPERT_SHARE, GPUS, LINK_SHARE, MATRIX_SHARE, STORAGE_BYTES_PER_SECOND, Gpu
+from gspo_mega.plan.shares import ModelShares
+from gspo_mega.plan.timing import _all_to_all, checkpoint_bytes, mean_tokens, rollout_seconds, save_seconds, step_time, train_time
+
+REAL = dict(hidden_size=4096, intermediate_size=16384, num_hidden_layers=8, vocab_size=32000, num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=65536)  # fmt: skip
+BATCH = ["precision=bf16", "cluster.gpu=H100", "data.max_prompt_tokens=1024", "rollout.max_new_tokens=3072", "batch={prompts_per_step: 64, group_size: 8, micro_batch_tokens: 8192}"]  # fmt: skip
+
+
+def train(load, shape, *overrides, kind="dense"):
+    plan = plan_run(load(*BATCH, *overrides), "gpu", shape(kind, **REAL))
+    return train_time(plan.config, plan.layout, ModelShares(plan.spec), GPUS["H100"])
+
+
+def test_compute_is_flops_over_the_rate(load, shape):
+    """Matrix products alone, to a few per cent: widths and attention are on top."""
+    time = train(load, shape)
+    tokens = 64 * 8 * (512 + 1536)
+    weights = 8 * (4096 * 4096 * 2 + 2 * 1024 * 4096 + 3 * 4096 * 16384)
+    least = 6 * weights * tokens / (GPUS["H100"].bf16_flops * MATRIX_SHARE["bf16"])
+    assert least < time.training["layers"] < 1.15 * least
+    assert time.training["exchange"] == time.training["bubble"] == time.training["gradients"] == 0
+
+
+def test_old_pass_is_a_forward_pass_where_there_is_one(load, shape):
+    time = train(load, shape)
+    assert time.old_pass == pytest.approx(time.training["layers"] / 3 + time.training["head"] / 4)
+    assert train(load, shape, "batch.num_mini_batches=1").old_pass == 0
+    assert train(load, shape, "old_log_probs=rollout").old_pass == 0
+    reference = train(load, shape, "algorithm=grpo", "kl={coefficient: 0.1}")
+    assert reference.old_pass == pytest.approx(2 * time.old_pass)
+
+
+def test_full_recomputation_is_one_more_forward_pass(load, shape):
+    plain, again = train(load, shape).training, train(load, shape, "recompute.granularity=full").training
+    assert again["layers"] == pytest.approx(plain["layers"] * 4 / 3) and again["head"] == plain["head"]
+
+
+def test_the_bubble_is_what_pipelining_theory_says(load, shape):
+    four = ["cluster.ranks_per_node=4", "parallel.pipeline=4"]
+    time = train(load, shape, *four).training
+    micro_batches = 64 * 8 * 2048 / 4 / 8192
+    assert time["bubble"] == pytest.approx(3 / micro_batches * (time["layers"] + time["head"] + time["exchange"]))
+    turns = train(load, shape, four[0], "parallel={pipeline: 4, virtual_pipeline: 2}").training
+    assert turns["bubble"] == pytest.approx(3 / 2 / micro_batches * (turns["layers"] + turns["head"] + turns["exchange"]))
+    assert turns["bubble"] < time["bubble"]
+
+
+def test_groups_over_nodes_are_slower(load, shape):
+    inside = train(load, shape, "cluster.ranks_per_node=4", "parallel.tensor=4").training
+    across = train(load, shape, "cluster={num_nodes: 4}", "parallel.tensor=4").training
+    assert across["exchange"] == pytest.approx(9 * inside["exchange"])  # 450 against 50 GB/s
+    assert across["layers"] == inside["layers"]
+
+
+def test_gradients_are_reduced_once_an_optimizer_step(load, shape):
+    two = ["cluster.ranks_per_node=2"]
+    plain = train(load, shape, *two).training["gradients"]
+    elements = 8 * (4096 * 4096 * 2 + 2 * 1024 * 4096 + 3 * 4096 * 16384) + 2 * 32000 * 4096
+    assert plain == pytest.approx(4 * elements * 6 / 2 / (LINK_SHARE * 450e9), rel=0.01)
+    assert train(load, shape, *two, "optimizer.overlap=true").training["gradients"] == pytest.approx(plain / 4)
+
+
+def test_tokens_to_experts_take_the_slower_of_two_ways():
+    gpu = Gpu(1, 1, 1, 1, 100.0, 10.0)
+    assert _all_to_all(gpu, 80, 4, 8) == pytest.approx(80 * 3 / 4 / (LINK_SHARE * 100))
+    assert _all_to_all(gpu, 80, 16, 8) == pytest.approx(80 * 8 / 16 / (LINK_SHARE * 10))
+
+
+def test_experts_cost_their_own_rate(load, shape):
+    moe = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8192)
+    plan = plan_run(load(*BATCH), "gpu", shape("moe", **REAL, **moe))
+    found = train_time(plan.config, plan.layout, ModelShares(plan.spec), GPUS["H100"]).training["layers"]
+    dense = train(load, shape).training["layers"]
+    peak = 18 * 64 * 8 * 2048 * 8 * 4096 * 16384 / GPUS["H100"].bf16_flops
+    # The experts' width, and the tokens that each of the 8 gets of a pack of 8192: two sides that make a product narrow.
+    experts = peak / EXPERT_SHARE["bf16"] / (8192 / (8192 + 128)) / (2048 / (2048 + 128))
+    assert found - dense == pytest.approx(experts - peak / MATRIX_SHARE["bf16"] / (16384 / (16384 + 128)))
+
+
+def test_phases_and_what_one_step_off_policy_saves(load, shape):
+    plan = plan_run(load(*BATCH, "publish.method=distributed"), "gpu", shape("dense", **REAL))
+    time = step_time(plan.config, plan.layout, ModelShares(plan.spec), GPUS["H100"], 10**9)
+    assert set(time.phases) == {"rollout", "old pass", "training", "publish"}
+    assert time.total == pytest.approx(sum(time.phases.values())) and time.phases[time.bottleneck] == max(time.phases.values())
+    assert time.saved_one_step_off == min(time.rollout, time.train.total)
+    assert time.publish == pytest.approx(2e9 / (LINK_SHARE * 50e9))
+    disk = step_time(plan.config.model_copy(update={"publish": load().config.publish}), plan.layout, ModelShares(plan.spec), GPUS["H100"], 10**9)
+    assert disk.publish == pytest.approx(2 * 2e9 / STORAGE_BYTES_PER_SECOND)
+
+
+def test_rollout_is_bound_by_memory_and_by_the_longest_response(load, shape):
+    spec = read_model_spec(shape("dense", **REAL))
+
+    def seconds(*overrides, total=2 * 10**9):
+        return rollout_seconds(load(*BATCH, *overrides).config, spec, GPUS["H100"], total)
+
+    assert seconds("server.num_servers=4") < seconds("server.num_servers=2") < seconds()
+    assert seconds("rollout.max_concurrent_requests=8") > 5 * seconds()
+    # With a server a sequence, what is left is a response of the longest length: reading all weights for each token.
+    alone = seconds("server.num_servers=512")
+    assert 3072 * 4e9 / (0.6 * 3.35e12) < alone < 1.3 * 3072 * 4e9 / (0.6 * 3.35e12)
+
+
+def test_lengths_and_checkpoint(load):
+    config = load(*BATCH).config
+    assert mean_tokens(config) == (512, 1536)
+    assert checkpoint_bytes(config, 10) == 140 and checkpoint_bytes(load("precision=fp32").config, 10) == 120
+    assert checkpoint_bytes(load("precision=bf16", "optimizer.moments_dtype=bf16").config, 10) == 100
+    assert save_seconds(10 * 10**9) == 1.0
