@@ -63,8 +63,8 @@ def gpu_bytes(config: Config) -> int | None:
 
 def trainer_memory(config: Config, layout: Layout, shares: ModelShares) -> Memory:
     """Of the rank of the trainer that needs most. GPU terms."""
-    stages = {0, layout.pipeline - 1}
-    return max((_stage(config, layout, shares, stage) for stage in sorted(stages)), key=lambda memory: memory.peak)
+    ends = sorted({0, layout.pipeline - 1})  # the most micro-batches at once, and the embedding; the head
+    return max((_stage(config, layout, shares, stage) for stage in ends), key=lambda memory: memory.peak)
 
 
 def in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
@@ -117,7 +117,7 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
     is_last = stage == layout.pipeline - 1
     chunks = in_flight(layout, stage, most_micro_batches(config, layout))
     buffers = round(4 * tokens * layer.layer_input) if layout.pipeline > 1 else 0
-    whole = max((e for e in _largest(spec)), default=0) * WEIGHT_BYTES[config.precision]
+    whole = _largest_tensor(spec) * WEIGHT_BYTES[config.precision]
 
     def activations(saved: float) -> dict[str, int]:
         return {"activations": round(tokens * saved), "fragmentation": round(FRAGMENTATION * tokens * saved)}
@@ -138,10 +138,10 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
     return Memory({**parts.always, **parts.phases[peak]}, totals, stage, exact, size.offloaded)
 
 
-def _largest(spec: ModelSpec) -> list[int]:
-    """Elements of the tensors that may be the model's largest: embedding and MLP."""
+def _largest_tensor(spec: ModelSpec) -> int:
+    """Elements of what is gathered whole for a publish: the embedding, or one side of an MLP."""
     width = spec.intermediate_size if spec.moe is None else spec.moe.expert_intermediate_size
-    return [spec.vocab_size * spec.hidden_size, width * spec.hidden_size]
+    return max(spec.vocab_size, width) * spec.hidden_size
 
 
 def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory_bytes: int) -> ServerMemory:

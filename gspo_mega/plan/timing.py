@@ -28,6 +28,8 @@ from gspo_mega.plan.shares import GRADIENT_BYTES, MAIN_BYTES, MOMENT_BYTES, WEIG
 
 # Forward passes that a backward pass costs.
 _BACKWARD = 2
+# The same of exchange: with sequence parallelism inputs are gathered once more for the weights' gradients.
+_BACKWARD_EXCHANGE = 1.5
 # What the optimizer reads and writes of an element besides moments: gradient, main weight twice, weight.
 _OPTIMIZER_BYTES = 4 + 2 * 4 + 2
 
@@ -135,17 +137,16 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
     layers = spec.num_layers / layout.pipeline
     head = _head_seconds(config, layout, spec, gpu, micro_tokens / layout.context * response / (prompt + response))
 
-    def forward(part: float) -> float:
-        return max(part * layers, LAYER_SECONDS * layers * part / max(layer.total, 1e-30))
-
+    # Small packs wait for kernels to be launched: no layer takes less than that.
+    slower = layers * max(1.0, LAYER_SECONDS / layer.total)
     num_steps, passes = batch.num_mini_batches, num_micro * batch.num_mini_batches
     again = 1 if config.recompute.granularity == "full" else 0
     chunks = layout.virtual_pipeline or 1
     bubble = (layout.pipeline - 1) / (chunks * num_micro)
-    compute = passes * forward(layer.compute) * (1 + again + _BACKWARD)
+    compute = passes * slower * layer.compute * (1 + again + _BACKWARD)
     head_time = passes * head * (1 + 1 + _BACKWARD)  # its logits are computed again in the backward pass
-    exchange = passes * forward(layer.exchange) * (1 + again + 1.5)
-    forward_pass = (passes * (forward(layer.compute) + forward(layer.exchange) + head)) * (1 + bubble)
+    exchange = passes * slower * layer.exchange * (1 + again + _BACKWARD_EXCHANGE)
+    forward_pass = passes * (slower * layer.total + head) * (1 + bubble)
     runs_old_pass = config.old_log_probs == "trainer" and num_steps > 1
     num_passes = runs_old_pass + (config.kl.coefficient > 0)
     state = shares.state(config, layout, 0).largest
@@ -208,7 +209,7 @@ class _Layer:
 
 
 def _head_seconds(config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, rows: float) -> float:
-    """Logits of one micro-batch's response tokens; in bf16 at most. The stages wait for the last: it counts once a stage."""
+    """Logits of one micro-batch's response tokens; in bf16 at most. Other stages wait for the last one meanwhile."""
     kind = "fp32" if config.precision == "fp32" else "bf16"
     return 2 * rows * spec.hidden_size * layout.padded_vocab_size / layout.tensor / (gpu.bf16_flops * MATRIX_SHARE[kind])
 

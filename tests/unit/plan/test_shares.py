@@ -1,6 +1,7 @@
 """Counts by hand, and the parts of Megatron's arithmetic that no small layout reaches: buckets, FP8, offloading."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +82,20 @@ def test_bytes(load, overrides, expected):
     size = state_bytes(load(*overrides).config, State(parameters=1000, linear=600, padding=10, optimized=500))
     assert {name: getattr(size, name) for name in expected} == expected
     assert size.gradients == 4000
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_megatrons_own_theoretical_formula(load, distributed):
+    """training/theoretical_memory_usage.py of Megatron-LM: 18 bytes a parameter, or 6 + 12 / data-parallel size, of the most
+    loaded stage; here for Llama-3-70B, whose numbers it was written for. It leaves out padding."""
+    spec = read_model_spec(Path(__file__).parents[3] / "configs" / "models" / "llama3_70b.json")
+    config = load(
+        "precision=bf16", "cluster={num_nodes: 8, ranks_per_node: 8}", "parallel={tensor: 4, pipeline: 4}", "batch.num_mini_batches=1",
+        f"optimizer.distributed={str(distributed).lower()}",
+    ).config  # fmt: skip
+    layers, hidden, tensor, pipeline, data = 80, 8192, 4, 4, 4
+    gqa, gated = 8 / 64, 3 / 2
+    in_layers = 2 * layers * hidden * hidden * ((1 + gqa) * 1 + 28672 / hidden * gated + 1 / hidden + 1 / (layers * hidden))
+    theirs = (in_layers / pipeline + 128256 * hidden) / tensor * (6 + 12 / data if distributed else 18)
+    ours = state_bytes(config, ModelShares(spec).state(config, resolve_layout(config, spec), 0).largest).on_device
+    assert ours == pytest.approx(theirs, rel=1e-3)
