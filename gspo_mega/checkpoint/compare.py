@@ -34,8 +34,9 @@ def differences(one: TensorSource, other: TensorSource, progress: Callable[[int,
     for entry in entries:
         a, b = one.read(entry), other.read(entry)
         if a.dtype != b.dtype:
-            values = "" if a.equal(b.to(a.dtype)) else ", and other values"
-            yield f"{entry.name}: {DTYPE_NAMES[a.dtype]} instead of {DTYPE_NAMES[b.dtype]}{values}"
+            narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+            values = "the same values after rounding" if a.to(narrow).equal(b.to(narrow)) else "and other values"
+            yield f"{entry.name}: {DTYPE_NAMES[a.dtype]} instead of {DTYPE_NAMES[b.dtype]}, {values}"
         elif not _same_bytes(a, b):
             apart = a != b
             largest = float((a.double() - b.double()).abs().max())

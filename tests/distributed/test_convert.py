@@ -135,7 +135,10 @@ def test_another_dtype_on_request(tmp_path):
     assert all(torch.equal(tensor, want[name].bfloat16()) for name, tensor in tensors_of(tmp_path / "back").items())
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
-    assert "bfloat16 instead of float32, and other values" in found(tmp_path / "back", source)[1]
+    lines = found(tmp_path / "back", source)
+    assert len(lines) == len(want) and all(line.endswith("bfloat16 instead of float32, the same values after rounding") for line in lines)
+    other = changed(source, tmp_path / "other", lambda tensors: tensors["model.norm.weight"].mul_(2))
+    assert [line for line in found(tmp_path / "back", other) if "other values" in line] == ["model.norm.weight: bfloat16 instead of float32, and other values"]
 
 
 class Stopped(Exception):

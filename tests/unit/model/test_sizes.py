@@ -67,3 +67,11 @@ def test_the_crossover_is_where_attention_takes_half():
     crossover = attention_crossover_tokens(dense)
     without_attention = forward_flops_per_token(dense, -1)
     assert forward_flops_per_token(dense, crossover) == pytest.approx(2 * without_attention, rel=1e-3)
+
+
+def test_biases_are_parameters_and_multiply_nothing():
+    raw = json.loads((SHAPES / "quickstart_dense.json").read_text())
+    without = spec_from_config(raw | {"architectures": ["LlamaForCausalLM"]})
+    with_biases = spec_from_config(raw | {"architectures": ["Qwen2ForCausalLM"]})
+    assert count_parameters(with_biases).total - count_parameters(without).total == 3 * (64 + 2 * 32)
+    assert forward_flops_per_token(with_biases, 100) == forward_flops_per_token(without, 100)
