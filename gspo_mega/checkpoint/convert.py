@@ -7,13 +7,14 @@ is `torch_dist.py` and `safetensors_stream.py`; how tensors become parameters `m
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -162,13 +163,16 @@ def _convert(
         "to": kind, "dtype": None if dtype is None else DTYPE_NAMES[dtype], "files": list(files), "config": source.spec.raw,
         "source": [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in source.files],
     }  # fmt: skip
-    finished = _resume(part, identity)
-    remaining = tally.total - sum(file["bytes"] for file in finished.values())
     part.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(part).free
-    if remaining + _FREE_BYTES > free:
-        raise CheckpointError(f"{part}: {remaining} bytes are to be written there, {free} are free")
-    with (part / _RECORD_NAME).open("a", encoding="utf-8") as record:
+    with (part / _RECORD_NAME).open("a+", encoding="utf-8") as record:
+        try:
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{part}: another process is at this conversion") from None
+        finished = _resume(part, record, identity)
+        remaining, free = tally.total - sum(file["bytes"] for file in finished.values()), shutil.disk_usage(part).free
+        if remaining + _FREE_BYTES > free:
+            raise CheckpointError(f"{part}: {remaining} bytes are to be written there, {free} are free")
         if record.tell() == 0:
             _append(record, identity)
         for name, group in files.items():
@@ -181,40 +185,44 @@ def _convert(
             tensors = {tensor: said for tensor, said in tally.tensors.items() if tensor not in before}
             finished[name] = {"file": name, "bytes": tally.done - before_bytes, "tensors": tensors, "written": written}
             _append(record, finished[name] | {"file_bytes": (part / name).stat().st_size})
-    in_order = [finished[name] for name in files]
-    dtypes = {said["dtype"] for said in tally.tensors.values()}
-    # Of a mixture the widest is what config.json can say without losing any.
-    complete(part, in_order, source.description, "float32" if "float32" in dtypes else min(dtypes))
-    placed = {tensor: said | {"file": file["file"]} for file in in_order for tensor, said in file["tensors"].items()}
-    atomic_write_json(part / MANIFEST_NAME, {"format": kind, "source": [str(f.absolute()) for f in source.files], "tensors": placed})
-    (part / _RECORD_NAME).unlink()
-    sync(part)
-    os.rename(part, out)
-    sync(out.parent)
+        in_order = [finished[name] for name in files]
+        dtypes = {said["dtype"] for said in tally.tensors.values()}
+        # Of a mixture the widest is what config.json can say without losing any.
+        complete(part, in_order, source.description, "float32" if "float32" in dtypes else min(dtypes))
+        placed = {tensor: said | {"file": file["file"]} for file in in_order for tensor, said in file["tensors"].items()}
+        atomic_write_json(part / MANIFEST_NAME, {"format": kind, "source": [str(f.absolute()) for f in source.files], "tensors": placed})
+        (part / _RECORD_NAME).unlink()
+        sync(part)
+        os.rename(part, out)
+        sync(out.parent)
 
 
-def _append(record, value: dict[str, Any]) -> None:
+def _append(record: TextIO, value: dict[str, Any]) -> None:
     record.write(json.dumps(value) + "\n")
     record.flush()
     os.fsync(record.fileno())
 
 
-def _resume(part: Path, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _resume(part: Path, record: TextIO, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What an earlier attempt at the same conversion has finished, by file. Raises CheckpointError for another conversion's folder."""
-    if not part.exists():
-        return {}
-    path = part / _RECORD_NAME
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]
-    if not whole:
-        shutil.rmtree(part)  # stopped before anything was recorded
-        return {}
-    if whole[0] != identity:
-        raise CheckpointError(f"{part} is left of another conversion, or its source has changed since: remove it to begin anew")
+    record.seek(0)
+    lines = record.read().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
     if len(whole) < len(lines):  # the last line was cut off: its file is written again
-        path.write_text("".join(line for line in lines if line.endswith("\n")), encoding="utf-8")
+        record.truncate(sum(len(line.encode()) for line in whole))
+        record.seek(0, os.SEEK_END)
+    if not whole:  # stopped before anything was recorded
+        for leftover in part.iterdir():
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            elif leftover.name != _RECORD_NAME:
+                leftover.unlink()
+        return {}
+    said, *files = map(json.loads, whole)
+    if said != identity:
+        raise CheckpointError(f"{part} is left of another conversion, or its source has changed since: remove it to begin anew")
     finished = {}
-    for entry in whole[1:]:
+    for entry in files:
         size = entry.pop("file_bytes")
         if not (part / entry["file"]).is_file() or (part / entry["file"]).stat().st_size != size:
             raise CheckpointError(f"{part / entry['file']}: not as it was recorded; remove {part} to begin anew")

@@ -16,7 +16,7 @@ import transformers  # noqa: E402
 
 from gspo_mega.model.tables import FAMILIES  # noqa: E402
 
-VOCAB_SIZE = 300  # no multiple of the padding
+VOCAB_SIZE = 600  # no multiple of the padding, and no smaller than the ids of `recorded_sequences`
 NUM_TOKENS = 96
 _SHARED = dict(
     vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,

@@ -188,6 +188,18 @@ def test_the_rest_of_another_conversion_is_not_gone_on_with(tmp_path, mixtral):
         to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES)
 
 
+def test_one_process_at_a_time(tmp_path, mixtral):
+    def second(done: int, total: int, name: str) -> None:
+        with pytest.raises(CheckpointError, match="another process is at this conversion"):
+            to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet)
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=second, file_bytes=FILE_BYTES)
+    to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES)
+    assert found(tmp_path / "out", mixtral[0]) == []
+
+
 def test_nothing_is_overwritten_and_the_disk_is_looked_at(tmp_path, mixtral, monkeypatch):
     before = {p: p.read_bytes() for p in mixtral[2].iterdir()}
     with pytest.raises(CheckpointError, match="there already"):
