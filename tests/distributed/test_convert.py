@@ -19,6 +19,7 @@ from test_family_logits import layouts_of
 from gspo_mega.checkpoint.compare import describe, differences
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
 from gspo_mega.checkpoint.sources import open_checkpoint
+from gspo_mega.checkpoint.torch_dist import TorchDistFolder
 from gspo_mega.errors import CheckpointError, ModelError
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -127,6 +128,12 @@ def test_transformers_loads_what_comes_back(tmp_path, variant):
     assert torch.equal(logits, torch.from_numpy(np.load(source / "logits.npy")))
 
 
+def test_the_norm_before_experts_has_the_names_of_both_layer_specs(mixtral):
+    """With Transformer Engine Megatron looks for the first, without it for the second."""
+    stored = TorchDistFolder(mixtral[1] / "megatron").tensors
+    assert {"decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.mlp.linear_fc1.layer_norm_weight"} <= stored.keys()
+
+
 def test_another_dtype_on_request(tmp_path):
     source = make_family_folder(tmp_path / "source", "qwen2")
     to_megatron(open_checkpoint(source), tmp_path / "out", progress=quiet, dtype=torch.bfloat16)
@@ -182,7 +189,7 @@ def test_the_rest_of_another_conversion_is_not_gone_on_with(tmp_path, mixtral):
         to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=stop, file_bytes=FILE_BYTES)
     with pytest.raises(CheckpointError, match="left of another conversion"):
         to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES, dtype=torch.bfloat16)
-    victim = next((tmp_path / "out.converting" / "megatron").glob("*.distcp"))
+    victim = tmp_path / "out.converting" / "megatron" / "__0_0.distcp"
     victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="not as it was recorded"):
         to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES)
