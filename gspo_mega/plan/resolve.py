@@ -47,7 +47,10 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
     if model is None and config.kl.coefficient > 0 and config.kl.reference_path is not None:
         _check_same_shape(config.kl.reference_path, spec, f"{loaded.where('kl.reference_path')}: kl.reference_path: ")
     if model is None and config.model.weights is not None:
-        _check_same_shape(config.model.weights, spec, f"{loaded.where('model.weights')}: model.weights: ")
+        place = f"{loaded.where('model.weights')}: model.weights: "
+        _check_same_shape(config.model.weights, spec, place)
+        if not (Path(config.model.weights) / "megatron" / "metadata.json").is_file():
+            raise ModelError(f"{place}{config.model.weights}: there is no Megatron checkpoint in it; tools/hf_to_megatron.py makes such a folder")
     layout = resolve_layout(config, spec, loaded.where, device)
     notices = [*loaded.notices, *_notices(config, layout, device)]
     if source.is_dir() and not spec.eos_token_ids:

@@ -33,10 +33,18 @@ def test_its_shape_is_the_models(load, shape, tmp_path):
     def plan(weights):
         return plan_run(load(f"model.path={policy}", f"model.weights={weights}"))
 
+    def folder(name, **changes):
+        (tmp_path / name / "megatron").mkdir(parents=True)
+        shape("dense", **changes).rename(tmp_path / name / "config.json")
+        (tmp_path / name / "megatron" / "metadata.json").write_text("{}")
+        return tmp_path / name
+
     policy = shape("dense").rename(tmp_path / "policy.json")
-    plan(shape("dense", torch_dtype="bfloat16").rename(tmp_path / "same.json"))
-    other = shape("dense", rope_theta=5e5).rename(tmp_path / "other.json")
-    with pytest.raises(ModelError, match=r"model\.weights: .*other\.json has another shape than the policy: rope_theta 500000.0 instead of"):
-        plan(other)
+    plan(folder("same", torch_dtype="bfloat16"))
+    with pytest.raises(ModelError, match=r"model\.weights: .*other has another shape than the policy: rope_theta 500000.0 instead of"):
+        plan(folder("other", rope_theta=5e5))
+    (tmp_path / "same" / "megatron" / "metadata.json").unlink()
+    with pytest.raises(ModelError, match=r"model\.weights: .*same: there is no Megatron checkpoint in it; tools/hf_to_megatron\.py"):
+        plan(tmp_path / "same")
     with pytest.raises(ModelError, match=r"model\.weights: .*nowhere"):
         plan(tmp_path / "nowhere")
