@@ -104,6 +104,10 @@ def write_whole(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o644,
     whatever the umask. Raises OSError.
     """
     path = Path(path)
+    if at is not None:
+        # These files have one writer: what a killed one left beside them is nobody's.
+        for leftover in path.parent.glob(f".{path.name}.*.part"):
+            leftover.unlink(missing_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
         try:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment and runs the tests, tier by tier, with the time each took.
 #
-#   tests/run.sh [TIER ...]        tiers: unit distributed integration (all by default)
+#   tests/run.sh [TIER ...]        tiers: unit distributed recovery integration (all by default)
 #
 # GSPO_REQUIRE=sglang,slurm  a test that would be skipped for want of one of these fails instead.
 # Changes nothing outside the repository and the temporary folder. Exit code 0: every tier passed.
@@ -12,12 +12,13 @@ cd "$root"
 declare -A folders=(
   [unit]="tests/structure tests/unit tests/numerics"
   [distributed]="tests/distributed tests/gpu"
+  [recovery]="tests/recovery"
   [integration]="tests/integration"
 )
 tiers=("$@")
-((${#tiers[@]})) || tiers=(unit distributed integration)
+((${#tiers[@]})) || tiers=(unit distributed recovery integration)
 for tier in "${tiers[@]}"; do
-  [[ -n ${folders[$tier]:-} ]] || { echo "tests/run.sh: '$tier' is no tier; there are: unit distributed integration" >&2; exit 2; }
+  [[ -n ${folders[$tier]:-} ]] || { echo "tests/run.sh: '$tier' is no tier; there are: unit distributed recovery integration" >&2; exit 2; }
 done
 
 launch/setup.sh

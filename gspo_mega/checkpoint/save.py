@@ -6,6 +6,7 @@ rank has written does the draft become a checkpoint (`folders.py`). Collectives 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -65,6 +66,15 @@ class Saver:
         self._run_folder, self._engine, self._settings = run_folder, engine, settings
         self._groups = engine.groups
         self._writing: _Writing | None = None
+
+    def tidy(self, step: int) -> None:
+        """Remove what an interrupted save left beside the checkpoint of `step`, which the run goes on from. Collective."""
+
+        def remove() -> None:
+            folders.clear(self._run_folder)
+            folders.prune(self._run_folder, step, self._settings.keep_last, self._settings.keep_every)
+
+        self._together(remove, self._run_folder.checkpoints_dir, only_lead=True)
 
     def save(self, state: TrainState) -> list[SaveReport]:
         """Save the engine and `state` as `checkpoints/step_N`. Collective over all ranks.
@@ -162,13 +172,18 @@ class Saver:
         kinds = (ShardedTensor, ShardedTensorFactory)
         own = sum(t.data.nbytes for t in nested_values(tensors) if isinstance(t, kinds) and t.data is not None and is_main_replica(t.replica_id))
         needed = int(sum(all_gather_json(own, self._groups.host)) * _SPACE_FACTOR) + _SPACE_BYTES
-        problems = []
-        if self._groups.world.rank == 0 and (free := shutil.disk_usage(self._run_folder.path).free) < needed:
-            problems.append(
-                f"it needs {needed / 1024**3:.2f} GiB, and {free / 1024**3:.2f} GiB are free there; nothing was written and the "
-                "checkpoints before it are untouched; make room, or lower checkpoint.keep_last, and start the same command again"
-            )
-        raise_together(problems, self._groups.host, CheckpointError, f"{final} cannot be written")
+
+        def check() -> None:
+            durable.make_folder(final.parent, at="save.folder")
+            free = shutil.disk_usage(final.parent).free
+            if free < needed:
+                raise OSError(
+                    errno.ENOSPC,
+                    f"it needs {needed / 1024**3:.2f} GiB, and {free / 1024**3:.2f} GiB are free there; nothing was written and the "
+                    "checkpoints before it are untouched; make room, or lower checkpoint.keep_last, and start the same command again",
+                )
+
+        self._together(check, final, only_lead=True)
 
     def _commit(self, writing: _Writing) -> None:
         groups, final, draft = self._groups, writing.final, writing.draft

@@ -54,6 +54,7 @@ class JournalledBatches:
         if record is not None and record.batch is not None and record.prompts is not None:
             self._order.load_state_dict(record.prompts)
             say(f"step {step + 1}: its {len(record.batch.trajectories)} trajectories are in the journal and are not sampled again")
+            self._prune()
             return record.batch
         known = {} if record is None else record.complete_groups()
         if record is not None:
@@ -68,9 +69,12 @@ class JournalledBatches:
 
             batch = self._source.sample(step, known, keep, on_wait)
             writer.finish(batch, self._order.state_dict())
+        self._prune()
+        return batch
+
+    def _prune(self) -> None:
         if self._keep_last is not None:
             self._journal.prune(self._keep_last)
-        return batch
 
     def _usable(self, step: int, weight_version: int, say: Callable[[str], None]) -> StepRecord | None:
         record = self._journal.read(step)

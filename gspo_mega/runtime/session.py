@@ -105,6 +105,8 @@ class Session:
             self.state = load_checkpoint(checkpoint, self.engine)
         self.resumed_from = checkpoint
         self._saver = Saver(self.run_folder, self.engine, config.checkpoint)
+        if checkpoint is not None:
+            self._saver.tidy(self.state.step)
         self._save_seconds: dict[str, float] = {}
         self._saved_state = None if checkpoint is None else asdict(self.state)
         self.publisher = Publisher(

@@ -118,22 +118,22 @@ def test_quickstart_refuses_what_it_does_not_know(root, arguments):
 def test_run_sh_shows_every_tiers_closing_summary_and_passes(root):
     ended, calls = call(root, "tests/run.sh")
     assert ended.returncode == 0
-    assert [line.split()[-1] for line in calls] == ["tests/numerics", "tests/gpu", "tests/integration"]
-    last = ended.stdout.splitlines()[-4:]
+    assert [line.split()[-1] for line in calls] == ["tests/numerics", "tests/gpu", "tests/recovery", "tests/integration"]
+    last = ended.stdout.splitlines()[-5:]
     assert "passed after" in last[0]
-    assert [line.split()[0] for line in last[1:]] == ["unit", "distributed", "integration"]
+    assert [line.split()[0] for line in last[1:]] == ["unit", "distributed", "recovery", "integration"]
     assert all("9 passed" in line for line in last[1:])
 
 
 def test_a_failed_tier_fails_all_and_the_others_still_run(root):
     ended, calls = call(root, ".ci/run", FAIL="distributed")
-    assert (ended.returncode, len(calls)) == (1, 3)
+    assert (ended.returncode, len(calls)) == (1, 4)
     assert "FAILED after" in ended.stdout
-    assert "1 failed" in ended.stdout.splitlines()[-2] and "9 passed" in ended.stdout.splitlines()[-1]
+    assert "1 failed" in ended.stdout.splitlines()[-3] and "9 passed" in ended.stdout.splitlines()[-1]
 
 
 def test_run_sh_takes_single_tiers_and_names_them_when_wrong(root):
     assert len(call(root, "tests/run.sh", "unit")[1]) == 1
     ended, calls = call(root, "tests/run.sh", "units")
     assert (ended.returncode, calls) == (2, [])
-    assert "unit distributed integration" in ended.stderr
+    assert "unit distributed recovery integration" in ended.stderr

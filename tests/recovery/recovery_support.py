@@ -1,0 +1,161 @@
+"""A recorded run to replay, ranks that can be killed anywhere, and what must be the same in the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from gspo_mega import kill_points
+from gspo_mega.config import load_config
+from gspo_mega.journal.journal import Journal
+from gspo_mega.launcher.prepare import hold, new_attempt
+from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
+from gspo_mega.run_folder import RunFolder
+from gspo_mega.weights.random_folder import make_random_folder
+
+REPOSITORY = Path(__file__).parents[2]
+NUM_STEPS, GROUP_SIZE, NUM_GROUPS = 3, 2, 3
+KILLED = -9
+
+
+def make_recording(root: Path) -> Path:
+    """A tiny model, made-up rollouts of `NUM_STEPS` steps, and the configuration of a run that trains on them. Returns its file."""
+    model = make_random_folder(REPOSITORY / "configs/models/certify_dense.json", root / "model", seed=3)
+    journal = Journal(RunFolder(root / "recorded").journal_dir)
+    rng = np.random.default_rng(5)
+    for step in range(NUM_STEPS):
+        groups = [_group(step, number, rng) for number in range(NUM_GROUPS)]
+        with journal.write(step, step, GROUP_SIZE, {}) as writer:
+            for group in groups:
+                for trajectory in group.trajectories:
+                    writer.add(trajectory)
+            order = {"seed": 1, "sources": {"train": {"epoch": 0, "position": (step + 1) * NUM_GROUPS, "num_rows": 64}}}
+            writer.finish(RolloutBatch(step, groups, {"num_trajectories": 6.0}, {"generate": 0.5, "score": 0.1}), order)
+    config = {
+        "run": {"name": "run"}, "model": {"path": str(model)}, "precision": "fp32",
+        "batch": {"prompts_per_step": NUM_GROUPS, "group_size": GROUP_SIZE, "num_mini_batches": 2, "micro_batch_tokens": 64},
+        "optimizer": {"lr": 1e-3}, "train": {"num_steps": NUM_STEPS, "from_rollouts": str(root / "recorded")},
+        "data": {"path": "recorded.jsonl", "max_prompt_tokens": 16}, "reward": {"functions": [{"function": "exact_match"}]},
+        "rollout": {"max_new_tokens": 16}, "metrics": {"tensorboard": False}, "journal": {"keep_last": 2},
+        "checkpoint": {"every_steps": 1, "keep_last": 1, "export_every_steps": 1},
+    }  # fmt: skip
+    file = root / "config.yaml"
+    file.write_text(json.dumps(config))
+    return file
+
+
+def _group(step: int, number: int, rng: np.random.Generator) -> Group:
+    prompt = Prompt(f"train:{step}-{number}", "train", tuple(rng.integers(3, 500, 5).tolist()), f"prompt {number}", answer="1")
+    group = Group(number, prompt, [])
+    for sample in range(GROUP_SIZE):
+        length = int(rng.integers(3, 12))
+        group.trajectories.append(
+            Trajectory(
+                trajectory_id=f"step{step:06d}-g{number:05d}-s{sample:03d}", group_id=number, prompt=prompt,
+                response_token_ids=rng.integers(3, 500, length).tolist(), response_mask=[1] * length,
+                rollout_log_probs=(-rng.random(length)).tolist(), weight_versions=[step] * length, finish_reason="stop",
+                response_text="text", reward=float(sample), reward_parts={"exact_match": float(sample)},
+            )
+        )  # fmt: skip
+    return group
+
+
+class Ranks:
+    """A `rank_server.py` process and the runs it makes."""
+
+    def __init__(self, config_file: Path) -> None:
+        self.config_file = config_file
+        self.runs = config_file.parent / "runs"
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=config_file.parent,
+        )  # fmt: skip
+
+    def folder(self, name: str) -> RunFolder:
+        return RunFolder(self.runs / name / "run")
+
+    def copy(self, source: str, name: str) -> str:
+        shutil.rmtree(self.runs / name, ignore_errors=True)
+        shutil.copytree(self.runs / source, self.runs / name, symlinks=True)
+        return name
+
+    def train(self, name: str, fault: str = "", *overrides: str, num_ranks: int = 1, kill_after: float | None = None) -> list[int]:
+        """`gspo-mega train` of run `name` without its supervisor; the ranks' exit codes, minus the signal of one that was killed.
+
+        `kill_after`: seconds after which rank 0 is killed, if it still runs.
+        """
+        loaded = load_config(self.config_file, [f"run.dir={self.runs / name}", f"cluster.ranks_per_node={num_ranks}", *overrides], "train")
+        folder = self.folder(name)
+        with hold(folder):
+            attempt = new_attempt(folder, loaded, "train")
+            arguments = ["--config", str(folder.config_file), "--attempt", str(attempt.path), "--command", "train"]
+            common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), kill_points.VARIABLE: fault}
+            job = {"module": "gspo_mega.runtime.worker", "arguments": arguments, "kill_after": kill_after}
+            return self.call([{**job, "environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r)}} for r in range(num_ranks)])
+
+    def call(self, jobs: list[dict]) -> list[int]:
+        self._server.stdin.write(json.dumps(jobs) + "\n")
+        self._server.stdin.flush()
+        line = self._server.stdout.readline()
+        assert line, "the rank server ended"
+        return json.loads(line)
+
+    def log(self, name: str) -> str:
+        attempt = self.folder(name).latest_attempt()
+        return "\n".join(path.read_text()[-6000:] for path in sorted(attempt.logs_dir.glob("rank_*.log")))
+
+    def console(self, name: str) -> str:
+        return self.folder(name).latest_attempt().console_log.read_text()
+
+    def close(self) -> None:
+        self._server.stdin.close()
+        self._server.wait(20)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def outcome(folder: RunFolder) -> dict[str, object]:
+    """All that must not depend on where a run was interrupted: digests of weights and optimizer state, counters, exported
+    folders, trained-on trajectories, and the metrics but for fields of time and speed."""
+    (checkpoint,) = [entry for entry in folder.checkpoints_dir.iterdir() if entry.is_dir()]
+    assert folder.latest_checkpoint_file.read_text().strip() == checkpoint.name
+    # Megatron's .metadata is a pickle that holds the same in another order of references; all tensors are in other files.
+    apart = ("state.json", "megatron/.metadata")
+    found: dict[str, object] = {f"checkpoint/{name}": digest for name, digest in _digests(checkpoint).items() if name not in apart}
+    record = json.loads((checkpoint / "state.json").read_text())
+    found["state"] = {**record["state"], "summary": _without_time(record["state"]["summary"].get("totals", {}))}
+    for place in (folder.huggingface_dir, folder.path / "hf_steps"):
+        found |= {f"{place.name}/{name}": digest for name, digest in _digests(place).items()}
+    journal = Journal(folder.journal_dir)
+    found["journal"] = {step: [[asdict(t) for t in g.trajectories] for g in journal.read(step).batch.groups] for step in journal.steps()}
+    lines = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
+    found["metrics"] = [_without_time(line) for line in lines]
+    return found
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def _without_time(values: dict) -> dict:
+    return {name: value for name, value in values.items() if name != "time" and not name.startswith(("time/", "speed/"))}
+
+
+def leftovers(folder: RunFolder) -> list[str]:
+    """Files and folders in a run folder that are not there after an uninterrupted run; attempts apart."""
+    names = ("*.part", "*.writing", "*.replaced", "*.removed", "*.aside", "*.new", "*.damaged")
+    return sorted(str(path.relative_to(folder.path)) for pattern in names for path in folder.path.rglob(pattern))
