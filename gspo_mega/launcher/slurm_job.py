@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_SECONDS = 0.2
 _SETTLE_SECONDS = 1.0
+# Slurm is asked for the job's nodes so often.
+_LOOK_SECONDS = 15.0
 # A server ends its own group within 2 s of being told.
 _SERVERS_GRACE_SECONDS = 5.0
 _END_GRACE_SECONDS = 3.0
@@ -58,6 +60,7 @@ class SlurmJob:
         self._lost: set[Node] = set()
         self._servers: dict[int, Child] = {}
         self._watch: Child | None = None
+        self._look_again = time.monotonic() + _LOOK_SECONDS
 
     def run(self, command: str, num_servers: int, master_port: int, doctors: Sequence[tuple[Node, ChildSpec]]) -> int:
         """Start the steps, the doctors' first, and stay until they are over. Returns 0, 75 when stopped, or does not return when the job is
@@ -89,10 +92,22 @@ class SlurmJob:
             self._drop_lost_servers()
             if ranks.exit_code is not None:
                 return self._ranks_over(ranks)
+            if self._lost_trainer():
+                return EXIT_STOPPED
             if self._stop_deadline is not None and time.monotonic() > self._stop_deadline:
                 self._say("The ranks did not stop in time; the steps since the last checkpoint are lost.")
                 return EXIT_STOPPED
             time.sleep(_POLL_SECONDS)
+
+    def _lost_trainer(self) -> bool:
+        """Whether Slurm gave a trainer node up. The ranks that are left may wait for it in a collective, for half an hour."""
+        if time.monotonic() < self._look_again:
+            return False
+        self._look_again = time.monotonic() + _LOOK_SECONDS
+        lost = lost_nodes(self._allocation.job_id, self._allocation.trainer_nodes)
+        if lost:
+            self._requeue_because = f"lost node {', '.join(node.name for node in lost)}"
+        return bool(lost)
 
     # --- ends ----------------------------------------------------------------------------------------------
 
@@ -142,7 +157,8 @@ class SlurmJob:
             while not (lost := lost_nodes(self._allocation.job_id, silent)) and time.monotonic() < deadline:
                 time.sleep(1.0)
             lost = lost or silent
-        if set(lost) - self._lost:
+        # Of those that were known as lost already the run did without, but for ranks' nodes.
+        if set(lost) - self._lost or set(lost) & set(self._allocation.trainer_nodes):
             self._requeue_because = f"lost node {', '.join(node.name for node in lost)}"
 
     def _ended_servers(self) -> list[Child]:
@@ -155,8 +171,8 @@ class SlurmJob:
         lines = str(error).splitlines()
         self._say(str(error))
         # Of a traceback the end says what happened, where the beginning says which rank.
-        told = [line for line in lines if line.strip() and not line.startswith(("(", " "))]
-        summary = RankError(f"error: {told[0].rstrip(':')}" + (f": {told[-1]}" if len(told) > 1 else "") + f" (logs: {self._attempt.logs_dir})")
+        what = [line for line in lines if line.strip() and not line.startswith(("(", " "))][-1] if "Traceback" in str(error) else ""
+        summary = RankError(f"error: {lines[0].rstrip(':')}{': ' * bool(what)}{what} (logs: {self._attempt.logs_dir})")
         summary.exit_code = error.exit_code
         raise summary
 

@@ -82,7 +82,8 @@ class Steps:
     def watch(self, node: Node) -> ChildSpec:
         """The step on `node` that has the job queued again when the batch node is lost, which ends the supervisor with it."""
         words = [sys.executable, "-I", str(_WATCH), self._allocation.job_id, self._allocation.trainer_nodes[0].name, str(self._attempt.state_file)]
-        return ChildSpec("watch", 0, ["srun", "--overlap", *self._one_task(node), *words], self._attempt.logs_dir / "watch.log")
+        log = self._attempt.logs_dir / "watch.log"
+        return ChildSpec("watch", 0, ["srun", "--overlap", *self._one_task(node), *words, str(log)], log)
 
     @staticmethod
     def _one_task(node: Node) -> list[str]:

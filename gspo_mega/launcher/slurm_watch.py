@@ -1,4 +1,4 @@
-"""Watches over the batch node from another node of the job: `python -I slurm_watch.py JOB BATCH_NODE STATE_FILE`.
+"""Watches over the batch node from another node of the job: `python -I slurm_watch.py JOB BATCH_NODE STATE_FILE LOG`.
 
 A job that may go on without a node (--no-kill) also goes on without the one its batch script ran on, with nobody left to
 do anything about it. This process then has Slurm queue the job again. Standard library alone: it is run as a file.
@@ -16,7 +16,7 @@ _SILENCE_SECONDS = 20.0
 
 
 def main() -> None:
-    job, batch_node, state_file = sys.argv[1:]
+    job, batch_node, state_file, log = sys.argv[1:]
     seen, since = None, time.monotonic()
     while True:
         time.sleep(_LOOK_SECONDS)
@@ -26,7 +26,9 @@ def main() -> None:
         elif time.monotonic() - since > _SILENCE_SECONDS:
             # Slurm is asked only in silence, and its word counts: a slow folder is no lost node.
             if batch_node not in _nodes_of(job):
-                sys.stderr.write(f"{batch_node}, where the supervisor ran, is lost: job {job} is queued again\n")
+                # Not to its output, which srun on that very node would write.
+                with open(log, "a", encoding="utf-8") as file:
+                    file.write(f"{batch_node}, where the supervisor ran, is lost: job {job} is queued again\n")
                 subprocess.run(["scontrol", "requeue", job], check=True)
                 return
             since = time.monotonic()

@@ -78,8 +78,8 @@ class MiniSlurm:
     """One cluster. `start()` it, run commands in `environment`, `stop()` it: then none of its processes is left."""
 
     def __init__(self, folder: Path, num_nodes: int = 4, gpus: int = 0) -> None:
+        """`folder`: to be made, with a path far shorter than a socket's 108 characters. `gpus`: pretended on every node."""
         self.folder, self.num_nodes = folder, num_nodes
-        # Short of sockets' 108 characters, whatever the test's folder is called.
         self._daemons: dict[str, subprocess.Popen] = {}
         ports = _free_ports(num_nodes + 1)
         self.folder.mkdir(parents=True)
@@ -119,7 +119,15 @@ class MiniSlurm:
         self._spawn("slurmctld", ["slurmctld", "-D", "-c"])
         for node in range(1, self.num_nodes + 1):
             self.start_node(node)
-        wait_until("all nodes are idle", lambda: self.run("sinfo", "-hN", "-o", "%T").split().count("idle") == self.num_nodes, 40)
+        self.wait_idle()
+
+    def wait_idle(self) -> None:
+        """Until every node is up and has nothing to do."""
+        wait_until("all nodes are idle", lambda: self.run("sinfo", "-hN", "-o", "%T").split().count("idle") == self.num_nodes, 60)
+
+    @property
+    def running_nodes(self) -> set[str]:
+        return {name for name in self._daemons if name.startswith("node")}
 
     def start_node(self, node: int) -> None:
         """Boot a node, or boot it again after `crash_node`."""
@@ -169,6 +177,10 @@ class MiniSlurm:
             if command and name not in ("slurmd", "slurmstepd"):
                 found.append((int(entry.name), command))
         return found
+
+    def wait_gone(self) -> None:
+        """Until nothing runs on the nodes but Slurm's own daemons."""
+        wait_until("the nodes are empty", lambda: not self.processes(), 60)
 
     def _ends_well(self, *command: str) -> bool:
         return subprocess.run(command, env=self.environment, capture_output=True).returncode == 0

@@ -1,0 +1,82 @@
+#!/usr/bin/env -S python3 -I
+"""Stands in for the Python of ranks and servers in a job: no model, a step every third of a second, a stop request heeded.
+
+Ranks other than rank 0 wait for its end, as in a collective that never returns when a peer is lost. The variable STAND_IN
+may say `raise R` or `kill R`: rank R fails with a record, or ends as the machine's out-of-memory killer ends it.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def option(name: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1]
+
+
+def write(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.rename(path)
+
+
+def rank(attempt: Path) -> int:
+    number = int(os.environ["SLURM_PROCID"])
+    (attempt / "logs" / f"rank_{number}.log").touch()
+    what, _, who = os.environ.get("STAND_IN", "").partition(" ")
+    if what and int(who) == number:
+        time.sleep(0.5)
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        record = {"rank": number, "type": "E", "text": "x", "traceback": "Traceback\n  File x\nValueError: of a test", "time": 1.0}
+        write(attempt / "errors" / f"rank_{number}.json", json.dumps({**record, "is_user_error": False, "exit_code": 7}))
+        return 7
+    over = attempt / "over"
+    if number > 0:
+        while not over.exists():
+            time.sleep(0.1)
+        return int(over.read_text())
+    code = steps(attempt)
+    write(over, str(code))
+    return code
+
+
+def steps(attempt: Path) -> int:
+    run = attempt.parent.parent
+    (last,) = re.findall(r"num_steps: (\d+)", (attempt / "config.resolved.yaml").read_text().split("certify:")[0])
+    done = run / "checkpoints" / "latest"
+    done.parent.mkdir(exist_ok=True)
+    step = int(done.read_text()[5:]) if done.exists() else 0
+    with (attempt / "console.log").open("a", buffering=1) as console:
+        if step:
+            console.write(f"resumed from step_{step:08d}\n")
+        while step < int(last):
+            time.sleep(0.3)
+            if (attempt / "stop").exists():
+                write(attempt / "result.json", json.dumps({"stopped": (attempt / "stop").read_text().strip()}))
+                return 75
+            step += 1
+            console.write(f"step {step:>{len(last)}}/{last}\n")
+            write(done, f"step_{step:08d}")
+    return 0
+
+
+def server(attempt: Path) -> int:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: sys.exit(0))
+    index = option("--index")
+    entry = {"server_id": f"server-{index}", "address": f"http://{option('--host')}:1", "pid": os.getpid(), "state": "ready"}
+    entry |= {"generation": 1, "weight_version": 0, "heartbeat": time.time()}
+    write(attempt / "servers" / f"server-{index}.json", json.dumps(entry))
+    try:
+        while True:
+            time.sleep(0.5)
+    finally:
+        write(attempt / "servers" / f"server-{index}.json", json.dumps({**entry, "state": "stopped"}))
+
+
+sys.exit(server(Path(option("--attempt"))) if "serve" in sys.argv else rank(Path(option("--attempt"))))

@@ -1,0 +1,90 @@
+"""launch/slurm/train.sbatch on a real Slurm: jobs of ranks and a real SGLang server that are signalled, crashed, cancelled."""
+
+from __future__ import annotations
+
+from slurm_jobs import listening
+
+from gspo_mega.launcher.state import read_state
+from gspo_mega.metrics.writer import read_metrics
+from gspo_mega.run_folder import read_json
+
+
+def test_a_job_near_its_time_limit_is_queued_again_and_continues(submit):
+    job = submit("train.num_steps=6", "rollout.max_concurrent_requests=1", GSPO_PREFLIGHT="1")
+    assert "3 nodes" in job.submitted
+    job.wait_for_line("doctor   nothing is wrong on 3 nodes")
+    assert "gloo all-reduce" in (job.run.latest_attempt().logs_dir / "doctor_node3.log").read_text()
+    job.wait_for_line("step 1/6")
+    attempt = job.run.latest_attempt()
+    running = job.cluster.processes()
+
+    # The key is in its 0600 file and nowhere else; nothing of ours listens beyond its node's own address.
+    key = attempt.read_api_key()
+    assert attempt.api_key_file.stat().st_mode & 0o777 == 0o600
+    ours = [(pid, command) for pid, command in running if not command.startswith("srun")]
+    assert sum("gspo_mega.runtime.worker" in command for _, command in ours) >= 2
+    assert not [command for _, command in running if key in command]
+    ranks = [listening(pid) for pid, command in ours if "gspo_mega.runtime.worker" in command]
+    assert {"127.0.0.11", "127.0.0.12"} == set().union(*ranks), ranks
+    servers = [listening(pid) for pid, command in ours if "server_entry" in command or "sglang" in command]
+    # Zeros: torch's own store between the ranks of a server, which SGLang opens and which listens everywhere.
+    assert "127.0.0.13" in set().union(*servers) <= {"127.0.0.13", "127.0.0.1", "0" * 32}, servers
+
+    job.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
+    job.wait_for_line("queued again: SIGUSR1")
+    assert read_state(attempt).state == "requeued"
+    assert read_json(attempt.result_file)["stopped"].startswith("SIGUSR1")
+    job.wait_for_line("resumed from step_")
+    assert job.finish() == "COMPLETED", job.log
+    assert job.steps() == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in read_metrics(job.run.metrics_file)] == [1, 2, 3, 4, 5, 6]
+    assert [a.number for a in job.run.attempts()] == [1, 2]
+    latest = job.run.latest_attempt()
+    assert read_state(latest).state == "finished" and read_state(latest).slurm_job == job.id
+    assert (job.run.huggingface_dir / "config.json").is_file()
+    for path in job.run.path.rglob("*"):
+        if path.is_file() and path.name != "api_key":
+            assert key.encode() not in path.read_bytes(), path
+    for name in ("plan.txt", "versions.txt", "config.resolved.yaml", "logs/rank_0.log", "logs/rank_1.log", "logs/server_0.log"):
+        assert (latest.path / name).stat().st_size > 0
+
+
+def test_a_heterogeneous_job(submit):
+    options = "--exclusive --mem=16000 --time=30"
+    job = submit("train.num_steps=2", "cluster.num_nodes=1", "parallel.expert=1", GSPO_ROLLOUT_SBATCH=options)
+    assert job.finish() == "COMPLETED", job.log
+    assert job.steps() == [1, 2]
+    assert "ranks on node1, servers on node2" in job.log
+
+
+def test_a_trainer_node_that_crashes_costs_the_steps_since_the_checkpoint(submit):
+    job = submit("train.num_steps=8", "checkpoint.every_steps=1", "rollout.max_concurrent_requests=1")
+    job.wait_for_line("step 2/8")
+    job.wait_for("its checkpoint", job.run.latest_checkpoint_file.exists)
+    job.cluster.crash_node(2)
+    job.wait_for_line("queued again: lost node node2")
+    job.wait_for_line("resumed from step_")
+    assert job.finish() == "COMPLETED", job.log
+    assert sorted(set(job.steps())) == list(range(1, 9))
+    assert "servers on node4" in job.log, "the crashed node was not waited for"
+
+
+def test_a_rollout_node_that_crashes_does_not_stop_training_and_scancel_leaves_nothing(submit):
+    job = submit("train.num_steps=400", "server.num_servers=2", "cluster.num_rollout_nodes=2")
+    job.wait_for_line("step 2/400")
+    job.cluster.crash_node(4)
+    job.wait_for_line("warning  node node4 is lost, and server-1 with it")
+    behind = max(job.steps())
+    job.wait_for("three more steps", lambda: max(job.steps()) >= behind + 3)
+    assert len(job.run.attempts()) == 1
+    job.cluster.run("scancel", job.id)
+    assert job.finish() == "CANCELLED"
+    job.cluster.wait_gone()
+
+
+def test_the_first_error_of_any_rank_is_the_last_line(submit):
+    job = submit("train.num_steps=2", "data.prompt_key=nothing")
+    assert job.finish() == "FAILED"
+    last = job.log.rstrip().splitlines()[-1]
+    assert last.startswith("error: ") and "nothing" in last
+    assert read_state(job.run.latest_attempt()).state == "failed"
