@@ -29,7 +29,7 @@ LLAMA_3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1
 # Family, its own keys, the trainer's layout.
 MODELS = {
     "qwen2-tied": ("qwen2", dict(tie_word_embeddings=True), dict(tensor=2)),
-    "llama3": ("llama", dict(rope_parameters=LLAMA_3), dict(pipeline=2)),
+    "llama3": ("llama", dict(rope_parameters=LLAMA_3), dict(tensor=2)),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2), dict(expert=2)),
 }
 
