@@ -90,6 +90,11 @@ def lost_nodes(job_id: str, nodes: Iterable[Node]) -> list[Node]:
     return [node for node in nodes if node.name not in left]
 
 
+def job_runs(job_id: str) -> bool:
+    """Whether Slurm lets the job run; False once it is being ended (cancelled, preempted), when nodes leave it one by one."""
+    return set(re.findall(r"\bJobState=(\w+)", _scontrol("show", "job", "-o", job_id))) == {"RUNNING"}
+
+
 def silent_nodes(nodes: Iterable[Node]) -> list[Node]:
     """Those of `nodes` where Slurm cannot start a process now. Takes up to half a minute."""
     probes = []

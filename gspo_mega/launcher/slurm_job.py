@@ -22,7 +22,7 @@ from dataclasses import replace
 from gspo_mega.errors import RankError
 from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.failure import describe_failure
-from gspo_mega.launcher.slurm import Allocation, Node, lost_nodes, requeue, silent_nodes, slurmd_timeout_seconds
+from gspo_mega.launcher.slurm import Allocation, Node, job_runs, lost_nodes, requeue, silent_nodes, slurmd_timeout_seconds
 from gspo_mega.launcher.slurm_preflight import preflight
 from gspo_mega.launcher.slurm_steps import Steps
 from gspo_mega.launcher.state import StateKeeper
@@ -79,7 +79,7 @@ class SlurmJob:
                 self._end_servers()
                 family.close(_END_GRACE_SECONDS)
                 self._console.pump()
-            if self._requeue_because is not None:
+            if self._requeue_because is not None and job_runs(self._allocation.job_id):
                 self._queue_again()
             self._state.tell("finished" if code == 0 else "stopped")
             return code
@@ -89,7 +89,11 @@ class SlurmJob:
             self._console.pump()
             self._keep_watch(family)
             self._hear()
-            self._drop_lost_servers()
+            if self._ended_servers():
+                time.sleep(_SETTLE_SECONDS)
+                if not job_runs(self._allocation.job_id):
+                    return self._ended_by_slurm()
+                self._drop_lost_servers()
             if ranks.exit_code is not None:
                 return self._ranks_over(ranks)
             if self._lost_trainer():
@@ -104,7 +108,7 @@ class SlurmJob:
         if time.monotonic() < self._look_again:
             return False
         self._look_again = time.monotonic() + _LOOK_SECONDS
-        lost = lost_nodes(self._allocation.job_id, self._allocation.trainer_nodes)
+        lost = lost_nodes(self._allocation.job_id, self._allocation.trainer_nodes) if job_runs(self._allocation.job_id) else []
         if lost:
             self._requeue_because = f"lost node {', '.join(node.name for node in lost)}"
         return bool(lost)
@@ -118,16 +122,20 @@ class SlurmJob:
         if ranks.exit_code == EXIT_STOPPED:
             return EXIT_STOPPED
         time.sleep(_SETTLE_SECONDS)
+        if not job_runs(self._allocation.job_id):
+            return self._ended_by_slurm()
         self._because_of_nodes(self._allocation.nodes)
         if self._requeue_because is None:
             self._fail([ranks, *self._ended_servers()])
         return EXIT_STOPPED
 
+    def _ended_by_slurm(self) -> int:
+        self._requeue_because = None
+        self._say("Slurm ends this job.")
+        return EXIT_STOPPED
+
     def _drop_lost_servers(self) -> None:
         ended = self._ended_servers()
-        if not ended:
-            return
-        time.sleep(_SETTLE_SECONDS)
         self._lost |= set(lost_nodes(self._allocation.job_id, self._allocation.nodes))
         for child in ended:
             index = child.spec.index

@@ -180,7 +180,10 @@ class MiniSlurm:
 
     def wait_gone(self) -> None:
         """Until nothing runs on the nodes but Slurm's own daemons."""
-        wait_until("the nodes are empty", lambda: not self.processes(), 60)
+        try:
+            wait_until("the nodes are empty", lambda: not self.processes(), 30)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.processes()}") from None
 
     def _ends_well(self, *command: str) -> bool:
         return subprocess.run(command, env=self.environment, capture_output=True).returncode == 0
