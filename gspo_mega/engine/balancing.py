@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.config.schema import Moe
+from gspo_mega.engine.megatron_versions import clear_router_losses, router_losses, router_losses_know_their_parts
 from gspo_mega.engine.process_groups import ParallelGroups, device
 from gspo_mega.records import MicroBatch
 
@@ -41,33 +41,33 @@ class LoadBalancing:
 
         Each rank of a pack's T positions back-propagates its part of the pack's mean times the T / (tensor x context)
         positions that it holds (Megatron counts on a later division by tokens, which this loss has had already).
-        Hence the factor tensor x context over the mini-batch's positions.
+        Hence the factor tensor x context, where Megatron leaves it out, over the mini-batch's positions.
         """
         if not self.is_on:
             return
         num_positions = torch.tensor(float(sum(m.num_tokens for m in micro_batches)), dtype=torch.float64, device=device())
         if self._groups.data.size > 1:
             dist.all_reduce(num_positions, group=self._groups.data.group)
-        scale = self._parts / float(num_positions)
+        scale = (1 if router_losses_know_their_parts() else self._parts) / float(num_positions)
         # Routers read the coefficients at every forward, recomputed ones included; Megatron offers no other way to scale them.
         self._config.moe_aux_loss_coeff = megatron_coefficient(self._settings) * scale
         if self._settings.z_loss_coefficient > 0:
             self._config.moe_z_loss_coeff = self._settings.z_loss_coefficient * scale
         self._num_micro_batches = len(micro_batches)
-        get_moe_layer_wise_logging_tracker().clear()
+        clear_router_losses()
 
     def sums(self) -> dict[str, float]:
         """After a training pass, this rank's part of: each loss (before its coefficient) summed over layers and packs,
         and the number of those. Added over all ranks and divided, they are means."""
         if not self.is_on:
             return {}
-        tracker = get_moe_layer_wise_logging_tracker()
+        losses = router_losses()
         sums = {"num_router_losses": self._num_routers * self._num_micro_batches / self._parts}
-        if "load_balancing_loss" in tracker:  # each rank of a pack holds its share of the value
-            sums["load_balancing_loss"] = float(tracker["load_balancing_loss"]["values"].sum())
-        if "z_loss" in tracker:  # each rank of a pack holds the mean over its own positions
-            sums["z_loss"] = float(tracker["z_loss"]["values"].sum()) / self._parts
-        tracker.clear()
+        if "load_balancing_loss" in losses:  # each rank of a pack holds its share of the value
+            sums["load_balancing_loss"] = float(losses["load_balancing_loss"].sum())
+        if "z_loss" in losses:  # each rank of a pack holds the mean over its own positions
+            sums["z_loss"] = float(losses["z_loss"].sum()) / self._parts
+        clear_router_losses()
         return sums
 
     @property

@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from gspo_mega.config.schema import Optimizer
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.data_parallel import start_parameter_gathers
+from gspo_mega.engine.megatron_versions import counted_gradients
 from gspo_mega.engine.precision import DTYPES, transformer_engine_error
 from gspo_mega.errors import ModelError
 from gspo_mega.plan.optimizer import check_optimizer
@@ -149,7 +150,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> tuple[float, bool]:
         if not gradients:
             continue
         norms = torch._foreach_norm(gradients)
-        counted = {id(gradient) for gradient in _counted_gradients(part)}
+        counted = {id(gradient) for gradient in counted_gradients(part)}
         if chosen := [norm for norm, gradient in zip(norms, gradients, strict=True) if id(gradient) in counted]:
             total += torch.stack(chosen).double().square().sum()
         bad += torch.stack(norms).isfinite().logical_not().sum()
@@ -159,12 +160,6 @@ def gradient_norm(optimizer: MegatronOptimizer) -> tuple[float, bool]:
     *parts, num_bad = torch.stack([*squares.values(), bad]).tolist()
     norm = math.sqrt(sum(parts)) if num_bad == 0 else math.inf
     return norm, math.isfinite(norm)
-
-
-def _counted_gradients(part: MegatronOptimizer) -> list[torch.Tensor]:
-    """The gradients that Megatron counts in the norm. Later versions than 0.16 name the method anew."""
-    find = getattr(part, "get_main_grads_for_grad_norm", None) or part.get_grads_for_grad_norm
-    return find()
 
 
 def _decoupled(part: MegatronOptimizer) -> bool:

@@ -1,0 +1,35 @@
+"""Where Megatron-Core 0.16 and 0.19 differ in what is used here. Told apart by what a version has, not by its number."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+def counted_gradients(part: MegatronOptimizer) -> list[torch.Tensor]:
+    """The gradients that Megatron counts in the norm. 0.19 names the method anew."""
+    find = getattr(part, "get_main_grads_for_grad_norm", None) or part.get_grads_for_grad_norm
+    return find()
+
+
+def router_losses() -> dict[str, torch.Tensor]:
+    """What the routers' losses came to since they were last cleared, by name: [layers] float32, before coefficients."""
+    return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+
+
+def clear_router_losses() -> None:
+    """Forget them. 0.16 hands out its own dictionary; 0.19 a copy, and has a tracker to clear."""
+    tracker = getattr(moe_utils, "get_moe_metrics_tracker", moe_utils.get_moe_layer_wise_logging_tracker)()
+    tracker.clear()
+
+
+def router_losses_know_their_parts() -> bool:
+    """Does Megatron multiply a router loss by all positions of a pack (0.19), or by this rank's part of them alone (0.16)?
+
+    With a loss that is divided by tokens later it means the former, and 0.16 forgot the tensor and context ranks.
+    """
+    return "needs_dp_avg" in inspect.signature(TopKRouter.attach_and_log_load_balancing_loss).parameters
