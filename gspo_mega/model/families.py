@@ -163,13 +163,6 @@ def parameter_shape(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int) -
     return (_share(entry, fused, tensor_parallel), *entry.shape[1:])
 
 
-def expert_rank(spec: ModelSpec, expert: int, expert_parallel: int) -> int:
-    """The expert-parallel rank that holds a (global) expert: consecutive experts share a rank."""
-    if spec.moe is None or spec.moe.num_experts % expert_parallel:
-        raise ModelError(f"{spec.moe.num_experts if spec.moe else 0} experts cannot be divided over {expert_parallel} expert-parallel ranks")
-    return expert // (spec.moe.num_experts // expert_parallel)
-
-
 def _share(entry: TensorEntry, size: int, parts: int) -> int:
     if size % parts:
         raise ModelError(f"{entry.name}: {size} rows or columns of {entry.parameter} cannot be divided over {parts} tensor-parallel ranks")

@@ -101,10 +101,6 @@ class RolloutSide:
             for source in self.sources
         ]
 
-    @property
-    def num_overlong_prompts(self) -> int:
-        return sum(source.num_overlong for source in self.sources)
-
     def take(self, step: int, weight_version: int, on_wait: Callable[[], None], say: Callable[[str], None]) -> RolloutBatch:
         """The rollout batch of `step`: `source.take(step)` of the loop. What the journal has of it is not sampled again."""
         return self._batches.take(step, weight_version, on_wait, say)

@@ -162,18 +162,6 @@ class Publisher:
         finally:
             broadcast_json({"do": "end", **outcome}, self._groups.host)
 
-    def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0; its PublishError is raised on every rank."""
-        problem = None
-        if self._groups.world.rank == 0:
-            try:
-                action()
-            except PublishError as error:
-                problem = str(error)
-        problem = broadcast_json(problem, self._groups.host)
-        if problem is not None:
-            raise PublishError(problem)
-
     # --- parts of rank 0 -----------------------------------------------------------------------------------
 
     def _lead(

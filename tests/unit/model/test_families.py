@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import (
     TensorEntry,
-    expert_rank,
     hf_tensors,
     padded_vocab_size,
     parameter_blocks,
@@ -191,12 +190,6 @@ def test_fc1_share_is_gate_then_up():
     gate, up = (tensors[f"model.layers.0.mlp.experts.3.{n}_proj.weight"] for n in ("gate", "up"))
     assert (first == np.concatenate([gate[:8], up[:8]])).all()
     assert (second == np.concatenate([gate[8:], up[8:]])).all()
-
-
-def test_consecutive_experts_share_a_rank():
-    assert [expert_rank(make_spec(True), e, 2) for e in range(4)] == [0, 0, 1, 1]
-    with pytest.raises(ModelError, match="4 experts cannot be divided over 3"):
-        expert_rank(make_spec(True), 0, 3)
 
 
 def test_what_has_no_table_is_refused():
