@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import time
 from pathlib import Path
 
 import pytest
@@ -30,11 +29,9 @@ def test_the_shipped_configurations_of_real_models():
 def test_a_real_configuration_fits_its_gpus(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     loaded = load_config(path, (), "train")
-    started = time.perf_counter()
     plan = plan_run(loaded, "gpu")
     figures = estimate(plan, loaded.where)
     report = render_report(plan, figures)
-    assert time.perf_counter() - started < 2
     assert figures.fits and "to spare" in report
     cluster = loaded.config.cluster
     machines = cluster.num_nodes + (figures.servers.nodes or 0)
