@@ -1,4 +1,4 @@
-"""A configuration, an attempt folder and fake servers for the unit tests of rollout."""
+"""An attempt folder, fake servers, pools and collectors over them for the unit tests of rollout."""
 
 from __future__ import annotations
 
@@ -9,36 +9,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_server import EOS, VOCAB, FakeServer
+from collector_support import SPEC, collector_of, make_config, random_score
+from fake_server import FakeServer
 
-from gspo_mega.config.schema import Config
-from gspo_mega.model.spec import ModelSpec, MoeSpec
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.run_folder import RunFolder, atomic_write_text
-
-
-def make_config(**rollout) -> Config:
-    batch = {name: rollout.pop(name) for name in ("prompts_per_step", "group_size") if name in rollout}
-    settings = {"max_new_tokens": 6, "request_deadline_seconds": 1.0, "no_server_deadline_seconds": 5.0, **rollout}
-    return Config.model_validate(
-        {
-            "run": {"name": "r"},
-            "model": {"path": "m"},
-            "precision": "fp32",
-            "batch": {"prompts_per_step": 6, "group_size": 4, "micro_batch_tokens": 100, **batch},
-            "optimizer": {"lr": 1e-4},
-            "data": {"max_prompt_tokens": 8, "path": "p.jsonl"},
-            "reward": {"functions": ({"function": "exact_match"},)},
-            "rollout": settings,
-        }
-    )
-
-
-SPEC = ModelSpec(
-    family="qwen3_moe", num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=8,
-    vocab_size=VOCAB, max_position_embeddings=64, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False,
-    qk_norm=True, attention_bias=False, torch_dtype="float32", eos_token_ids=(EOS,), moe=MoeSpec(4, 2, 8),
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -74,3 +49,14 @@ def pools(attempt):
     yield make
     for pool in made:
         pool.close()
+
+
+@pytest.fixture
+def collect(pools):
+    """Collector over a pool with the same settings."""
+
+    def make(score=random_score, stream=None, **settings):
+        pool = pools(**settings)
+        return collector_of(pool, score, stream, **settings), pool
+
+    return make

@@ -2,65 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import random
 import threading
 import time
 
 import pytest
-from conftest import make_config
+from collector_support import Stream, check_whole, collector_of
 from fake_server import EOS, good_answer
 
 from gspo_mega.errors import RolloutError
 from gspo_mega.records import Prompt
-from gspo_mega.rollout.collector import Collector
-
-
-class Stream:
-    def __init__(self):
-        self.drawn = []
-
-    def next(self):
-        index = len(self.drawn)
-        prompt = Prompt(f"p:{index}", "p", (3, 4 + index % 50, 5), f"prompt {index}")
-        self.drawn.append(prompt)
-        return prompt
-
-
-async def random_score(trajectory):
-    await asyncio.sleep(0)
-    trajectory.reward = float(random.random())
-
-
-def collector_of(pool, score=random_score, stream=None, **settings):
-    return Collector(make_config(**settings), pool, stream or Stream(), score, lambda ids: " ".join(map(str, ids)), [EOS])
-
-
-@pytest.fixture
-def collect(pools):
-    """Collector over a pool with the same settings."""
-
-    def make(score=random_score, stream=None, **settings):
-        pool = pools(**settings)
-        return collector_of(pool, score, stream, **settings), pool
-
-    return make
-
-
-def check_whole(batch, stream, prompts=6, group_size=4, version=0):
-    """Every prompt drawn came back exactly once, each group complete and in order, every record aligned."""
-    assert [g.prompt.prompt_id for g in batch.groups] == [p.prompt_id for p in stream.drawn[:prompts]]
-    ids = [t.trajectory_id for t in batch.trajectories]
-    assert len(set(ids)) == len(ids) == prompts * group_size
-    for group in batch.groups:
-        assert len(group.trajectories) == group_size
-        for t in group.trajectories:
-            assert t.prompt is group.prompt and t.group_id == group.group_id and t.reward is not None
-            lengths = {len(t.response_token_ids), len(t.rollout_log_probs), len(t.weight_versions), len(t.response_mask)}
-            assert lengths == {t.num_response_tokens}
-            assert set(t.weight_versions) == {version} and set(t.response_mask) == {1}
-            assert (t.response_token_ids[-1] == EOS) == (t.finish_reason == "stop")
 
 
 def test_a_plain_batch(fakes, collect):
@@ -232,50 +183,6 @@ def test_a_failed_reward_is_counted_and_one_that_raises_ends_the_batch(fakes, co
     collector, _ = collect(score=broken)
     with pytest.raises(ZeroDivisionError, match="in the scorer"):
         collector.take(0)
-
-
-def constant_first(num_constant):
-    """Groups below `num_constant` get equal rewards, the rest differing ones."""
-    counter = itertools.count()
-
-    async def score(trajectory):
-        trajectory.reward = 1.0 if trajectory.group_id < num_constant else float(next(counter))
-
-    return score
-
-
-def test_constant_groups_are_replaced(fakes, collect):
-    fakes("server-0")
-    stream = Stream()
-    collector, _ = collect(score=constant_first(4), stream=stream, filter_constant_groups=True, max_oversampling=3.0)
-    batch = collector.take(0)
-    assert [g.prompt.prompt_id for g in batch.groups] == [f"p:{i}" for i in range(4, 10)]
-    assert not any(g.is_constant for g in batch.groups)
-    assert (batch.counts["num_prompts_sampled"], batch.counts["num_groups_filtered"]) == (10, 4)
-    assert batch.counts["num_groups_missing"] == 0 and len(stream.drawn) == 10
-
-
-def test_oversampling_has_a_bound(fakes, collect):
-    fakes("server-0")
-    collector, _ = collect(score=constant_first(7), filter_constant_groups=True, max_oversampling=1.5)
-    batch = collector.take(0)
-    assert [g.group_id for g in batch.groups] == [7, 8]
-    assert batch.counts["num_prompts_sampled"] == 9
-    assert (batch.counts["num_groups_filtered"], batch.counts["num_groups_missing"]) == (7, 4)
-
-
-def test_a_step_without_any_signal_still_has_its_batch(fakes, collect):
-    fakes("server-0")
-    collector, _ = collect(score=constant_first(99), filter_constant_groups=True, max_oversampling=2.0)
-    batch = collector.take(0)
-    assert len(batch.groups) == 6 and batch.counts["num_groups_missing"] == 6
-
-
-def test_without_the_filter_constant_groups_stay(fakes, collect):
-    fakes("server-0")
-    collector, _ = collect(score=constant_first(99))
-    batch = collector.take(0)
-    assert len(batch.groups) == 6 and batch.counts["num_groups_filtered"] == 0
 
 
 def test_evaluation_goes_through_the_same_machinery(fakes, collect):

@@ -8,7 +8,7 @@ import pickle
 import threading
 
 import pytest
-from conftest import make_config
+from collector_support import make_config
 
 from gspo_mega.errors import ConfigError, RolloutError
 from gspo_mega.rollout.registration import Registration, read_registrations
