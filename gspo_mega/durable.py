@@ -83,6 +83,12 @@ def copy_file(source: Path, target: Path, at: str) -> None:
         sync(target)
 
 
+def open_end(path: Path, at: str) -> int:
+    """A descriptor that writes at the end of a file that is there; `os.close` it."""
+    with operation(at):
+        return os.open(path, os.O_WRONLY | os.O_APPEND)
+
+
 def append(descriptor: int, data: bytes, at: str) -> None:
     """Write all of `data` at the descriptor's end. After a failure a part of it may be there."""
     with operation(at):
@@ -104,27 +110,29 @@ def write_whole(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o644,
     whatever the umask. Raises OSError.
     """
     path = Path(path)
-    if at is not None:
-        # These files have one writer: what a killed one left beside them is nobody's.
-        for leftover in path.parent.glob(f".{path.name}.*.part"):
-            leftover.unlink(missing_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    temporary: str | None = None
     try:
-        try:
-            with operation(at and f"{at}.write"):
+        with operation(at and f"{at}.write"):
+            if at is not None:
+                # These files have one writer: what a killed one left beside them is nobody's.
+                for leftover in path.parent.glob(f".{path.name}.*.part"):
+                    leftover.unlink(missing_ok=True)
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+            try:
                 os.fchmod(descriptor, mode)
                 remaining = memoryview(data)
                 while remaining:
                     remaining = remaining[os.write(descriptor, remaining) :]
                 os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            finally:
+                os.close(descriptor)
         with operation(at and f"{at}.rename"):
             os.replace(temporary, path)
             sync(path.parent)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
         raise
 
 

@@ -20,6 +20,7 @@ VARIABLE = "GSPO_MEGA_FAULT"
 OPERATIONS = {
     "save.clear": "removing the draft that an interrupted save left",
     "save.folder": "making the draft's folders",
+    "save.common": "writing what Megatron keeps apart from tensors",
     "save.tensors": "writing weights and optimizer state",
     "save.index": "writing Megatron's metadata of them",
     "save.random": "writing a rank's random state",
@@ -35,6 +36,7 @@ OPERATIONS = {
     "journal.folder": "making the journal's folder",
     "journal.create.write": "writing the beginning of a step's file, and what is taken over, beside it",
     "journal.create.rename": "renaming that to the step's file",
+    "journal.open": "opening the step's file to append",
     "journal.append": "appending a record",
     "journal.sync": "having the step's file reach the disk",
     "journal.drop": "removing a step's file of another history, or one that is not kept",

@@ -40,7 +40,12 @@ def put_in_place(run_folder: RunFolder, draft: Path, final: Path) -> None:
         durable.rename(final, aside, at="save.aside")
     durable.rename(draft, final, at="save.rename")
     durable.remove_tree(aside, at="save.drop")
-    durable.atomic_write_text(run_folder.latest_checkpoint_file, final.name, at="save.latest")
+    make_latest(run_folder, final)
+
+
+def make_latest(run_folder: RunFolder, folder: Path) -> None:
+    """Have `latest` name a checkpoint."""
+    durable.atomic_write_text(run_folder.latest_checkpoint_file, folder.name, at="save.latest")
 
 
 def repair(run_folder: RunFolder) -> None:

@@ -134,7 +134,8 @@ class Saver:
         def prepare() -> None:
             with durable.operation("save.random"):
                 save_file(random_state(), draft / "rng" / f"rank_{groups.world.rank:05d}.safetensors")
-            request = dist_checkpointing.save(tensors, str(draft / "megatron"), async_sharded_save=True)
+            with durable.operation("save.common"):
+                request = dist_checkpointing.save(tensors, str(draft / "megatron"), async_sharded_save=True)
             prepared.append((request, self._copies(request)))
 
         self._together(prepare, final)

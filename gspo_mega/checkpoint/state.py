@@ -24,7 +24,7 @@ from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.errors import CheckpointError
-from gspo_mega.run_folder import RunFolder, atomic_write_text
+from gspo_mega.run_folder import RunFolder
 from gspo_mega.weights.collectives import all_gather_json, broadcast_json, raise_together
 
 
@@ -104,10 +104,14 @@ def find_checkpoint(run_folder: RunFolder, groups: ParallelGroups) -> tuple[Path
         folder = Path(name)
         damage = sorted({problem for part in all_gather_json(_damage(folder, groups), groups.host) for problem in part})
         if groups.world.rank == 0 and (damage or warnings):
-            if damage:
-                folders.set_aside_damaged(folder)
-            else:
-                atomic_write_text(run_folder.latest_checkpoint_file, folder.name)
+            try:
+                if damage:
+                    folders.set_aside_damaged(folder)
+                else:
+                    folders.make_latest(run_folder, folder)
+            except OSError as error:
+                problems.append(f"{folder}: {error.strerror}")
+        raise_together(problems, groups.host, CheckpointError, "a damaged checkpoint cannot be put aside")
         if not damage:
             return folder, warnings
         warnings.append(f"warning  checkpoint {folder.name} is damaged and passed over: {'; '.join(damage[:3])}")

@@ -113,7 +113,7 @@ class Journal:
             for number, group in known.items():
                 frames += [encode_prompt(number, group.prompt), *map(encode_trajectory, group.trajectories)]
             durable.write_whole(self.file(step), b"".join(frames), at="journal.create")
-            descriptor = os.open(self.file(step), os.O_WRONLY | os.O_APPEND)
+            descriptor = durable.open_end(self.file(step), at="journal.open")
         try:
             yield StepWriter(self.file(step), descriptor, set(known))
         finally:
