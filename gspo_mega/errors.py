@@ -77,3 +77,9 @@ class JournalError(GspoMegaError):
     """The rollout journal cannot be written, or does not hold what is asked of it."""
 
     exit_code = 8
+
+
+class FolderError(GspoMegaError):
+    """The run folder, or a file in it that is neither checkpoint nor journal, cannot be written."""
+
+    exit_code = 9

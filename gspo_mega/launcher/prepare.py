@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gspo_mega.config import Config, LoadedConfig, load_config, render_config
-from gspo_mega.errors import ConfigError
+from gspo_mega.errors import ConfigError, FolderError
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 # What may differ when a run is continued: how long, how watched, how served, how laid out. None of it changes what is
@@ -46,10 +46,19 @@ def hold(folder: RunFolder) -> Iterator[None]:
             raise ConfigError(
                 f"run folder {folder.path} is in use by another run (process {holder}); stop that one, or choose another run.name"
             ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        with _told(folder):
+            # Past the buffer: what it could not write it would try again when the file is closed.
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
         yield
+
+
+@contextlib.contextmanager
+def _told(folder: RunFolder) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FolderError(f"run folder {folder.path} cannot be written: {error.strerror}") from error
 
 
 def new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str) -> Attempt:
@@ -58,8 +67,13 @@ def new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str) -> Attemp
     A folder with a checkpoint is continued and must be of the same command and configuration, `MAY_CHANGE`
     apart; raises ConfigError with every key that differs. One without a checkpoint has nothing to continue: its
     run starts over, and what it published is withdrawn, lest a server start with it. Its journal stays where the
-    configuration is the same: those rollouts are the new start's own.
+    configuration is the same: those rollouts are the new start's own. Raises FolderError where the disk refuses.
     """
+    with _told(folder):
+        return _new_attempt(folder, loaded, command)
+
+
+def _new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str) -> Attempt:
     if folder.latest_checkpoint_file.exists():
         _check_same_run(folder, loaded, command)
     else:

@@ -5,6 +5,7 @@ Owns the record and its heartbeat. `gspo-mega status` reads it; what the ranks d
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -13,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gspo_mega.run_folder import Attempt, atomic_write_json, read_json
+
+logger = logging.getLogger(__name__)
 
 State = Literal["running", "stopping", "requeued", "stopped", "finished", "failed"]
 HEARTBEAT_SECONDS = 5.0
@@ -88,4 +91,8 @@ class StateKeeper:
 
     def _write_locked(self) -> None:
         self._state = replace(self._state, heartbeat=time.time())
-        atomic_write_json(self._attempt.state_file, asdict(self._state))
+        try:
+            atomic_write_json(self._attempt.state_file, asdict(self._state))
+        except OSError as error:
+            # What is said of a run must not end it; where the disk is full, what it saves will.
+            logger.warning("%s cannot be written: %s", self._attempt.state_file, error.strerror)

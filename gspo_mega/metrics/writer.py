@@ -10,11 +10,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.errors import DataError
+from gspo_mega.errors import DataError, FolderError
 from gspo_mega.metrics.catalogue import find_metric
 
 NON_FINITE = "metrics/num_non_finite"
@@ -46,16 +47,17 @@ class MetricsWriter:
             return
         kept = [line for line in self._whole_lines() if self._step_of(line) <= step]
         beside = self.path.with_suffix(".jsonl.new")
-        with beside.open("wb") as file:
-            file.writelines(line for _, line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, self.path)
+        with self._told():
+            with beside.open("wb") as file:
+                file.writelines(line for _, line in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, self.path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line. A NaN or infinite value becomes null, and `metrics/num_non_finite` says how many did.
 
-        Raises ValueError for a name that is not in the catalogue; nothing is written then.
+        Raises ValueError for a name that is not in the catalogue; nothing is written then. FolderError where the disk refuses.
         """
         for name in metrics:
             find_metric(name)
@@ -63,16 +65,28 @@ class MetricsWriter:
         missing = sum(value is None for value in values.values())
         if missing:
             values[NON_FINITE] = missing
-        self._open()
         line = json.dumps({"step": step, "time": round(time.time(), 3)} | values, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        if self._events is not None:
-            for name, value in values.items():
-                if value is not None:
-                    self._events.add_scalar(name, value, step)
-            self._events.flush()
+        with self._told():
+            self._open()
+            self._file.write(line.encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            if self._events is not None:
+                for name, value in values.items():
+                    if value is not None:
+                        self._events.add_scalar(name, value, step)
+                self._events.flush()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # Closed here, for a buffer that cannot be written would fail once more at the end.
+            with suppress(OSError):
+                self.close()
+            self._file = self._events = None
+            raise FolderError(f"{self.path}: the metrics cannot be written: {error.strerror}; the same command continues the run") from error
 
     def close(self) -> None:
         """Close both sinks; writing again opens them again."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from gspo_mega import kill_points
 from gspo_mega.config import Config, load_config
-from gspo_mega.errors import ConfigError
+from gspo_mega.errors import ConfigError, FolderError
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
 from gspo_mega.runtime.shutdown import fail, leave
 
@@ -200,8 +200,11 @@ def _console(attempt: Attempt) -> Callable[[str], None]:
     logger = logging.getLogger("gspo_mega.console")
 
     def show(line: str) -> None:
-        with attempt.console_log.open("a", encoding="utf-8") as console:
-            console.write(line + "\n")
+        try:
+            with attempt.console_log.open("a", encoding="utf-8") as console:
+                console.write(line + "\n")
+        except OSError as error:
+            raise FolderError(f"{attempt.console_log}: cannot be written: {error.strerror}; the same command continues the run") from error
         logger.info("%s", line)
 
     return show
