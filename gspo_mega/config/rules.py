@@ -111,7 +111,7 @@ def _batch_and_optimizer(config: Config) -> Iterator[Violation]:
 def _optimizer_state(config: Config) -> Iterator[Violation]:
     optimizer = config.optimizer
     small, offloaded = optimizer.moments_dtype != "fp32", optimizer.cpu_offload_fraction > 0
-    needs = {"overlap": optimizer.overlap, "moments_dtype": small, "cpu_offload_fraction": offloaded}
+    needs = {"moments_dtype": small, "cpu_offload_fraction": offloaded}
     for key, wanted in needs.items():
         if wanted and not optimizer.distributed:
             yield Violation(f"optimizer.{key}", f"{getattr(optimizer, key)} needs `optimizer.distributed: true`")

@@ -133,7 +133,7 @@ class Optimizer(Section):
     clip_grad: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off.")
     decay_norms_and_biases: bool = Field(default=False, description="Weight decay on norms and biases too; by default on matrices alone.")
     distributed: bool = Field(default=True, description="Shard the optimizer state over data-parallel ranks.")
-    overlap: bool = Field(default=False, description="Reduce gradients during the backward pass and gather parameters during the forward pass; needs `distributed`.")
+    overlap: bool = Field(default=False, description="Reduce gradients during the backward pass and, with `distributed`, gather parameters during the forward pass.")
     moments_dtype: Literal["fp32", "bf16", "fp8"] = Field(default="fp32", description="Adam's moments; below fp32 Transformer Engine's precision-aware Adam keeps them, with `distributed`.")
     cpu_offload_fraction: float = Field(default=0.0, ge=0, le=1, description="Share of the optimizer state and step that live on the host; needs a GPU to offload from.")
     max_skipped_in_a_row: int = Field(default=3, ge=1, description="Non-finite gradients in a row that stop the run.")

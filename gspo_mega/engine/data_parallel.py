@@ -1,7 +1,7 @@
 """Megatron's data parallelism around the model chunks, and the exchange of parameters that it may leave under way.
 
-With `optimizer.overlap` gradients are reduced bucket by bucket during the backward pass, and parameters are gathered
-after the optimizer step while the next forward pass begins: a module waits for its own bucket when it is called. What
+With `optimizer.overlap` gradients are reduced bucket by bucket during the backward pass, and with `optimizer.distributed`
+too parameters are gathered after the optimizer step while the next forward pass begins: a module waits for its own bucket when it is called. What
 reads parameters in any other way (the LM head in chunks, export, publish, checkpoints) calls `await_parameters` first.
 """
 
@@ -32,10 +32,10 @@ def wrap_data_parallel(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=settings.distributed,
         overlap_grad_reduce=settings.overlap,
-        overlap_param_gather=settings.overlap,
+        overlap_param_gather=settings.overlap and settings.distributed,
         # Gathers are started by `start_parameter_gathers`, all at once, and never by a module that finds its bucket
         # missing: ranks whose experts got no token would start theirs in another order, and wait for each other.
-        align_param_gather=settings.overlap,
+        align_param_gather=settings.overlap and settings.distributed,
         average_in_collective=False,
         fp8_param_gather=bool(megatron_config.fp8 and megatron_config.fp8_param),
     )

@@ -71,7 +71,7 @@ def build_optimizer(settings: Optimizer, precision: str, chunks: list[Distribute
         fp8_recipe=megatron_config.fp8_recipe if megatron_config.fp8_param else None,
         params_dtype=DTYPES[precision],
         use_distributed_optimizer=settings.distributed,
-        overlap_param_gather=settings.overlap,
+        overlap_param_gather=settings.overlap and settings.distributed,
         # Offloading goes the same way through Megatron: fp32 parameters are then the inner optimizer's, which alone
         # knows on which side they live.
         use_precision_aware_optimizer=settings.moments_dtype != "fp32" or offload,

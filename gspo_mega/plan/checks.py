@@ -112,13 +112,19 @@ def _ranks(config: Config, sizes: Sizes) -> Iterator[Violation]:
 
 def _model_division(config: Config, spec: ModelSpec) -> Iterator[Violation]:
     tensor = config.parallel.tensor
-    parts = {"attention heads": spec.num_heads, "key-value heads": spec.num_kv_heads}
+    if bad := _uncut(spec, tensor):
+        valid = (size for size in divisors(spec.num_heads) if not _uncut(spec, size))
+        yield Violation("parallel.tensor", f"{tensor} does not divide the model's {', '.join(bad)}", nearest(tensor, valid))
+
+
+def _uncut(spec: ModelSpec, tensor: int) -> list[str]:
+    """What of the model so many tensor ranks cannot divide, in words."""
+    # Where there are more ranks than key-value heads, several ranks share a head: Megatron gathers the projection's rows.
+    shared = tensor % spec.num_kv_heads == 0 and 2 * spec.num_kv_heads * spec.head_dim % tensor == 0
+    sizes = [("attention heads", spec.num_heads), ("key-value heads", 0 if shared else spec.num_kv_heads)]
     if spec.moe is None:
-        parts["intermediate size"] = spec.intermediate_size
-    bad = [f"{name} {count}" for name, count in parts.items() if count % tensor]
-    if bad:
-        common = math.gcd(*parts.values())
-        yield Violation("parallel.tensor", f"{tensor} does not divide the model's {', '.join(bad)}", nearest(tensor, divisors(common)))
+        sizes.append(("intermediate size", spec.intermediate_size))
+    return [f"{name} {size}" for name, size in sizes if size % tensor]
 
 
 def _pipeline(config: Config, spec: ModelSpec) -> Iterator[Violation]:
@@ -166,6 +172,13 @@ def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) 
             "0, with moe.load_balancing or without",
         )
     moe, expert, expert_tensor = spec.moe, parallel.expert, parallel.expert_tensor
+    if moe.experts_per_token == 1 and moe.norm_topk_prob:
+        yield Violation(
+            "model.path",
+            "num_experts_per_tok 1 with norm_topk_prob: the one expert's weight is 1 whatever its router says, so that router "
+            "cannot learn, and Megatron refuses it",
+            "a model with norm_topk_prob false, or with more experts a token",
+        )
     per_stage = sizes.world // parallel.pipeline
     if moe.num_experts % expert:
         yield Violation(
@@ -187,11 +200,12 @@ def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) 
         )
     if parallel.tensor > 1 and not parallel.sequence:
         yield Violation("parallel.sequence", "experts with tensor > 1 need sequence parallelism (Megatron's dispatchers count on it)", "true")
-    if parallel.tensor > 1 and expert == 1 and expert_tensor == 1:
-        choices = [d for d in divisors(moe.num_experts) if d > 1 and per_stage % d == 0]
+    if expert == 1 and expert_tensor != parallel.tensor:
+        # Megatron keeps the gradients of experts apart only above 1; at 1 they go with everything else.
+        choices = [d for d in divisors(moe.num_experts) if d > 1 and per_stage % (d * expert_tensor) == 0]
         yield Violation(
             "parallel.expert",
-            f"tensor {parallel.tensor} with expert 1 and expert_tensor 1 trains wrong: experts would not be reduced over "
+            f"tensor {parallel.tensor} with expert 1 and expert_tensor {expert_tensor} trains wrong: experts would not be reduced over "
             "their data-parallel group",
             " or ".join([f"expert {d}" for d in choices[:1]] + [f"expert_tensor {parallel.tensor}"]),
         )
@@ -201,12 +215,19 @@ def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) 
             f"allgather needs micro-batches of one length, and pipeline {parallel.pipeline} runs packs of different lengths",
             "alltoall",
         )
-    if expert_tensor > 1 and parallel.expert_dispatcher == "alltoall" and device == "cpu":
+    if gathers_unevenly(config) and device == "cpu":
         yield Violation(
             "parallel.expert_dispatcher",
-            f"alltoall with expert_tensor {expert_tensor} gathers uneven token counts, which gloo, the only backend without GPUs, cannot",
+            f"alltoall with expert {expert} and expert_tensor {expert_tensor} gathers uneven token counts, which gloo, the only backend without GPUs, cannot",
             "allgather",
         )
+
+
+def gathers_unevenly(config: Config) -> bool:
+    """Do the ranks of an expert-tensor group gather as many tokens from each as its experts were given? With one expert
+    rank each has its own part of one pack, and they are even."""
+    parallel = config.parallel
+    return parallel.expert > 1 and parallel.expert_tensor > 1 and parallel.expert_dispatcher == "alltoall"
 
 
 def _precision(config: Config, spec: ModelSpec, device: str | None) -> Iterator[Violation]:

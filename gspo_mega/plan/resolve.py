@@ -12,6 +12,7 @@ from gspo_mega.config.schema import Config
 from gspo_mega.errors import ModelError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec, shape_differences
+from gspo_mega.plan.checks import gathers_unevenly
 from gspo_mega.plan.layout import Layout, resolve_layout
 
 Device = Literal["cpu", "gpu"]
@@ -77,5 +78,5 @@ def _notices(config: Config, layout: Layout, device: Device | None) -> Iterator[
             f"{layout.mini_batch_sequences[-1]} trajectories a mini-batch do not divide over {layout.data} data-parallel ranks: "
             "some compute less and wait"
         )
-    if device is None and parallel.expert_tensor > 1 and parallel.expert_dispatcher == "alltoall":
-        yield "expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher: allgather`"
+    if device is None and gathers_unevenly(config):
+        yield "expert and expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher: allgather`"

@@ -74,13 +74,13 @@ def changed(a: dict[str, object], b: dict[str, object]) -> list[str]:
     return [n for n in a if not (torch.equal(a[n], b[n]) if torch.is_tensor(a[n]) else a[n] == b[n])]
 
 
-def overlapped(folder: str, parallel: dict, clip_grad: float = 1.0, **sections) -> dict | None:
+def overlapped(folder: str, parallel: dict, clip_grad: float = 1.0, distributed: bool = True, **sections) -> dict | None:
     """Three steps with and without overlap, in small buckets. Whole weights on rank 0, None elsewhere."""
     small = functools.partial(data_parallel.DistributedDataParallelConfig, bucket_size=20_000)
     with layout(parallel) as groups, mock.patch.object(data_parallel, "DistributedDataParallelConfig", small):
         result = {}
         for overlap in (False, True):
-            run = Run(folder, groups, parallel, optimizer=dict(lr=1e-3, overlap=overlap, clip_grad=clip_grad), **sections)
+            run = Run(folder, groups, parallel, optimizer=dict(lr=1e-3, overlap=overlap, clip_grad=clip_grad, distributed=distributed), **sections)
             norms = [run.step().grad_norm for _ in range(3)]
             buckets = [len(w.bucket_groups) + len(w.expert_parallel_bucket_groups) for w in run.engine.wrapped]
             run.engine.old_pass(run.batch)

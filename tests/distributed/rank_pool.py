@@ -59,8 +59,8 @@ def _serve(rank: int, size: int, port: int, pipe) -> None:
 
 
 class RankPool:
-    def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, size: int, start_method: str = "spawn") -> None:
+        context = multiprocessing.get_context(start_method)
         port = _free_port()
         self.size, self._pipes, self._processes = size, [], []
         self.num_jobs = 0

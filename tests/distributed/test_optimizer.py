@@ -32,6 +32,8 @@ OVERLAPS = {
     "DP2-bf16": (2, "dense", {}, dict(precision="bf16", clip_grad=0.0)),
     "EP2": (2, "moe", dict(expert=2), {}),
     "DP2-MoE": (2, "moe", {}, {}),
+    "DP2-not-distributed": (2, "dense", {}, dict(distributed=False)),
+    "DP2-PP2-VPP2-not-distributed": (4, "dense", dict(pipeline=2, virtual_pipeline=2), dict(distributed=False)),
     "DP2-PP2": (4, "dense", dict(pipeline=2), {}),
     "DP2-PP2-VPP2": (4, "dense", dict(pipeline=2, virtual_pipeline=2), {}),
 }

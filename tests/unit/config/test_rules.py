@@ -33,7 +33,6 @@ def refused(path, *overrides, command=None):
         (["objective.norm_constant_tokens=5"], "objective.norm_constant_tokens", "does not use it"),
         (["batch.num_mini_batches=17"], "batch.num_mini_batches", "at most 16"),
         (["optimizer.min_lr=1"], "optimizer.min_lr", "above lr"),
-        (["optimizer={lr: 1, overlap: true, distributed: false}"], "optimizer.overlap", "needs `optimizer.distributed: true`"),
         (["precision=bf16", "optimizer={lr: 1, moments_dtype: bf16, distributed: false}"], "optimizer.moments_dtype", "`optimizer.distributed: true`"),
         (["optimizer={lr: 1, cpu_offload_fraction: 0.5, distributed: false}"], "optimizer.cpu_offload_fraction", "`optimizer.distributed: true`"),
         (["precision=fp32", "optimizer.moments_dtype=fp8"], "optimizer.moments_dtype", "`precision: fp32`"),

@@ -13,8 +13,7 @@ def ranks(n):
 IMPOSSIBLE = [
     ("dense", [ranks(3), "parallel.tensor=2"], "cluster.ranks_per_node", "= 3 ranks, which tensor 2", "2 ranks in all or 4 ranks in all"),
     ("dense", ["parallel.pipeline=3"], "cluster.ranks_per_node", "pipeline 3", "3 ranks in all"),
-    ("dense", [ranks(4), "parallel.tensor=4"], "parallel.tensor", "key-value heads 2", "2"),
-    ("dense", [ranks(3), "parallel.tensor=3"], "parallel.tensor", "attention heads 4, key-value heads 2, intermediate size 128", "2"),
+    ("dense", [ranks(3), "parallel.tensor=3"], "parallel.tensor", "attention heads 4, key-value heads 2, intermediate size 128", "2 or 4"),
     ("dense", [ranks(2), "parallel.pipeline=2"], "parallel.pipeline", "3 layers", "1 or 3"),
     ("dense", ["parallel.virtual_pipeline=3"], "parallel.virtual_pipeline", "pipeline is 1", "leave it out (null)"),
     ("dense", [ranks(3), "parallel.pipeline=3", "parallel.virtual_pipeline=2"], "parallel.virtual_pipeline", "1 layers", "leave it out (null)"),
@@ -32,6 +31,7 @@ IMPOSSIBLE = [
     ("moe", [ranks(2), "parallel.expert=4"], "parallel.expert", "does not divide 2 ranks", "2"),
     ("moe", [ranks(2), "parallel={tensor: 2, expert: 2, sequence: false}"], "parallel.sequence", "sequence parallelism", "true"),
     ("moe", [ranks(2), "parallel.tensor=2"], "parallel.expert", "trains wrong", "expert 2 or expert_tensor 2"),
+    ("moe", [ranks(4), "parallel={context: 4, expert_tensor: 2}"], "parallel.expert", "tensor 1 with expert 1 and expert_tensor 2 trains wrong", "expert 2 or expert_tensor 1"),
     ("moe", [ranks(2), "batch.num_mini_batches=17"], "batch.num_mini_batches", "fewer than the 2 data-parallel ranks", "16"),
     ("dense", [ranks(64)], "batch.num_mini_batches", "8 a mini-batch, fewer than the 64", "1, with at least 16 prompts_per_step"),
     (
@@ -71,10 +71,12 @@ def test_the_impossible_is_refused_with_the_nearest_valid(load, shape, kind, ove
     ("kind", "overrides"),
     [
         ("dense", [ranks(2), "parallel.tensor=2", "parallel.sequence=false"]),
+        ("dense", [ranks(4), "parallel.tensor=4"]),  # two ranks a key-value head
         ("dense", [ranks(3), "parallel.pipeline=3"]),
         ("dense", [ranks(2), "parallel.context=2"]),
         ("moe", [ranks(2), "parallel={tensor: 2, expert: 2}"]),
         ("moe", [ranks(2), "parallel={tensor: 2, expert_tensor: 2, expert_dispatcher: allgather}"]),
+        ("moe", [ranks(2), "parallel={tensor: 2, expert_tensor: 2}"]),
         ("moe", [ranks(4), "parallel={expert: 4}"]),
         ("moe", [ranks(2), "parallel={context: 2, expert: 2}"]),
         ("moe", [ranks(2), "batch.num_mini_batches=16"]),
@@ -95,8 +97,32 @@ def test_experts_that_do_not_divide_over_the_expert_tensor_ranks(load, shape):
         plan_run(load(ranks(2), "parallel={expert_tensor: 2}"), model=model)
 
 
+@pytest.mark.parametrize(
+    ("changes", "tensor", "said", "valid"),
+    [
+        (dict(num_attention_heads=12, num_key_value_heads=4, intermediate_size=96), 6, "key-value heads 4", "4"),
+        # More ranks than key-value heads share a head's rows evenly, or not at all.
+        (dict(num_attention_heads=4, num_key_value_heads=1, head_dim=2), 4, None, None),
+        (dict(num_attention_heads=8, num_key_value_heads=1, head_dim=2), 8, "key-value heads 1", "4"),
+    ],
+)
+def test_key_value_heads_over_tensor_ranks(load, shape, changes, tensor, said, valid):
+    loaded, model = load(ranks(tensor), f"parallel.tensor={tensor}"), shape("dense", **changes)
+    if said is None:
+        plan_run(loaded, model=model)
+        return
+    with pytest.raises(PlanError, match=f"parallel.tensor: {tensor} does not divide the model's {said}; nearest valid: {valid}$"):
+        plan_run(loaded, model=model)
+
+
+def test_one_expert_a_token_whose_weight_is_always_one(load, shape):
+    with pytest.raises(PlanError, match="model.path: num_experts_per_tok 1 with norm_topk_prob: .* router cannot learn"):
+        plan_run(load(), model=shape("moe", num_experts_per_tok=1))
+    plan_run(load(), model=shape("moe", num_experts_per_tok=1, norm_topk_prob=False))
+
+
 def test_uneven_gathers_are_refused_on_cpu_and_mentioned_where_the_device_is_unknown(load, shape):
-    loaded = load(ranks(2), "parallel={tensor: 2, expert_tensor: 2}")
+    loaded = load(ranks(4), "parallel={tensor: 2, expert: 2, expert_tensor: 2}")
     with pytest.raises(PlanError, match="expert_dispatcher: alltoall .* gloo.*; nearest valid: allgather"):
         plan_run(loaded, "cpu", shape("moe"))
     assert any("runs on GPUs only" in notice for notice in plan_run(loaded, None, shape("moe")).notices)
