@@ -156,7 +156,9 @@ def _valid(rng: random.Random, number: int) -> Case:
         values["top"] |= dict(algorithm="grpo")
         values["kl"] = dict(coefficient=0.05)
     elif rng.random() < 0.2 and section.get("routing_replay") != "R2":
-        values["top"] |= dict(old_log_probs="rollout")
+        # Not clipped, whatever the weights: else there would be no gradient to compare.
+        values["top"] |= dict(old_log_probs="rollout", algorithm="custom")
+        values["objective"] = dict(ratio="sequence", clip_low=0.9, clip_high=20.0)
     return Case(number, ranks, model, values)
 
 

@@ -169,6 +169,7 @@ def _difference(gradient: dict[str, list[float]], reference: dict[str, list[floa
     if gradient.keys() != reference.keys():
         return float("inf")
     least = max(norm for norm, _ in reference.values()) / 100
+    assert least > 0, "a gradient of zero: the comparison would prove nothing"
     worst = max(abs(a - b) / max(reference[name][0], least) for name in reference for a, b in zip(gradient[name], reference[name]))
     return worst if worst > GRADIENT_TOLERANCE else None
 

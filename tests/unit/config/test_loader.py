@@ -106,6 +106,8 @@ def test_a_file_that_cannot_be_read(tmp_path, write):
     latin = tmp_path / "latin.yaml"
     latin.write_bytes("a: 1\nb: é\n".encode("latin-1"))
     assert refused(latin) == [f"{latin}:2: not UTF-8 text"]
+    long = tmp_path / ("a" * 300)
+    assert refused(long) == [f"{long}: cannot be read: File name too long"]
 
 
 def test_a_reward_section_and_its_shorthand_are_the_same(write):

@@ -1,7 +1,9 @@
 import pytest
 
 from gspo_mega.config import load_config
-from gspo_mega.errors import ConfigError
+from gspo_mega.config.schema import Data
+from gspo_mega.config.sources import sources_of
+from gspo_mega.errors import ConfigError, DataError
 
 SFT = "sft={max_steps: 1, sequences_per_step: 8, eval_every_steps: 1, stop_accuracy_low: 0.2, stop_accuracy_high: 0.5}"
 
@@ -48,6 +50,8 @@ def refused(path, *overrides, command=None):
         (["precision=fp8", "fp8.parameters=true", "optimizer.distributed=false"], "fp8.parameters", "optimizer.distributed: true"),
         (["precision=fp8", "fp8={parameters: true, recipe: mxfp8}"], "fp8.parameters", "valid: false"),
         (["rollout.top_k=0"], "rollout.top_k", "-1"),
+        (["cluster.num_rollout_nodes=2"], "cluster.num_rollout_nodes", "2 nodes for server.num_servers 1: some would have nothing to do; at most 1"),
+        (["train={num_steps: 1, rollouts_only: true, from_rollouts: r}"], "train.rollouts_only", "contradicts train.from_rollouts"),
         (["run.name=.."], "run.name", "folder"),
         (["server.host=0.0.0.0"], "server.host", "own address"),
         (["server.tensor=2"], "publish.verify", "replicas"),
@@ -160,3 +164,11 @@ def test_notices(write, overrides, said):
 )
 def test_no_notice_without_a_reason(write, overrides):
     assert load_config(write(), overrides).notices == ()
+
+
+def test_data_is_wanted_where_no_rule_asked_for_it():
+    """`certify` needs none; what reads prompts all the same says so."""
+    with pytest.raises(DataError, match="no data: data.path or data.sources must name a JSONL file"):
+        sources_of(Data(max_prompt_tokens=1))
+    (source,) = sources_of(Data(max_prompt_tokens=1, path="a folder/x y.jsonl"))
+    assert (source.name, source.path) == ("x-y", "a folder/x y.jsonl")

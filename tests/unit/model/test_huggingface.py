@@ -246,6 +246,10 @@ def test_folders_that_cannot_be_read(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ModelError, match="UTF-8"):
         read_model_spec(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match="config.json: cannot be read: Is a directory"):
+        read_model_spec(tmp_path)
 
 
 def test_a_shape_file_stands_for_a_folder():

@@ -32,6 +32,7 @@ IMPOSSIBLE = [
     ("moe", [ranks(2), "parallel={tensor: 2, expert: 2, sequence: false}"], "parallel.sequence", "sequence parallelism", "true"),
     ("moe", [ranks(2), "parallel.tensor=2"], "parallel.expert", "trains wrong", "expert 2 or expert_tensor 2"),
     ("moe", [ranks(4), "parallel={context: 4, expert_tensor: 2}"], "parallel.expert", "tensor 1 with expert 1 and expert_tensor 2 trains wrong", "expert 2 or expert_tensor 1"),
+    ("moe", [ranks(3), "parallel={pipeline: 3, expert_dispatcher: allgather}"], "parallel.expert_dispatcher", "needs micro-batches of one length, and pipeline 3", "alltoall"),
     ("moe", [ranks(2), "batch.num_mini_batches=17"], "batch.num_mini_batches", "fewer than the 2 data-parallel ranks", "16"),
     ("dense", [ranks(64)], "batch.num_mini_batches", "8 a mini-batch, fewer than the 64", "1, with at least 16 prompts_per_step"),
     (
