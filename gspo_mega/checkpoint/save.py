@@ -26,6 +26,7 @@ from gspo_mega import durable
 from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.state import TrainState, first_cause, layout_of, model_of, random_state, sharded_state
 from gspo_mega.config.schema import Checkpoint
+from gspo_mega.engine.megatron_versions import asynchronous_save
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.errors import CheckpointError
 from gspo_mega.run_folder import RunFolder
@@ -135,7 +136,7 @@ class Saver:
             with durable.operation("save.random"):
                 save_file(random_state(), draft / "rng" / f"rank_{groups.world.rank:05d}.safetensors")
             with durable.operation("save.common"):
-                request = dist_checkpointing.save(tensors, str(draft / "megatron"), async_sharded_save=True)
+                request = dist_checkpointing.save(tensors, str(draft / "megatron"), **asynchronous_save())
             prepared.append((request, self._copies(request)))
 
         self._together(prepare, final)

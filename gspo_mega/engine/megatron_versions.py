@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
@@ -33,3 +34,12 @@ def router_losses_know_their_parts() -> bool:
     With a loss that is divided by tokens later it means the former, and 0.16 forgot the tensor and context ranks.
     """
     return "needs_dp_avg" in inspect.signature(TopKRouter.attach_and_log_load_balancing_loss).parameters
+
+
+def asynchronous_save() -> dict[str, object]:
+    """Arguments with which `dist_checkpointing.save` hands back a request instead of waiting.
+
+    0.19 would do it through NVIDIA's resiliency extension, and its own way, the only one of 0.16, has a name there.
+    """
+    named = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    return {"async_sharded_save": True} | ({"async_strategy": "mcore"} if named else {})
