@@ -1,0 +1,125 @@
+"""What the ranks of the publish tests do, in the pool's processes: a trainer, its publisher, faults on the way to a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from gspo_mega.errors import PublishError
+
+
+class Trainer:
+    """A policy, its publisher and (on rank 0) the servers, as a run has them."""
+
+    def __init__(self, config_path: str, attempt: str, parallel: dict, publish: dict, weights_dir: str) -> None:
+        from gspo_mega.config import load_config
+        from gspo_mega.engine.model import build_chunks, transformer_config
+        from gspo_mega.engine.process_groups import create_groups
+        from gspo_mega.model.huggingface import read_model_spec
+        from gspo_mega.rollout.pool import ServerPool
+        from gspo_mega.run_folder import Attempt
+        from gspo_mega.weights.hf_import import import_huggingface
+        from gspo_mega.weights.publish import Publisher
+
+        config = load_config(config_path).config
+        layout = config.parallel.model_copy(update=parallel)
+        config = config.model_copy(update={"parallel": layout, "publish": config.publish.model_copy(update=publish)})
+        spec = read_model_spec(config.model.path)
+        self.groups = create_groups(**parallel)
+        self.chunks = build_chunks(transformer_config(config, spec), spec, self.groups)
+        import_huggingface(config.model.path, spec, self.groups, self.chunks)
+        self.publisher = Publisher(config, spec, self.groups, self.chunks, weights_dir)
+        self.pool = ServerPool(config, spec, Attempt(Path(attempt))) if self.groups.world.rank == 0 else None
+        if self.pool is not None:
+            self.pool.wait_ready(1, deadline_seconds=60)
+
+    def change(self, which: str) -> None:
+        """As an optimizer step would: every parameter whose name has `which` in it moves a little."""
+        with torch.no_grad():
+            for chunk in self.chunks:
+                for name, parameter in chunk.named_parameters():
+                    if which in name:
+                        parameter.mul_(1.01)
+
+    def servers(self, fault: dict | None) -> list:
+        if self.pool is None:
+            return []
+        return [Faulty(c, **fault) if fault and c.server_id in fault["servers"] else c for c in self.pool.controls()]
+
+
+class Faulty:
+    """The control of a real server, with one fault on the way there: what is between trainer and server goes wrong."""
+
+    def __init__(self, control, servers: list[str], kind: str, names: str, old: str | None = None) -> None:
+        self._control, self._kind, self._names, self._old = control, kind, names, old
+
+    def __getattr__(self, name: str):
+        return getattr(self._control, name)
+
+    def update_from_disk(self, path, weight_version, *, deadline_seconds):
+        file = next(f for f in sorted(Path(path).glob("*.safetensors")) if any(self._names in n for n in load_file(f)))
+        right = load_file(file)
+        wrong = {}
+        for name, tensor in right.items():
+            if self._names not in name:
+                wrong[name] = tensor
+            elif self._kind == "renamed":
+                wrong[name.replace("proj", "projection")] = tensor
+            elif self._kind == "stale":
+                wrong[name] = load_file(Path(self._old) / file.name)[name]
+        save_file(wrong, file, metadata={"format": "pt"})
+        index = Path(path) / "model.safetensors.index.json"
+        indexed = index.read_text() if index.exists() else None
+        if indexed is not None:
+            weight_map = {n: f for n, f in json.loads(indexed)["weight_map"].items() if f != file.name} | dict.fromkeys(wrong, file.name)
+            index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        try:
+            self._control.update_from_disk(path, weight_version, deadline_seconds=deadline_seconds)
+        finally:
+            save_file(right, file, metadata={"format": "pt"})
+            if indexed is not None:
+                index.write_text(indexed)
+
+    def update_from_distributed(self, names, dtypes, shapes, group_name, *, deadline_seconds):
+        if self._kind == "refused" and any(self._names in n for n in names):
+            group_name = "a group that the server is not in"
+        # SGLang receives what it has no name for and drops it.
+        unknown = {"renamed": "projection", "missing": "nowhere", "stale": "nowhere", "refused": "proj"}[self._kind]
+        names = [n.replace("proj", unknown) if self._names in n else n for n in names]
+        self._control.update_from_distributed(names, dtypes, shapes, group_name, deadline_seconds=deadline_seconds)
+
+
+_trainer: Trainer | None = None
+
+
+def open_trainer(**arguments) -> None:
+    global _trainer
+    _trainer = Trainer(**arguments)
+
+
+def publish(version: int, change: str = "", fault: dict | None = None, again: bool = False) -> dict:
+    """Publish after a change; the result as plain values, or the error's text."""
+    assert _trainer is not None
+    if not again:
+        _trainer.change(change or "\0")
+    act = _trainer.publisher.publish_again if again else _trainer.publisher.publish
+    try:
+        result = act(version, _trainer.servers(fault))
+    except PublishError as error:
+        return {"error": str(error)}
+    return {"verified": [list(v) for v in result.verified], "failed": result.failed, "phases": result.phase_seconds, "seconds": result.seconds}
+
+
+def close_trainer() -> None:
+    global _trainer
+    from gspo_mega.engine.process_groups import destroy_groups
+
+    assert _trainer is not None
+    _trainer.publisher.close()
+    if _trainer.pool is not None:
+        _trainer.pool.close()
+    destroy_groups()
+    _trainer = None
