@@ -73,6 +73,7 @@ class ServerPool:
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._registrations: list[Registration] = []
+        self._heard: dict[str, tuple[float, float]] = {}  # server: its latest heartbeat, and our monotonic time when it came
         self._committed_version = 0
         self._problem: RolloutError | None = None
         self._lonely_since: float | None = None
@@ -228,7 +229,7 @@ class ServerPool:
         if entry is not None:
             what = f"holds version {entry.verified_version} of {self._committed_version}"
         else:
-            what = f"last heard of {time.time() - registration.heartbeat:.0f} s ago"
+            what = f"last heard of {time.monotonic() - self._heard[registration.server_id][1]:.0f} s ago"
         error = f" ({registration.error})" if registration.error else ""
         return f"{registration.server_id}: {registration.state}, {what}{error}"
 
@@ -257,7 +258,7 @@ class ServerPool:
     async def _refresh(self) -> None:
         registrations = await asyncio.to_thread(read_registrations, self._servers_dir)
         changed = [r.state for r in registrations] != [r.state for r in self._registrations]
-        fresh = {r.server_id: r for r in registrations if r.state == "ready" and time.time() - r.heartbeat < _STALE_SECONDS}
+        fresh = {r.server_id: r for r in registrations if self._is_heard(r) and r.state == "ready"}
         with self._lock:
             self._registrations = registrations
             replaced = []
@@ -277,6 +278,14 @@ class ServerPool:
             await entry.client.close()
         if changed or replaced or added:
             await self._notify()
+
+    def _is_heard(self, registration: Registration) -> bool:
+        """Whether the server's heartbeat goes on. Clocks of two machines differ, and one may be set: its changes count, by our own
+        monotonic time; only a heartbeat that is seen for the first time is compared with the clock on the wall."""
+        now, beat = time.monotonic(), registration.heartbeat
+        last = self._heard.get(registration.server_id, (beat, now - max(0.0, time.time() - beat)))
+        self._heard[registration.server_id] = last if last[0] == beat else (beat, now)
+        return now - self._heard[registration.server_id][1] < _STALE_SECONDS
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -65,6 +65,7 @@ class ServerSupervisor:
         self._process: subprocess.Popen | None = None
         self._scratch: Path | None = None
         self._last_healthy = 0.0
+        self._beaten = 0.0
         self._registration = Registration(
             server_id=f"server-{index}", address="", pid=os.getpid(), state="starting", generation=0,
             weight_version=0, heartbeat=time.time(), tensor_parallel=config.server.tensor,
@@ -199,10 +200,11 @@ class ServerSupervisor:
             connection.close()
 
     def _beat(self) -> None:
-        if time.time() - self._registration.heartbeat > _HEARTBEAT_SECONDS:
+        if time.monotonic() - self._beaten > _HEARTBEAT_SECONDS:  # whatever the clock on the wall does
             self._register()
 
     def _register(self, **changes) -> None:
+        self._beaten = time.monotonic()
         self._registration = replace(self._registration, heartbeat=time.time(), **changes)
         self._registration.write(self._attempt.servers_dir)
 

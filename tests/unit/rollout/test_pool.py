@@ -113,6 +113,24 @@ def test_a_silent_server_is_none(fakes, pools):
         acquire(pool)
 
 
+def test_a_heartbeat_that_goes_on_counts_whatever_the_clocks_say(fakes, pools, monkeypatch):
+    server = fakes("server-0")
+    server.register("ready", heartbeat=time.time() - 3600)
+    pool = pools()
+    assert pool.controls() == []
+    server.register("ready", heartbeat=time.time() - 3595)
+    pool.wait_ready(1, deadline_seconds=5)
+
+    monkeypatch.setattr("gspo_mega.rollout.pool._STALE_SECONDS", 1.0)
+    server.register("ready", heartbeat=time.time() + 3600)  # a clock that was set forward, and the server fell silent
+    deadline = time.monotonic() + 5
+    while pool.controls() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert pool.controls() == []
+    server.register("ready", heartbeat=time.time())  # set back, and alive
+    pool.wait_ready(1, deadline_seconds=5)
+
+
 def test_failed_servers_are_quoted(fakes, pools):
     fakes("server-0").register("failed", error="no such model")
     pool = pools()

@@ -1,0 +1,23 @@
+"""The heartbeat of `gspo-mega serve` goes on when the clock on the wall is set back."""
+
+import time
+
+from gspo_mega.config import load_config
+from gspo_mega.rollout import supervise_server
+from gspo_mega.rollout.registration import read_registrations
+from gspo_mega.run_folder import RunFolder
+
+
+def test_it_beats_on(tmp_path, monkeypatch):
+    attempt = RunFolder(tmp_path / "run").new_attempt()
+    server = supervise_server.ServerSupervisor(load_config("configs/quickstart.yaml").config, attempt, 0)
+    monkeypatch.setattr(supervise_server, "_HEARTBEAT_SECONDS", 0.05)
+    now = time.time()
+    beats = []
+    for clock in (now, now - 3600, now - 3599):
+        monkeypatch.setattr(supervise_server.time, "time", lambda clock=clock: clock)
+        time.sleep(0.06)
+        server._beat()
+        (seen,) = read_registrations(attempt.servers_dir)
+        beats.append(seen.heartbeat)
+    assert beats == [now, now - 3600, now - 3599]
