@@ -7,6 +7,7 @@ groups and atexit hooks wait for peers that are themselves waiting for this rank
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import time
 import traceback
@@ -50,8 +51,7 @@ def fail(error: BaseException, rank: int, attempt: Attempt) -> NoReturn:
         atomic_write_json(attempt.error_file(rank), record)
     except OSError:
         logger.error("the error record of rank %d could not be written\n%s", rank, traceback.format_exc())
-    logging.shutdown()
-    os._exit(code)
+    _exit(code)
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -65,5 +65,13 @@ def leave(exit_code: int) -> NoReturn:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    _exit(exit_code)
+
+
+def _exit(code: int) -> NoReturn:
+    """End past Python's ordinary end, which is also what ends multiprocessing's children: the process that Megatron's
+    checkpoint writer starts with its first save would wait for us for ever."""
+    for child in multiprocessing.active_children():
+        child.kill()
     logging.shutdown()
-    os._exit(exit_code)
+    os._exit(code)

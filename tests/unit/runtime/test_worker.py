@@ -67,6 +67,14 @@ fail(CheckpointError("torn"), 1, attempt)
     assert read_json(attempt.error_file(1))["text"] == "torn"
 
 
+@pytest.mark.parametrize("end", ["fail(ValueError('x'), 1, attempt)", "leave(7)"])
+def test_an_end_takes_along_what_multiprocessing_started(tmp_path, end):
+    attempt = RunFolder(tmp_path).new_attempt()
+    # As Megatron's checkpoint writer does. It holds our end of the output open for as long as it lives.
+    code = f"import multiprocessing\nfrom gspo_mega.runtime.shutdown import fail, leave\nmanager = multiprocessing.get_context('spawn').Manager()\n{end}"
+    assert run_worker(attempt.path, code).returncode == 7
+
+
 def test_a_record_that_cannot_be_written_does_not_keep_the_rank_alive(tmp_path):
     code = """
 import logging
