@@ -1,17 +1,20 @@
 """Own one SGLang server: start it, register it in the run folder, restart it with the run's current weights.
 
-`gspo-mega train` starts as many as `server.num_servers` says; run it by hand (or under srun) to add a server from
-another machine that sees the run folder. Ends the server and all its processes when it is told to stop, and when
-whoever started it is gone.
+`gspo-mega train` starts as many as `server.num_servers` says. Run by hand, on any machine that sees the run folder, this adds
+one to the attempt that runs, under the next free index; where none runs, the server has an attempt of its own. Ends the server
+and all its processes when it is told to stop, and when whoever started it is gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
+import time
 from pathlib import Path
 
 from gspo_mega.config import load_config
+from gspo_mega.launcher.state import read_state
 from gspo_mega.rollout.supervise_server import ServerSupervisor
 from gspo_mega.run_folder import Attempt, RunFolder
 
@@ -19,8 +22,8 @@ from gspo_mega.run_folder import Attempt, RunFolder
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
-    parser.add_argument("--attempt", type=Path, metavar="DIR", help="attempt folder to register in; a new one by default")
-    parser.add_argument("--index", type=int, default=0, metavar="K", help="which server of the attempt this is (server-K)")
+    parser.add_argument("--attempt", type=Path, metavar="DIR", help="attempt folder to register in; the one that runs by default")
+    parser.add_argument("--index", type=int, metavar="K", help="which server of the attempt this is (server-K)")
     parser.add_argument("--host", metavar="ADDRESS", help="this machine's address to bind and register, instead of server.host")
 
 
@@ -28,9 +31,29 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides).config
     if args.host is not None:
         config = config.model_copy(update={"server": config.server.model_copy(update={"host": args.host})})
-    if args.attempt is not None:
-        attempt = Attempt(args.attempt)
-    else:
-        attempt = RunFolder(Path(config.run.dir) / config.run.name).new_attempt()
+    folder = RunFolder(Path(config.run.dir) / config.run.name)
+    attempt = running_attempt(folder, time.time()) if args.attempt is None else Attempt(args.attempt)
+    index = args.index
+    if index is None:
+        index = free_index(attempt, config.server.num_servers) if attempt is not None and args.attempt is None else 0
+    attempt = attempt or folder.new_attempt()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    return ServerSupervisor(config, attempt, args.index).run()
+    return ServerSupervisor(config, attempt, index).run()
+
+
+def running_attempt(folder: RunFolder, now: float) -> Attempt | None:
+    """The attempt whose supervisor shows signs of life, if one does. `now`: unix seconds."""
+    latest = folder.latest_attempt()
+    state = read_state(latest) if latest is not None else None
+    return None if state is None or state.is_over or state.is_silent(now) else latest
+
+
+def free_index(attempt: Attempt, num_servers: int) -> int:
+    """Taken by making its log, so that two servers started at once have one each. Below `num_servers` are the supervisor's own."""
+    for index in itertools.count(num_servers):
+        try:
+            attempt.server_log(index).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return index
+    raise AssertionError("itertools.count ended")

@@ -1,0 +1,63 @@
+"""Which attempt a server that is started by hand belongs to, and as which server."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.commands import main as command_line
+from gspo_mega.commands import serve
+from gspo_mega.launcher.state import SILENCE_SECONDS, StateKeeper
+from gspo_mega.run_folder import RunFolder
+
+CONFIG = str(Path(__file__).parents[3] / "configs/quickstart.yaml")
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """served(*words): `gspo-mega serve` of the run in `tmp_path`/run; the (attempt, index) that the server was started with."""
+    started = []
+
+    class Supervisor:
+        def __init__(self, config, attempt, index):
+            started.append((attempt.number, index))
+
+        def run(self):
+            return 0
+
+    monkeypatch.setattr(serve, "ServerSupervisor", Supervisor)
+
+    def call(*words):
+        assert command_line.main(["serve", CONFIG, f"run.dir={tmp_path}", "run.name=run", "server.num_servers=2", *words]) == 0
+        return started[-1]
+
+    return call
+
+
+def test_it_joins_the_attempt_that_runs_behind_its_own_servers(served, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.new_attempt()
+    attempt = folder.new_attempt()
+    with StateKeeper(attempt):
+        assert [served(), served(), served("--index", "7")] == [(2, 2), (2, 3), (2, 7)]
+    assert len(folder.attempts()) == 2
+
+
+def test_where_none_runs_it_has_an_attempt_of_its_own(served, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert served() == (1, 0)
+    with StateKeeper(folder.new_attempt()) as state:
+        state.tell("finished")
+        assert served() == (3, 0)
+    with StateKeeper(folder.new_attempt()):
+        assert serve.running_attempt(folder, time.time() + SILENCE_SECONDS + 1) is None
+
+
+def test_the_launchers_servers_say_where_they_belong(served, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    first = folder.new_attempt()
+    with StateKeeper(folder.new_attempt()):
+        assert served("--attempt", str(first.path)) == (1, 0)
+        assert served("--attempt", str(first.path), "--index", "1") == (1, 1)
