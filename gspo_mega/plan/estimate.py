@@ -122,8 +122,8 @@ def _servers(plan: Plan, total_parameters: int, limit: int | None) -> Servers:
     server, cluster = config.server, config.cluster
     num_gpus = server.num_servers * server.tensor
     node = cluster.gpus_per_node or cluster.ranks_per_node
-    nodes = None
-    if cluster.num_nodes > 1 or cluster.ranks_per_node + num_gpus > node:
+    nodes = cluster.num_rollout_nodes or None
+    if nodes is None and (cluster.num_nodes > 1 or cluster.ranks_per_node + num_gpus > node):
         nodes = math.ceil(server.num_servers / max(1, node // server.tensor))
     memory = server_memory(config, plan.spec, total_parameters, limit) if limit is not None else None
     return Servers(num_gpus, nodes, memory)

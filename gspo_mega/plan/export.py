@@ -61,7 +61,7 @@ def plan_shell(plan: Plan, figures: Estimate) -> str:
         "NUM_SERVERS": server.num_servers,
         "SERVER_TENSOR": server.tensor,
         "SERVER_GPUS": figures.servers.num_gpus,
-        "ROLLOUT_NODES": figures.servers.nodes or 0,
+        "ROLLOUT_NODES": cluster.num_rollout_nodes,
         "CHECKPOINT_BYTES": figures.checkpoint_bytes,
         "SAVE_SECONDS": round(figures.save_seconds) + 1,
         "FITS": {None: "unknown", True: "yes", False: "no"}[figures.fits],
