@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Literal
 
 from gspo_mega.config import Config, LoadedConfig, render_config
-from gspo_mega.launcher.launch import is_replay, log_to
+from gspo_mega.errors import PlanError
+from gspo_mega.launcher.launch import log_to
 from gspo_mega.launcher.places import free_port
 from gspo_mega.launcher.prepare import hold, new_attempt
-from gspo_mega.launcher.slurm import Allocation, read_allocation
+from gspo_mega.launcher.slurm import Allocation, read_allocation, seconds_left
 from gspo_mega.launcher.slurm_job import SlurmJob
 from gspo_mega.launcher.slurm_site import Site
-from gspo_mega.launcher.slurm_size import job_size
+from gspo_mega.launcher.slurm_size import JobSize, job_size
 from gspo_mega.launcher.slurm_steps import Steps
 from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.versions import versions_text
@@ -27,15 +28,16 @@ from gspo_mega.run_folder import RunFolder, atomic_write_text
 
 
 def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Callable[[str], None]) -> int:
-    """Run `command` on the nodes of this job; returns the exit code, or does not return when the job is queued again.
+    """Run `command` on the nodes of this job; returns the exit code.
 
     Call from the main thread of the batch script. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
     PlanError before anything starts, RankError for what failed after.
     """
     site = Site.read(os.environ)
-    size = job_size(loaded, site)
+    size = job_size(loaded, site, command)
     report = render_report(plan_run(loaded, "gpu" if site.gpus_per_node else "cpu"))
     allocation = read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes)
+    _check_time(allocation.job_id, site)
     loaded = replace(loaded, config=_reached_from(loaded, allocation))
     config = loaded.config
     say(report)
@@ -47,13 +49,12 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
         atomic_write_text(attempt.versions_file, versions_text())
         with log_to(attempt.supervisor_log), StateKeeper(attempt, allocation.job_id) as state:
             say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
-            say(f"job      {allocation.job_id}, restarted {allocation.num_restarts} times; {describe_nodes(allocation)}")
+            say(f"job      {allocation.job_id}, restarted {allocation.num_restarts} times; {describe_nodes(allocation, size)}")
             steps = Steps(allocation, size, site, attempt, config.server.tensor)
             job = SlurmJob(attempt, allocation, steps, state, say, site.signal_seconds)
             here = allocation.trainer_nodes[0].address
             doctors = steps.doctors(free_port(here), config.precision == "fp8") if site.preflight else []
-            num_servers = 0 if is_replay(loaded, command) else config.server.num_servers
-            return job.run(command, num_servers, free_port(here), doctors)
+            return job.run(command, size.num_servers, free_port(here), doctors)
 
 
 def _reached_from(loaded: LoadedConfig, allocation: Allocation) -> Config:
@@ -65,8 +66,19 @@ def _reached_from(loaded: LoadedConfig, allocation: Allocation) -> Config:
     return config.model_copy(update={"server": config.server.model_copy(update={"host": allocation.trainer_nodes[0].address})})
 
 
-def describe_nodes(allocation: Allocation) -> str:
+def _check_time(job_id: str, site: Site) -> None:
+    left = seconds_left(job_id)
+    if left is not None and left <= site.signal_seconds:
+        raise PlanError(
+            f"job {job_id} has {left:.0f} s, and saves and stops {site.signal_seconds} s before its end (GSPO_SIGNAL_SECONDS): it would be"
+            " queued again for ever without a step; give it more time (--time in GSPO_SBATCH, launch/slurm/site.sh)"
+        )
+
+
+def describe_nodes(allocation: Allocation, size: JobSize) -> str:
     trainers, rollouts = ([node.name for node in nodes] for nodes in (allocation.trainer_nodes, allocation.rollout_nodes))
+    if size.num_servers == 0:
+        return f"ranks on {' '.join(trainers)}, no servers: it trains on recorded rollouts"
     if trainers == rollouts:
         return f"ranks and servers on {' '.join(trainers)}"
     return f"ranks on {' '.join(trainers)}, servers on {' '.join(rollouts)}"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from gspo_mega.errors import PlanError, RankError
 
@@ -27,7 +29,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job by what they do; `rollout_nodes` are the trainer nodes themselves where servers share them.
+    """The nodes of a job by what they do; `rollout_nodes` are the trainer nodes themselves where servers share them, or would.
 
     The first trainer node is the one that the batch script runs on, and rank 0. `num_restarts`: times the job was queued again.
     """
@@ -95,6 +97,14 @@ def job_runs(job_id: str) -> bool:
     return set(re.findall(r"\bJobState=(\w+)", _scontrol("show", "job", "-o", job_id))) == {"RUNNING"}
 
 
+def seconds_left(job_id: str) -> float | None:
+    """Until Slurm ends the job for its time; None where it has no limit. Of a heterogeneous job the component that ends first."""
+    # Times are the machine's own, but where the user's shell asks for another form of them.
+    shown = _output(["env", "-u", "SLURM_TIME_FORMAT", "scontrol", "show", "job", "-o", job_id])
+    ends = re.findall(r"\bTimeLimit=(?!UNLIMITED)\S+.*?\bEndTime=(\d\S+)", shown)
+    return min(datetime.fromisoformat(end).timestamp() for end in ends) - time.time() if ends else None
+
+
 def silent_nodes(nodes: Iterable[Node]) -> list[Node]:
     """Those of `nodes` where Slurm cannot start a process now. Takes up to half a minute."""
     probes = []
@@ -146,10 +156,15 @@ def _addresses(names: Sequence[str]) -> dict[str, str]:
 
 
 def _scontrol(*arguments: str) -> str:
+    return _output(["scontrol", *arguments])
+
+
+def _output(command: list[str]) -> str:
+    said = " ".join(command)
     try:
-        done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=_ASK_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RankError(f"scontrol {' '.join(arguments)}: {error}") from error
+        raise RankError(f"{said}: {error}") from error
     if done.returncode != 0:
-        raise RankError(f"scontrol {' '.join(arguments)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise RankError(f"{said}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout

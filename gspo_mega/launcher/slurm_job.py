@@ -22,7 +22,7 @@ from dataclasses import replace
 from gspo_mega.errors import RankError
 from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.failure import describe_failure
-from gspo_mega.launcher.slurm import Allocation, Node, job_runs, lost_nodes, requeue, silent_nodes, slurmd_timeout_seconds
+from gspo_mega.launcher.slurm import Allocation, Node, job_runs, lost_nodes, requeue, seconds_left, silent_nodes, slurmd_timeout_seconds
 from gspo_mega.launcher.slurm_preflight import preflight
 from gspo_mega.launcher.slurm_steps import Steps
 from gspo_mega.launcher.state import StateKeeper
@@ -35,8 +35,10 @@ logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_SECONDS = 0.2
 _SETTLE_SECONDS = 1.0
-# Slurm is asked for the job's nodes so often.
+# Slurm is asked for the job's nodes and time so often.
 _LOOK_SECONDS = 15.0
+# Slurm looks at time limits twice a minute. A signal that is later than this was sent before there was a supervisor to hear it.
+_LATE_SECONDS = 60.0
 # A server ends its own group within 2 s of being told.
 _SERVERS_GRACE_SECONDS = 5.0
 _END_GRACE_SECONDS = 3.0
@@ -52,6 +54,7 @@ class SlurmJob:
         self, attempt: Attempt, allocation: Allocation, steps: Steps, state: StateKeeper, say: Callable[[str], None], signal_seconds: float
     ) -> None:
         self._attempt, self._allocation, self._steps, self._state, self._say = attempt, allocation, steps, state, say
+        self._signal_seconds = signal_seconds
         self._grace_seconds = max(signal_seconds - _RESERVE_SECONDS, signal_seconds / 2)
         self._console = ConsoleTail(attempt.console_log, say)
         self._signals: list[int] = []
@@ -63,8 +66,8 @@ class SlurmJob:
         self._look_again = time.monotonic() + _LOOK_SECONDS
 
     def run(self, command: str, num_servers: int, master_port: int, doctors: Sequence[tuple[Node, ChildSpec]]) -> int:
-        """Start the steps, the doctors' first, and stay until they are over. Returns 0, 75 when stopped, or does not return when the job is
-        queued again, because Slurm then ends it. Raises RankError whose text is one line; call from the main thread."""
+        """Start the steps, the doctors' first, and stay until they are over. Returns 0, or 75 when stopped; when the job is queued again, as
+        soon as Slurm ends it. Raises RankError whose text is one line; call from the main thread."""
         with self._signals_taken():
             family = Family()
             try:
@@ -80,7 +83,7 @@ class SlurmJob:
                 family.close(_END_GRACE_SECONDS)
                 self._console.pump()
             if self._requeue_because is not None and job_runs(self._allocation.job_id):
-                self._queue_again()
+                return self._queue_again()
             self._state.tell("finished" if code == 0 else "stopped")
             return code
 
@@ -96,19 +99,25 @@ class SlurmJob:
                 self._drop_lost_servers()
             if ranks.exit_code is not None:
                 return self._ranks_over(ranks)
-            if self._lost_trainer():
+            if self.look():
                 return EXIT_STOPPED
             if self._stop_deadline is not None and time.monotonic() > self._stop_deadline:
                 self._say("The ranks did not stop in time; the steps since the last checkpoint are lost.")
                 return EXIT_STOPPED
             time.sleep(_POLL_SECONDS)
 
-    def _lost_trainer(self) -> bool:
-        """Whether Slurm gave a trainer node up. The ranks that are left may wait for it in a collective, for half an hour."""
-        if time.monotonic() < self._look_again:
+    def look(self, now: bool = False) -> bool:
+        """Ask Slurm every so often, or `now`. Returns whether it gave a trainer node up: the ranks that are left may wait for that in a
+        collective, for half an hour."""
+        if not now and time.monotonic() < self._look_again:
             return False
         self._look_again = time.monotonic() + _LOOK_SECONDS
-        lost = lost_nodes(self._allocation.job_id, self._allocation.trainer_nodes) if job_runs(self._allocation.job_id) else []
+        if not job_runs(self._allocation.job_id):
+            return False
+        left = seconds_left(self._allocation.job_id)
+        if left is not None and left < self._signal_seconds - min(_LATE_SECONDS, self._signal_seconds / 2):
+            self._stop(f"{left:.0f} s are left, and no signal came", again=True)
+        lost = lost_nodes(self._allocation.job_id, self._allocation.trainer_nodes)
         if lost:
             self._requeue_because = f"lost node {', '.join(node.name for node in lost)}"
         return bool(lost)
@@ -214,12 +223,17 @@ class SlurmJob:
             self._state.tell("stopping", note=reason)
             self._say(f"{reason}: stopping after a checkpoint, within {self._grace_seconds:.0f} s")
 
-    def _queue_again(self) -> None:
-        """Does not return: Slurm ends this process."""
+    def _queue_again(self) -> int:
+        """Returns when Slurm ends this process."""
         self._state.tell("requeued", note=self._requeue_because)
         self._say(f"queued again: {self._requeue_because}")
+        self._signals.clear()
         requeue(self._allocation.job_id)
-        time.sleep(_REQUEUE_SECONDS)
+        deadline = time.monotonic() + _REQUEUE_SECONDS
+        while time.monotonic() < deadline:
+            if signal.SIGTERM in self._signals:
+                return EXIT_STOPPED
+            time.sleep(_POLL_SECONDS)
         raise RankError(f"Slurm took the requeue of job {self._allocation.job_id} and did not end it within {_REQUEUE_SECONDS:.0f} s")
 
     def _end_servers(self) -> None:

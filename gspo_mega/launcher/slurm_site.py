@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gspo_mega.errors import ConfigError
@@ -52,7 +52,7 @@ class Site:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Site:
-        """Raises ConfigError naming every variable that is no number."""
+        """Raises ConfigError naming every variable that is no number, or that holds an open quote."""
         values = {name: environment.get(name) or str(default) for name, default in _NUMBERS.items()}
         wrong = [f"{name}={text}" for name, text in values.items() if not text.isdecimal()]
         if wrong:
@@ -68,5 +68,14 @@ class Site:
 
 
 def _environment(environment: Mapping[str, str], kind: str) -> Environment:
-    container: Sequence[str] = shlex.split(environment.get(f"GSPO_{kind}_CONTAINER", ""))
+    container = words_of(environment, f"GSPO_{kind}_CONTAINER")
     return Environment(tuple(container), environment.get(f"GSPO_{kind}_PYTHON") or sys.executable)
+
+
+def words_of(environment: Mapping[str, str], name: str) -> list[str]:
+    """The words of a variable that holds several, quoted as in a shell. Raises ConfigError where a quote is left open."""
+    text = environment.get(name, "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"launch/slurm/site.sh: {name}={text}: {error}; words with spaces stand in one pair of quotes") from None

@@ -59,6 +59,9 @@ class Steps:
     def server_node(self, index: int) -> Node:
         return self._allocation.rollout_nodes[self._size.place_of(index)[0]]
 
+    def _serves(self, node: Node) -> bool:
+        return node in (self.server_node(index) for index in range(self._size.num_servers))
+
     def doctors(self, master_port: int, fp8: bool) -> list[tuple[Node, ChildSpec]]:
         """A step a node, in the environment of what will run there."""
         allocation, site, attempt = self._allocation, self._site, self._attempt
@@ -68,7 +71,7 @@ class Steps:
             environment = site.trainer if trains else site.server
             # Where ranks and servers share a node and not an environment, the ranks' is looked at.
             roles = ["trainer"] if trains else ["server"]
-            if trains and node in allocation.rollout_nodes and site.trainer == site.server:
+            if trains and self._serves(node) and site.trainer == site.server:
                 roles.append("server")
             words = [word for role in roles for word in ("--role", role)] + (["--fp8"] if fp8 else [])
             words += ["--folder", str(attempt.run_folder.path), "--gpus", str(site.gpus_per_node), "--address", node.address]

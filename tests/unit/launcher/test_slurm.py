@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,20 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.config import load_config
-from gspo_mega.errors import ConfigError, PlanError, RankError
+from gspo_mega.errors import ConfigError, JournalError, PlanError, RankError
 from gspo_mega.launcher import slurm
 from gspo_mega.launcher.launch import launch
+from gspo_mega.launcher.launch_slurm import describe_nodes
+from gspo_mega.launcher.slurm_job import SlurmJob
 from gspo_mega.launcher.slurm_site import Site
 from gspo_mega.launcher.slurm_size import job_size, sbatch_options
 from gspo_mega.launcher.slurm_steps import Steps
+from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
+SHAPE = REPOSITORY / "configs/models/quickstart_moe.json"
 
 SCONTROL = r"""#!/usr/bin/env python3
 import re, sys
@@ -33,8 +38,12 @@ elif words[:2] == ["show", "node"]:
     for name in names(words[3]):
         print(f"NodeName={name} Arch=x CPUTot=8 NodeAddr=10.0.0.{name[1:]} NodeHostName={name}")
 elif words[:2] == ["show", "job"] and words[3] == "7":
-    print("JobId=7 ReqNodeList=(null) ExcNodeList=n9 NodeList=n[1-2] BatchHost=n1")
-    print("JobId=8 HetJobId=7 NodeList=(null)")
+    from datetime import datetime, timedelta
+    end = (datetime.now() + timedelta(seconds=200)).isoformat(timespec="seconds")
+    print(f"JobId=7 JobState=RUNNING TimeLimit=00:10:00 EndTime={end} ReqNodeList=(null) ExcNodeList=n9 NodeList=n[1-2] BatchHost=n1")
+    print("JobId=8 HetJobId=7 JobState=RUNNING TimeLimit=UNLIMITED EndTime=2099-01-01T00:00:00 NodeList=(null)")
+elif words[:2] == ["show", "job"] and words[3] == "6":
+    print("JobId=6 JobState=RUNNING TimeLimit=UNLIMITED EndTime=Unknown NodeList=n1")
 else:
     sys.exit(f"Invalid job id specified")
 """
@@ -83,6 +92,12 @@ def test_nodes_with_too_few_gpus_are_refused_before_the_queue(overrides, told):
     job_size(loaded(*overrides), site(GSPO_GPUS_PER_NODE="0"))  # CPUs are not divided
 
 
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*_*node*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_configuration_of_a_cluster_has_as_many_nodes_as_its_name_says(path):
+    size = job_size(load_config(path, (), "train"), site())
+    assert size.num_trainer_nodes + size.num_rollout_nodes == int(re.search(r"_(\d+)node", path.stem)[1])
+
+
 def test_more_rollout_nodes_than_servers_are_refused():
     with pytest.raises(ConfigError, match="2 nodes for server.num_servers 1: some would have nothing to do; at most 1"):
         loaded("cluster.num_rollout_nodes=2")
@@ -94,12 +109,28 @@ def test_train_on_one_machine_refuses_several(key):
         launch(loaded(f"cluster.{key}"), "train", print)
 
 
+def test_a_run_on_recorded_rollouts_needs_no_servers_and_no_nodes_for_them(tmp_path):
+    words = ["cluster={num_nodes: 2, ranks_per_node: 8, num_rollout_nodes: 2}", "server.num_servers=4", "train.num_steps=1", f"train.from_rollouts={tmp_path}"]
+    with pytest.raises(JournalError, match="has no rollouts of step 1"):
+        job_size(loaded(*words), site())
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal/step_00000000").touch()
+    size = job_size(loaded(*words), site())
+    assert (size.num_servers, size.num_rollout_nodes, size.trainer_gpus) == (0, 0, 8)
+    assert "--nodes=2" in sbatch_options(loaded(*words).config, size, site(), ["--partition=small"])
+    allocation = slurm.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
+    assert describe_nodes(allocation, size) == "ranks on n1 n2, no servers: it trains on recorded rollouts"
+    doctors = Steps(allocation, size, site(), RunFolder(tmp_path / "run").new_attempt(), 1).doctors(14_001, fp8=False)
+    assert ["server" in spec.command for _, spec in doctors] == [False, False]
+    assert job_size(loaded(*words), site(), "sft").num_servers == 4
+
+
 def test_sbatch_is_told_the_size():
     config = loaded("cluster={num_nodes: 2, ranks_per_node: 8, num_rollout_nodes: 1}", "server={num_servers: 4, tensor: 2}")
     size = job_size(config, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
     options = sbatch_options(config.config, size, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
     assert options == [
-        "--job-name=train", "--signal=B:USR1@600", "--nodes=3", "--ntasks-per-node=8", "--cpus-per-task=12", "--no-kill", "--gres=gpu:8",
+        "--job-name=train", "--signal=B:USR1@600", "--export=ALL", "--nodes=3", "--ntasks-per-node=8", "--cpus-per-task=12", "--no-kill", "--gres=gpu:8",
     ]  # fmt: skip
     het = sbatch_options(config.config, size, site(), ["--partition=small"])
     assert het[het.index(":") + 1 :] == ["--nodes=1", "--ntasks-per-node=4", "--cpus-per-task=1", "--no-kill", "--gres=gpu:8", "--partition=small"]
@@ -114,10 +145,12 @@ def test_the_size_as_shell_and_refusals_as_lines():
     assert "model.path" in refused.stderr and "Traceback" not in refused.stderr
     wrong = subprocess.run(command, capture_output=True, text=True, env={**environment, "GSPO_CPUS_PER_TASK": "many"})
     assert (wrong.returncode, wrong.stderr) == (2, "launch/slurm/site.sh: GSPO_CPUS_PER_TASK=many: not a number\n")
-    shape = REPOSITORY / "configs/models/quickstart_moe.json"
-    ended = subprocess.run([*command, f"model.path={shape}"], capture_output=True, text=True, env=environment)
+    quote = subprocess.run([*command, f"model.path={SHAPE}"], capture_output=True, text=True, env={**environment, "GSPO_SBATCH": "--comment='a b"})
+    assert (quote.returncode, quote.stdout) == (2, "")
+    assert quote.stderr.splitlines()[-1].startswith("launch/slurm/site.sh: GSPO_SBATCH=--comment='a b: No closing quotation; ")
+    ended = subprocess.run([*command, f"model.path={SHAPE}"], capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr
-    echo = 'eval "$1"; echo "$GSPO_NUM_NODES|$GSPO_RUN_FOLDER|${GSPO_SIZE[2]}"'
+    echo = 'eval "$1"; echo "$GSPO_NUM_NODES|$GSPO_RUN_FOLDER|${GSPO_SIZE[3]}"'
     assert subprocess.run(["bash", "-c", echo, "sh", ended.stdout], capture_output=True, text=True).stdout == "1|/tmp/a b/x|--nodes=1\n"
 
 
@@ -155,6 +188,24 @@ def test_a_node_that_left_the_jobs_list_is_lost():
     assert [node.name for node in slurm.lost_nodes("7", job.nodes)] == ["n3"]
     with pytest.raises(RankError, match="scontrol show job -o 9: Invalid job id"):
         slurm.lost_nodes("9", job.nodes)
+
+
+def test_the_time_that_is_left():
+    assert 195 < slurm.seconds_left("7") <= 200
+    assert slurm.seconds_left("6") is None
+
+
+def test_a_job_near_its_end_stops_without_a_signal(tmp_path):
+    attempt = RunFolder(tmp_path / "run").new_attempt()
+    size = job_size(loaded("cluster.num_nodes=2"), site())
+    allocation = slurm.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
+    steps, said = Steps(allocation, size, site(), attempt, 1), []
+    for signal_seconds, stops in ((200, False), (300, True)):
+        with StateKeeper(attempt, "7") as state:
+            job = SlurmJob(attempt, allocation, steps, state, said.append, signal_seconds)
+            job.look(now=True)
+        assert (attempt.stop_reason() is not None) == stops
+    assert re.match(r"\d+ s are left, and no signal came: stopping after a checkpoint, within 280 s", said[0])
 
 
 @pytest.fixture
