@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.engine.routing import Routes, influential_positions
+from gspo_mega.engine.routing import Routes, choice_margins, influential_positions
 from gspo_mega.records import MicroBatch, RolloutBatch
 
 # A router's rows are made equal but for this share: their scores then differ by about the rounding of one.
@@ -61,6 +61,8 @@ def tie_routers(engine: PolicyEngine) -> None:
         noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(layer), dtype=torch.float64)
         first = torch.arange(router.weight.size(0)) // group * group
         router.weight.copy_(router.weight[first].double() * (1 + _TIE * noise.to(router.weight.device)))
+        if router.expert_bias is not None:
+            router.expert_bias.copy_(router.expert_bias[first])
 
 
 class RouterMargins:
@@ -83,12 +85,7 @@ class RouterMargins:
 
     @torch.no_grad()
     def _note(self, router: torch.nn.Module, inputs: tuple[torch.Tensor, ...], _outputs: object) -> None:
-        assert self._engine.spec.moe is not None
-        k = self._engine.spec.moe.experts_per_token
-        scores = router.gating(inputs[0]).flatten(0, -2).double()
-        best = scores.topk(min(k + 1, scores.size(1)), dim=1).values
-        gaps = best[:, k - 1] - best[:, k] if best.size(1) > k else torch.full_like(best[:, 0], float("inf"))
-        self._gaps.append(gaps.cpu().numpy())
+        self._gaps.append(choice_margins(router, inputs[0]).cpu().numpy())
 
     def by_trajectory(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> list[np.ndarray]:
         """[prompt + response - 1] float64 a trajectory; infinite where no prediction depends on the token."""

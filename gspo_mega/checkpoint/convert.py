@@ -24,6 +24,7 @@ from gspo_mega.checkpoint.torch_dist import write_chunks, write_index
 from gspo_mega.errors import CheckpointError
 from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_blocks, parameter_shape
 from gspo_mega.run_folder import atomic_write_json
+from gspo_mega.weights.gather import entry_dtype
 from gspo_mega.weights.hf_export import DTYPE_NAMES, MANIFEST_NAME, copy_description, sync, tensor_digest
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME
 from gspo_mega.weights.names import table_by_parameter
@@ -53,7 +54,7 @@ class _Tally:
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The tensor in the wanted dtype, noted for the manifest."""
         tensor = self.source.read(entry)
-        tensor = tensor if self.dtype is None else tensor.to(self.dtype)
+        tensor = tensor if self.dtype is None else tensor.to(entry_dtype(entry, self.dtype))
         self.tensors[entry.name] = {
             "shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype], "sha256": tensor_digest(tensor), "source": entry.name,
         }  # fmt: skip
@@ -99,7 +100,7 @@ def to_huggingface(source: TensorSource, out: Path, *, dtype: torch.dtype | None
 
     def write(tally: _Tally, path: Path, group: list[_Item]) -> None:
         entries = [entry for _, fused in group for entry in fused]
-        described = {entry.name: (dtype or source.dtype(entry), entry.shape) for entry in entries}
+        described = {entry.name: (_dtype(source, entry, dtype), entry.shape) for entry in entries}
         write_safetensors(path, described, (tally.read(entry) for entry in entries))
 
     def complete(part: Path, files: list[dict[str, Any]], described: Path, dtype_name: str) -> None:
@@ -132,7 +133,11 @@ def _fused(tally: _Tally, entries: list[TensorEntry]) -> torch.Tensor:
 
 
 def _size(source: TensorSource, entry: TensorEntry, dtype: torch.dtype | None) -> int:
-    return entry.num_elements * (dtype or source.dtype(entry)).itemsize
+    return entry.num_elements * _dtype(source, entry, dtype).itemsize
+
+
+def _dtype(source: TensorSource, entry: TensorEntry, dtype: torch.dtype | None) -> torch.dtype:
+    return source.dtype(entry) if dtype is None else entry_dtype(entry, dtype)
 
 
 def _groups(source: TensorSource, items: Iterable[_Item], dtype: torch.dtype | None, file_bytes: int) -> list[list[_Item]]:
@@ -186,7 +191,7 @@ def _convert(
             finished[name] = {"file": name, "bytes": tally.done - before_bytes, "tensors": tensors, "written": written}
             _append(record, finished[name] | {"file_bytes": (part / name).stat().st_size})
         in_order = [finished[name] for name in files]
-        dtypes = {said["dtype"] for said in tally.tensors.values()}
+        dtypes = {tally.tensors[entry.name]["dtype"] for entry in entries if not entry.is_buffer}
         # Of a mixture the widest is what config.json can say without losing any.
         complete(part, in_order, source.description, "float32" if "float32" in dtypes else min(dtypes))
         placed = {tensor: said | {"file": file["file"]} for file in in_order for tensor, said in file["tensors"].items()}

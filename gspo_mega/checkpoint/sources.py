@@ -14,7 +14,7 @@ import torch
 from gspo_mega.checkpoint.safetensors_stream import SafetensorsFile
 from gspo_mega.checkpoint.torch_dist import TorchDistFolder, stored_place
 from gspo_mega.errors import CheckpointError, ModelError
-from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_blocks, parameter_shape
+from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks, parameter_shape
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME, HuggingFaceFolder, check_names_and_shapes
@@ -59,9 +59,8 @@ class HuggingFaceSource:
         self.spec = read_model_spec(folder)
         self.description = folder
         shapes = {entry.name: entry.shape for entry in hf_tensors(self.spec)}
-        redundant = frozenset({_HEAD}) if self.spec.tie_word_embeddings else frozenset()
         with HuggingFaceFolder(folder) as names:
-            problems = check_names_and_shapes(names, shapes, redundant)
+            problems = check_names_and_shapes(names, shapes, lambda name: may_be_there(self.spec, name))
             _refuse(problems, ModelError, f"{folder} does not hold a {self.spec.family} of its config.json")
             self._file_of = dict(names.files)
         self.files = [folder / name for name in sorted(set(self._file_of.values()))]

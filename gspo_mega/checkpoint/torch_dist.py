@@ -1,6 +1,6 @@
 """Megatron's `torch_dist` checkpoint format without Megatron's models or ranks: names, files, one parameter at a time.
 
-A stored tensor holds a parameter of all layers (and experts), stacked in front: `decoder.layers.mlp.linear_fc1.weight` is
+A stored tensor holds a parameter of all layers (and experts), stacked in front, where layers are alike: `decoder.layers.mlp.linear_fc1.weight` is
 [layers, rows, columns], cut into chunks of any size. Megatron reads it into any tensor, pipeline and expert layout. Owns
 where a canonical parameter lies in it; how tensors are fused into parameters is `model/families.py`.
 
@@ -40,7 +40,7 @@ _NORMS = {
     "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight",),
     "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",),
 }
-_NORM_BEFORE_EXPERTS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+_BOTH_NORMS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,20 @@ def stored_place(spec: ModelSpec, parameter: str) -> StoredPlace:
     if in_layer is None:
         return StoredPlace((parameter,), (), ())
     layer, rest = int(in_layer[1]), in_layer[2]
+    # Layers that differ (dense ones before those with experts) are stored each under its number, others stacked.
+    apart = spec.moe is not None and spec.moe.num_dense_layers > 0
+    prefix, index, stack = (f"{_STACK}{layer}.", (), ()) if apart else (_STACK, (layer,), (spec.num_layers,))
     if spec.moe is not None and (expert := _EXPERT.fullmatch(rest)):
-        stack = (spec.num_layers, spec.moe.num_experts)
-        return StoredPlace((f"{_STACK}mlp.experts.experts.{expert[2]}",), (layer, int(expert[1])), stack)
-    if spec.moe is not None and rest == "pre_mlp_layernorm.weight":
-        names = _NORM_BEFORE_EXPERTS
-    else:
-        names = _NORMS.get(rest, (rest,))
-    return StoredPlace(tuple(_STACK + name for name in names), (layer,), (spec.num_layers,))
+        return StoredPlace((f"{prefix}mlp.experts.experts.{expert[2]}",), (*index, int(expert[1])), (*stack, spec.moe.num_experts))
+    return StoredPlace(tuple(prefix + name for name in _stored_names(spec, layer, rest)), index, stack)
+
+
+def _stored_names(spec: ModelSpec, layer: int, name: str) -> tuple[str, ...]:
+    if spec.latent is not None:  # Transformer Engine fuses one norm there, before a dense MLP
+        return _BOTH_NORMS if name == "pre_mlp_layernorm.weight" and not spec.has_experts(layer) else (name,)
+    if spec.moe is not None and name == "pre_mlp_layernorm.weight":
+        return _BOTH_NORMS
+    return _NORMS.get(name, (name,))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ nothing where CUDA is available, and no file of a dependency is touched. It must
 import of `megatron.core`; `gspo_mega.engine` sees to that.
 
 Three kinds of difference are covered: Megatron asks `torch.cuda` for devices, streams and RNG states; it
-compares tensor type names with CUDA's; and 0.16.1 has four places that need Transformer Engine or a GPU
+compares tensor type names with CUDA's; and 0.16.1 has five places that need Transformer Engine or a GPU
 by oversight, each named below.
 """
 
@@ -132,6 +132,11 @@ def _complete_megatron() -> None:
     # Its RNG tracker goes to the CUDA generator directly.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+
+    # Without Transformer Engine its classes are stand-ins that latent attention must not ask `isinstance` about.
+    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+
+    multi_latent_attention.HAVE_TE = False
 
     # Loading optimizer state assumes a fused Adam that keeps no 'step' of its own.
     plain_set = DistributedOptimizer._set_main_param_and_optimizer_states

@@ -88,8 +88,8 @@ def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _Padd
 class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed sequences.
 
-    query [t, heads, d], key and value [t, kv_heads, d] with t this rank's share of the packed tokens;
-    returns [t, heads * d]. Under context parallelism each rank holds the two chunks of every sequence that
+    query [t, heads, d], key [t, kv_heads, d], value [t, kv_heads, v] (v is d but with latent attention) with t this rank's
+    share of the packed tokens; returns [t, heads * v]. Under context parallelism each rank holds the two chunks of every sequence that
     `context_parallel.local_positions` names; keys and values are gathered over the context group.
     Collective over the context group when its size is above 1.
     """
@@ -97,6 +97,7 @@ class PackedAttention(MegatronModule):
     def __init__(
         self, config, layer_number, attn_mask_type, attention_type,
         attention_dropout=None, softmax_scale=None, cp_comm_type=None, pg_collection=None,
+        k_channels=None, v_channels=None,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
         self.softmax_scale = softmax_scale

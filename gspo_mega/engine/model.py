@@ -12,19 +12,24 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLinear
 from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.balancing import megatron_coefficient
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.cpu_attention import PackedAttention, TorchNorm
+from gspo_mega.engine.latent import latent_settings
+from gspo_mega.engine.norms import LatentNorm, norm_class
 from gspo_mega.engine.precision import log_backends, precision_settings, require_precision, uses_transformer_engine
 from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
 from gspo_mega.engine.rotary import scale_rotary
 from gspo_mega.model.families import padded_vocab_size
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.model.spec import ModelSpec, MoeSpec, RopeScaling
 
 
 class PolicyModel(GPTModel):
@@ -104,49 +109,82 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
             recompute_granularity="full", recompute_method="uniform", recompute_num_layers=config.recompute.num_layers
         )
     if spec.moe is not None:
-        settings.update(
-            num_moe_experts=spec.moe.num_experts,
-            moe_router_topk=spec.moe.experts_per_token,
-            moe_ffn_hidden_size=spec.moe.expert_intermediate_size,
-            moe_router_dtype="fp32",
-            # Softmax over the chosen k is softmax over all, renormalised; without renormalisation the
-            # softmax comes first.
-            moe_router_pre_softmax=not spec.moe.norm_topk_prob,
-            moe_router_load_balancing_type=config.moe.load_balancing,
-            moe_aux_loss_coeff=megatron_coefficient(config.moe),
-            moe_z_loss_coeff=config.moe.z_loss_coefficient or None,
-            # Routes are recorded always, and replayed where asked for; a fused router would pass the replay by.
-            moe_enable_routing_replay=True,
-            moe_router_fusion=False,
-            moe_grouped_gemm=uses_transformer_engine(settings["params_dtype"]),
-        )
-    return TransformerConfig(**settings)
+        settings |= _expert_settings(config, spec, spec.moe) | {"moe_grouped_gemm": uses_transformer_engine(settings["params_dtype"])}
+    if spec.latent is None:
+        return TransformerConfig(**settings)
+    return MLATransformerConfig(**settings | latent_settings(spec, spec.latent))
 
 
-def _layer_specs(megatron_config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
-    num_layers = get_num_layers_to_build(megatron_config, vp_stage=virtual_stage)
-    if not uses_transformer_engine(megatron_config.params_dtype):
-        layer = get_gpt_layer_local_spec(
-            num_experts=megatron_config.num_moe_experts,
-            moe_grouped_gemm=False,
-            qk_layernorm=megatron_config.qk_layernorm,
-            normalization=megatron_config.normalization,
-        )
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if megatron_config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = TorchNorm
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TorchNorm)
-    # Needs Transformer Engine from its first line on; `require_precision` has seen to it.
-    from megatron.core.extensions.transformer_engine import TENorm
+def _expert_settings(config: Config, spec: ModelSpec, moe: MoeSpec) -> dict:
+    grouped = moe.groups_per_token < moe.num_groups
+    return dict(
+        num_moe_experts=moe.num_experts,
+        moe_router_topk=moe.experts_per_token,
+        moe_ffn_hidden_size=moe.expert_intermediate_size,
+        # Given as a list even for one dense layer, and not at all without: the list changes the names in checkpoints.
+        **(dict(moe_layer_freq=[int(spec.has_experts(layer)) for layer in range(spec.num_layers)]) if moe.num_dense_layers else {}),
+        moe_shared_expert_intermediate_size=moe.shared_intermediate_size or None,
+        moe_router_dtype="fp32",
+        moe_router_score_function=moe.score_function,
+        # `balancing.py` moves the bias; Megatron would before the optimizer step, and for padding too.
+        moe_router_enable_expert_bias=moe.expert_bias,
+        moe_router_bias_update_rate=0.0,
+        moe_router_num_groups=moe.num_groups if grouped else None,
+        moe_router_group_topk=moe.groups_per_token if grouped else None,
+        moe_router_topk_scaling_factor=moe.scaling_factor if moe.scaling_factor != 1.0 else None,
+        # Softmax over the chosen k is softmax over all, renormalised; without renormalisation the
+        # softmax comes first.
+        moe_router_pre_softmax=moe.score_function == "softmax" and not moe.norm_topk_prob,
+        moe_router_load_balancing_type=config.moe.load_balancing,
+        moe_aux_loss_coeff=megatron_coefficient(config.moe),
+        moe_z_loss_coeff=config.moe.z_loss_coefficient or None,
+        # Routes are recorded always, and replayed where asked for; a fused router would pass the replay by.
+        moe_enable_routing_replay=True,
+        moe_router_fusion=False,
+    )
 
+
+def _layer_specs(megatron_config: TransformerConfig, spec: ModelSpec, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    first = get_transformer_layer_offset(megatron_config, vp_stage=virtual_stage)
+    count = get_num_layers_to_build(megatron_config, vp_stage=virtual_stage)
+    make = _transformer_engine_layer if uses_transformer_engine(megatron_config.params_dtype) else _plain_layer
+    # One spec for all layers of a kind.
+    kinds = {kind: make(megatron_config, spec, kind) for kind in {spec.has_experts(layer) for layer in range(first, first + count)}}
+    layers = [kinds[spec.has_experts(layer)] for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class(megatron_config))
+
+
+def _plain_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=megatron_config.num_moe_experts if has_experts else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=megatron_config.qk_layernorm,
+        multi_latent_attention=spec.latent is not None,
+        normalization=megatron_config.normalization,
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if spec.latent is not None:
+        # Whole on every tensor rank, as Transformer Engine's: then a checkpoint fits both.
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    elif megatron_config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = TorchNorm
+    return layer
+
+
+def _transformer_engine_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_experts: bool) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=megatron_config.num_moe_experts,
+        num_experts=megatron_config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=megatron_config.moe_grouped_gemm,
         qk_layernorm=megatron_config.qk_layernorm,
+        multi_latent_attention=spec.latent is not None,
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+    if spec.latent is not None:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    return layer
 
 
 def build_chunks(megatron_config: TransformerConfig, spec: ModelSpec, groups: ParallelGroups) -> list[PolicyModel]:
@@ -160,7 +198,7 @@ def build_chunks(megatron_config: TransformerConfig, spec: ModelSpec, groups: Pa
         has_embedding, has_head = stage_flags(stage)
         chunk = PolicyModel(
             megatron_config,
-            _layer_specs(megatron_config, stage),
+            _layer_specs(megatron_config, spec, stage),
             vocab_size=padded_vocab_size(spec.vocab_size, groups.tensor.size),
             max_sequence_length=spec.max_position_embeddings,
             pre_process=has_embedding,
@@ -171,7 +209,8 @@ def build_chunks(megatron_config: TransformerConfig, spec: ModelSpec, groups: Pa
             rotary_base=spec.rope_theta,
             vp_stage=stage,
         )
-        scale_rotary(chunk.rotary_pos_emb, spec.rope_scaling)
+        if isinstance(spec.rope_scaling, RopeScaling):
+            scale_rotary(chunk.rotary_pos_emb, spec.rope_scaling)
         chunk.model_type = ModelType.encoder_or_decoder
         if not is_cpu_backend():
             chunk.cuda(torch.cuda.current_device())

@@ -28,7 +28,6 @@ def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch
     return torch.where((wavelengths <= original / low) & (wavelengths >= original / high), between, result)
 
 
-def scale_rotary(embedding: RotaryEmbedding, scaling: RopeScaling | None) -> None:
-    """Put the model's scaling into a fresh rotary embedding; nothing without one."""
-    if scaling is not None:
-        embedding.inv_freq = scaled_frequencies(embedding.inv_freq, scaling)
+def scale_rotary(embedding: RotaryEmbedding, scaling: RopeScaling) -> None:
+    """Put the model's scaling into a fresh rotary embedding."""
+    embedding.inv_freq = scaled_frequencies(embedding.inv_freq, scaling)

@@ -163,3 +163,30 @@ def count_changed(before: Routes, after: Routes, compared: torch.Tensor) -> tupl
         ((before[layer].sort(dim=1).values != after[layer].sort(dim=1).values).any(dim=1) & compared).sum() for layer in before
     ]
     return torch.stack(changed).sum(), compared.sum() * len(before)
+
+
+@torch.no_grad()
+def choice_margins(router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
+    """[t] float64: by how little the router, given `hidden` [t, 1, H], passed over what it passed over.
+
+    The last choice minus the best one left, in what the choice goes by: logits, or sigmoid scores with the expert bias; with
+    groups also of groups (each its two best experts' sum), and the smaller of the two. Infinite where nothing was left.
+    """
+    scores = router.gating(hidden).flatten(0, -2).double()
+    if router.score_function == "sigmoid":
+        scores = scores.sigmoid() + router.expert_bias.double()
+    limit = router.config.moe_router_group_topk
+    if not limit:
+        return _margins(scores, router.topk)
+    grouped = scores.view(len(scores), router.config.moe_router_num_groups, -1)
+    by_group = grouped.topk(router.topk // limit, dim=-1).values.sum(dim=-1)
+    left_out = torch.ones_like(by_group, dtype=torch.bool).scatter_(1, by_group.topk(limit, dim=1).indices, False)
+    inside = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
+    return torch.minimum(_margins(by_group, limit), _margins(inside, router.topk))
+
+
+def _margins(scores: torch.Tensor, count: int) -> torch.Tensor:
+    if scores.size(1) == count:
+        return torch.full_like(scores[:, 0], torch.inf)
+    best = scores.topk(count + 1, dim=1).values
+    return best[:, -2] - best[:, -1]

@@ -11,6 +11,7 @@ parameter's *canonical name* has the global layer and the global expert in it, w
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,8 +39,8 @@ class TensorEntry:
     """One tensor of the checkpoint. `shape` is global; `layer` and `expert` are global, zero-based, or None.
 
     `parameter` is the canonical name of the parameter that owns it. `copies` are parameters that hold the same
-    values where they exist: the last pipeline stage's output layer when embeddings are tied. An expert's
-    tensor is cut over the expert-tensor group, any other over the tensor group.
+    values where they exist: the last pipeline stage's output layer when embeddings are tied. `is_buffer`: not trained by
+    the optimizer, and fp32 in a checkpoint of any dtype. An expert's tensor is cut over the expert-tensor group, any other over the tensor group.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TensorEntry:
     layer: int | None
     expert: int | None
     copies: tuple[str, ...] = ()
+    is_buffer: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -74,11 +76,32 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
         "head": spec.head_dim,
         "query": spec.num_heads * spec.head_dim,
         "key_value": spec.num_kv_heads * spec.head_dim,
+        "value": spec.num_heads * spec.value_head_dim,
         "intermediate": spec.intermediate_size,
     }
+    if spec.latent is not None:
+        sizes |= {
+            "query_rank": spec.latent.query_rank or 0,
+            "key_value_rank": spec.latent.key_value_rank,
+            "latent": spec.latent.key_value_rank + spec.latent.rotary_dim,
+            "content_value": spec.num_heads * (spec.latent.content_dim + spec.latent.value_dim),
+        }
     if spec.moe is not None:
-        sizes |= {"experts": spec.moe.num_experts, "expert_intermediate": spec.moe.expert_intermediate_size}
+        sizes |= {
+            "experts": spec.moe.num_experts,
+            "expert_intermediate": spec.moe.expert_intermediate_size,
+            "shared_intermediate": spec.moe.shared_intermediate_size,
+        }
     return sizes
+
+
+def _holds(spec: ModelSpec, rule: TensorRule, layer: int) -> bool:
+    """Is the row's tensor in this layer of this model?"""
+    if rule.where in ("dense layer", "expert layer"):
+        return spec.has_experts(layer) == (rule.where == "expert layer")
+    if rule.where is not None:
+        return (spec.latent is not None and spec.latent.query_rank is not None) == (rule.where == "query latent")
+    return True
 
 
 def hf_tensors(spec: ModelSpec) -> list[TensorEntry]:
@@ -97,13 +120,16 @@ def hf_tensors(spec: ModelSpec) -> list[TensorEntry]:
         )
     if (spec.moe is None) != (family.experts is None):
         raise ModelError(f"{spec.family}: the tensor table and the configuration disagree on whether there are experts")
+    if (spec.latent is None) == family.latent:
+        raise ModelError(f"{spec.family}: the tensor table and the configuration disagree on whether attention is latent")
     rules = family.tensors
-    per_layer = [rule for rule in rules if rule.stage == "layer"]
     entries = [_entry(spec, rule) for rule in rules if rule.stage == "first"]
     for layer in range(spec.num_layers):
+        per_layer = [rule for rule in rules if rule.stage == "layer" and _holds(spec, rule, layer)]
         entries += [_entry(spec, rule, layer) for rule in per_layer if "{expert}" not in rule.name]
-        for expert in range(spec.moe.num_experts if spec.moe is not None else 0):
-            entries += [_entry(spec, rule, layer, expert) for rule in per_layer if "{expert}" in rule.name]
+        own = [rule for rule in per_layer if "{expert}" in rule.name]
+        for expert in range(spec.moe.num_experts if spec.moe is not None and own else 0):
+            entries += [_entry(spec, rule, layer, expert) for rule in own]
     return entries + [
         _entry(spec, rule) for rule in rules if rule.stage == "last" and not (rule is HEAD and spec.tie_word_embeddings)
     ]
@@ -121,7 +147,22 @@ def _entry(spec: ModelSpec, rule: TensorRule, layer: int | None = None, expert: 
         layer=layer,
         expert=expert,
         copies=(HEAD.parameter,) if rule is EMBEDDING and spec.tie_word_embeddings else (),
+        is_buffer=rule.is_buffer,
     )
+
+
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def may_be_there(spec: ModelSpec, name: str) -> bool:
+    """Is this a tensor that a checkpoint of the model may hold besides `hf_tensors`, and that is passed over?
+
+    The head a second time when embeddings are tied; the layers for multi-token prediction behind the last one.
+    """
+    if name == HEAD.name:
+        return spec.tie_word_embeddings
+    found = _IN_LAYER.match(name)
+    return found is not None and 0 <= int(found[1]) - spec.num_layers < spec.num_ignored_layers
 
 
 def parameter_blocks(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int, tensor_rank: int) -> list[Block]:

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import ModelError
-from gspo_mega.model.spec import ModelSpec, MoeSpec, RopeScaling
+from gspo_mega.model.config_reader import ConfigReader
+from gspo_mega.model.deepseek import read_experts, read_latent_attention
+from gspo_mega.model.rope import read_rope
+from gspo_mega.model.spec import ModelSpec, MoeSpec
 from gspo_mega.model.tables import FAMILIES, ExpertKeys, Family
 
 ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
@@ -59,13 +62,16 @@ def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation
         raise ModelError(f"{where}: architectures is {architectures!r}; supported: {', '.join(ARCHITECTURES)}, one of them")
     name = ARCHITECTURES[architectures[0]]
     family = FAMILIES[name]
-    reader = _Reader(raw)
+    reader = ConfigReader(raw)
     _refuse_other_maths(reader, family)
 
     hidden_size = reader.size("hidden_size")
     num_heads = reader.size("num_attention_heads")
     num_kv_heads = num_heads if reader.is_omitted("num_key_value_heads", family) else reader.size("num_key_value_heads")
-    if reader.is_omitted("head_dim", family):
+    latent = read_latent_attention(reader) if family.latent else None
+    if latent is not None:
+        head_dim = latent.content_dim + latent.rotary_dim
+    elif reader.is_omitted("head_dim", family):
         head_dim = hidden_size // num_heads if num_heads else 0
         if num_heads and hidden_size % num_heads:
             reader.problem("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}, and there is no head_dim")
@@ -73,10 +79,10 @@ def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation
         head_dim = reader.size("head_dim")
     if num_kv_heads and num_heads % num_kv_heads:
         reader.problem("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
-    if head_dim % 2:
+    if latent is None and head_dim % 2:
         reader.problem("head_dim", f"{head_dim} is odd; rotary positions need pairs")
     vocab_size = reader.size("vocab_size")
-    rope_theta, rope_scaling = _rope(reader, family)
+    rope_theta, rope_scaling = read_rope(reader, family)
     spec = ModelSpec(
         family=name,
         num_layers=reader.size("num_hidden_layers"),
@@ -96,6 +102,8 @@ def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation
         eos_token_ids=_eos_token_ids(reader, generation or {}, vocab_size),
         moe=None if family.experts is None else _moe(reader, family.experts),
         rope_scaling=rope_scaling,
+        latent=latent,
+        num_ignored_layers=reader.count("num_nextn_predict_layers"),
         raw=raw,
     )
     if reader.problems:
@@ -103,46 +111,7 @@ def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation
     return spec
 
 
-class _Reader:
-    """Typed look-ups in a config.json; problems are collected, and 0 stands in for a bad size meanwhile."""
-
-    def __init__(self, raw: dict[str, Any]) -> None:
-        self.raw = raw
-        self.problems: list[str] = []
-
-    def problem(self, key: str, text: str) -> None:
-        self.problems.append(f"{key}: {text}")
-
-    def is_omitted(self, key: str, family: Family) -> bool:
-        """Is it absent, and may be so in this family?"""
-        return self.raw.get(key) is None and key in family.may_omit
-
-    def size(self, *keys: str) -> int:
-        key = next((key for key in keys if self.raw.get(key) is not None), keys[0])
-        value = self.raw.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        self.problem(key, "missing; a positive whole number" if value is None else f"is {value!r}; must be a positive whole number")
-        return 0
-
-    def number(self, key: str) -> float:
-        return self.check_number(key, self.raw.get(key))
-
-    def check_number(self, key: str, value: Any) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-            return float(value)
-        self.problem(key, "missing; a positive number" if value is None else f"is {value!r}; must be a positive number")
-        return 1.0
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key, default)
-        if isinstance(value, bool):
-            return value
-        self.problem(key, f"is {value!r}; must be true or false")
-        return default
-
-
-def _refuse_other_maths(reader: _Reader, family: Family) -> None:
+def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
     raw = reader.raw
     if raw.get("hidden_act", "silu") != "silu":
         reader.problem("hidden_act", f"{raw['hidden_act']!r} is not supported; supported: 'silu'")
@@ -156,7 +125,7 @@ def _refuse_other_maths(reader: _Reader, family: Family) -> None:
         key = "use_sliding_window" if raw.get("use_sliding_window") else "layer_types"
         reader.problem(key, "sliding-window and other partial attention is not supported; supported: full attention in every layer")
     for key, meaning in (_FOREIGN | dict(family.refused)).items():
-        if raw.get(key):
+        if raw.get(key) and key not in family.understood:
             reader.problem(key, f"{meaning} are not supported; a checkpoint without them is wanted")
     if family.experts is not None:
         if raw.get("mlp_only_layers"):
@@ -165,47 +134,7 @@ def _refuse_other_maths(reader: _Reader, family: Family) -> None:
             reader.problem("decoder_sparse_step", f"{raw['decoder_sparse_step']!r} is not supported; supported: 1, experts in every layer")
 
 
-def _rope(reader: _Reader, family: Family) -> tuple[float, RopeScaling | None]:
-    """The rotary base, at the top level (4.x) or in `rope_parameters` (5.x), and Llama 3's scaling; any other is refused."""
-    theta = reader.raw.get("rope_theta")
-    scalings: list[RopeScaling] = []
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = reader.raw.get(key)
-        if rope is None:
-            continue
-        if not isinstance(rope, dict):
-            reader.problem(key, f"is {rope!r}; must be an object")
-            continue
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "llama3":
-            scalings.append(_rope_scaling(reader, key, rope))
-        elif kind != "default":
-            reader.problem(key, f"rotary scaling {kind!r} is not supported; supported: 'default', 'llama3'")
-        theta = rope.get("rope_theta", theta)
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            reader.problem(key, f"partial_rotary_factor {rope['partial_rotary_factor']!r} is not supported; supported: 1.0")
-    if len(set(scalings)) > 1:
-        reader.problem("rope_scaling", "says otherwise than rope_parameters; one of them is enough")
-    if reader.raw.get("partial_rotary_factor", 1.0) != 1.0:
-        reader.problem("partial_rotary_factor", f"{reader.raw['partial_rotary_factor']!r} is not supported; supported: 1.0")
-    if theta is None and "rope_theta" in family.may_omit:
-        theta = 10000.0
-    return reader.check_number("rope_theta", theta), scalings[0] if scalings else None
-
-
-def _rope_scaling(reader: _Reader, key: str, rope: dict[str, Any]) -> RopeScaling:
-    values = [rope.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")]
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0 for value in values):
-        wanted = "factor, low_freq_factor, high_freq_factor and original_max_position_embeddings"
-        reader.problem(key, f"'llama3' needs positive numbers {wanted}")
-        return RopeScaling(1.0, 1.0, 2.0, 1)
-    factor, low, high, positions = values
-    if low >= high:
-        reader.problem(key, f"low_freq_factor {low} is not below high_freq_factor {high}")
-    return RopeScaling(float(factor), float(low), float(high), int(positions))
-
-
-def _dtype(reader: _Reader) -> str:
+def _dtype(reader: ConfigReader) -> str:
     key = "dtype" if reader.raw.get("dtype") is not None else "torch_dtype"
     value = reader.raw.get(key) or "float32"  # what both transformers and torch mean by leaving it out
     name = str(value).removeprefix("torch.")
@@ -214,7 +143,7 @@ def _dtype(reader: _Reader) -> str:
     return name
 
 
-def _eos_token_ids(reader: _Reader, generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(reader: ConfigReader, generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Ids that end a response: those of generation_config.json and of config.json, each once, in that order."""
     ids: list[int] = []
     for source, value in (("generation_config.json's eos_token_id", generation.get("eos_token_id")), ("eos_token_id", reader.raw.get("eos_token_id"))):
@@ -226,15 +155,18 @@ def _eos_token_ids(reader: _Reader, generation: dict[str, Any], vocab_size: int)
     return tuple(ids)
 
 
-def _moe(reader: _Reader, keys: ExpertKeys) -> MoeSpec:
+def _moe(reader: ConfigReader, keys: ExpertKeys) -> MoeSpec:
     num_experts = reader.size(*keys.num_experts)
     experts_per_token = reader.size("num_experts_per_tok")
     if 0 < num_experts < experts_per_token:
         reader.problem("num_experts_per_tok", f"{experts_per_token} is more than the {num_experts} experts there are")
+    intermediate_size = reader.size(keys.intermediate_size)
+    if keys.deepseek:
+        return read_experts(reader, num_experts, experts_per_token, intermediate_size)
     return MoeSpec(
         num_experts=num_experts,
         experts_per_token=experts_per_token,
-        expert_intermediate_size=reader.size(keys.intermediate_size),
+        expert_intermediate_size=intermediate_size,
         norm_topk_prob=reader.flag("norm_topk_prob", False) if keys.norm_topk_prob is None else keys.norm_topk_prob,
     )
 

@@ -37,7 +37,7 @@ def forward_flops_per_token(spec: ModelSpec, sequence_tokens: int) -> float:
     """FLOPs of one forward pass, a token, averaged over a causal sequence of `sequence_tokens`; backward is twice that.
 
     Counted are matrix products: two FLOPs a weight that multiplies the token (LM head included, embedding look-up
-    not), and in attention 4 x heads x head_dim a position attended to, (sequence_tokens + 1) / 2 on average.
+    not), and in attention 2 x heads x (a key's + a value's size) a position attended to, (sequence_tokens + 1) / 2 on average.
     """
     return _matrix_flops(spec) + _attention_flops(spec, sequence_tokens)
 
@@ -56,4 +56,4 @@ def _matrix_flops(spec: ModelSpec) -> float:
 
 
 def _attention_flops(spec: ModelSpec, sequence_tokens: int) -> float:
-    return 4.0 * spec.num_layers * spec.num_heads * spec.head_dim * (sequence_tokens + 1) / 2
+    return 2.0 * spec.num_layers * spec.num_heads * (spec.head_dim + spec.value_head_dim) * (sequence_tokens + 1) / 2

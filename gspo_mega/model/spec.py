@@ -6,15 +6,44 @@ Owns the record alone; reading a folder is `huggingface.py`, tensor names and sh
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class MoeSpec:
+    """`score_function` of the router; `expert_bias`: a bias an expert, added to its score where experts are chosen and not
+    where they are weighed. Experts are chosen from the best `groups_per_token` of `num_groups` equal groups; one group is
+    no grouping. `scaling_factor` multiplies the weights of the chosen. `shared_intermediate_size`: width of the experts that
+    every token goes to, all together, 0 without. The first `num_dense_layers` layers have an MLP of `intermediate_size`
+    instead."""
+
     num_experts: int
     experts_per_token: int
     expert_intermediate_size: int
     norm_topk_prob: bool = True
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    expert_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scaling_factor: float = 1.0
+    shared_intermediate_size: int = 0
+    num_dense_layers: int = 0
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: queries and keys and values are projected up from a few numbers a token.
+
+    `query_rank`: of the queries, None where they are projected from the hidden state; `key_value_rank`: of keys and values.
+    A head's query and key have `content_dim` elements from there and `rotary_dim` with positions, which for keys all heads
+    share; its value has `value_dim`.
+    """
+
+    query_rank: int | None
+    key_value_rank: int
+    content_dim: int
+    rotary_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -29,12 +58,27 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071): wavelengths that turn less than `beta_slow` times in `original_positions` tokens become `factor`
+    times as long, those that turn more than `beta_fast` times stay. With m(a) = 1 + 0.1 a ln(factor), cosines and sines are
+    multiplied by m(`attention_scale`) / m(`attention_scale_all`), attention scores by m(`attention_scale_all`)^2 besides."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    attention_scale: float
+    attention_scale_all: float
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP or MoE.
 
     `family` is the key of the table in `tables.py` (`qwen3`, `llama`). Sizes are global, before any parallelism.
-    `attention_bias`: the query, key and value projections add one (the output projection never does). `torch_dtype` is
-    the checkpoint's (`float32`, `bfloat16`). `raw` is config.json as read.
+    `head_dim` is a query's; with latent attention (`latent`) there are as many key-value heads as heads. `attention_bias`: the query, key and value projections add one (the output projection never does). `torch_dtype` is
+    the checkpoint's (`float32`, `bfloat16`). `num_ignored_layers`: layers for multi-token prediction behind the last one that a
+    checkpoint may hold; they are not loaded. `raw` is config.json as read.
     """
 
     family: str
@@ -54,12 +98,34 @@ class ModelSpec:
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
     moe: MoeSpec | None = None
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
+    latent: LatentAttention | None = None
+    num_ignored_layers: int = 0
     raw: dict[str, Any] | None = None
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return 0 if self.moe is None else self.num_layers - self.moe.num_dense_layers
+
+    def has_experts(self, layer: int) -> bool:
+        """Has this layer, counted from 0, experts in place of one MLP?"""
+        return self.moe is not None and layer >= self.moe.num_dense_layers
+
+    @property
+    def cache_elements_per_token(self) -> int:
+        """Elements that a server keeps of a token: a key and a value a head of a layer, or one latent a layer."""
+        if self.latent is not None:
+            return self.num_layers * (self.latent.key_value_rank + self.latent.rotary_dim)
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 # Fields that neither a model's weights nor its log-probs depend on.
-_IMMATERIAL = ("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings")
+_IMMATERIAL = ("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings", "num_ignored_layers")
 
 
 def shape_differences(theirs: ModelSpec, ours: ModelSpec) -> list[str]:

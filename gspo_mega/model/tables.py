@@ -18,6 +18,8 @@ Role = Literal["whole", "q", "k", "v", "gate", "up"]
 Sharding = Literal["replicated", "rows", "columns", "vocabulary"]
 # Which pipeline stage holds it.
 Stage = Literal["first", "layer", "last"]
+# Where a row holds: in layers without or with experts, in models whose queries have a latent or have none.
+Where = Literal["dense layer", "expert layer", "query latent", "no query latent"]
 # What a config.json may leave out: head_dim is then hidden_size / num_attention_heads, num_key_value_heads is
 # num_attention_heads, rope_theta 10000.
 Omissible = Literal["head_dim", "num_key_value_heads", "rope_theta"]
@@ -25,7 +27,11 @@ Omissible = Literal["head_dim", "num_key_value_heads", "rope_theta"]
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One row of a family table; `{layer}` and `{expert}` are filled in, sizes are named as in `families.py`."""
+    """One row of a family table; `{layer}` and `{expert}` are filled in, sizes are named as in `families.py`.
+
+    `where`: None for everywhere. `is_buffer`: Megatron keeps it as a buffer: no gradient, no optimizer, and fp32 in whatever
+    precision the model is.
+    """
 
     name: str
     shape: tuple[str, ...]
@@ -33,16 +39,20 @@ class TensorRule:
     role: Role
     sharding: Sharding
     stage: Stage
+    where: Where | None = None
+    is_buffer: bool = False
 
 
 @dataclass(frozen=True)
 class ExpertKeys:
     """Where a family's config.json describes its experts: `num_experts` under any of these keys, their width under
-    `intermediate_size`. `norm_topk_prob` is the family's own, or None where the key of that name says (absent: false)."""
+    `intermediate_size`. `norm_topk_prob` is the family's own, or None where the key of that name says (absent: false).
+    `deepseek`: DeepSeek-V3's router (sigmoid scores, a bias, groups), shared experts and first dense layers, under its keys."""
 
     num_experts: tuple[str, ...]
     intermediate_size: str
     norm_topk_prob: bool | None = None
+    deepseek: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Family:
     """One architecture. `architecture` is the class name in config.json; `qk_norm` and `qkv_bias` hold for every model of it.
 
     `refused`: keys of config.json, and their meaning, that change this family's maths to what is not done here when
-    they are set.
+    they are set; `understood`: keys that other families refuse. `latent`: multi-head latent attention.
     """
 
     architecture: str
@@ -60,10 +70,14 @@ class Family:
     experts: ExpertKeys | None = None
     may_omit: frozenset[Omissible] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
+    understood: frozenset[str] = frozenset()
+    latent: bool = False
 
 
-def _layer(name: str, shape: tuple[str, ...], parameter: str, role: Role, sharding: Sharding) -> TensorRule:
-    return TensorRule(f"model.layers.{{layer}}.{name}", shape, f"decoder.layers.{{layer}}.{parameter}", role, sharding, "layer")
+def _layer(
+    name: str, shape: tuple[str, ...], parameter: str, role: Role, sharding: Sharding, where: Where | None = None, is_buffer: bool = False
+) -> TensorRule:
+    return TensorRule(f"model.layers.{{layer}}.{name}", shape, f"decoder.layers.{{layer}}.{parameter}", role, sharding, "layer", where, is_buffer)
 
 
 def _attention(*own: TensorRule) -> tuple[TensorRule, ...]:
@@ -88,22 +102,54 @@ _QKV_BIAS = (
     _layer("self_attn.k_proj.bias", ("key_value",), "self_attention.linear_qkv.bias", "k", "rows"),
     _layer("self_attn.v_proj.bias", ("key_value",), "self_attention.linear_qkv.bias", "v", "rows"),
 )
-_DENSE_MLP = (
-    _layer("mlp.gate_proj.weight", ("intermediate", "hidden"), "mlp.linear_fc1.weight", "gate", "rows"),
-    _layer("mlp.up_proj.weight", ("intermediate", "hidden"), "mlp.linear_fc1.weight", "up", "rows"),
-    _layer("mlp.down_proj.weight", ("hidden", "intermediate"), "mlp.linear_fc2.weight", "whole", "columns"),
-)
 
 
-def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    """Router and experts of one layer, under the names that the checkpoint has for them."""
-    expert, ours = f"{block}.experts.{{expert}}.", "mlp.experts.{expert}."
+def _latent_attention() -> tuple[TensorRule, ...]:
+    """Norms and latent attention of one layer. Up-projections lie head by head on both sides: [content, rotary] of a query,
+    [content, value] of a key and its value. Down-projections are on every tensor rank."""
+    whole, copied = ("whole", "rows"), ("whole", "replicated")
     return (
-        _layer(f"{block}.gate.weight", ("experts", "hidden"), "mlp.router.weight", "whole", "replicated"),
-        _layer(f"{expert}{gate}.weight", ("expert_intermediate", "hidden"), f"{ours}linear_fc1.weight", "gate", "rows"),
-        _layer(f"{expert}{up}.weight", ("expert_intermediate", "hidden"), f"{ours}linear_fc1.weight", "up", "rows"),
-        _layer(f"{expert}{down}.weight", ("hidden", "expert_intermediate"), f"{ours}linear_fc2.weight", "whole", "columns"),
+        _layer("input_layernorm.weight", ("hidden",), "input_layernorm.weight", *copied),
+        _layer("self_attn.q_proj.weight", ("query", "hidden"), "self_attention.linear_q_proj.weight", *whole, "no query latent"),
+        _layer("self_attn.q_a_proj.weight", ("query_rank", "hidden"), "self_attention.linear_q_down_proj.weight", *copied, "query latent"),
+        _layer("self_attn.kv_a_proj_with_mqa.weight", ("latent", "hidden"), "self_attention.linear_kv_down_proj.weight", *copied),
+        _layer("self_attn.q_b_proj.weight", ("query", "query_rank"), "self_attention.linear_q_up_proj.weight", *whole, "query latent"),
+        _layer("self_attn.kv_b_proj.weight", ("content_value", "key_value_rank"), "self_attention.linear_kv_up_proj.weight", *whole),
+        _layer("self_attn.q_a_layernorm.weight", ("query_rank",), "self_attention.q_layernorm.weight", *copied, "query latent"),
+        _layer("self_attn.kv_a_layernorm.weight", ("key_value_rank",), "self_attention.kv_layernorm.weight", *copied),
+        _layer("self_attn.o_proj.weight", ("hidden", "value"), "self_attention.linear_proj.weight", "whole", "columns"),
+        _layer("post_attention_layernorm.weight", ("hidden",), "pre_mlp_layernorm.weight", *copied),
     )
+
+
+def _mlp(block: str, ours: str, width: str, names: tuple[str, str, str], where: Where | None = None) -> tuple[TensorRule, ...]:
+    """A gated MLP under the checkpoint's names for gate, up and down."""
+    gate, up, down = (f"{block}.{name}.weight" for name in names)
+    return (
+        _layer(gate, (width, "hidden"), f"{ours}.linear_fc1.weight", "gate", "rows", where),
+        _layer(up, (width, "hidden"), f"{ours}.linear_fc1.weight", "up", "rows", where),
+        _layer(down, ("hidden", width), f"{ours}.linear_fc2.weight", "whole", "columns", where),
+    )
+
+
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_DENSE_MLP = _mlp("mlp", "mlp", "intermediate", _NAMES)
+
+
+def _router(block: str) -> TensorRule:
+    return _layer(f"{block}.gate.weight", ("experts", "hidden"), "mlp.router.weight", "whole", "replicated", "expert layer")
+
+
+def _experts(block: str, names: tuple[str, str, str] = _NAMES) -> tuple[TensorRule, ...]:
+    """The experts of one layer, under the names that the checkpoint has for them."""
+    return _mlp(f"{block}.experts.{{expert}}", "mlp.experts.{expert}", "expert_intermediate", names, "expert layer")
+
+
+_EXPERT_BIAS = _layer(
+    "mlp.gate.e_score_correction_bias", ("experts",), "mlp.router.expert_bias", "whole", "replicated", "expert layer", is_buffer=True
+)
+_SHARED_EXPERTS = _mlp("mlp.shared_experts", "mlp.shared_experts", "shared_intermediate", _NAMES, "expert layer")
+_FIRST_DENSE = _mlp("mlp", "mlp", "intermediate", _NAMES, "dense layer")
 
 
 _VOCABULARY = ("vocabulary", "hidden")
@@ -136,16 +182,24 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        _decoder(*_attention(*_QK_NORM), *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+        _decoder(*_attention(*_QK_NORM), _router("mlp"), *_experts("mlp")),
         qk_norm=True,
         experts=ExpertKeys(("num_experts", "num_local_experts"), "moe_intermediate_size"),  # 4.x and 5.x of transformers
         may_omit=frozenset({"head_dim"}),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        _decoder(*_attention(), *_experts("block_sparse_moe", "w1", "w3", "w2")),
+        _decoder(*_attention(), _router("block_sparse_moe"), *_experts("block_sparse_moe", ("w1", "w3", "w2"))),
         experts=ExpertKeys(("num_local_experts", "num_experts"), "intermediate_size", norm_topk_prob=True),
         may_omit=frozenset({"head_dim"}),
         refused={"sliding_window": "sliding-window attention", "router_jitter_noise": "noise in the router"},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _decoder(*_latent_attention(), *_FIRST_DENSE, _router("mlp"), _EXPERT_BIAS, *_SHARED_EXPERTS, *_experts("mlp")),
+        experts=ExpertKeys(("n_routed_experts", "num_local_experts"), "moe_intermediate_size", deepseek=True),
+        may_omit=frozenset({"num_key_value_heads"}),
+        understood=frozenset({"n_shared_experts", "num_nextn_predict_layers", "q_lora_rank", "kv_lora_rank"}),
+        latent=True,
     ),
 }

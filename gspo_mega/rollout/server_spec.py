@@ -141,6 +141,8 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
         "random_seed": spec.seed,
         # Token ids in, token ids out: the server needs no tokenizer, and published weights carry none for it.
         "skip_tokenizer_init": True,
+        # A shared expert fused with the others would be one of `routed_experts`, and checked under another name.
+        "disable_shared_experts_fusion": True,
         # A model folder is data; code inside one is never run.
         "trust_remote_code": False,
     }

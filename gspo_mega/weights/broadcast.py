@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_h
 
 from gspo_mega.errors import GspoMegaError, PublishError
 from gspo_mega.weights.hf_export import DTYPE_NAMES
+from gspo_mega.weights.server_tensors import loads_with
 from gspo_mega.weights.servers import Fleet, ServerControl
 
 # A healthy server joins in well under a second; one that does not must not use up the whole deadline.
@@ -30,12 +31,15 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 def buckets(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Consecutive tensors in lists of at most `bucket_bytes`, a single larger tensor by itself."""
+    """Consecutive tensors in lists of at most `bucket_bytes`, a single larger tensor by itself.
+
+    A tensor that the server loads only together with the one before it is in that one's bucket, whatever their size.
+    """
     bucket: Bucket = []
     size = 0
     for name, tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
-        if bucket and size + num_bytes > bucket_bytes:
+        if bucket and size + num_bytes > bucket_bytes and not loads_with(name, bucket[-1][0]):
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))

@@ -37,10 +37,10 @@ class PolicyTensors:
         spec: ModelSpec,
         groups: ParallelGroups,
         chunks: Sequence[PolicyModel],
-        values: Callable[[nn.Parameter], torch.Tensor] = lambda parameter: parameter,
+        values: Callable[[nn.Parameter], torch.Tensor] | None = None,
     ) -> None:
         """`chunks` are this rank's unwrapped GPT chunks; `values` picks what to gather of a parameter (its gradient,
-        say, in the parameter's shape). Collective over all ranks.
+        say, in the parameter's shape), which leaves out buffers. Collective over all ranks.
 
         Raises ModelError, the same on every rank, when the chunks do not fit the family table, or a parameter
         has no owner or two.
@@ -50,11 +50,14 @@ class PolicyTensors:
         self._chunks = chunks
         problems = []
         try:
-            self._parameters = {n: values(p) for n, p in canonical_parameters(spec, groups, chunks).items()}
+            found = canonical_parameters(spec, groups, chunks)
+            if values is not None:
+                found = {name: values(p) for name, p in found.items() if isinstance(p, nn.Parameter)}
+            self._parameters = found
         except ModelError as error:
             problems.append(str(error))
         raise_together(problems, groups.host, ModelError, "the model does not fit its tensor table")
-        self.table = table_by_parameter(spec)
+        self.table = {p: e for p, e in table_by_parameter(spec).items() if values is None or not e[0].is_buffer}
         self._takes_part = {p for p, e in self.table.items() if p in self._parameters and self._replica(e[0])}
         mine = [p for p, e in self.table.items() if p in self._takes_part and self._is_lead(e[0])]
         self.owners: dict[str, int] = {}
@@ -76,7 +79,7 @@ class PolicyTensors:
         return tensor_group(self.groups, entry).rank == 0
 
     def owned(self, dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """(entry, whole tensor in `dtype` on the parameter's device) of the tensors that this rank owns, in table order.
+        """(entry, whole tensor in `dtype`, a buffer in fp32, on the parameter's device) of what this rank owns, in table order.
 
         A tensor may share memory with a parameter: read it, do not keep it. Collective over the tensor groups:
         every rank must run the iterator to its end.
@@ -89,7 +92,7 @@ class PolicyTensors:
 
     def _gather(self, parameter: str, entries: list[TensorEntry], dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         group = tensor_group(self.groups, entries[0])
-        share = plain_values(self._parameters[parameter]).to(dtype)
+        share = plain_values(self._parameters[parameter]).to(entry_dtype(entries[0], dtype))
         if group.size == 1 or entries[0].sharding == "replicated":
             shares = [share]
         else:
@@ -112,7 +115,7 @@ class PolicyTensors:
         return whole
 
     def stream(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor in `dtype`) of every tensor of the model, in table order, on rank 0; nothing elsewhere.
+        """(name, whole tensor in `dtype`, a buffer in fp32) of the whole model, in table order, on rank 0; nothing elsewhere.
 
         Collective over all ranks: every rank must run the iterator to its end, rank 0 also after an error of
         what it does with the tensors. A tensor may share memory with a parameter.
@@ -130,9 +133,14 @@ class PolicyTensors:
                     assert mine is entry, f"{mine.name} came where {entry.name} was due"
                 else:
                     # Rank 0 leads every gather that it takes part in, so there is none to join here.
-                    tensor = torch.empty(entry.shape, dtype=dtype, device=device)
+                    tensor = torch.empty(entry.shape, dtype=entry_dtype(entry, dtype), device=device)
                     dist.recv(tensor, src=self.owners[parameter], group=self.groups.world.group)
                 yield entry.name, tensor
+
+
+def entry_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor is in a checkpoint of `dtype`."""
+    return torch.float32 if entry.is_buffer else dtype
 
 
 def gather_stream(

@@ -185,7 +185,7 @@ def _start(staging: Path, source: Path, dtype_name: str) -> None:
 
 def copy_description(source: Path, target: Path, dtype_name: str) -> None:
     """Copy what describes a model (configuration, generation configuration, tokenizer) and none of its weights; durable on
-    return. config.json says `dtype_name` in the copy. Raises OSError."""
+    return. In the copy config.json says `dtype_name`, and that there are no layers for multi-token prediction. Raises OSError."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith(".") and file.name != MANIFEST_NAME and not file.name.endswith(_NOT_COPIED):
             durable.copy_file(file, target / file.name, at="publish.copy")
@@ -194,6 +194,8 @@ def copy_description(source: Path, target: Path, dtype_name: str) -> None:
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype_name
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0
     durable.atomic_write_json(target / "config.json", config, at="publish.config")
 
 

@@ -6,6 +6,7 @@ Owns the folder as it lies on disk, one file or sharded with an index; knows not
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -66,15 +67,15 @@ class HuggingFaceFolder:
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
 
-def check_names_and_shapes(folder: HuggingFaceFolder, shapes: dict[str, tuple[int, ...]], may_be_there: frozenset[str]) -> list[str]:
+def check_names_and_shapes(folder: HuggingFaceFolder, shapes: dict[str, tuple[int, ...]], may_be_there: Callable[[str], bool]) -> list[str]:
     """What is wrong with the folder for a model of these tensors: missing, unexpected or of another shape.
 
-    `may_be_there` are tensors that older checkpoints hold without need.
+    `may_be_there` says of a name whether it is one to pass over.
     """
     problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in folder.files]
     for name in folder.files:
         if name not in shapes:
-            if name not in may_be_there:
+            if not may_be_there(name):
                 problems.append(f"unexpected: {name}")
             continue
         try:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gspo_mega.errors import ModelError
-from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_blocks
+from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.weights.collectives import raise_together
 from gspo_mega.weights.hf_folder import HuggingFaceFolder, check_names_and_shapes
@@ -36,8 +36,6 @@ def import_huggingface(folder: str | Path, spec: ModelSpec, groups: ParallelGrou
     also when embeddings are tied and the folder holds a head that differs from them.
     """
     names = {entry.name: entry.shape for entry in hf_tensors(spec)}
-    # Published checkpoints with tied embeddings often hold the head a second time.
-    redundant = frozenset({_HEAD}) if spec.tie_word_embeddings else frozenset()
     problems: list[str] = []
     source = None
     try:
@@ -45,7 +43,7 @@ def import_huggingface(folder: str | Path, spec: ModelSpec, groups: ParallelGrou
         source = HuggingFaceFolder(folder)
         # One rank reads all headers; the others open only the files that they need.
         if groups.world.rank == 0:
-            problems = check_names_and_shapes(source, names, redundant)
+            problems = check_names_and_shapes(source, names, lambda name: may_be_there(spec, name))
     except ModelError as error:
         problems = [str(error)]
     raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
@@ -57,7 +55,7 @@ def import_huggingface(folder: str | Path, spec: ModelSpec, groups: ParallelGrou
     raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
 
 
-def _fill(source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, parameters: dict[str, nn.Parameter]) -> None:
+def _fill(source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, parameters: dict[str, torch.Tensor]) -> None:
     owners = {}
     for parameter, entries in table_by_parameter(spec).items():
         owners |= dict.fromkeys((parameter, *entries[0].copies), entries)

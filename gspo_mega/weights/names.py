@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from gspo_mega.errors import ModelError
@@ -27,6 +28,8 @@ _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+# Megatron's buffers that are weights of the model.
+_BUFFER = ".router.expert_bias"
 
 
 def table_by_parameter(spec: ModelSpec) -> dict[str, list[TensorEntry]]:
@@ -47,8 +50,8 @@ def replica_group(groups: ParallelGroups, entry: TensorEntry) -> Group:
     return groups.data_context if entry.expert is None else groups.expert_data
 
 
-def canonical_parameters(spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """This rank's parameters by canonical name, checked against the family table.
+def canonical_parameters(spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """This rank's parameters, and the buffers that are weights, by canonical name, checked against the family table.
 
     `chunks` are unwrapped GPT chunks whose layers know their global `layer_number` (from 1). Raises ModelError
     when a parameter is in no table or has another shape than the table gives it: weights would be lost silently.
@@ -56,9 +59,10 @@ def canonical_parameters(spec: ModelSpec, groups: ParallelGroups, chunks: Sequen
     table = table_by_parameter(spec)
     expected = {parameter: entries[0] for parameter, entries in table.items()}
     expected |= {copy: entries[0] for entries in table.values() for copy in entries[0].copies}
-    found: dict[str, nn.Parameter] = {}
+    found: dict[str, torch.Tensor] = {}
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_BUFFER))
+        for name, parameter in (*chunk.named_parameters(), *buffers):
             canonical = _canonical(spec, groups, chunk, name)
             entry = expected.get(canonical)
             if entry is None:

@@ -18,11 +18,13 @@ from gspo_mega.weights.hf_export import tensor_bytes
 
 # SGLang pads the rows of its embedding and head to this, with zeros.
 _VOCABULARY_MULTIPLE = 64
+# Latent attention's, of queries and of keys and values: one matrix where both are there.
+_DOWN_PROJECTIONS = (".q_a_proj", ".kv_a_proj_with_mqa")
 # SGLang shows the first 8 bytes of the SHA-256, on CPU.
 _DIGITS = 16
 
 
-def server_tensor_name(entry: TensorEntry) -> str:
+def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
     """The SGLang parameter that the tensor becomes (a part of)."""
     owner, _, kind = entry.name.rpartition(".")  # model.layers.0.self_attn.q_proj, weight
     if entry.expert is not None:
@@ -31,12 +33,19 @@ def server_tensor_name(entry: TensorEntry) -> str:
         return f"{owner.rpartition('.')[0]}.qkv_proj.{kind}"
     if entry.role in ("gate", "up"):
         return f"{owner.rpartition('.')[0]}.gate_up_proj.{kind}"
+    if spec.latent is not None and spec.latent.query_rank is not None and owner.endswith(_DOWN_PROJECTIONS):
+        return f"{owner.rpartition('.')[0]}.fused_qkv_a_proj_with_mqa.{kind}"
     return entry.name
 
 
 def server_tensor_names(spec: ModelSpec) -> dict[str, str]:
     """From every tensor of the checkpoint to the SGLang parameter that holds it."""
-    return {entry.name: server_tensor_name(entry) for entry in hf_tensors(spec)}
+    return {entry.name: server_tensor_name(spec, entry) for entry in hf_tensors(spec)}
+
+
+def loads_with(name: str, before: str) -> bool:
+    """Does SGLang load this tensor only in one request with `before`, the tensor before it? (It forgets a lone one, and says success.)"""
+    return before.endswith(f"{_DOWN_PROJECTIONS[0]}.weight") and name.endswith(f"{_DOWN_PROJECTIONS[1]}.weight")
 
 
 class ExpectedChecksums:
@@ -47,13 +56,14 @@ class ExpectedChecksums:
     """
 
     def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
         self._entries = {entry.name: entry for entry in hf_tensors(spec)}
         self._hashes: dict[str, Any] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """The next tensor, in table order, in the dtype that the server holds."""
         entry = self._entries[name]
-        running = self._hashes.setdefault(server_tensor_name(entry), hashlib.sha256())
+        running = self._hashes.setdefault(server_tensor_name(self._spec, entry), hashlib.sha256())
         running.update(memoryview(tensor_bytes(tensor)))
         if entry.sharding == "vocabulary":
             padding = -entry.shape[0] % _VOCABULARY_MULTIPLE

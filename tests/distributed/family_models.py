@@ -24,6 +24,14 @@ _SHARED = dict(
 )  # fmt: skip
 # Wavelengths of all three ranges, well inside the sequence.
 _LLAMA_3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+# Eight experts in four groups, of which a token goes to two.
+_DEEPSEEK = dict(
+    num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=8,
+    num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=2, moe_intermediate_size=24, first_k_dense_replace=1,
+    routed_scaling_factor=2.5, num_nextn_predict_layers=0,
+)  # fmt: skip
+_YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32, beta_fast=4, beta_slow=1)
+_KEPT_IN_FP32 = "e_score_correction_bias"
 VARIANTS: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", dict(tie_word_embeddings=True)),
@@ -34,6 +42,11 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)),
     "qwen3_moe-unnormalised": ("qwen3_moe", dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False)),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    # As Moonlight has it: no latent of queries, one group, another epsilon outside the latents.
+    "deepseek_v3-one-group": ("deepseek_v3", _DEEPSEEK | dict(q_lora_rank=None, n_group=1, topk_group=1, num_experts_per_tok=3, rms_norm_eps=1e-5)),
+    "deepseek_v3-yarn": ("deepseek_v3", _DEEPSEEK | dict(rope_parameters=_YARN, first_k_dense_replace=2)),
+    "deepseek_v3-yarn-scaled": ("deepseek_v3", _DEEPSEEK | dict(rope_parameters=_YARN | dict(mscale=1.0, mscale_all_dim=0.707), first_k_dense_replace=0)),
 }
 
 
@@ -52,7 +65,14 @@ def make_family_folder(folder: Path, variant: str, dtype: torch.dtype = torch.fl
         for name, parameter in model.named_parameters():
             noise = 0.1 * torch.randn(parameter.shape)
             parameter.copy_(1 + noise if "norm" in name else noise)
-    model.to(dtype).save_pretrained(folder)
+        for name, buffer in model.named_buffers():
+            if name.endswith(_KEPT_IN_FP32):  # a part of the scores' own size
+                buffer.copy_(0.1 * torch.randn(buffer.shape))
+    biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith(_KEPT_IN_FP32)}
+    model.to(dtype)
+    for name, bias in biases.items():  # as `from_pretrained` does
+        model.get_buffer(name).data = bias
+    model.save_pretrained(folder)
     if not (folder / "generation_config.json").is_file():
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     (folder / "tokenizer.json").write_text('{"stands for": "a tokenizer"}')

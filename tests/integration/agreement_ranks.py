@@ -20,6 +20,7 @@ from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.packing import response_values
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.engine.routing import choice_margins
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.records import MicroBatch, Prompt, Trajectory
@@ -57,13 +58,12 @@ async def random_reward(trajectory: Trajectory) -> None:
 class RoutingRecord:
     """What Megatron's routers did in forward passes: the experts of every token and how close a call it was.
 
-    `take()` gives, a pass: experts [t, layers, k] ascending, and margins [t, layers], the k-th largest router logit
-    minus the next one.
+    `take()` gives, a pass: experts [t, layers, k] ascending, and margins [t, layers], of layers with experts.
     """
 
     def __init__(self, engine: PolicyEngine) -> None:
         self._layers: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        for layer in [layer for chunk in engine.chunks for layer in chunk.decoder.layers]:
+        for layer in [layer for chunk in engine.chunks for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]:
             calls: list[tuple[np.ndarray, np.ndarray]] = []
             self._layers.append(calls)
             layer.mlp.router.register_forward_hook(lambda router, inputs, output, calls=calls: calls.append(_routing(router, inputs, output)))
@@ -75,13 +75,10 @@ class RoutingRecord:
         return passes
 
 
-@torch.no_grad()
 def _routing(router, inputs, output) -> tuple[np.ndarray, np.ndarray]:
     _, chosen = output
     experts = chosen.nonzero()[:, 1].reshape(len(chosen), router.topk)
-    logits = router.gating(inputs[0]).reshape(len(chosen), -1)
-    largest = logits.topk(router.topk + 1).values
-    return experts.numpy(), (largest[:, -2] - largest[:, -1]).numpy()
+    return experts.numpy(), choice_margins(router, inputs[0]).numpy()
 
 
 class Trainer:
@@ -160,7 +157,7 @@ class Trainer:
             fill_advantages(batch, config, step)
             trajectories, message = batch.trajectories, [assemble(batch, config, self.layout, step)]
         dist.broadcast_object_list(message, src=0, group=self.groups.host.group)
-        sampled = [Sampled(t.group_id, len(t.prompt.token_ids), np.array(t.rollout_log_probs), _ascending(t)) for t in trajectories]
+        sampled = [Sampled(t.group_id, len(t.prompt.token_ids), np.array(t.rollout_log_probs), self._ascending(t)) for t in trajectories]
         return sampled, message[0][self.groups.data.rank]
 
     def score(self, mini_batches: list[MiniBatch], temperature: float) -> dict[int, Scored]:
@@ -197,14 +194,14 @@ class Trainer:
     def _at(self, temperature: float) -> Config:
         return self.config.model_copy(update={"rollout": self.config.rollout.model_copy(update={"temperature": temperature})})
 
+    def _ascending(self, trajectory: Trajectory) -> np.ndarray | None:
+        """The experts as the server returned them, [tokens - 1, layers with experts, k], in the order of their numbers."""
+        layers = [layer for layer in range(self.spec.num_layers) if self.spec.has_experts(layer)]
+        return None if trajectory.routed_experts is None else np.sort(trajectory.routed_experts[:, layers], axis=-1)
+
     def _forget_routing(self) -> None:
         if self.routing is not None:
             self.routing.take()
-
-
-def _ascending(trajectory: Trajectory) -> np.ndarray | None:
-    """The experts as the server returned them, [tokens - 1, layers, k], in the order of their numbers."""
-    return None if trajectory.routed_experts is None else np.sort(trajectory.routed_experts, axis=-1)
 
 
 def _by_trajectory(pack: MicroBatch, log_probs: torch.Tensor, routing: tuple[np.ndarray, np.ndarray] | None) -> dict[int, Scored]:

@@ -52,6 +52,10 @@ SHARED_KEYS = dict(
 OWN_KEYS = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": dict(
+        num_key_value_heads=8, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=2, moe_intermediate_size=16, first_k_dense_replace=1,
+    ),
 }
 
 
@@ -68,7 +72,7 @@ def test_names_and_shapes_are_those_that_hugging_face_saves(family, tied, tmp_pa
     from safetensors import safe_open
 
     model_class = getattr(transformers, FAMILIES[family].architecture)
-    config = model_class.config_class(**SHARED_KEYS, **OWN_KEYS.get(family, {}), tie_word_embeddings=tied)
+    config = model_class.config_class(**SHARED_KEYS | OWN_KEYS.get(family, {}), tie_word_embeddings=tied)
     model_class(config).to(torch.float32).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
@@ -193,7 +197,7 @@ def test_fc1_share_is_gate_then_up():
 
 
 def test_what_has_no_table_is_refused():
-    with pytest.raises(ModelError, match="known: llama, mixtral, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(ModelError, match="known: deepseek_v3, llama, mixtral, qwen2, qwen3, qwen3_moe"):
         hf_tensors(make_spec(False, family="gemma"))
     with pytest.raises(ModelError, match="attention_bias=True"):
         hf_tensors(make_spec(False, attention_bias=True))

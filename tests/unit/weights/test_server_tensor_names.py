@@ -18,18 +18,29 @@ SIZES = dict(
 ATTENTION = {"input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.qkv_proj.weight", "self_attn.o_proj.weight"}
 NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 DENSE = {"mlp.gate_up_proj.weight", "mlp.down_proj.weight"}
+LATENT = {"input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.o_proj.weight"} | {
+    f"self_attn.{name}.weight" for name in ("fused_qkv_a_proj_with_mqa", "q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj")
+}
+OWN = {
+    "deepseek_v3": dict(
+        num_key_value_heads=2, q_lora_rank=6, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, n_routed_experts=2,
+        n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=1.0, norm_topk_prob=False,
+    )
+}
 IN_A_LAYER = {
     "llama": ATTENTION | DENSE,
     "qwen2": ATTENTION | DENSE | {"self_attn.qkv_proj.bias"},
     "qwen3": ATTENTION | DENSE | NORMS,
     "qwen3_moe": ATTENTION | NORMS | {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"},
+    "deepseek_v3": LATENT | {"mlp.gate.e_score_correction_bias", "mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight"}
+    | {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"},
     "mixtral": ATTENTION | {f"block_sparse_moe.{name}" for name in ("gate.weight", "experts.w13_weight", "experts.w2_weight")},
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_are_those_of_the_servers_parameters(family):
-    names = set(server_tensor_names(spec_from_config(SIZES | {"architectures": [FAMILIES[family].architecture]})).values())
+    names = set(server_tensor_names(spec_from_config(SIZES | OWN.get(family, {}) | {"architectures": [FAMILIES[family].architecture]})).values())
     layer = "model.layers.0."
     assert {name.removeprefix(layer) for name in names if name.startswith(layer)} == IN_A_LAYER[family]
     assert {name for name in names if not name.startswith(layer)} == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}

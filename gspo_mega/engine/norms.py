@@ -1,0 +1,27 @@
+"""Which norm a layer is built with: Transformer Engine's, or this package's where its layers are not used."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gspo_mega.engine.cpu_attention import TorchNorm
+from gspo_mega.engine.precision import uses_transformer_engine
+from gspo_mega.model.deepseek import LATENT_NORM_EPS
+
+
+def norm_class(config: TransformerConfig) -> type:
+    """The class that makes norms of this configuration."""
+    if not uses_transformer_engine(config.params_dtype):
+        return TorchNorm
+    # Needs Transformer Engine from its first line on; `require_precision` has seen to it.
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+class LatentNorm:
+    """The norm of a latent. Its epsilon is not the other norms', so it is not fused into the projection after it."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float, **unused: object) -> torch.nn.Module:
+        return norm_class(config)(config=config, hidden_size=hidden_size, eps=LATENT_NORM_EPS)
