@@ -6,6 +6,7 @@ Not a tool itself: see hf_to_megatron, megatron_to_hf, inspect_checkpoint and ve
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -36,7 +37,8 @@ class ProgressBar:
             return
         self._shown = now
         filled = 30 * done // max(total, 1)
-        amount = f"{100 * done // max(total, 1):3d}%  {done / 2**30:.2f} of {total / 2**30:.2f} GiB"
+        unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+        amount = f"{100 * done // max(total, 1):3d}%  {done / size:.2f} of {total / size:.2f} {unit}"
         line = f"[{'#' * filled}{'.' * (30 - filled)}] {amount}  {name}"
         print(f"\r\033[K{line[:150]}" if self._terminal else line, end="\n" if done >= total or not self._terminal else "", file=sys.stderr, flush=True)
 
@@ -70,7 +72,13 @@ def add_described_by(parser: argparse.ArgumentParser) -> None:
 def guarded(run: Callable[[], int]) -> int:
     """Its exit code, or that of the error it ends with, after printing the error's text."""
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except GspoMegaError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -281,6 +281,9 @@ def test_the_tools(tmp_path):
     assert (same.returncode, same.stdout.splitlines()[-1].endswith("the same weights")) == (0, True)
     shown = run("inspect_checkpoint", tmp_path / "megatron")
     assert shown.returncode == 0 and "format      Megatron torch_dist" in shown.stdout and "model.layers.3.self_attn.k_proj.bias  [16]  float32" in shown.stdout
+    piped = f"{sys.executable} {TOOLS}/inspect_checkpoint.py {tmp_path / 'megatron'} | head -1"
+    read = subprocess.run(["bash", "-c", f"set -o pipefail; {piped}"], capture_output=True, text=True, timeout=120)
+    assert (read.returncode, read.stderr) == (0, "") and read.stdout.startswith("format"), read.stderr
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
