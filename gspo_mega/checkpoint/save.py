@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import shutil
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -135,6 +137,7 @@ class Saver:
         def prepare() -> None:
             with durable.operation("save.random"):
                 save_file(random_state(), draft / "rng" / f"rank_{groups.world.rank:05d}.safetensors")
+            _keep_results_here()
             with durable.operation("save.common"):
                 request = dist_checkpointing.save(tensors, str(draft / "megatron"), **asynchronous_save())
             prepared.append((request, self._copies(request)))
@@ -227,3 +230,11 @@ class Saver:
             except (CheckpointException, OSError, RuntimeError) as error:
                 problems.append(f"rank {rank}: {first_cause(error)}")
         raise_together(problems, self._groups.host, CheckpointError, f"{target} cannot be written")
+
+
+def _keep_results_here() -> None:
+    """Have Megatron hand over what its writer did in this process's memory, where the writer runs.
+
+    Its own queue is a process, for a writer that is one: that takes seconds to start, and lives on for ever after a rank that is killed.
+    """
+    filesystem_async._results_queue = queue.SimpleQueue()
