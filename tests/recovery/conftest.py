@@ -1,7 +1,17 @@
-"""One recorded run and one server of ranks for all recovery tests."""
+"""One recorded run, one server of ranks and one SGLang server for all recovery tests."""
+
+import importlib.util
 
 import pytest
 from recovery_support import Ranks, make_recording, outcome
+
+
+def pytest_collection_modifyitems(items):
+    # What looks back at the kills of all others comes last.
+    items.sort(key=lambda item: "all_kills" in item.fixturenames)
+    for item in items:
+        if "live" in item.fixturenames and importlib.util.find_spec("sglang") is None:
+            item.add_marker(pytest.mark.skip(reason="sglang is not installed"))
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +29,24 @@ def straight(ranks):
     ranks.copy("one_step", "straight")
     assert ranks.train("straight", f"record={record}") == [0], ranks.log("straight")
     return outcome(ranks.folder("straight")), record.read_text().split()
+
+
+@pytest.fixture(scope="session")
+def live(ranks, tmp_path_factory):
+    from live_support import LiveRuns
+
+    live = LiveRuns(ranks, tmp_path_factory.mktemp("live"))
+    yield live
+    live.close()
+
+
+@pytest.fixture
+def all_kills(request, ranks):
+    """The points at which this session's tests have killed a process, where all of them ran."""
+    collected = {item.path.name for item in request.session.items}
+    kinds = {"test_recovery_kills.py", "test_recovery_publish.py", "test_recovery_live.py"}
+    if not kinds <= collected or request.session.testsfailed or request.config.option.keyword:
+        pytest.skip("it looks back at the kills of all recovery tests, and not all of them ran")
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("sglang is not installed, so nothing was killed beside a server")
+    return ranks.killed_at

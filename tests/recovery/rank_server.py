@@ -1,8 +1,8 @@
 """Runs ranks as children of a process that has imported everything: a rank is then there in a tenth of a second.
 
-Reads a JSON list of jobs a line, each {"module", "arguments", "environment", "kill_after"}; calls `main(arguments)` of each module
-in a forked child with a process group of its own, and kills the first after `kill_after` seconds; writes the list of exit codes,
-or minus the signal that ended one. What a child left running is killed.
+Reads a JSON list of jobs a line, each {"module", "arguments", "environment", "kill_after", "watch"}; calls `main(arguments)` of each
+module in a forked child with a process group of its own, and kills one after `kill_after` seconds where that is a number; writes the
+list of exit codes, or minus the signal that ended one. What a child left running is killed. `watch`: see `watch.py`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ def serve() -> None:
     import warnings
 
     warnings.filterwarnings("ignore")
-    for module in ("gspo_mega.engine", "gspo_mega.runtime.loop", "gspo_mega.runtime.worker"):
+    for module in ("gspo_mega.engine", "gspo_mega.runtime.loop", "gspo_mega.runtime.worker", "transformers"):
         importlib.import_module(module)
     protocol = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a rank's own output must not mix with the answers
     for line in sys.stdin:
         jobs = json.loads(line)
         pids = [_start(job) for job in jobs]
-        if jobs[0].get("kill_after") is not None:
-            timer = threading.Timer(jobs[0]["kill_after"], os.kill, (pids[0], signal.SIGKILL))
+        timers = [
+            threading.Timer(job["kill_after"], os.kill, (pid, signal.SIGKILL)) for job, pid in zip(jobs, pids) if job.get("kill_after") is not None
+        ]
+        for timer in timers:
             timer.start()
         codes: dict[int, int] = {}
         while len(codes) < len(pids):
@@ -37,7 +39,7 @@ def serve() -> None:
                 if codes[pid] not in (0, 75) and other not in codes:
                     os.killpg(other, signal.SIGKILL)
             _end_group(pid)
-        if jobs[0].get("kill_after") is not None:
+        for timer in timers:
             timer.cancel()
             timer.join()
         protocol.write(json.dumps([codes[pid] for pid in pids]) + "\n")
@@ -55,13 +57,15 @@ def _start(job: dict) -> int:
     try:
         os.setpgid(0, 0)
         os.environ.update(job["environment"])
+        if job.get("watch"):
+            importlib.import_module("watch").start(**job["watch"])
         importlib.import_module(job["module"]).main(job["arguments"])
         os._exit(0)
-    except BaseException:
+    except BaseException as error:
         import traceback
 
         traceback.print_exc()
-        os._exit(99)
+        os._exit(getattr(error, "exit_code", 99))
 
 
 def _end_group(pid: int) -> None:

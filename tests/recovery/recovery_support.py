@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from gspo_mega.config import load_config
 from gspo_mega.journal.journal import Journal
 from gspo_mega.launcher.prepare import hold, new_attempt
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.run_folder import Attempt, RunFolder
 from gspo_mega.weights.random_folder import make_random_folder
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_STEPS, GROUP_SIZE, NUM_GROUPS = 3, 2, 3
 KILLED = -9
+# What of a run folder saves, the journal and publishes write.
+WATCHED = ("checkpoints", "journal", "weights", "hf", "hf_steps")
 
 
 def make_recording(root: Path) -> Path:
@@ -70,12 +73,14 @@ def _group(step: int, number: int, rng: np.random.Generator) -> Group:
 
 
 class Ranks:
-    """A `rank_server.py` process and the runs it makes."""
+    """A `rank_server.py` process and the runs it makes. `killed_at`: the points at which an armed kill has ended a process."""
 
     def __init__(self, config_file: Path) -> None:
         self.config_file = config_file
         self.runs = config_file.parent / "runs"
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        self.killed_at: set[str] = set()
+        path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests/integration")))  # which has reward functions
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._server = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=config_file.parent,
@@ -89,30 +94,53 @@ class Ranks:
         shutil.copytree(self.runs / source, self.runs / name, symlinks=True)
         return name
 
-    def train(self, name: str, fault: str = "", *overrides: str, num_ranks: int = 1, kill_after: float | None = None) -> list[int]:
+    def train(
+        self, name: str, fault: str = "", *overrides: str, num_ranks: int = 1, kill_after: float | None = None, kill_rank: int = 0,
+        watch: Path | None = None, config_file: Path | None = None, prepare: Callable[[Attempt], None] = lambda attempt: None,
+    ) -> list[int]:  # fmt: skip
         """`gspo-mega train` of run `name` without its supervisor; the ranks' exit codes, minus the signal of one that was killed.
 
-        `kill_after`: seconds after which rank 0 is killed, if it still runs.
+        `kill_after`: seconds after which `kill_rank` is killed, if it still runs. `watch`: a file for what `watch.py` notes of
+        checkpoints, journal and exports. `prepare` is called with the attempt before its ranks start.
         """
-        loaded = load_config(self.config_file, [f"run.dir={self.runs / name}", f"cluster.ranks_per_node={num_ranks}", *overrides], "train")
+        places = [f"run.dir={self.runs / name}", f"cluster.ranks_per_node={num_ranks}"]
+        loaded = load_config(config_file or self.config_file, [*places, *overrides], "train")
         folder = self.folder(name)
         with hold(folder):
             attempt = new_attempt(folder, loaded, "train")
+            prepare(attempt)
             arguments = ["--config", str(folder.config_file), "--attempt", str(attempt.path), "--command", "train"]
             common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), kill_points.VARIABLE: fault}
-            job = {"module": "gspo_mega.runtime.worker", "arguments": arguments, "kill_after": kill_after}
-            return self.call([{**job, "environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r)}} for r in range(num_ranks)])
+            job = {"module": "gspo_mega.runtime.worker", "arguments": arguments}
+            if watch is not None:
+                job["watch"] = {"folders": [str(folder.path / name) for name in WATCHED], "file": str(watch)}
+            return self.call(
+                [
+                    {**job, "environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r)}, "kill_after": kill_after if r == kill_rank else None}
+                    for r in range(num_ranks)
+                ]
+            )
 
     def call(self, jobs: list[dict]) -> list[int]:
         self._server.stdin.write(json.dumps(jobs) + "\n")
         self._server.stdin.flush()
         line = self._server.stdout.readline()
         assert line, "the rank server ended"
-        return json.loads(line)
+        codes = json.loads(line)
+        for rank, (job, code) in enumerate(zip(jobs, codes, strict=True)):
+            fault = job["environment"].get(kill_points.VARIABLE)
+            armed = kill_points.Fault.parse(fault) if fault else kill_points.Fault()
+            if code == KILLED and job.get("kill_after") is None and armed.point and armed.do == "kill" and armed.rank == rank:
+                self.killed_at.add(armed.point)
+        return codes
 
     def log(self, name: str) -> str:
         attempt = self.folder(name).latest_attempt()
         return "\n".join(path.read_text()[-6000:] for path in sorted(attempt.logs_dir.glob("rank_*.log")))
+
+    def error(self, name: str) -> dict:
+        """What rank 0 of the latest attempt said it failed with."""
+        return json.loads(self.folder(name).latest_attempt().error_file(0).read_text())
 
     def console(self, name: str) -> str:
         return self.folder(name).latest_attempt().console_log.read_text()

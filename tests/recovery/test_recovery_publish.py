@@ -7,6 +7,7 @@ from publish_job import NUM_VERSIONS, check
 from recovery_support import KILLED
 
 from gspo_mega import kill_points
+from gspo_mega.errors import PublishError
 
 POINTS = [point for point in kill_points.POINTS if point.startswith("publish.") and point not in ("publish.sent", "publish.aside.before", "publish.aside.after")]
 
@@ -16,8 +17,11 @@ def source(ranks):
     return str(ranks.config_file.parent / "model")
 
 
-def publish(ranks, folder, source, fault=""):
-    (code,) = ranks.call([{"module": "publish_job", "arguments": [str(folder), source], "environment": {kill_points.VARIABLE: fault}}])
+def publish(ranks, folder, source, fault="", watch=None):
+    job = {"module": "publish_job", "arguments": [str(folder), source], "environment": {kill_points.VARIABLE: fault}}
+    if watch is not None:
+        job["watch"] = {"folders": [str(folder)], "file": str(watch)}
+    (code,) = ranks.call([job])
     return code
 
 
@@ -37,3 +41,13 @@ def test_what_is_committed_is_whole_and_the_next_publish_goes_on(ranks, source, 
     assert publish(ranks, folder, source) == 0
     assert check(folder) == NUM_VERSIONS >= committed
     assert sorted(path.name for path in folder.iterdir() if not path.name.endswith(".part")) == ["current.json", f"v{NUM_VERSIONS:08d}"]
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if point.endswith(".before")])
+@pytest.mark.parametrize("do", ["disk_full", "denied"])
+def test_a_disk_that_refuses_leaves_what_is_committed(ranks, source, tmp_path, point, do):
+    folder = tmp_path / "weights"
+    assert publish(ranks, folder, source, f"point={point},hit=2,do={do}") == PublishError.exit_code
+    committed = check(folder)
+    assert publish(ranks, folder, source) == 0
+    assert check(folder) == NUM_VERSIONS >= committed
