@@ -6,6 +6,7 @@ import pytest
 from recovery_support import KILLED, NUM_STEPS, leftovers, outcome
 
 from gspo_mega import kill_points
+from gspo_mega.metrics.writer import read_metrics
 
 # What a replayed run of one rank does not come to: publishing to servers (test_recovery_publish.py, and with live servers), and
 # an index of several files.
@@ -90,6 +91,14 @@ def test_written_beside_training_and_killed_at_a_later_time(ranks, straight, poi
     assert ranks.train(name, f"point={point},hit={hit}", "checkpoint.asynchronous=true") == [KILLED]
     assert ranks.train(name, "", "checkpoint.asynchronous=true") == [0], ranks.log(name)
     assert outcome(ranks.folder(name)) == straight[0]
+
+
+def test_written_beside_training_it_says_how_long_training_stood_still(ranks, straight):
+    assert ranks.train("beside", "", "checkpoint.asynchronous=true") == [0], ranks.log("beside")
+    assert outcome(ranks.folder("beside")) == straight[0]
+    *_, last = read_metrics(ranks.folder("beside").metrics_file)
+    pause, write = (last[f"time/checkpoint/{name}_seconds"] for name in ("pause", "write"))
+    assert 0 < pause < write, "step 1 was saved while step 2 trained, and step 3 reports it"
 
 
 def test_a_rank_that_is_not_the_first_is_killed(ranks):
