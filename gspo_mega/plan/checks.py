@@ -62,9 +62,9 @@ def check_layout(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] 
     """Every violation, in the order of the file's sections. Empty for a layout that can run."""
     sizes = Sizes.of(config)
     return [
-        *_ranks(config, sizes),
-        *_model_division(config, spec),
-        *_pipeline(config, spec),
+        *_ranks(config, spec, sizes),
+        *_model_division(config, spec, sizes),
+        *_pipeline(config, spec, sizes),
         *_experts(config, spec, sizes, device),
         *_precision(config, spec, device),
         *_optimizer(config, device),
@@ -87,9 +87,14 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _ranks(config: Config, sizes: Sizes) -> Iterator[Violation]:
+def _dividing(world: int, others: int, choices: list[int]) -> list[int]:
+    """Those of `choices` that, with `others`, divide the ranks there are; all where none does, and ranks have to change too."""
+    return [choice for choice in choices if world % (choice * others) == 0] or choices
+
+
+def _ranks(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
     parallel = config.parallel
-    if sizes.world % sizes.model:
+    if sizes.world % sizes.model and _fits_model(config, spec):
         multiples = [sizes.model * k for k in (sizes.world // sizes.model, sizes.world // sizes.model + 1) if k > 0]
         yield Violation(
             "cluster.ranks_per_node",
@@ -110,10 +115,16 @@ def _ranks(config: Config, sizes: Sizes) -> Iterator[Violation]:
         )
 
 
-def _model_division(config: Config, spec: ModelSpec) -> Iterator[Violation]:
+def _fits_model(config: Config, spec: ModelSpec) -> bool:
+    """Can the model be cut into so many tensor and pipeline ranks? Where not, what else follows from these sizes is left
+    unsaid: they have to change first."""
+    return not _uncut(spec, config.parallel.tensor) and spec.num_layers % config.parallel.pipeline == 0
+
+
+def _model_division(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
     tensor = config.parallel.tensor
     if bad := _uncut(spec, tensor):
-        valid = (size for size in divisors(spec.num_heads) if not _uncut(spec, size))
+        valid = _dividing(sizes.world, sizes.model // tensor, [size for size in divisors(spec.num_heads) if not _uncut(spec, size)])
         yield Violation("parallel.tensor", f"{tensor} does not divide the model's {', '.join(bad)}", nearest(tensor, valid))
 
 
@@ -121,18 +132,19 @@ def _uncut(spec: ModelSpec, tensor: int) -> list[str]:
     """What of the model so many tensor ranks cannot divide, in words."""
     # Where there are more ranks than key-value heads, several ranks share a head: Megatron gathers the projection's rows.
     shared = tensor % spec.num_kv_heads == 0 and 2 * spec.num_kv_heads * spec.head_dim % tensor == 0
-    sizes = [("attention heads", spec.num_heads), ("key-value heads", 0 if shared else spec.num_kv_heads)]
-    if spec.moe is None:
+    sizes = [("attention heads", spec.num_heads), ("key-value heads", 0 if shared or spec.latent is not None else spec.num_kv_heads)]
+    if not spec.has_experts(0):
         sizes.append(("intermediate size", spec.intermediate_size))
+    if spec.moe is not None:
+        sizes.append(("shared experts' intermediate size", spec.moe.shared_intermediate_size))
     return [f"{name} {size}" for name, size in sizes if size % tensor]
 
 
-def _pipeline(config: Config, spec: ModelSpec) -> Iterator[Violation]:
+def _pipeline(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
     pipeline, virtual = config.parallel.pipeline, config.parallel.virtual_pipeline
     if spec.num_layers % pipeline:
-        yield Violation(
-            "parallel.pipeline", f"{pipeline} does not divide the model's {spec.num_layers} layers", nearest(pipeline, divisors(spec.num_layers))
-        )
+        valid = _dividing(sizes.world, sizes.model // pipeline, divisors(spec.num_layers))
+        yield Violation("parallel.pipeline", f"{pipeline} does not divide the model's {spec.num_layers} layers", nearest(pipeline, valid))
         return
     if virtual is not None and pipeline == 1:
         yield Violation("parallel.virtual_pipeline", f"{virtual} chunks a rank need pipeline stages, and pipeline is 1", "leave it out (null)")
@@ -165,7 +177,7 @@ def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) 
             if (value := getattr(config.moe, key)) != off:
                 yield Violation(f"moe.{key}", f"{value}, but the model ({spec.family}) has no experts", f"{off:g}" if off == 0 else "none")
         return
-    if config.moe.expert_bias_update_rate > 0:
+    if config.moe.expert_bias_update_rate > 0 and not spec.moe.expert_bias:
         yield Violation(
             "moe.expert_bias_update_rate",
             f"{config.moe.expert_bias_update_rate:g}, but the routers of {spec.family} have no expert bias (that takes sigmoid scores and a bias in the checkpoint)",
@@ -179,18 +191,16 @@ def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) 
             "cannot learn, and Megatron refuses it",
             "a model with norm_topk_prob false, or with more experts a token",
         )
+    stands = _fits_model(config, spec) and sizes.world % sizes.model == 0
     per_stage = sizes.world // parallel.pipeline
+    fitting = [d for d in divisors(moe.num_experts) if sizes.world % (d * expert_tensor * parallel.pipeline) == 0 or not stands]
     if moe.num_experts % expert:
-        yield Violation(
-            "parallel.expert",
-            f"{expert} does not divide the model's {moe.num_experts} experts",
-            nearest(expert, (d for d in divisors(moe.num_experts) if per_stage % (d * expert_tensor) == 0)),
-        )
-    elif sizes.world % (expert * expert_tensor * parallel.pipeline):
+        yield Violation("parallel.expert", f"{expert} does not divide the model's {moe.num_experts} experts", nearest(expert, fitting))
+    elif stands and sizes.world % (expert * expert_tensor * parallel.pipeline):
         yield Violation(
             "parallel.expert",
             f"expert {expert} x expert_tensor {expert_tensor} x pipeline {parallel.pipeline} does not divide {sizes.world} ranks",
-            nearest(expert, (d for d in divisors(moe.num_experts) if sizes.world % (d * expert_tensor * parallel.pipeline) == 0)),
+            nearest(expert, fitting),
         )
     if moe.expert_intermediate_size % expert_tensor:
         yield Violation(
@@ -200,7 +210,7 @@ def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) 
         )
     if parallel.tensor > 1 and not parallel.sequence:
         yield Violation("parallel.sequence", "experts with tensor > 1 need sequence parallelism (Megatron's dispatchers count on it)", "true")
-    if expert == 1 and expert_tensor != parallel.tensor:
+    if stands and expert == 1 and expert_tensor != parallel.tensor:
         # Megatron keeps the gradients of experts apart only above 1; at 1 they go with everything else.
         choices = [d for d in divisors(moe.num_experts) if d > 1 and per_stage % (d * expert_tensor) == 0]
         yield Violation(
@@ -215,7 +225,7 @@ def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) 
             f"allgather needs micro-batches of one length, and pipeline {parallel.pipeline} runs packs of different lengths",
             "alltoall",
         )
-    if gathers_unevenly(config) and device == "cpu":
+    if gathers_unevenly(config, spec) and device == "cpu":
         yield Violation(
             "parallel.expert_dispatcher",
             f"alltoall with expert {expert} and expert_tensor {expert_tensor} gathers uneven token counts, which gloo, the only backend without GPUs, cannot",
@@ -223,11 +233,16 @@ def _experts(config: Config, spec: ModelSpec, sizes: Sizes, device: str | None) 
         )
 
 
-def gathers_unevenly(config: Config) -> bool:
-    """Do the ranks of an expert-tensor group gather as many tokens from each as its experts were given? With one expert
-    rank each has its own part of one pack, and they are even."""
-    parallel = config.parallel
-    return parallel.expert > 1 and parallel.expert_tensor > 1 and parallel.expert_dispatcher == "alltoall"
+def gathers_unevenly(config: Config, spec: ModelSpec) -> bool:
+    """Do the ranks of an expert-tensor group gather as many tokens from each as its experts happened to be given?
+
+    Not where these ranks have equal parts of packs, and keep all of them: a single expert rank, or every expert chosen.
+    """
+    parallel, moe = config.parallel, spec.moe
+    if moe is None or parallel.expert_tensor == 1 or parallel.expert_dispatcher != "alltoall":
+        return False
+    of_one_pack = parallel.tensor * parallel.context % parallel.expert_tensor == 0
+    return not of_one_pack or (parallel.expert > 1 and moe.experts_per_token < moe.num_experts)
 
 
 def _precision(config: Config, spec: ModelSpec, device: str | None) -> Iterator[Violation]:

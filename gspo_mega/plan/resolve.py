@@ -53,9 +53,13 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         if not (Path(config.model.weights) / "megatron" / "metadata.json").is_file():
             raise ModelError(f"{place}{config.model.weights}: there is no Megatron checkpoint in it; tools/hf_to_megatron.py makes such a folder")
     layout = resolve_layout(config, spec, loaded.where, device)
-    notices = [*loaded.notices, *_notices(config, layout, device)]
+    notices = [*loaded.notices, *_notices(config, spec, layout, device)]
     if source.is_dir() and not spec.eos_token_ids:
         notices.append("the model names no end-of-sequence token: every response runs to max_new_tokens")
+    if spec.num_ignored_layers:
+        notices.append(
+            f"num_nextn_predict_layers {spec.num_ignored_layers}: layers for multi-token prediction are not loaded, not trained, and not in what is published or exported"
+        )
     return Plan(source, config, spec, layout, tuple(notices))
 
 
@@ -69,8 +73,8 @@ def _check_same_shape(path: str, spec: ModelSpec, place: str) -> None:
         raise ModelError(f"{place}{path} has another shape than the policy: {', '.join(other)}")
 
 
-def _notices(config: Config, layout: Layout, device: Device | None) -> Iterator[str]:
-    parallel, ranks_per_node = config.parallel, config.cluster.ranks_per_node
+def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | None) -> Iterator[str]:
+    ranks_per_node = config.cluster.ranks_per_node
     if ranks_per_node % layout.tensor:
         yield f"tensor groups of {layout.tensor} ranks span nodes of {ranks_per_node}: slow; keep them inside a node"
     if layout.mini_batch_sequences[-1] % layout.data:
@@ -78,5 +82,5 @@ def _notices(config: Config, layout: Layout, device: Device | None) -> Iterator[
             f"{layout.mini_batch_sequences[-1]} trajectories a mini-batch do not divide over {layout.data} data-parallel ranks: "
             "some compute less and wait"
         )
-    if device is None and gathers_unevenly(config):
-        yield "expert and expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher: allgather`"
+    if device is None and gathers_unevenly(config, spec):
+        yield "expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher: allgather`"

@@ -12,7 +12,7 @@ from verdict_cases import CHANGES, generate
 from verdicts import DELIBERATE, Engine, figures, verdicts
 
 SEED = 1
-COUNT = 2 * len(CHANGES)  # every second one is changed, each change once
+COUNT = -(-3 * len(CHANGES) // 2)  # two of three are changed, by each change once
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,9 @@ def test_plan_and_engine_agree_on_every_configuration(found):
 def test_the_generator_reaches_what_it_should(found):
     assert {v.case.change for v in found} == {"", *CHANGES}
     refused = [v for v in found if v.plan is not None]
-    assert 0.3 * COUNT < len(refused) < 0.6 * COUNT
+    assert 0.4 * COUNT < len(refused) < 0.6 * COUNT
     assert any(v.wrong is not None for v in refused), "no layout trained wrong: the comparison of gradients was not tried"
-    assert sum(v.deliberate is not None for v in found) < 0.15 * COUNT
+    assert sum(v.deliberate is not None for v in found) < 0.2 * COUNT
     assert {v.deliberate for v in found if v.deliberate} <= {why for _, why in DELIBERATE}
     ran = [v.case for v in found if v.plan is None]
     assert all(any(case.values["parallel"].get(key, 1) > 1 for case in ran) for key in ("tensor", "pipeline", "context", "expert", "expert_tensor"))

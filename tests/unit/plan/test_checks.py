@@ -13,8 +13,11 @@ def ranks(n):
 IMPOSSIBLE = [
     ("dense", [ranks(3), "parallel.tensor=2"], "cluster.ranks_per_node", "= 3 ranks, which tensor 2", "2 ranks in all or 4 ranks in all"),
     ("dense", ["parallel.pipeline=3"], "cluster.ranks_per_node", "pipeline 3", "3 ranks in all"),
-    ("dense", [ranks(3), "parallel.tensor=3"], "parallel.tensor", "attention heads 4, key-value heads 2, intermediate size 128", "2 or 4"),
-    ("dense", [ranks(2), "parallel.pipeline=2"], "parallel.pipeline", "3 layers", "1 or 3"),
+    ("dense", [ranks(3), "parallel.tensor=3"], "parallel.tensor", "attention heads 4, key-value heads 2, intermediate size 128", "1"),
+    ("dense", [ranks(4), "parallel.tensor=3"], "parallel.tensor", "attention heads 4", "2 or 4"),
+    ("dense", [ranks(7), "parallel={tensor: 3, pipeline: 2}"], "parallel.tensor", "attention heads 4", "2 or 4"),
+    ("dense", [ranks(2), "parallel.pipeline=2"], "parallel.pipeline", "3 layers", "1"),
+    ("dense", [ranks(6), "parallel.pipeline=2"], "parallel.pipeline", "3 layers", "1 or 3"),
     ("dense", ["parallel.virtual_pipeline=3"], "parallel.virtual_pipeline", "pipeline is 1", "leave it out (null)"),
     ("dense", [ranks(3), "parallel.pipeline=3", "parallel.virtual_pipeline=2"], "parallel.virtual_pipeline", "1 layers", "leave it out (null)"),
     ("dense", ["recompute={granularity: full, num_layers: 4}"], "recompute.num_layers", "3 layers", "3"),
@@ -101,7 +104,7 @@ def test_experts_that_do_not_divide_over_the_expert_tensor_ranks(load, shape):
 @pytest.mark.parametrize(
     ("changes", "tensor", "said", "valid"),
     [
-        (dict(num_attention_heads=12, num_key_value_heads=4, intermediate_size=96), 6, "key-value heads 4", "4"),
+        (dict(num_attention_heads=12, num_key_value_heads=4, intermediate_size=96), 6, "key-value heads 4", "2"),
         # More ranks than key-value heads share a head's rows evenly, or not at all.
         (dict(num_attention_heads=4, num_key_value_heads=1, head_dim=2), 4, None, None),
         (dict(num_attention_heads=8, num_key_value_heads=1, head_dim=2), 8, "key-value heads 1", "4"),
@@ -116,6 +119,28 @@ def test_key_value_heads_over_tensor_ranks(load, shape, changes, tensor, said, v
         plan_run(loaded, model=model)
 
 
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("sizes", [dict(tensor=3), dict(tensor=3, expert=2), dict(pipeline=2), dict(tensor=3, pipeline=2), dict(tensor=5, context=2)])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12])
+def test_nearest_values_do_not_contradict_each_other(load, shape, kind, sizes, world):
+    """Following them all leads to a layout that can run, at once or after one more look."""
+    if kind == "dense":
+        sizes = {key: value for key, value in sizes.items() if key != "expert"}
+    model, taken, count = shape(kind), {f"parallel.{key}": str(value) for key, value in sizes.items()} | {"cluster.ranks_per_node": str(world)}, 0
+    while True:
+        try:
+            plan_run(load(*(f"{key}={value}" for key, value in taken.items())), model=model)
+            break
+        except PlanError as error:
+            count += 1
+            assert count <= 3, f"{taken}: {error}"
+            for line in str(error).splitlines():
+                key, valid = line.split(": ")[1], line.split("nearest valid: ")[1].split(" or ")[0].removesuffix(" ranks in all")
+                name, _, value = valid.rpartition(" ")  # `expert 2`, where another key than the one refused may change
+                taken[f"parallel.{name}" if name else key] = value
+    assert count > 0
+
+
 def test_one_expert_a_token_whose_weight_is_always_one(load, shape):
     with pytest.raises(PlanError, match="model.path: num_experts_per_tok 1 with norm_topk_prob: .* router cannot learn"):
         plan_run(load(), model=shape("moe", num_experts_per_tok=1))
@@ -128,6 +153,7 @@ def test_uneven_gathers_are_refused_on_cpu_and_mentioned_where_the_device_is_unk
         plan_run(loaded, "cpu", shape("moe"))
     assert any("runs on GPUs only" in notice for notice in plan_run(loaded, None, shape("moe")).notices)
     assert plan_run(loaded, "gpu", shape("moe")).notices == ()
+    plan_run(loaded, "cpu", shape("moe", num_experts_per_tok=8))  # every expert is chosen
 
 
 def test_all_violations_are_reported_at_once_each_with_its_place(load, shape):
