@@ -1,6 +1,7 @@
 """Show what a configuration resolves to on how many ranks, or every reason why it cannot run.
 
     gspo-mega plan my_run.yaml                                  layout, memory, time; exact where it can be, estimates named
+    gspo-mega plan my_run.yaml --command train                  also what train reads: data, rewards
     gspo-mega plan my_run.yaml --search 4x8                     rank layouts on 4 nodes of 8 GPUs, write the YAML block
     eval "$(gspo-mega plan my_run.yaml --shell)"                the numbers a job script needs
 
@@ -11,6 +12,7 @@ cannot, with a line for every reason.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from gspo_mega.config import load_config, render_config, render_json_schema
 from gspo_mega.errors import ConfigError
@@ -25,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
     parser.add_argument("--model", metavar="PATH", help="plan with this Hugging Face folder or config.json instead of model.path")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="what the ranks will run on, when it is known")
-    parser.add_argument("--command", choices=("train", "sft", "eval", "certify"), help="also check what this command needs")
+    parser.add_argument("--command", choices=("train", "sft", "eval", "certify"), help="also check what this command needs: its sections, the first rows of its data, its rewards")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     parser.add_argument("--shell", action="store_true", help="print what a job script needs as shell variables")
     parser.add_argument("--search", metavar="NODESxGPUS", help="rank the layouts on so many trainer nodes and GPUs a node")
@@ -45,6 +47,11 @@ def run(args: argparse.Namespace) -> int:
         print(render_search(search_layouts(loaded.config, spec, *parse_grid(args.search))))
         return 0
     plan = plan_run(loaded, args.device, args.model)
+    if args.command is not None:
+        # Data and rewards, which take a moment: only where the command that needs them is named.
+        from gspo_mega.launcher.inputs import check_inputs
+
+        plan = replace(plan, notices=(*plan.notices, *check_inputs(loaded, args.command)))
     figures = estimate(plan, loaded.where)
     if args.json or args.shell:
         print(plan_json(plan, figures) if args.json else plan_shell(plan, figures))

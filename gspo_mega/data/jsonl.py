@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -21,6 +21,7 @@ Row = dict[str, Any]
 
 # A file with one systematic mistake has it on every line; so many of them are enough to see it.
 MAX_PROBLEMS_SHOWN = 10
+NO_ROWS = "no rows; one JSON object a line was expected"
 
 
 class JsonlFile:
@@ -40,14 +41,7 @@ class JsonlFile:
     def __init__(self, path: str | Path, check: Callable[[Row], str | None]) -> None:
         """`check(row)` says in words what is wrong with a row, or None."""
         self.path = Path(path)
-        try:
-            self._file = self.path.open("rb")
-        except FileNotFoundError:
-            raise DataError(f"{path}: no such file (relative paths start in {Path.cwd()})") from None
-        except IsADirectoryError:
-            raise DataError(f"{path}: this is a folder; a JSONL file was expected") from None
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        self._file = _opened(self.path)
         starts: list[int] = []
         lengths: list[int] = []
         lines: list[int] = []
@@ -72,7 +66,7 @@ class JsonlFile:
         if problems:
             raise DataError("\n".join(problems))
         if not starts:
-            raise DataError(f"{path}: no rows; one JSON object a line was expected")
+            raise DataError(f"{path}: {NO_ROWS}")
         self.fingerprint = digest.hexdigest()
         self._starts = np.asarray(starts, dtype=np.int64)
         self._lengths = np.asarray(lengths, dtype=np.int64)
@@ -97,6 +91,34 @@ class JsonlFile:
     def line(self, row: int) -> str:
         """`file:line` of a row, for messages."""
         return f"{self.path}:{self._lines[row]}"
+
+
+def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_rows: int) -> None:
+    """What `JsonlFile` would say of the file and of its first `num_rows` rows, at once however long it is. Raises DataError."""
+    problems, seen = [], 0
+    with _opened(Path(path)) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                seen += 1
+                if (problem := _problem_of(line, check)) is not None:
+                    problems.append(f"{path}:{number}: {problem}")
+            if seen == num_rows or len(problems) == MAX_PROBLEMS_SHOWN:
+                break
+    if problems:
+        raise DataError("\n".join(problems))
+    if not seen:
+        raise DataError(f"{path}: {NO_ROWS}")
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file (relative paths start in {Path.cwd()})") from None
+    except IsADirectoryError:
+        raise DataError(f"{path}: this is a folder; a JSONL file was expected") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _problem_of(line: bytes, check: Callable[[Row], str | None]) -> str | None:

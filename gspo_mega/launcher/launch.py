@@ -13,16 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from gspo_mega.config import LoadedConfig, data_sources
-from gspo_mega.errors import JournalError, PlanError
-from gspo_mega.journal.journal import Journal
+from gspo_mega.config import LoadedConfig
+from gspo_mega.errors import PlanError
 from gspo_mega.launcher.children import ChildSpec
+from gspo_mega.launcher.inputs import check_rewards, is_replay
 from gspo_mega.launcher.places import rank_environments, share_gpus, visible_gpus
 from gspo_mega.launcher.prepare import hold, new_attempt
 from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor
 from gspo_mega.plan import plan_run, render_report
-from gspo_mega.reward.pool import check_reward
 from gspo_mega.run_folder import Attempt, RunFolder
 
 Command = Literal["train", "sft", "eval", "certify"]
@@ -55,7 +54,7 @@ def launch(
     gpus = visible_gpus(os.environ)
     plan = plan_run(loaded, "gpu" if gpus else "cpu")
     if command != "certify":  # which samples and scores nothing
-        check_reward(config.reward, {source.name: source.reward for source in data_sources(config) if source.reward is not None})
+        check_rewards(loaded)
     num_servers = 0 if command == "certify" or is_replay(loaded, command) else config.server.num_servers
     rank_gpus, server_gpus = share_gpus(gpus, config.cluster.ranks_per_node, num_servers, config.server.tensor)
     say(render_report(plan))
@@ -69,21 +68,6 @@ def launch(
             code = Supervisor(attempt, [*servers, *ranks], say, stop_grace_seconds).run()
             state.tell("finished" if code == 0 else "stopped")
             return code
-
-
-def is_replay(loaded: LoadedConfig, command: str) -> bool:
-    """Whether the run trains on recorded rollouts and so has no servers. Raises JournalError where the record is too short."""
-    train = loaded.config.train
-    if command != "train" or train is None or train.from_rollouts is None:
-        return False
-    present = Journal(RunFolder(train.from_rollouts).journal_dir).steps()
-    missing = sorted(set(range(train.num_steps)) - set(present))
-    if missing:
-        raise JournalError(
-            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no rollouts of step {missing[0] + 1}; "
-            f"train.num_steps asks for {train.num_steps}, {len(present)} are recorded"
-        )
-    return True
 
 
 def _ranks(num_ranks: int, gpus: list[str], attempt: Attempt, command: str, worker_command: Sequence[str]) -> list[ChildSpec]:

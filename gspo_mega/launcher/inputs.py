@@ -1,0 +1,82 @@
+"""What a command reads besides its configuration and model, looked at before anything starts: data, rewards, recorded rollouts.
+
+Of data only the first rows, and not yet tokenised: it answers at once on a login node, without torch. What is wrong further
+down is found by the run itself when it opens its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from gspo_mega.config import LoadedConfig, data_sources
+from gspo_mega.data.jsonl import Row, check_first_rows
+from gspo_mega.data.prompts import missing_key
+from gspo_mega.errors import DataError, JournalError
+from gspo_mega.journal.journal import Journal
+from gspo_mega.reward.pool import check_reward
+from gspo_mega.run_folder import RunFolder
+
+NUM_ROWS_CHECKED = 100
+
+
+def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify"]) -> list[str]:
+    """Notices of where the command will have to run. Raises DataError or JournalError with the place of the key, or RewardError."""
+    if command == "certify":  # which makes its own batch, and samples and scores nothing
+        return []
+    check_rewards(loaded)
+    if not is_replay(loaded, command):
+        _check_data(loaded, command)
+    nodes = loaded.config.cluster.num_nodes
+    if nodes > 1 and command != "eval":
+        return [f"{nodes} trainer nodes: `gspo-mega {command}` alone runs on one machine; submit launch/slurm/train.sbatch"]
+    return []
+
+
+def check_rewards(loaded: LoadedConfig) -> None:
+    """Load every reward function once. Raises RewardError."""
+    sources = data_sources(loaded.config)
+    check_reward(loaded.config.reward, {source.name: source.reward for source in sources if source.reward is not None})
+
+
+def is_replay(loaded: LoadedConfig, command: str) -> bool:
+    """Whether the run trains on recorded rollouts and so has no servers. Raises JournalError where the record is too short."""
+    train = loaded.config.train
+    if command != "train" or train is None or train.from_rollouts is None:
+        return False
+    present = Journal(RunFolder(train.from_rollouts).journal_dir).steps()
+    missing = sorted(set(range(train.num_steps)) - set(present))
+    if missing:
+        raise JournalError(
+            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no rollouts of step {missing[0] + 1}; "
+            f"train.num_steps asks for {train.num_steps}, {len(present)} are recorded"
+        )
+    return True
+
+
+def _check_data(loaded: LoadedConfig, command: str) -> None:
+    problems = []
+    for key, path, check in _files(loaded, command):
+        try:
+            check_first_rows(path, check, NUM_ROWS_CHECKED)
+        except DataError as error:
+            problems += [f"{loaded.where(key)}: {key}: {line}" for line in str(error).splitlines()]
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Callable[[Row], str | None]]]:
+    """(its key, the file, what is wrong with a row) of each file that the command reads."""
+    config = loaded.config
+    data = config.data
+    prompts = _has(("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key))
+    if command != "eval":
+        rows = _has(("data.prompt_key", data.prompt_key), ("data.response_key", data.response_key)) if command == "sft" else prompts
+        for index, source in enumerate(data_sources(config)):
+            yield "data.path" if data.path is not None else f"data.sources.{index}.path", source.path, rows
+    if config.eval is not None:
+        yield "eval.path", config.eval.path, prompts
+
+
+def _has(*keys: tuple[str, str]) -> Callable[[Row], str | None]:
+    return lambda row: next((problem for setting, key in keys if (problem := missing_key(row, key, setting)) is not None), None)

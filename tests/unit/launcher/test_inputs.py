@@ -1,0 +1,130 @@
+"""What `gspo-mega plan --command` finds beside the configuration: data, rewards, recorded rollouts, machines."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.commands.main import main
+from gspo_mega.config import load_config
+from gspo_mega.errors import DataError, JournalError, RewardError
+from gspo_mega.launcher.inputs import NUM_ROWS_CHECKED, check_inputs
+
+CONFIG = """\
+run: {name: test}
+model: {path: m}
+batch: {prompts_per_step: 4, group_size: 4, micro_batch_tokens: 256}
+optimizer: {lr: 1e-6}
+train: {num_steps: 2}
+data:
+  path: %s
+  max_prompt_tokens: 16
+reward: gsm8k
+rollout: {max_new_tokens: 32}
+sft: {max_steps: 1, sequences_per_step: 8, eval_every_steps: 1, stop_accuracy_low: 0.2, stop_accuracy_high: 0.5}
+eval: {path: %s}
+"""
+SHAPE = str(Path(__file__).parents[3] / "configs" / "models" / "quickstart_dense.json")
+ROW = {"prompt": "p", "answer": "a", "response": "r"}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """(load with overrides, the training file, the held-out file)."""
+    train, held_out, config = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl", tmp_path / "c.yaml"
+    for path in (train, held_out):
+        path.write_text(json.dumps(ROW) + "\n")
+    config.write_text(CONFIG % (train, held_out))
+    return (lambda *overrides: load_config(config, overrides)), train, held_out
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "certify"])
+def test_nothing_to_say_where_all_is_there(files, command):
+    assert check_inputs(files[0](), command) == []
+
+
+def test_files_that_are_not_there_are_named_at_their_keys(files):
+    load, train, held_out = files
+    train.unlink()
+    held_out.write_text("\n")
+    with pytest.raises(DataError) as caught:
+        check_inputs(load(), "train")
+    config = load().path
+    assert [line.split(" (relative")[0] for line in str(caught.value).splitlines()] == [
+        f"{config}:7:3: data.path: {train}: no such file",
+        f"{config}:12:8: eval.path: {held_out}: no rows; one JSON object a line was expected",
+    ]
+    with pytest.raises(DataError, match="held_out"):  # what eval does not read is not looked at
+        check_inputs(load(), "eval")
+    check_inputs(load(), "certify")
+
+
+@pytest.mark.parametrize(
+    ("command", "row", "said"),
+    [
+        ("train", {"promt": "p", "answer": "a"}, "no key 'prompt'; did you mean 'promt'. .*data.prompt_key chooses the key"),
+        ("train", {"prompt": "p"}, "no key 'answer'; .*data.answer_key"),
+        ("sft", {"prompt": "p", "answer": "a"}, "no key 'response'; .*data.response_key"),
+        ("train", ["p"], "an array where a JSON object was expected"),
+    ],
+)
+def test_rows_without_what_the_command_reads(files, command, row, said):
+    load, train, _ = files
+    train.write_text(json.dumps(ROW) + "\n\n" + json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=rf"c\.yaml:7:3: data\.path: .*train\.jsonl:3: {said}"):
+        check_inputs(load(), command)
+
+
+def test_only_the_first_rows_are_looked_at(files):
+    load, train, _ = files
+    good, bad = json.dumps(ROW) + "\n", "{\n"
+    train.write_text(good * NUM_ROWS_CHECKED + bad)
+    check_inputs(load(), "train")
+    train.write_text(good * (NUM_ROWS_CHECKED - 1) + bad * 50)
+    with pytest.raises(DataError, match=f"train.jsonl:{NUM_ROWS_CHECKED}: not JSON"):
+        check_inputs(load(), "train")
+
+
+def test_sources_are_named_by_their_place(files, tmp_path):
+    load, train, _ = files
+    loaded = load("data.path=null", f"data.sources=[{{name: a, path: {train}}}, {{name: b, path: nowhere.jsonl}}]")
+    with pytest.raises(DataError, match=r"data\.sources\.1\.path: nowhere\.jsonl: no such file"):
+        check_inputs(loaded, "train")
+
+
+def test_a_reward_that_cannot_be_loaded(files):
+    with pytest.raises(RewardError, match="gsm9k"):
+        check_inputs(files[0]("reward=gsm9k"), "train")
+
+
+def test_recorded_rollouts_take_the_place_of_data(files, tmp_path):
+    load, train, _ = files
+    train.unlink()
+    with pytest.raises(JournalError, match="train.from_rollouts: .* has no rollouts of step 1"):
+        check_inputs(load(f"train.from_rollouts={tmp_path / 'run'}"), "train")
+
+
+def test_several_machines_are_slurms(files):
+    (notice,) = check_inputs(files[0]("cluster.num_nodes=2"), "train")
+    assert "2 trainer nodes: `gspo-mega train` alone runs on one machine; submit launch/slurm/train.sbatch" in notice
+
+
+def test_plan_says_it(files, capsys):
+    load, train, _ = files
+    arguments = ["plan", str(load().path), "--model", SHAPE]
+    assert main([*arguments, "--command", "train", "cluster.num_nodes=2"]) == 0
+    assert "notice" in (out := capsys.readouterr().out) and "2 trainer nodes" in out
+    train.unlink()
+    assert main(arguments) == 0  # the layout alone
+    capsys.readouterr()
+    assert main([*arguments, "--command", "train"]) == DataError.exit_code == 2
+    assert "data.path: " in capsys.readouterr().err
+
+
+def test_no_torch_for_it(files):
+    script = "import sys; from gspo_mega.commands.main import main; code = main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
+    arguments = ["plan", str(files[0]().path), "--model", SHAPE, "--command", "train"]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False"
