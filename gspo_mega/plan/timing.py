@@ -28,8 +28,10 @@ from gspo_mega.plan.shares import GRADIENT_BYTES, MAIN_BYTES, MOMENT_BYTES, WEIG
 
 # Forward passes that a backward pass costs.
 _BACKWARD = 2
-# The same of exchange: with sequence parallelism inputs are gathered once more for the weights' gradients.
-_BACKWARD_EXCHANGE = 1.5
+# The same of each kind of exchange. tensor: with sequence parallelism inputs are gathered once more for the weights'
+# gradients. context: keys and values go round again, and their gradients with them. Gradients of what experts and pipeline
+# stages were sent go back as they came.
+_BACKWARD_EXCHANGE = {"tensor": 1.5, "context": 2.0, "expert": 1.0, "pipeline": 1.0}
 # What the optimizer reads and writes of an element besides moments: gradient, main weight twice, weight.
 _OPTIMIZER_BYTES = 4 + 2 * 4 + 2
 
@@ -115,7 +117,7 @@ def rollout_seconds(config: Config, spec: ModelSpec, gpu: Gpu, total_parameters:
 def _active(spec: ModelSpec, total_parameters: int) -> float:
     if spec.moe is None:
         return total_parameters
-    experts = 3 * spec.num_layers * spec.moe.num_experts * spec.hidden_size * spec.moe.expert_intermediate_size
+    experts = 3 * spec.num_moe_layers * spec.moe.num_experts * spec.hidden_size * spec.moe.expert_intermediate_size
     return total_parameters - experts * (1 - spec.moe.experts_per_token / spec.moe.num_experts)
 
 
@@ -145,7 +147,7 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
     bubble = (layout.pipeline - 1) / (chunks * num_micro)
     compute = passes * slower * layer.compute * (1 + again + _BACKWARD)
     head_time = passes * head * (1 + 1 + _BACKWARD)  # its logits are computed again in the backward pass
-    exchange = passes * slower * layer.exchange * (1 + again + _BACKWARD_EXCHANGE)
+    exchange = passes * slower * sum(seconds * (1 + again + _BACKWARD_EXCHANGE[kind]) for kind, seconds in layer.exchange.items())
     forward_pass = passes * (slower * layer.total + head) * (1 + bubble)
     runs_old_pass = config.old_log_probs == "trainer" and num_steps > 1
     num_passes = runs_old_pass + (config.kl.coefficient > 0)
@@ -165,47 +167,68 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
 
 
 class _Layer:
-    """Seconds of one layer's forward pass over one micro-batch on one rank: `compute`, and `exchange` with other ranks."""
+    """Seconds of one layer's forward pass over one micro-batch on one rank: `compute`, and `exchange` with other ranks by kind."""
 
     def __init__(self, config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, tokens: float, length: int) -> None:
         kind = config.precision
         peak = gpu.fp8_flops if kind == "fp8" else gpu.bf16_flops
         hidden, tensor = spec.hidden_size, layout.tensor
-        query, key = spec.num_heads * spec.head_dim / tensor, max(1, spec.num_kv_heads / tensor) * spec.head_dim
-        projections = 2 * tokens * hidden * (2 * query + 2 * key) / (peak * MATRIX_SHARE[kind] * _width(min(hidden, query)))
-        attended = 4 * tokens * query * (length + 1) / 2 / (gpu.bf16_flops * (ATTENTION_SHARE if kind != "fp32" else MATRIX_SHARE["fp32"]))
-        if spec.moe is None:
-            width = spec.intermediate_size / tensor
-            mlp = 6 * tokens * hidden * width / (peak * MATRIX_SHARE[kind] * _width(width))
-        else:
+        rate = peak * MATRIX_SHARE[kind]
+        projections = sum(2 * tokens * rows * columns / (rate * _width(min(rows, columns))) for rows, columns in _projections(spec, layout))
+        scored = spec.num_heads * (spec.head_dim + spec.value_head_dim) / tensor
+        attended = 2 * tokens * scored * (length + 1) / 2 / (gpu.bf16_flops * (ATTENTION_SHARE if kind != "fp32" else MATRIX_SHARE["fp32"]))
+
+        def gated(width: float) -> float:
+            return 6 * tokens * hidden * width / (rate * _width(width)) if width else 0.0
+
+        mlp = gated(spec.intermediate_size / tensor)
+        if spec.moe is not None:
             width = spec.moe.expert_intermediate_size / layout.expert_tensor
             # A rank's routed tokens spread over its experts: few tokens an expert make its products narrow too.
             own = tokens / (tensor if layout.sequence_parallel else 1)
             routed = own * spec.moe.experts_per_token * layout.expert_tensor
             an_expert = routed * layout.expert / spec.moe.num_experts
-            mlp = 6 * routed * hidden * width / (peak * EXPERT_SHARE[kind] * _width(width) * _width(an_expert))
+            experts = 6 * routed * hidden * width / (peak * EXPERT_SHARE[kind] * _width(width) * _width(an_expert))
+            # The mean over layers: some may be dense.
+            share = spec.num_moe_layers / spec.num_layers
+            mlp = (1 - share) * mlp + share * (experts + gated(spec.moe.shared_intermediate_size / tensor))
         self.compute = projections + attended + mlp
-        self.exchange = self._exchange(config, layout, spec, gpu, tokens, 2 * key, attended)
-        self.total = self.compute + self.exchange
+        keys = max(1, spec.num_kv_heads / tensor) * (spec.head_dim + spec.value_head_dim)
+        self.exchange = self._exchange(config, layout, spec, gpu, tokens, keys, attended)
+        self.total = self.compute + sum(self.exchange.values())
 
-    def _exchange(self, config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, tokens: float, keys: float, attended: float) -> float:
+    def _exchange(self, config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, tokens: float, keys: float, attended: float) -> dict[str, float]:
         size, node = WEIGHT_BYTES[config.precision], config.cluster.ranks_per_node
         row = tokens * spec.hidden_size * size
-        seconds = 0.0
+        seconds: dict[str, float] = {}
         if layout.tensor > 1:
             # A gather before and a scatter after attention, and the same around a dense MLP.
             times = 4 if spec.moe is None else 2
-            seconds += times * row * (layout.tensor - 1) / layout.tensor / _link(gpu, layout.tensor, node)
+            seconds["tensor"] = times * row * (layout.tensor - 1) / layout.tensor / _link(gpu, layout.tensor, node)
         if layout.context > 1:
             ring = tokens * keys * size * (layout.context - 1) / _link(gpu, layout.tensor * layout.context, node)
-            seconds += max(0.0, ring - attended)
+            seconds["context"] = max(0.0, ring - attended)
         if spec.moe is not None and layout.expert * layout.expert_tensor > 1:
             sent = 2 * row / (layout.tensor if layout.sequence_parallel else 1) * spec.moe.experts_per_token * layout.expert_tensor
-            seconds += _all_to_all(gpu, sent, layout.expert * layout.expert_tensor, node)
+            seconds["expert"] = _all_to_all(gpu, sent, layout.expert * layout.expert_tensor, node)
         if layout.pipeline > 1:
             sends = (layout.virtual_pipeline or 1) / (spec.num_layers / layout.pipeline)
-            seconds += sends * row / (layout.tensor if layout.sequence_parallel else 1) / (LINK_SHARE * gpu.network_bytes_per_second)
+            seconds["pipeline"] = sends * row / (layout.tensor if layout.sequence_parallel else 1) / (LINK_SHARE * gpu.network_bytes_per_second)
         return seconds
+
+
+def _projections(spec: ModelSpec, layout: Layout) -> list[tuple[float, float]]:
+    """(rows, columns) of attention's matrices on one tensor rank: products that read one input together count as one matrix."""
+    hidden, heads, latent = spec.hidden_size, spec.num_heads / layout.tensor, spec.latent
+    output = (hidden, heads * spec.value_head_dim)
+    if latent is None:
+        keys = max(1, spec.num_kv_heads / layout.tensor)
+        return [((heads + 2 * keys) * spec.head_dim, hidden), output]
+    # Down-projections are whole on every tensor rank, and each does them for its own part of the tokens.
+    own = layout.tensor if layout.sequence_parallel else 1
+    down, up = latent.key_value_rank + latent.rotary_dim + (latent.query_rank or 0), heads * (latent.content_dim + latent.value_dim)
+    query = (heads * spec.head_dim, latent.query_rank or hidden)
+    return [(down / own, hidden), query, (up, latent.key_value_rank), output]
 
 
 def _head_seconds(config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, rows: float) -> float:
