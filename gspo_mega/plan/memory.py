@@ -102,8 +102,7 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
     parts = _Parts()
     parts.always = {
         "weights": size.weights, "gradients": size.gradients, "padding": size.padding, "main weights": size.main, "moments": size.moments,
-        "FP8 copies": size.fp8_copies, "reference": state.parameters * WEIGHT_BYTES[config.precision] if config.kl.coefficient > 0 else 0,
-        "reserve": RESERVE_BYTES,
+        "FP8 copies": size.fp8_copies, "reference": size.reference, "reserve": RESERVE_BYTES,
     }  # fmt: skip
     exact = sum(parts.always.values()) - RESERVE_BYTES
     tokens = config.batch.micro_batch_tokens / layout.context

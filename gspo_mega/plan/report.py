@@ -148,6 +148,8 @@ def _state(figures: Estimate) -> list[str]:
             f"{where}: {_quantity(state.parameters)} parameters and gradients, {_quantity(state.padding)} padding, optimizer state of "
             f"{_quantity(state.optimized)}: {_gib(size.on_device)}" + (f" and {_gib(size.offloaded)} on the host" if size.offloaded else "")
         )
+        if size.reference:
+            lines.append(f"{where} with the frozen reference of the KL term among that: {_gib(size.reference)}")
     return lines
 
 

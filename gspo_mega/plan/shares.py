@@ -63,7 +63,8 @@ class State:
 @dataclass(frozen=True)
 class StateBytes:
     """The same in bytes. `padding`: of weights and gradients. `offloaded`: optimizer state on the host instead.
-    `fp8_copies`: linear weights in FP8 beside those of `weights`, rowwise and columnwise."""
+    `fp8_copies`: linear weights in FP8 beside those of `weights`, rowwise and columnwise. `reference`: the weights of the frozen
+    reference of a KL term, with the FP8 copies that a forward pass keeps; it has no gradients, padding or optimizer state."""
 
     weights: int
     gradients: int
@@ -72,10 +73,11 @@ class StateBytes:
     moments: int
     fp8_copies: int
     offloaded: int
+    reference: int
 
     @property
     def on_device(self) -> int:
-        return self.weights + self.gradients + self.padding + self.main + self.moments + self.fp8_copies
+        return self.weights + self.gradients + self.padding + self.main + self.moments + self.fp8_copies + self.reference
 
 
 class ModelShares:
@@ -255,8 +257,9 @@ def state_bytes(config: Config, state: State) -> StateBytes:
     main = 0 if config.precision == "fp32" else state.optimized * MAIN_BYTES
     moments = 2 * state.optimized * MOMENT_BYTES[optimizer.moments_dtype]
     stay = 1.0 - optimizer.cpu_offload_fraction
+    weights = (state.parameters - in_fp8) * weight + in_fp8
     return StateBytes(
-        weights=(state.parameters - in_fp8) * weight + in_fp8,
+        weights=weights,
         gradients=state.parameters * GRADIENT_BYTES,
         padding=state.padding * (weight + GRADIENT_BYTES),
         main=round(main * stay),
@@ -264,6 +267,7 @@ def state_bytes(config: Config, state: State) -> StateBytes:
         # Both orientations of each linear weight, less the one that the parameter itself is.
         fp8_copies=2 * state.linear - in_fp8 if fp8 else 0,
         offloaded=main + moments - round(main * stay) - round(moments * stay),
+        reference=weights + (state.linear - in_fp8 if fp8 else 0) if config.kl.coefficient > 0 else 0,
     )
 
 

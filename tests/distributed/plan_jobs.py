@@ -9,6 +9,7 @@ from layout_jobs import make_config, pack
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.reference import ReferencePolicy
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
 
@@ -47,9 +48,21 @@ def _count(config: Config) -> dict:
             # fp32 main parameters are views of the weights.
             main_bytes=_storage_bytes(main, _storages(parameters)),
             moment_bytes=_storage_bytes(moments),
+            reference_bytes=_reference_bytes(config, engine, parameters),
         )
     finally:
         destroy_groups()
+
+
+def _reference_bytes(config: Config, engine: PolicyEngine, policy: list[torch.Tensor]) -> int:
+    """Of whatever the reference holds, parameters and not, that the policy does not."""
+    if config.kl.coefficient == 0:
+        return 0
+    reference = ReferencePolicy(config, engine.spec, engine.groups)
+    own = [*(p for chunk in reference.chunks for p in chunk.parameters()), *(p.grad for chunk in reference.chunks for p in chunk.parameters() if p.grad is not None)]
+    size = _storage_bytes(own, _storages(policy))
+    assert size == reference.num_bytes
+    return size
 
 
 def _storages(tensors: list[torch.Tensor]) -> set[int]:

@@ -24,7 +24,7 @@ SAME_STATE = ("recompute.", "batch.", "moe.", "rollout.")
 def cases():
     """(name, number of ranks, configuration) of every layout in the matrices, each state once."""
     seen = set()
-    for kind in ("dense", "moe"):
+    for kind in ("dense", "moe", "mla"):
         file = CONFIGS / f"certify_{kind}.yaml"
         certify = load_config(file, (), "certify").config.certify
         for case in certify.cases:
@@ -43,10 +43,11 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_the_engine(rank_p
     by_ranks = defaultdict(list)
     for name, ranks, config in cases():
         by_ranks[ranks].append((name, config))
-        if config.optimizer.distributed:  # and in bf16, where main parameters are copies
-            by_ranks[ranks].append((f"{name} bf16", config.model_copy(update={"precision": "bf16"})))
+        if config.optimizer.distributed:  # and in bf16, where main parameters are copies, with the reference of a KL term
+            kl = config.kl.model_copy(update={"coefficient": 0.05})
+            by_ranks[ranks].append((f"{name} bf16", config.model_copy(update={"precision": "bf16", "kl": kl})))
     assert sum(map(len, by_ranks.values())) > 50
-    padded = 0
+    padded = referred = 0
     for ranks, group in sorted(by_ranks.items()):
         found = rank_pools(ranks).run("plan_jobs:count_state", cases=[{"config": config.model_dump_json()} for _, config in group])
         for index, (name, config) in enumerate(group):
@@ -57,13 +58,14 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_the_engine(rank_p
                 state, real = stage.of_rank(rank), found[rank][index]
                 size = state_bytes(config, state)
                 padded += state.padding > 0
+                referred += size.reference > 0
                 assert dict(
                     parameters=state.parameters, gradients=state.gradients, optimized=state.optimized,
                     weight_bytes=size.weights + size.padding - state.padding * 4, gradient_bytes=state.gradients * 4,
-                    main_bytes=size.main, moment_bytes=size.moments,
+                    main_bytes=size.main, moment_bytes=size.moments, reference_bytes=size.reference,
                 ) == real, f"{name}, rank {rank}"  # fmt: skip
                 assert stage.largest.optimized >= state.optimized
-    assert padded > 0  # else the padding's arithmetic was not tried
+    assert padded > 0 and referred > 0  # else their arithmetic was not tried
 
 
 SAVED = [

@@ -60,8 +60,11 @@ def test_each_setting_moves_its_part(load, shape, override, part, less):
 
 
 def test_a_reference_is_a_second_set_of_weights(load, shape):
-    memory = figures(load, shape, "algorithm=grpo", "kl={coefficient: 0.1}")[1].memory
-    assert memory.parts["reference"] == memory.parts["weights"]
+    plan, found = figures(load, shape, "algorithm=grpo", "kl={coefficient: 0.1}")
+    memory, without = found.memory, figures(load, shape)[1].memory
+    assert memory.parts["reference"] == memory.parts["weights"] > 0 == without.parts["reference"]
+    assert memory.exact - without.exact == memory.parts["reference"] and all(memory.phases[p] - without.phases[p] == memory.parts["reference"] for p in memory.phases)
+    assert f"the frozen reference of the KL term among that: {memory.parts['reference'] / GIB:.1f} GiB" in render_report(plan, found)
 
 
 def test_publish_holds_a_bucket_besides_whole_tensors(load, shape):

@@ -75,6 +75,9 @@ def test_overlap_makes_buckets_on_the_first_stage(load, shape):
         (["precision=bf16", "optimizer.moments_dtype=bf16"], dict(weights=2000, main=2000, moments=2000, padding=60)),
         (["precision=fp8"], dict(weights=2000, main=2000, fp8_copies=1200)),
         (["precision=fp8", "fp8.parameters=true"], dict(weights=1400, fp8_copies=600)),
+        (["precision=bf16", "algorithm=grpo", "kl.coefficient=0.1"], dict(weights=2000, reference=2000)),
+        (["precision=fp8", "algorithm=grpo", "kl.coefficient=0.1"], dict(weights=2000, reference=2600)),
+        (["precision=fp8", "fp8.parameters=true", "algorithm=grpo", "kl.coefficient=0.1"], dict(weights=1400, reference=1400)),
         (["precision=bf16", "optimizer.cpu_offload_fraction=0.25"], dict(main=1500, moments=3000, offloaded=1500)),
     ],
 )
