@@ -15,8 +15,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gspo_mega.errors import RankError
@@ -26,7 +25,7 @@ from gspo_mega.launcher.slurm import Allocation, Node, job_runs, lost_nodes, req
 from gspo_mega.launcher.slurm_preflight import preflight
 from gspo_mega.launcher.slurm_steps import Steps
 from gspo_mega.launcher.state import StateKeeper
-from gspo_mega.launcher.supervisor import ConsoleTail
+from gspo_mega.launcher.supervisor import ConsoleTail, signals_taken
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
@@ -68,7 +67,7 @@ class SlurmJob:
     def run(self, command: str, num_servers: int, master_port: int, doctors: Sequence[tuple[Node, ChildSpec]]) -> int:
         """Start the steps, the doctors' first, and stay until they are over. Returns 0, or 75 when stopped; when the job is queued again, as
         soon as Slurm ends it. Raises RankError whose text is one line; call from the main thread."""
-        with self._signals_taken():
+        with signals_taken(_SIGNALS, self._signals):
             family = Family()
             try:
                 if doctors:
@@ -194,15 +193,6 @@ class SlurmJob:
         raise summary
 
     # --- stops ---------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _signals_taken(self) -> Iterator[None]:
-        before = {number: signal.signal(number, lambda received, _: self._signals.append(received)) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _hear(self) -> None:
         while self._signals:

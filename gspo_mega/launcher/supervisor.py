@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,6 +54,17 @@ class ConsoleTail:
                 self._say(line)
 
 
+@contextmanager
+def signals_taken(numbers: Iterable[int], received: list[int]) -> Iterator[None]:
+    """While this lasts, each of these signals is noted at the end of `received` and does nothing else. Main thread only."""
+    before = {number: signal.signal(number, lambda heard, _: received.append(heard)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Supervisor:
     """One attempt's processes. `say` shows a line to the user."""
 
@@ -73,7 +84,8 @@ class Supervisor:
         Call from the main thread. Raises RankError with the text for the user and the exit code when something
         failed. However it ends, none of the processes, nor of theirs, is left.
         """
-        with self._signals_taken():
+        # One that was ignored at our start stays so: `nohup`, and jobs a script puts in the background.
+        with signals_taken([number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN], self._signals):
             family = Family()
             self._children = family.children
             try:
@@ -86,17 +98,6 @@ class Supervisor:
                 for child in family.children:
                     logger.info("%s %s", child.name, child.end_described)
                 self._console.pump()
-
-    @contextmanager
-    def _signals_taken(self) -> Iterator[None]:
-        # One that was ignored at our start stays so: `nohup`, and jobs a script puts in the background.
-        heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, lambda received, _: self._signals.append(received)) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _watch(self) -> int:
         ranks = [child for child in self._children if child.spec.kind == "rank"]

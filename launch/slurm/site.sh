@@ -17,8 +17,8 @@
 # The supervisor: a Python with gspo_mega, pydantic and PyYAML, on the login node and on the first node, outside of any container.
 : "${GSPO_PYTHON:=$GSPO_HOME/.venv/bin/python}"
 
-# Where ranks and servers run: a container and the Python inside of it. Both see the run folder, the model and the data at
-# the same paths. Options for srun when the line begins with --, else words put before the command:
+# Where ranks and servers run: a container and the Python inside of it, with gspo_mega or with this repository, which PYTHONPATH
+# names. Both see the run folder, the model and the data at the same paths as outside. Options for srun when the line begins with --, else words put before the command:
 #   pyxis      GSPO_TRAINER_CONTAINER='--container-image=/images/trainer.sqsh --container-mounts=/data:/data'
 #   apptainer  GSPO_TRAINER_CONTAINER='apptainer exec --nv --bind /data /images/trainer.sif'
 : "${GSPO_TRAINER_CONTAINER:=}"
