@@ -8,7 +8,7 @@ are `gspo_mega.weights`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,16 @@ def _separate_steps(engine: PolicyEngine) -> None:
                 state["step"] = state["step"].clone()
 
 
+# What checkpoints of the first format have of a spec whatever its value; later fields are left out at their defaults, so that
+# they still fit.
+_FIRST_EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_intermediate_size", "norm_topk_prob")
+
+
 def model_of(engine: PolicyEngine) -> dict[str, Any]:
     spec = asdict(engine.spec)
-    spec.pop("raw")
+    for name in ("raw", "num_ignored_layers", *(["latent"] if engine.spec.latent is None else [])):
+        spec.pop(name)
+    if engine.spec.moe is not None:
+        defaults = {field.name: field.default for field in fields(engine.spec.moe)}
+        spec["moe"] = {name: value for name, value in spec["moe"].items() if name in _FIRST_EXPERT_FIELDS or value != defaults[name]}
     return {**spec, "eos_token_ids": list(spec["eos_token_ids"]), "precision": engine.config.precision}

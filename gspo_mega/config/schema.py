@@ -115,7 +115,7 @@ class Moe(Section):
     )
     load_balancing_coefficient: float = Field(default=0.0, ge=0, description="Weight of that loss.")
     z_loss_coefficient: float = Field(default=0.0, ge=0, description="Weight of the router's z-loss; 0 turns it off.")
-    expert_bias_update_rate: float = Field(default=0.0, ge=0, description="Step of the expert bias towards balance, an optimizer step; 0 freezes it. For models that have the bias; no family here has one yet, and with those that are it is refused.")
+    expert_bias_update_rate: float = Field(default=0.0, ge=0, description="Step of the expert bias towards balance, an optimizer step; 0 freezes it. For models that have the bias (deepseek_v3), refused with others.")
     routing_replay: Literal["none", "R2", "R3"] = Field(
         default="none", description="R2: the training passes go through the experts of the old pass. R3: all passes go through the experts that SGLang chose."
     )

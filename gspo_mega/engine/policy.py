@@ -16,6 +16,7 @@ from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.balancing import LoadBalancing
 from gspo_mega.engine.data_parallel import wrap_data_parallel
+from gspo_mega.engine.expert_bias import ExpertBias
 from gspo_mega.engine.losses import KlTerm, OldLogProbs, OldPass, PassOutput, PolicyLoss, SupervisedLoss
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.optimizer import StepResult, apply_gradients, build_optimizer, build_scheduler, require_optimizer
@@ -75,6 +76,7 @@ class PolicyEngine:
             recompute=self.megatron_config.recompute_granularity == "full",
         )
         self.balancing = LoadBalancing(config.moe, self.megatron_config, groups, len(self.routers.all()))
+        self.expert_bias = ExpertBias(config.moe.expert_bias_update_rate, self.routers, groups, spec.num_layers)
         self.optimizer = build_optimizer(config.optimizer, config.precision, self.wrapped)
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, num_optimizer_steps)
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
@@ -118,7 +120,7 @@ class PolicyEngine:
         followed. Collective.
         """
         report = self.policy_gradients(micro_batches, settings, denominator, old, reference)
-        return self._apply(), report
+        return self._apply(report), report
 
     def policy_gradients(
         self,
@@ -145,7 +147,7 @@ class PolicyEngine:
         outputs = self.accumulate_gradients(micro_batches, SupervisedLoss(denominator))
         report = self._report(micro_batches, outputs)
         report.routing = self.balancing.sums()
-        return self._apply(), report
+        return self._apply(report), report
 
     def accumulate_gradients(
         self, micro_batches: list[MicroBatch], head: Head, routing: RoutingPass | None = None
@@ -156,7 +158,9 @@ class PolicyEngine:
         self.optimizer.zero_grad()
         self.balancing.start(micro_batches)
         routing = routing or RoutingPass(self.routers, len(micro_batches))
-        return self.pipeline.run(micro_batches, head, forward_only=False, routing=routing)
+        outputs = self.pipeline.run(micro_batches, head, forward_only=False, routing=routing)
+        self.expert_bias.count(micro_batches, routing.taken)
+        return outputs
 
     # --- parts ---------------------------------------------------------------------------------------------
 
@@ -179,8 +183,14 @@ class PolicyEngine:
     def _old_pass(self) -> OldPass:
         return OldPass(self.groups, self.config.mismatch.correction, self.config.mismatch.cap)
 
-    def _apply(self) -> StepResult:
-        return apply_gradients(self.optimizer, self.scheduler, self.config.optimizer.clip_grad)
+    def _apply(self, report: PassReport | None = None) -> StepResult:
+        """The optimizer step; then, unless it was skipped, the expert bias's, which adds to the report."""
+        result = apply_gradients(self.optimizer, self.scheduler, self.config.optimizer.clip_grad)
+        if not result.skipped:
+            loads = self.expert_bias.update()
+            if report is not None:
+                report.routing |= loads
+        return result
 
     def _replay(self, micro_batches: list[MicroBatch], old: OldState | None) -> list[Routes] | None:
         """The routes this pass has to take, or None where the routers choose."""

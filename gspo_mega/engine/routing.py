@@ -103,6 +103,11 @@ class RoutingPass:
         self.recorded: list[Routes] = [{} for _ in range(num_micro_batches)]
         routers.reset()
 
+    @property
+    def taken(self) -> list[Routes]:
+        """The routes that the pass took, after it."""
+        return self.recorded if self._replay is None else self._replay
+
     @contextlib.contextmanager
     def forward(self, chunk: int, micro_batch: int, forward_only: bool) -> Iterator[None]:
         """Around one forward of one chunk. Its backward comes later, when other micro-batches went forward too."""

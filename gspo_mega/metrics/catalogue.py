@@ -130,6 +130,7 @@ def _entries() -> list[Metric]:
         Metric("routing/changed_since_old", "fraction", "ratio", "(token, layer) pairs that go to another set of experts in the last mini-batch than in the old pass"),
         Metric("routing/load_balancing_loss", "1", "mean", "E sum_i f_i P_i over layers and micro-batches, before its coefficient; 1 when even"),
         Metric("routing/z_loss", "nats^2", "mean", "squared log-sum-exp of router logits over layers and micro-batches, before its coefficient"),
+        Metric("routing/load_max_over_mean", "1", "mean", "tokens of a layer's busiest expert over the mean expert's, over layers and optimizer steps, where the expert bias moves; 1 when even"),
         Metric("optimizer/grad_norm", "1", "mean", "global gradient norm before clipping, over optimizer steps"),
         Metric("optimizer/grad_norm_max", "1", "max", "global gradient norm before clipping, over optimizer steps"),
         Metric("optimizer/lr", "1", "value", "learning rate of the last optimizer step"),

@@ -22,5 +22,11 @@ def router_losses(moe: Moe, reports: Sequence[Sums]) -> dict[str, float]:
     return {f"routing/{name}": _total(name, reports) / count for name, is_on in names.items() if is_on and count > 0}
 
 
+def expert_loads(reports: Sequence[Sums]) -> dict[str, float]:
+    """`routing/load_max_over_mean`, where the expert bias is moved."""
+    count = _total("num_loads", reports)
+    return {"routing/load_max_over_mean": _total("load_max_over_mean", reports) / count} if count > 0 else {}
+
+
 def _total(name: str, reports: Sequence[Sums]) -> float:
     return sum(report.get(name, 0.0) for report in reports)

@@ -20,7 +20,7 @@ from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.rollouts import Evaluation
-from gspo_mega.runtime.routing_report import changed_routes, router_losses
+from gspo_mega.runtime.routing_report import changed_routes, expert_loads, router_losses
 from gspo_mega.runtime.session import Session
 from gspo_mega.weights.publish import PublishResult
 
@@ -138,7 +138,7 @@ class StepReport:
 
         # In the last mini-batch the policy is furthest from where it was in the old pass.
         metrics |= changed_routes("rollout", self._routing("old")) | changed_routes("old", self._routing("train", last=True))
-        metrics |= router_losses(config.moe, self._routing("train"))
+        metrics |= router_losses(config.moe, self._routing("train")) | expert_loads(self._routing("train"))
         if self._session.reference is not None:
             kl = sum(part["totals"]["kl_sums"] for part in self._reports("train") if part["totals"])
             metrics["policy/kl_reference"] = float(kl[KL_SUMS.index("k")] / max(kl[KL_SUMS.index("num_tokens")], 1.0))

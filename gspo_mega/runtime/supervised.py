@@ -15,7 +15,7 @@ from gspo_mega.errors import NumericsError
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.runtime.assemble import assemble_supervised
 from gspo_mega.runtime.final_table import accuracy_text
-from gspo_mega.runtime.routing_report import router_losses
+from gspo_mega.runtime.routing_report import expert_loads, router_losses
 from gspo_mega.runtime.session import Session, Work
 from gspo_mega.runtime.step_report import evaluation_metrics
 from gspo_mega.runtime.worker import WorkerContext
@@ -99,7 +99,8 @@ def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) 
     seconds = session.timer.finish_step()
     if gathered is not None and session.writer is not None:
         log_probs, entropy = sum(part["totals"]["supervised_sums"] for part in gathered if part["totals"])
-        metrics |= router_losses(config.moe, [part["routing"] for part in gathered])
+        routing = [part["routing"] for part in gathered]
+        metrics |= router_losses(config.moe, routing) | expert_loads(routing)
         metrics |= {
             "sft/loss": -float(log_probs) / mini_batch.denominator,
             "sft/num_tokens": mini_batch.denominator,

@@ -20,6 +20,7 @@ from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.engine.routing import RoutingPass
 from gspo_mega.model import families
 from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.weights import gather, hf_import
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_import import import_huggingface
 
@@ -81,6 +82,26 @@ def _gathered(part: torch.Tensor, group) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def _keys_first(spec, rows: np.ndarray) -> np.ndarray:
+    """Rows of kv_b_proj as if the keys of all heads lay before the values."""
+    heads = rows.reshape(spec.num_heads, -1)
+    return np.concatenate([heads[:, : spec.latent.content_dim].ravel(), heads[:, spec.latent.content_dim :].ravel()])
+
+
+def _halves(spec, rows: np.ndarray) -> np.ndarray:
+    """Rows of q_b_proj with the pairs that positions turn as halves beside each other, as most families have them."""
+    heads = rows.reshape(spec.num_heads, -1).copy()
+    rotary = heads[:, spec.latent.content_dim :]
+    heads[:, spec.latent.content_dim :] = np.concatenate([rotary[:, 0::2], rotary[:, 1::2]], axis=1)
+    return heads.ravel()
+
+
+_REORDERED = {
+    "keys of all heads before values": ("kv_b_proj.weight", _keys_first),
+    "rotary elements one half apart": ("q_b_proj.weight", _halves),
+}
+
+
 @contextlib.contextmanager
 def _injected(fault: str | None) -> Iterator[None]:
     """A fault in the one place of reshapes, seen by import and export alike: a round trip cannot notice it."""
@@ -98,16 +119,34 @@ def _injected(fault: str | None) -> Iterator[None]:
             kept = tuple(old if old.role == new.role else new for old, new in zip(families.FAMILIES[name].tensors, family.tensors))
             swapped[name] = dataclasses.replace(family, tensors=kept)
         patch = mock.patch.object(families, "FAMILIES", swapped)
-    elif fault == "permuted experts":
+    elif fault in ("permuted experts", "another layer's bias"):
         plain = families._entry
 
         def permuted(spec, rule, layer=None, expert=None):
             entry = plain(spec, rule, layer, expert)
+            if fault == "another layer's bias":
+                first = spec.moe.num_dense_layers
+                other = None if layer is None else first + (layer - first + 1) % (spec.num_layers - first)
+                return dataclasses.replace(entry, parameter=rule.parameter.format(layer=other)) if rule.is_buffer else entry
             if expert is None:
                 return entry
             return dataclasses.replace(entry, parameter=rule.parameter.format(layer=layer, expert=(expert + 1) % spec.moe.num_experts))
 
         patch = mock.patch.object(families, "_entry", permuted)
+    elif fault in _REORDERED:
+        ends, order = _REORDERED[fault]
+        plain_blocks = families.parameter_blocks
+
+        def reordered(spec, entry, tensor_parallel, tensor_rank):
+            if not entry.name.endswith(ends):
+                return plain_blocks(spec, entry, tensor_parallel, tensor_rank)
+            rows = order(spec, np.arange(entry.shape[0]))
+            return [families.Block(0, int(row), place, 1) for place, row in enumerate(rows)]
+
+        # Bound by name where they are used.
+        patch = contextlib.ExitStack()
+        for module in (hf_import, gather):
+            patch.enter_context(mock.patch.object(module, "parameter_blocks", reordered))
     else:
         assert fault == "query, key and value one after the other"
 

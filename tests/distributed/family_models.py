@@ -24,9 +24,9 @@ _SHARED = dict(
 )  # fmt: skip
 # Wavelengths of all three ranges, well inside the sequence.
 _LLAMA_3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
-# Eight experts in four groups, of which a token goes to two.
+# Sixteen experts in four groups, of which a token goes to two.
 _DEEPSEEK = dict(
-    num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=8,
+    num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=16,
     num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=2, moe_intermediate_size=24, first_k_dense_replace=1,
     routed_scaling_factor=2.5, num_nextn_predict_layers=0,
 )  # fmt: skip
@@ -55,11 +55,11 @@ def token_ids() -> np.ndarray:
     return np.random.default_rng(11).integers(0, VOCAB_SIZE, NUM_TOKENS)
 
 
-def make_family_folder(folder: Path, variant: str, dtype: torch.dtype = torch.float32) -> Path:
+def make_family_folder(folder: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 5) -> Path:
     """A checkpoint as transformers saves it, every weight random (biases and norms too), and beside it `logits.npy` of fp32."""
     family, own = VARIANTS[variant]
     model_class = getattr(transformers, FAMILIES[family].architecture)
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     model = model_class(model_class.config_class(**_SHARED | own))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -86,13 +86,15 @@ class Run:
                 router.weight.add_(scale * torch.randn(router.weight.shape, generator=generator))
 
 
-def rollout_routes(micro_batch: MicroBatch, sequences: list[dict], seed: int) -> np.ndarray:
+def rollout_routes(
+    micro_batch: MicroBatch, sequences: list[dict], seed: int, layers: int = LAYERS, experts: int = EXPERTS, top_k: int = TOP_K
+) -> np.ndarray:
     """Random routes of every position but a sequence's last token and padding, a function of the trajectory alone."""
-    routes = np.full((micro_batch.num_tokens, LAYERS, TOP_K), -1, np.int16)
+    routes = np.full((micro_batch.num_tokens, layers, top_k), -1, np.int16)
     for place, row in enumerate(micro_batch.trajectory_index.tolist()):
         rng = np.random.default_rng((seed, row))
         count = len(sequences[row]["tokens"]) - 1
-        chosen = rng.random((count, LAYERS, EXPERTS)).argsort(axis=-1)[..., :TOP_K]
+        chosen = rng.random((count, layers, experts)).argsort(axis=-1)[..., :top_k]
         start = int(micro_batch.cu_seqlens[place])
         routes[start : start + count] = chosen
     return routes

@@ -71,12 +71,12 @@ def test_every_tensor_comes_back_bit_for_bit(tmp_path, variant, dtype):
         assert manifest.keys() == want.keys()
         for name, tensor in want.items():
             said = manifest[name]
-            assert (said["shape"], said["dtype"], said["source"]) == (list(tensor.shape), str(dtype).removeprefix("torch."), name)
+            assert (said["shape"], said["dtype"], said["source"]) == (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), name)
             assert said["sha256"] == hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
             assert (folder / said["file"]).is_file()
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "llama3-tied", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("variant", ["qwen2", "llama3-tied", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3-yarn-scaled"])
 def test_megatron_loads_it_in_every_layout(rank_pools, tmp_path, variant):
     source = make_family_folder(tmp_path / "source", variant)
     to_megatron(open_checkpoint(source), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES)
@@ -96,7 +96,7 @@ def test_megatron_loads_bf16_and_refuses_another_shape(rank_pools, tmp_path):
     assert all("cannot be loaded" in text for text in texts) and len(set(texts)) == 1
 
 
-@pytest.mark.parametrize("variant, parallel", [("llama3", dict(tensor=2)), ("qwen2-tied", dict(pipeline=2)), ("mixtral", dict(expert=2))])
+@pytest.mark.parametrize("variant, parallel", [("llama3", dict(tensor=2)), ("qwen2-tied", dict(pipeline=2)), ("mixtral", dict(expert=2)), ("deepseek_v3", dict(expert=2))])
 def test_a_runs_checkpoint_becomes_what_the_engine_held(rank_pools, tmp_path, variant, parallel):
     source = make_family_folder(tmp_path / "source", variant)
     (tmp_path / "run").mkdir()
@@ -113,10 +113,10 @@ def test_a_runs_checkpoint_becomes_what_the_engine_held(rank_pools, tmp_path, va
     for name, tensor in got.items():
         assert np.array_equal(tensor.numpy(), held[name]), name
     lines = describe(saved)
-    assert lines[0].startswith("run         step 1, 1 optimizer steps") and any("decoder.layers.self_attention.linear_qkv.weight" in line for line in lines)
+    assert lines[0].startswith("run         step 1, 1 optimizer steps") and any("self_attention.linear_proj.weight" in line for line in lines)
 
 
-@pytest.mark.parametrize("variant", ["llama3", "mixtral"])
+@pytest.mark.parametrize("variant", ["llama3", "mixtral", "deepseek_v3", "deepseek_v3-yarn"])
 def test_transformers_loads_what_comes_back(tmp_path, variant):
     import transformers
 
@@ -292,3 +292,22 @@ def test_the_tools(tmp_path):
     again = run("hf_to_megatron", source, tmp_path / "megatron")
     assert again.returncode == 6 and "nothing is overwritten" in again.stderr and "Traceback" not in again.stderr
     assert run("inspect_checkpoint", tmp_path / "none").returncode == 6
+
+
+def test_another_dtype_leaves_the_expert_bias_in_fp32_and_mtp_layers_behind(tmp_path):
+    source = make_family_folder(tmp_path / "source", "deepseek_v3")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.4.eh_proj.weight"] = torch.ones(4, 4)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="unexpected: model.layers.4.eh_proj.weight"):
+        open_checkpoint(source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    to_megatron(open_checkpoint(source), tmp_path / "out", progress=quiet, dtype=torch.bfloat16)
+    to_huggingface(open_checkpoint(tmp_path / "out"), tmp_path / "back", progress=quiet)
+    back = tensors_of(tmp_path / "back")
+    assert back.keys() == tensors.keys() - {"model.layers.4.eh_proj.weight"}
+    assert {n for n, t in back.items() if t.dtype != torch.bfloat16} == {n for n in back if n.endswith("e_score_correction_bias")}
+    assert all(torch.equal(t, tensors[n].to(t.dtype)) for n, t in back.items())
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (written["num_nextn_predict_layers"], written["dtype"]) == (0, "bfloat16")

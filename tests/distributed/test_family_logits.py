@@ -29,7 +29,7 @@ def test_logits_are_those_of_hugging_face_in_every_layout(rank_pools, tmp_path, 
     assert max(s["logits"] for s in seen.values()) < TOLERANCE, seen
 
 
-@pytest.mark.parametrize("variant", ["qwen2-tied", "llama3", "mixtral"])
+@pytest.mark.parametrize("variant", ["qwen2-tied", "llama3", "mixtral", "deepseek_v3"])
 def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
     folder = make_family_folder(tmp_path / variant, variant, torch.bfloat16)
     seen = rank_pools(2).run("family_jobs:through_layouts", folder=str(folder), layouts=layouts_of(variant), precision="bf16")[0]
@@ -43,6 +43,11 @@ def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
         ("mixtral", "swapped gate and up"),
         ("mixtral", "permuted experts"),
         ("qwen2", "query, key and value one after the other"),
+        ("deepseek_v3", "swapped gate and up"),
+        ("deepseek_v3", "permuted experts"),
+        ("deepseek_v3", "keys of all heads before values"),
+        ("deepseek_v3", "rotary elements one half apart"),
+        ("deepseek_v3", "another layer's bias"),
     ],
 )
 def test_a_wrong_conversion_that_round_trips_is_caught_by_the_logits(rank_pools, tmp_path, variant, fault):
