@@ -116,10 +116,13 @@ class PackedAttention(MegatronModule):
                 gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.context_group)
                 for x in (key, value)
             )
+        value_dim = value.size(-1)
+        if value_dim < query.size(-1):  # torch has no fused attention for values narrower than keys
+            value = F.pad(value, (0, query.size(-1) - value_dim))
         q = query[layout.query_rows].transpose(1, 2)  # [S, heads, Lq, d]
         k, v = (x[layout.key_rows].transpose(1, 2) for x in (key, value))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=layout.mask, is_causal=layout.mask is None, scale=self.softmax_scale, enable_gqa=True
         )
-        out = out.transpose(1, 2).flatten(0, 1)[layout.packed]
+        out = out.transpose(1, 2).flatten(0, 1)[layout.packed][..., :value_dim]
         return out.flatten(1)

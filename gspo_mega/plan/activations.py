@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gspo_mega.config.schema import Config
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.model.spec import LatentAttention, ModelSpec, MoeSpec
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.shares import WEIGHT_BYTES
 
@@ -43,13 +43,17 @@ class HeadActivations:
     chunk_backward: int
 
 
-def layer_activations(config: Config, spec: ModelSpec, layout: Layout, device: Literal["cpu", "gpu"]) -> LayerActivations:
-    """Of one layer, of a token on one rank (in the pack's share of a context-parallel rank)."""
+def layer_activations(
+    config: Config, spec: ModelSpec, layout: Layout, device: Literal["cpu", "gpu"], has_experts: bool | None = None
+) -> LayerActivations:
+    """Of one layer, of a token on one rank (in the pack's share of a context-parallel rank). `has_experts`: None for the model's
+    last layer."""
+    moe = None if has_experts is False else spec.moe
     size = WEIGHT_BYTES[config.precision]
     # What sequence parallelism divides over tensor ranks.
     part = 1 / layout.tensor if layout.sequence_parallel else 1.0
-    attention, mlp = (_cpu if device == "cpu" or config.precision == "fp32" else _gpu)(config, spec, layout, size, part)
-    return LayerActivations(attention, mlp, part * spec.hidden_size * size, _working(spec, layout, size, part))
+    attention, mlp = (_cpu if device == "cpu" or config.precision == "fp32" else _gpu)(config, spec, moe, layout, size, part)
+    return LayerActivations(attention, mlp, part * spec.hidden_size * size, _working(spec, moe, layout, size, part))
 
 
 def head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadActivations:
@@ -74,57 +78,97 @@ def _heads(spec: ModelSpec, layout: Layout) -> tuple[float, float, float, float]
     return query, key, query * spec.head_dim, key * spec.head_dim
 
 
-def _cpu(config: Config, spec: ModelSpec, layout: Layout, size: int, part: float) -> tuple[float, float]:
+def _cpu(config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float) -> tuple[float, float]:
     """Megatron's plain layers with this package's norm and attention: sequences of one length, without context parallelism."""
     hidden = spec.hidden_size
-    heads, kv_heads, query, key = _heads(spec, layout)
     norm = part * (8 * hidden + 4)  # fp32 input, the same normalised, one scale
-    attention = norm + part * hidden * size
+    attention = norm + part * hidden * size + (_cpu_heads(spec, layout, size) if spec.latent is None else _cpu_latent(spec, spec.latent, layout, size, part))
+    mlp = norm + part * hidden * size
+    if moe is None:
+        return attention, mlp + 5 * spec.intermediate_size / layout.tensor * size
+    shared = 5 * moe.shared_intermediate_size / layout.tensor * size
+    return attention, mlp + shared + part * (_router(moe) + moe.experts_per_token * (20 + _routed(spec, moe, layout, size, size)))
+
+
+def _cpu_heads(spec: ModelSpec, layout: Layout, size: int) -> float:
+    """Grouped-query attention behind the norm and the projection's input."""
+    heads, kv_heads, query, key = _heads(spec, layout)
+    attention = 0.0
     if spec.qk_norm:
         # In fp32 no copy is made of the keys: they keep the fused projection's whole output alive.
         attention += 8 * query + 4 * heads + 4 * kv_heads + 4 * key + 4 * (query + 2 * key if size == 4 else key)
     attention += 4 * spec.head_dim * size  # cosines and sines, of queries and of keys
     attention += (2 * key + 2 * query) * size + 4 * heads  # keys, values, queries, output, log-sum-exp
-    attention += query * size  # what the output projection multiplies
-    mlp = norm + part * hidden * size
-    if spec.moe is None:
-        return attention, mlp + 5 * spec.intermediate_size / layout.tensor * size
-    return attention, mlp + part * (5 * spec.moe.num_experts + spec.moe.experts_per_token * (20 + _routed(spec, layout, size, size)))
+    return attention + query * size  # what the output projection multiplies
 
 
-def _gpu(config: Config, spec: ModelSpec, layout: Layout, size: int, part: float) -> tuple[float, float]:
+def _cpu_latent(spec: ModelSpec, latent: LatentAttention, layout: Layout, size: int, part: float) -> float:
+    """Latent attention behind the norm and the down-projections' input: each latent's norm and what is projected up."""
+    heads = spec.num_heads / layout.tensor
+    kept = part * ((8 + size) * latent.key_value_rank + 4 + (4 * latent.rotary_dim if size == 4 else 0))
+    if latent.query_rank is not None:
+        kept += part * ((8 + size) * latent.query_rank + 4)
+    kept += 4 * latent.rotary_dim * size  # cosines and sines, of queries and of keys
+    kept += heads * (4 * spec.head_dim * size + 4)  # keys, values as wide, queries, output, log-sum-exp
+    return kept + heads * latent.value_dim * size  # what the output projection multiplies
+
+
+def _gpu(config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float) -> tuple[float, float]:
     """Transformer Engine's layers: norms fused into the linear layer that follows (but before experts)."""
     hidden = spec.hidden_size
-    heads, kv_heads, query, key = _heads(spec, layout)
     linear = _FP8_BYTES if config.precision == "fp8" else size
     norm = part * (hidden * size + 4)
     attention = norm + part * hidden * linear
+    attention += _gpu_heads(config, spec, layout, size, linear) if spec.latent is None else _gpu_latent(config, spec, spec.latent, layout, size, part, linear)
+    if moe is None:
+        intermediate = spec.intermediate_size / layout.tensor
+        return attention, norm + part * hidden * linear + intermediate * (4 * size + linear)
+    routed = _routed(spec, moe, layout, size, linear)
+    shared = moe.shared_intermediate_size / layout.tensor * (4 * size + linear)
+    return attention, norm + shared + part * (hidden * size + _router(moe) + moe.experts_per_token * (20 + routed))
+
+
+def _gpu_heads(config: Config, spec: ModelSpec, layout: Layout, size: int, linear: float) -> float:
+    heads, kv_heads, query, key = _heads(spec, layout)
+    attention = 0.0
     attention += (query + 2 * key) * size  # the projection's output, whose part the values are
     if spec.qk_norm:
         attention += query * size + 4 * heads + 4 * kv_heads  # a copy of the queries, one scale a head
     attention += (2 * query + key) * size + 4 * heads  # turned queries and keys, output, log-sum-exp
     if config.precision == "fp8":
         attention += query * linear  # the output once more, as the projection multiplies it
-    if spec.moe is None:
-        intermediate = spec.intermediate_size / layout.tensor
-        return attention, norm + part * hidden * linear + intermediate * (4 * size + linear)
-    routed = _routed(spec, layout, size, linear)
-    return attention, norm + part * (hidden * size + 5 * spec.moe.num_experts + spec.moe.experts_per_token * (20 + routed))
+    return attention
 
 
-def _routed(spec: ModelSpec, layout: Layout, size: float, linear: float) -> float:
+def _gpu_latent(config: Config, spec: ModelSpec, latent: LatentAttention, layout: Layout, size: int, part: float, linear: float) -> float:
+    """Norms of latents are not fused: their input, and their output as it is projected up. Rotary positions are not either."""
+    heads = spec.num_heads / layout.tensor
+    ranks = latent.key_value_rank + (latent.query_rank or 0)
+    kept = part * (ranks * (size + linear) + latent.rotary_dim * size + 8) + 4 * latent.rotary_dim * size
+    kept += heads * (2 * (spec.head_dim + latent.value_dim) * size + 4)  # queries and keys, values and output, log-sum-exp
+    return kept + (heads * latent.value_dim * linear if config.precision == "fp8" else 0)
+
+
+def _router(moe: MoeSpec) -> float:
+    """Scores and choice of a token, all experts' and all groups'."""
+    if moe.score_function == "softmax":
+        return 5 * moe.num_experts
+    grouped = moe.num_experts + 16 * moe.num_groups + 8 * moe.groups_per_token if moe.groups_per_token < moe.num_groups else 0
+    return 9 * moe.num_experts + 4 + grouped
+
+
+def _routed(spec: ModelSpec, moe: MoeSpec, layout: Layout, size: float, linear: float) -> float:
     """Bytes of a token at one expert: both products' inputs, gate and up, what the activation keeps, its probability.
 
     With expert-tensor parallelism each rank sees the tokens of all, and has its part of every expert.
     """
-    assert spec.moe is not None
-    return layout.expert_tensor * spec.hidden_size * linear + spec.moe.expert_intermediate_size * (5 * size + linear) + 4
+    return layout.expert_tensor * spec.hidden_size * linear + moe.expert_intermediate_size * (5 * size + linear) + 4
 
 
-def _working(spec: ModelSpec, layout: Layout, size: float, part: float) -> float:
+def _working(spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: float, part: float) -> float:
     """Gradients and gathered inputs alive at the widest place of one layer's backward pass."""
     gathered = spec.hidden_size * size
-    if spec.moe is None:
+    if moe is None:
         return 3 * spec.intermediate_size / layout.tensor * size + 3 * gathered
-    per_expert = layout.expert_tensor * 2 * spec.hidden_size + 3 * spec.moe.expert_intermediate_size
-    return part * spec.moe.experts_per_token * per_expert * size + 2 * gathered
+    per_expert = layout.expert_tensor * 2 * spec.hidden_size + 3 * moe.expert_intermediate_size
+    return part * moe.experts_per_token * per_expert * size + 2 * gathered

@@ -74,6 +74,11 @@ class Layout:
         """Interleaved stages take micro-batches in turns of as many as there are stages; filler completes the last turn."""
         return self.pipeline if self.virtual_pipeline is not None else 1
 
+    def chunk_layers(self, stage: int) -> list[range]:
+        """The layers of each of a pipeline stage's model chunks, counted from 0."""
+        firsts = [(index * self.pipeline + stage) * self.layers_per_chunk for index in range(self.virtual_pipeline or 1)]
+        return [range(first, first + self.layers_per_chunk) for first in firsts]
+
     def coordinates(self, rank: int) -> Coordinates:
         """Megatron's order, fastest first: tensor, context, (expert,) data, pipeline.
 

@@ -107,9 +107,13 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
     exact = sum(parts.always.values()) - RESERVE_BYTES
     tokens = config.batch.micro_batch_tokens / layout.context
     layer, head = layer_activations(config, spec, layout, "gpu"), head_activations(config, spec, layout)
+    dense = layer_activations(config, spec, layout, "gpu", has_experts=False)
     uneven = EXPERT_IMBALANCE if spec.moe is not None and layout.expert > 1 else 1.0
-    kept, blocks = layer.attention + layer.mlp * uneven, layout.layers_per_chunk
-    a_chunk, working = blocks * kept, layer.working * uneven
+    by_layer = {True: layer.attention + layer.mlp * uneven, False: dense.attention + dense.mlp}
+    kinds = {spec.has_experts(index) for chunk in layout.chunk_layers(stage) for index in chunk}
+    kept, blocks = max(by_layer[kind] for kind in kinds), layout.layers_per_chunk
+    a_chunk = max(sum(by_layer[spec.has_experts(index)] for index in chunk) for chunk in layout.chunk_layers(stage))
+    working = max(layer.working * uneven if kind else dense.working for kind in kinds)
     if config.recompute.granularity == "full":
         a_chunk = blocks / config.recompute.num_layers * layer.layer_input
         working += config.recompute.num_layers * kept  # the block that is being recomputed
@@ -139,7 +143,7 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
 
 def _largest_tensor(spec: ModelSpec) -> int:
     """Elements of what is gathered whole for a publish: the embedding, or one side of an MLP."""
-    width = spec.intermediate_size if spec.moe is None else spec.moe.expert_intermediate_size
+    width = spec.intermediate_size if not spec.has_experts(0) else spec.moe.expert_intermediate_size
     return max(spec.vocab_size, width) * spec.hidden_size
 
 
@@ -148,7 +152,9 @@ def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory
     server = config.server
     size = 4 if config.precision == "fp32" else 2
     weights = total_parameters * size // server.tensor
-    token = 2 * spec.num_layers * max(1, spec.num_kv_heads // server.tensor) * spec.head_dim * size
+    # Every rank of a server keeps the whole latent.
+    elements = 2 * spec.num_layers * max(1, spec.num_kv_heads // server.tensor) * spec.head_dim if spec.latent is None else spec.cache_elements_per_token
+    token = elements * size
     room = max(0, int(memory_bytes * server.memory_fraction) - weights)
     tokens = room // token
     if server.max_total_tokens is not None:

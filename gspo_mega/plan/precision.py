@@ -79,13 +79,25 @@ def unaligned_sizes(config: Config, spec: ModelSpec, recipe: str | None = None) 
     block, tensor = RECIPE_ROWS[recipe or config.fp8.recipe], config.parallel.tensor
     sides = {
         "hidden size": (spec.hidden_size, 1),
-        "attention output (heads x head size)": (spec.num_heads * spec.head_dim, tensor),
-        "query, key and value size": ((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, tensor),
+        "attention output (heads x head size)": (spec.num_heads * spec.value_head_dim, tensor),
     }
-    if spec.moe is None:
-        sides["intermediate size"] = (spec.intermediate_size, tensor)
+    if spec.latent is None:
+        sides["query, key and value size"] = ((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, tensor)
     else:
+        latent = spec.latent
+        sides |= {
+            "query size (heads x head size)": (spec.num_heads * spec.head_dim, tensor),
+            "q_lora_rank": (latent.query_rank or block, 1),
+            "kv_lora_rank": (latent.key_value_rank, 1),
+            "kv_lora_rank + qk_rope_head_dim": (latent.key_value_rank + latent.rotary_dim, 1),
+            "keys' and values' size (heads x both)": (spec.num_heads * (latent.content_dim + latent.value_dim), tensor),
+        }
+    if not spec.has_experts(0):
+        sides["intermediate size"] = (spec.intermediate_size, tensor)
+    if spec.moe is not None:
         sides["experts' intermediate size"] = (spec.moe.expert_intermediate_size, config.parallel.expert_tensor)
+        if spec.moe.shared_intermediate_size:
+            sides["shared experts' intermediate size"] = (spec.moe.shared_intermediate_size, tensor)
     for name, (size, ranks) in sides.items():
         if size % ranks == 0 and size // ranks % block:
             yield f"{name} {size}" + (f" / {ranks} ranks" if ranks > 1 else "")

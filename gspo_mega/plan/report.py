@@ -37,10 +37,15 @@ def _model(plan: Plan, figures: Estimate) -> list[str]:
         f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} heads x {spec.head_dim} "
         f"({spec.num_kv_heads} key-value), vocabulary {spec.vocab_size} (padded {plan.layout.padded_vocab_size})"
     )
+    if spec.latent is not None:
+        shape += f", latents of {spec.latent.query_rank or 'no'} (query) and {spec.latent.key_value_rank} (key and value)"
     if spec.moe is not None:
         shape += f", {spec.moe.num_experts} experts of {spec.moe.expert_intermediate_size}, {spec.moe.experts_per_token} a token"
-    else:
-        shape += f", intermediate {spec.intermediate_size}"
+        if spec.moe.shared_intermediate_size:
+            shape += f", shared {spec.moe.shared_intermediate_size}"
+    if not spec.has_experts(0):
+        dense = f" in the first {spec.moe.num_dense_layers} layers" if spec.moe is not None else ""
+        shape += f", intermediate {spec.intermediate_size}{dense}"
     return [
         f"{plan.model}, {config.precision}",
         shape,

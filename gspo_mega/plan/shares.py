@@ -24,7 +24,16 @@ _START_ELEMENTS, _END_ELEMENTS = 64, 128
 # Its bucket size with overlapped reduction: the larger of the two, the second for each data-parallel rank.
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK = 40_000_000, 1_000_000
 # The order in which a layer's parameters are registered; it decides where buckets end.
-_IN_A_LAYER = ("input_layernorm", "self_attention.linear_proj", "self_attention", "pre_mlp_layernorm", "mlp.router", "mlp")
+_IN_A_LAYER = (
+    "input_layernorm",
+    "self_attention.linear_proj",
+    *(f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")),
+    "self_attention",
+    "pre_mlp_layernorm",
+    "mlp.router",
+    "mlp.shared_experts",
+    "mlp",
+)
 
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 GRADIENT_BYTES = 4
@@ -90,6 +99,8 @@ class ModelShares:
         self._states: dict[tuple, StageState] = {}
         self._layers: list[list[TensorEntry]] = [[] for _ in range(spec.num_layers)]
         for entry in hf_tensors(spec):
+            if entry.is_buffer:
+                continue
             if entry.layer is not None:
                 # Experts are alike: the first one stands for all.
                 if not entry.expert:
@@ -101,13 +112,12 @@ class ModelShares:
         """The parameters of a pipeline stage's model chunks, each in Megatron's order. The same on all its ranks."""
         num_chunks = layout.virtual_pipeline or 1
         chunks: list[list[Share]] = []
-        for index in range(num_chunks):
-            first = (index * layout.pipeline + stage) * layout.layers_per_chunk
+        for index, layers in enumerate(layout.chunk_layers(stage)):
             shares: list[Share] = []
             if stage == 0 and index == 0:
                 for entry in self._first:
                     shares += self._share(layout, entry, tied=bool(entry.copies) and layout.pipeline > 1)
-            for layer in range(first, first + layout.layers_per_chunk):
+            for layer in layers:
                 shares += self._layer(layout, self._layers[layer])
             if stage == layout.pipeline - 1 and index == num_chunks - 1:
                 for entry in self._last:
@@ -122,9 +132,11 @@ class ModelShares:
         shares = {share.name: (share, entry) for entry in entries for share in self._share(layout, entry)}
         ordered = sorted(shares.values(), key=lambda pair: _place(pair[1]))
         experts = [share for share, entry in ordered if entry.expert is not None]
-        yield from (share for share, entry in ordered if entry.expert is None)
+        shared = [share for share, entry in ordered if ".shared_experts." in entry.parameter]
+        yield from (share for share, entry in ordered if entry.expert is None and share not in shared)
         for _ in range(self.spec.moe.num_experts // layout.expert if experts and self.spec.moe is not None else 0):
             yield from experts
+        yield from shared
 
     def _share(self, layout: Layout, entry: TensorEntry, tied: bool = False) -> list[Share]:
         is_expert = entry.expert is not None

@@ -58,4 +58,4 @@ def _draw(entry: TensorEntry, index: int, seed: int) -> np.ndarray:
     values = np.random.default_rng((seed, index)).standard_normal(entry.shape, dtype=np.float32)
     if len(entry.shape) > 1:
         return _MATRIX_STD * values
-    return _VECTOR_STD * values if entry.name.endswith(".bias") else 1 + _VECTOR_STD * values
+    return _VECTOR_STD * values if entry.name.endswith("bias") else 1 + _VECTOR_STD * values

@@ -9,7 +9,7 @@ from gspo_mega.plan import plan_run, render_report
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
-COMMANDS = {"quickstart_sft.yaml": "sft", "certify_dense.yaml": "certify", "certify_moe.yaml": "certify"}
+COMMANDS = {"quickstart_sft.yaml": "sft", "certify_dense.yaml": "certify", "certify_mla.yaml": "certify", "certify_moe.yaml": "certify"}
 
 
 def test_there_are_some():

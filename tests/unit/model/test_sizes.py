@@ -75,3 +75,17 @@ def test_biases_are_parameters_and_multiply_nothing():
     with_biases = spec_from_config(raw | {"architectures": ["Qwen2ForCausalLM"]})
     assert count_parameters(with_biases).total - count_parameters(without).total == 3 * (64 + 2 * 32)
     assert forward_flops_per_token(with_biases, 100) == forward_flops_per_token(without, 100)
+
+
+def test_deepseek_v3_has_its_published_size():
+    """671 billion without multi-token prediction; 36.6 billion active, the head among them and the input embedding not."""
+    spec = spec_of("deepseek_v3")
+    counts = count_parameters(spec)
+    assert counts.total == 671_026_419_200
+    assert (counts.active - counts.embedding) / 1e9 == pytest.approx(36.6, abs=0.05)
+    # By hand, for one token: the head, attention's five matrices in every layer, and an MLP 3 x 18432 wide in every layer (the
+    # 8 + 1 experts of 2048 a token goes to are as wide), and the routers.
+    attention = 7168 * (1536 + 512 + 64) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+    matrices = 129280 * 7168 + 61 * (attention + 3 * 7168 * 18432) + 58 * 256 * 7168
+    assert forward_flops_per_token(spec, 1) == 2 * matrices + 61 * 2 * 128 * (192 + 128)
+    assert spec.cache_elements_per_token == 61 * 576
