@@ -186,4 +186,5 @@ def _without_time(values: dict) -> dict:
 def leftovers(folder: RunFolder) -> list[str]:
     """Files and folders in a run folder that are not there after an uninterrupted run; attempts apart."""
     names = ("*.part", "*.writing", "*.replaced", "*.removed", "*.aside", "*.new", "*.damaged")
-    return sorted(str(path.relative_to(folder.path)) for pattern in names for path in folder.path.rglob(pattern))
+    found = (path for pattern in names for path in folder.path.rglob(pattern))
+    return sorted(str(path.relative_to(folder.path)) for path in found if not path.is_relative_to(folder.attempts_dir))
