@@ -73,6 +73,7 @@ def test_other_ways_the_config_can_go():
         (dict(n_group=16, topk_group=2), "topk_group: 2: transformers ranks"),
         (dict(first_k_dense_replace=4), "first_k_dense_replace: 4 leaves no layer of 4 with experts"),
         (dict(n_shared_experts=0), "n_shared_experts: is 0; must be a positive whole number"),
+        (dict(rope_scaling="yarn"), "rope_scaling: is 'yarn'; must be an object"),
         (dict(rope_scaling=dict(rope_type="llama3")), "rope_scaling: rotary scaling 'llama3' is not supported; supported: 'default', 'yarn'"),
         (dict(rope_scaling=YARN | dict(factor=0)), "rope_scaling: 'yarn' needs a positive number factor; 0 is there"),
         (dict(rope_scaling=YARN | dict(truncate=False)), "rope_scaling: truncate false: Megatron's YaRN with latent attention always rounds"),
