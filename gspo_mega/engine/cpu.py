@@ -133,10 +133,13 @@ def _complete_megatron() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
 
-    # Without Transformer Engine its classes are stand-ins that latent attention must not ask `isinstance` about.
+    # Without Transformer Engine its classes are stand-ins that latent attention must not ask `isinstance` about, and 0.19 does
+    # not know Megatron's own linear layer there.
     import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+    from megatron.core.post_training.modelopt.layers import Linear
 
     multi_latent_attention.HAVE_TE = False
+    multi_latent_attention.Linear = Linear
 
     # Loading optimizer state assumes a fused Adam that keeps no 'step' of its own.
     plain_set = DistributedOptimizer._set_main_param_and_optimizer_states

@@ -1,10 +1,14 @@
-"""Multi-head latent attention in Megatron's terms: its settings.
+"""Multi-head latent attention in Megatron's terms: its settings, and its parts in a layer spec.
 
-The attention itself is Megatron's `MLASelfAttention`; its core is Transformer Engine's, or `cpu_attention.PackedAttention`.
+The attention itself is Megatron's; its core is Transformer Engine's, or `cpu_attention.PackedAttention`.
 """
 
 from __future__ import annotations
 
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from gspo_mega.engine.norms import LatentNorm
 from gspo_mega.model.spec import LatentAttention, ModelSpec, YarnScaling
 
 
@@ -33,3 +37,18 @@ def latent_settings(spec: ModelSpec, latent: LatentAttention) -> dict:
         # Megatron's fused kernel is for YaRN alone.
         apply_rope_fusion=False,
     )
+
+
+class LatentAttentionLayer(MLASelfAttention):
+    """Megatron's, with the norms and projections that the layer spec names."""
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
+        # 0.19 asks here, and has no way to norm keys and values alone where queries have no latent; 0.16 does not ask.
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+def name_latent_parts(attention: ModuleSpec) -> None:
+    """Complete the spec of a layer's attention as Megatron made it."""
+    attention.module = LatentAttentionLayer
+    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm

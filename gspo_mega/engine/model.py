@@ -23,8 +23,8 @@ from gspo_mega.config.schema import Config
 from gspo_mega.engine.balancing import megatron_coefficient
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.cpu_attention import PackedAttention, TorchNorm
-from gspo_mega.engine.latent import latent_settings
-from gspo_mega.engine.norms import LatentNorm, norm_class
+from gspo_mega.engine.latent import latent_settings, name_latent_parts
+from gspo_mega.engine.norms import norm_class
 from gspo_mega.engine.precision import log_backends, precision_settings, require_precision, uses_transformer_engine
 from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
 from gspo_mega.engine.rotary import scale_rotary
@@ -168,7 +168,7 @@ def _plain_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_expert
     if spec.latent is not None:
         # Whole on every tensor rank, as Transformer Engine's: then a checkpoint fits both.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
-        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        name_latent_parts(layer.submodules.self_attention)
     elif megatron_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     return layer
@@ -182,8 +182,7 @@ def _transformer_engine_layer(megatron_config: TransformerConfig, spec: ModelSpe
         multi_latent_attention=spec.latent is not None,
     )
     if spec.latent is not None:
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        name_latent_parts(layer.submodules.self_attention)
     return layer
 
 
