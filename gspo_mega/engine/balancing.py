@@ -3,7 +3,8 @@
 Of one pack of T positions (padding included) and one layer of E experts, k a token, with f_i the share of the T x k
 choices that went to expert i and P_i the mean softmax probability of expert i:
 
-    balance = E sum_i f_i P_i        (arXiv:2101.03961; 1 when even)
+    balance = E sum_i f_i P_i        (arXiv:2101.03961; 1 when even; of sigmoid scores P_i is the mean share of a token's sum, and
+                                      f_i is counted without expert bias and groups)
     z       = mean_t logsumexp(router logits_t)^2        (arXiv:2202.08906)
 
 What is added to the loss of a mini-batch is coefficient x sum over layers of the mean over its packs, weighed by T. That

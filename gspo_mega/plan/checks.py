@@ -307,6 +307,8 @@ def _servers(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violatio
     server = config.server
     tensor, heads, kv_heads = server.tensor, spec.num_heads, spec.num_kv_heads
     intermediate = spec.intermediate_size if spec.moe is None else spec.moe.expert_intermediate_size
+    if spec.moe is not None and (spec.moe.num_dense_layers or spec.moe.shared_intermediate_size):
+        intermediate = math.gcd(intermediate, spec.moe.shared_intermediate_size, spec.intermediate_size if spec.moe.num_dense_layers else 0)
 
     def divides(size: int) -> bool:
         # SGLang copies a key-value head where there are more ranks than heads.

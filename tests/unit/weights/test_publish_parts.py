@@ -278,6 +278,15 @@ def test_buckets_hold_what_fits_and_lose_nothing():
     assert list(buckets(iter([]), 100)) == []
 
 
+def test_what_a_server_loads_in_one_request_only_is_in_one_bucket():
+    """SGLang forgets a lone down-projection of latent attention and says success."""
+    names = [f"model.layers.{layer}.self_attn.{name}.weight" for layer in (0, 1) for name in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")]
+    found = [[name for name, _ in bucket] for bucket in buckets(iter((name, torch.zeros(10)) for name in names), bucket_bytes=60)]
+    assert found == [names[0:2], names[2:3], names[3:5], names[5:6]]
+    without_query_latent = [names[1], names[4]]
+    assert len(list(buckets(iter((name, torch.zeros(10)) for name in without_query_latent), bucket_bytes=60))) == 2
+
+
 def make_versions(folder: Path, *numbers: int) -> Versions:
     versions = Versions(folder)
     for number in numbers:
