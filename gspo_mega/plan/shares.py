@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,7 +96,9 @@ class ModelShares:
         self.spec = spec
         self._first: list[TensorEntry] = []
         self._last: list[TensorEntry] = []
-        self._states: dict[tuple, StageState] = {}
+        # Of what does not change from layout to layout: a layer cut into so many parts, buffers shared by so many ranks.
+        self._cut: dict[tuple[int, ...], list[Share]] = {}
+        self._held: dict[tuple, _Buffers] = {}
         self._layers: list[list[TensorEntry]] = [[] for _ in range(spec.num_layers)]
         for entry in hf_tensors(spec):
             if entry.is_buffer:
@@ -118,7 +120,10 @@ class ModelShares:
                 for entry in self._first:
                     shares += self._share(layout, entry, tied=bool(entry.copies) and layout.pipeline > 1)
             for layer in layers:
-                shares += self._layer(layout, self._layers[layer])
+                key = (layer, layout.tensor, layout.expert, layout.expert_tensor)
+                if key not in self._cut:
+                    self._cut[key] = list(self._layer(layout, self._layers[layer]))
+                shares += self._cut[key]
             if stage == layout.pipeline - 1 and index == num_chunks - 1:
                 for entry in self._last:
                     shares += self._share(layout, entry)
@@ -155,31 +160,31 @@ class ModelShares:
     def state(self, config: Config, layout: Layout, stage: int) -> StageState:
         """The state that the ranks of a pipeline stage hold."""
         fp8_weights = config.fp8.parameters and config.precision == "fp8"
-        key = (layout, stage, fp8_weights, config.optimizer.distributed, config.optimizer.overlap)
-        if key not in self._states:
-            self._states[key] = StageState(self._make_buffers(config, layout, stage, fp8_weights), layout)
-        return self._states[key]
+        bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK * layout.data) if config.optimizer.overlap and stage == 0 else None
+        sizes = (layout.world_size, layout.tensor, layout.pipeline, layout.virtual_pipeline, layout.expert, layout.expert_tensor)
+        key = (*sizes, stage, fp8_weights, config.optimizer.distributed, bucket)
+        if key not in self._held:
+            self._held[key] = self._make_buffers(config, layout, stage, fp8_weights, bucket)
+        return StageState(self._held[key], layout)
 
-    def _make_buffers(self, config: Config, layout: Layout, stage: int, fp8_weights: bool) -> list[_Buffer]:
-        buffers: list[_Buffer] = []
+    def _make_buffers(self, config: Config, layout: Layout, stage: int, fp8_weights: bool, bucket: int | None) -> _Buffers:
+        """`bucket`: elements of a full bucket of the stage's first chunk, None where nothing is overlapped."""
+        buffers = _Buffers()
         for index, shares in enumerate(self.chunks(layout, stage)):
-            bucket = None
-            if config.optimizer.overlap and stage == 0 and index == 0:
-                bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK * layout.data)
             for expert_data in (False, True):
                 ranks = layout.expert_data if expert_data else layout.data * layout.context
                 for linear in (False, True) if fp8_weights else (None,):
                     # FP8 parameters have buffers of their own.
                     held = [s for s in shares if s.expert_data == expert_data and linear in (None, s.linear)]
                     if held:
-                        buffers.append(_Buffer(held, ranks, bucket, config.optimizer.distributed))
+                        buffers.append(_Buffer(held, ranks, bucket if index == 0 else None, config.optimizer.distributed))
         return buffers
 
 
 class StageState:
     """What each rank of one pipeline stage holds."""
 
-    def __init__(self, buffers: list[_Buffer], layout: Layout) -> None:
+    def __init__(self, buffers: _Buffers, layout: Layout) -> None:
         self._buffers, self._layout = buffers, layout
 
     def of_rank(self, rank: int) -> State:
@@ -191,19 +196,29 @@ class StageState:
         """Elements whose gradients are summed over the expert-data group, or those of the data-context group."""
         return sum(b.num_elements for b in self._buffers if b.expert_data == over_expert_data)
 
-    @cached_property
+    @property
     def largest(self) -> State:
         """An upper bound that some rank reaches to a few elements: padding makes shards differ a little."""
-        shards = [max(b.owned(r) for r in range(b.num_ranks)) for b in self._buffers]
-        first = self._of(0, 0)
-        return State(first.parameters, first.linear, first.padding, sum(shards))
+        return self._buffers.largest
 
     def _of(self, data_context: int, expert_data: int) -> State:
+        return self._buffers.state(lambda b: b.owned(expert_data if b.expert_data else data_context))
+
+
+class _Buffers(list["_Buffer"]):
+    """All of one stage, for whatever rank."""
+
+    @cached_property
+    def largest(self) -> State:
+        return self.state(lambda b: max(b.owned(r) for r in range(b.num_ranks)))
+
+    def state(self, owned: Callable[[_Buffer], int]) -> State:
+        """`owned`: elements of a buffer whose optimizer state is the rank's."""
         return State(
-            parameters=sum(b.num_elements for b in self._buffers),
-            linear=sum(b.linear for b in self._buffers),
-            padding=sum(b.end - b.num_elements for b in self._buffers),
-            optimized=sum(b.owned(expert_data if b.expert_data else data_context) for b in self._buffers),
+            parameters=sum(b.num_elements for b in self),
+            linear=sum(b.linear for b in self),
+            padding=sum(b.end - b.num_elements for b in self),
+            optimized=sum(map(owned, self)),
         )
 
 

@@ -1,5 +1,6 @@
 """The search, and what it says of layouts that others have published. Rates are those of `gpus.py`, fixed beforehand."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from gspo_mega.config import load_config
 from gspo_mega.errors import ConfigError, PlanError
 from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.plan.memory import in_flight
 from gspo_mega.plan.search import parse_grid, render_block, render_search, search_layouts
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
@@ -48,55 +50,67 @@ def test_what_does_not_fit_and_what_cannot_run(load, shape):
 
 
 def published(load, model, grid, *overrides):
-    config = load("precision=bf16", "cluster.gpu=H100", *overrides).config
-    return search_layouts(config, read_model_spec(SHAPES / f"{model}.json"), *grid)
+    config = load("precision=bf16", "cluster.gpu=H100", "optimizer.overlap=true", *overrides).config
+    return search_layouts(config, read_model_spec(model), *grid)
 
 
-def slower_than_best(search, recompute="none", **sizes):
-    """How much slower than the fastest that fits is this layout, and its memory over the GPU's."""
+def fastest_of(search, recompute="none", **sizes):
+    """The fastest candidate of these sizes, whether it fits or not."""
     candidates = [c for c in search.fitting + search.too_large if c.config.recompute.granularity == recompute]
-    found = [c for c in candidates if all(getattr(c.layout, k) == v for k, v in sizes.items())]
-    fastest = min(found, key=lambda c: c.seconds)
-    return fastest.seconds / search.fitting[0].seconds - 1, fastest.memory.peak / search.memory_bytes
+    return min((c for c in candidates if all(getattr(c.layout, k) == v for k, v in sizes.items())), key=lambda c: c.seconds)
 
 
 def test_qwen3_30b_on_four_nodes(load):
     """NeMo-RL's grpo-qwen3-30ba3b-4n8g: TP1 PP1 EP8, 4096 tokens, 64 x 32 trajectories. Its time is within 15 % of the best.
 
-    A miss, stated and not tuned away: without recomputation a pack of 4096 tokens is estimated at 5 % more than the
-    GPU has, while theirs is reported to run.
+    A miss, stated and not tuned away: without recomputation its memory is estimated at 5 % more than the GPU has, while
+    theirs runs. Theirs keeps gradients in bf16 (`grad_reduce_in_fp32: false`), which the engine here does not; so it fits.
     """
     search = published(
-        load, "qwen3_30b_a3b", (4, 8), "batch={prompts_per_step: 64, group_size: 32, micro_batch_tokens: 4096}",
+        load, SHAPES / "qwen3_30b_a3b.json", (4, 8), "batch={prompts_per_step: 64, group_size: 32, micro_batch_tokens: 4096}",
         "data.max_prompt_tokens=512", "rollout.max_new_tokens=3584",
     )  # fmt: skip
-    slower, memory = slower_than_best(search, tensor=1, pipeline=1, context=1, expert=8)
-    assert slower < 0.15
-    assert 1.0 < memory < 1.1
+    theirs = fastest_of(search, tensor=1, pipeline=1, context=1, expert=8)
+    assert theirs.seconds < 1.15 * search.fitting[0].seconds
+    assert search.memory_bytes < theirs.memory.peak < 1.1 * search.memory_bytes
+    assert theirs.memory.peak - theirs.memory.parts["gradients"] / 2 < search.memory_bytes
 
 
 def test_llama3_70b_on_eight_nodes(load):
-    """NeMo 24.12's performance summary, 64 H100: TP4 PP4 CP2 VP5, 8192 tokens, 128 sequences a step. Its time is within 15 % of
-    the best; its memory without recomputation is estimated 3 % above the GPU's, a miss like the one above."""
+    """NeMo 24.12's performance summary, 64 H100: TP4 PP4 CP2 VP5, 8192 tokens, 128 sequences a step. Its time is within 15 %
+    of the best.
+
+    A miss like the one above: its memory without recomputation is estimated 3 % above the GPU's. Theirs fuses the gate, its
+    SiLU and their product (`bias_activation_fusion`), and so keeps two tensors of the intermediate size less a layer.
+    """
     search = published(
-        load, "llama3_70b", (8, 8), "batch={prompts_per_step: 64, group_size: 8, micro_batch_tokens: 8192}",
+        load, SHAPES / "llama3_70b.json", (8, 8), "batch={prompts_per_step: 64, group_size: 8, micro_batch_tokens: 8192}",
         "data.max_prompt_tokens=1024", "rollout.max_new_tokens=7168",
     )  # fmt: skip
-    slower, memory = slower_than_best(search, tensor=4, pipeline=4, context=2, virtual_pipeline=5)
-    assert slower < 0.15
-    assert 1.0 < memory < 1.1
+    theirs = fastest_of(search, tensor=4, pipeline=4, context=2, virtual_pipeline=5)
+    assert theirs.seconds < 1.15 * search.fitting[0].seconds
+    assert search.memory_bytes < theirs.memory.peak < 1.1 * search.memory_bytes
+    layers = in_flight(theirs.layout, 0, 100) * theirs.layout.layers_per_chunk
+    assert theirs.memory.peak - 2 * 2 * 28672 / 4 * 8192 / 2 * layers < search.memory_bytes
 
 
-def test_qwen3_235b_on_thirty_two_nodes(load):
-    """NeMo-RL's grpo-qwen3-235b-32n8g: TP2 PP8 CP2 EP16. 94 layers on 8 stages of uneven size are not to be had here; the
-    nearest is PP2. Within 15 % of the best that recomputes, as theirs does."""
+def test_qwen3_235b_on_thirty_two_nodes(load, tmp_path):
+    """NeMo-RL's grpo-qwen3-235b-32n8g: TP2 PP8 CP2 EP16 with recomputation, 8192 tokens, 16 x 32 trajectories in one step. Their
+    94 layers, 11 of them on each end stage, count as 96: the embedding and the head as one each.
+
+    A miss, stated and not tuned away: its time is nearly twice the best's. Nearly all of that is its expert groups, which
+    reach over two nodes: Megatron's all-to-all sends a token to each of its 8 experts, 4 of them on the other node. With
+    expert groups of 8, inside a node, the same layout is within 25 % of the best; the rest is recomputation.
+    """
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps(json.loads((SHAPES / "qwen3_235b_a22b.json").read_text()) | {"num_hidden_layers": 96}))
     search = published(
-        load, "qwen3_235b_a22b", (32, 8), "batch={prompts_per_step: 64, group_size: 32, micro_batch_tokens: 8192}",
-        "data.max_prompt_tokens=1024", "rollout.max_new_tokens=7168",
+        load, shape, (32, 8), "batch={prompts_per_step: 16, group_size: 32, num_mini_batches: 1, micro_batch_tokens: 8192}",
+        "data.max_prompt_tokens=1024", "rollout.max_new_tokens=7168", "algorithm=grpo", "kl={coefficient: 0.01}",
     )  # fmt: skip
-    slower, memory = slower_than_best(search, "full", tensor=2, pipeline=2, context=2, expert=16)
-    assert memory < 1
-    alike = next(c for c in search.fitting if c.config.recompute.granularity == "full")
-    assert (1 + slower) * search.fitting[0].seconds / alike.seconds < 1.15
-    # The miss: recomputation is theirs for their uneven stages' sake, and layouts that fit without it come out faster.
-    assert 0.15 < slower < 0.35
+    sizes, best = dict(tensor=2, pipeline=8, context=2, virtual_pipeline=None), search.fitting[0]
+    theirs, inside = fastest_of(search, "full", expert=16, **sizes), fastest_of(search, "full", expert=8, **sizes)
+    assert theirs.memory.peak < search.memory_bytes
+    assert 1.8 * best.seconds < theirs.seconds < 2.1 * best.seconds
+    assert 1.15 * best.seconds < inside.seconds < 1.25 * best.seconds
+    assert theirs.time.training["exchange"] > 3.5 * inside.time.training["exchange"]
