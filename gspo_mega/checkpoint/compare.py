@@ -30,8 +30,9 @@ def differences(one: TensorSource, other: TensorSource, progress: Callable[[int,
         yield f"the models differ: {', '.join(shapes)}"
         return
     entries = hf_tensors(one.spec)
-    total, done = sum(entry.num_elements for entry in entries), 0
-    for entry in entries:
+    sizes = [entry.num_elements * one.dtype(entry).itemsize for entry in entries]
+    total, done = sum(sizes), 0
+    for entry, size in zip(entries, sizes, strict=True):
         a, b = one.read(entry), other.read(entry)
         if a.dtype != b.dtype:
             narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
@@ -41,7 +42,7 @@ def differences(one: TensorSource, other: TensorSource, progress: Callable[[int,
             apart = a != b
             largest = float((a.double() - b.double()).abs().max())
             yield f"{entry.name}: {int(apart.sum())} of {a.numel()} numbers differ, by {largest:.3g} at most"
-        done += entry.num_elements
+        done += size
         progress(done, total, entry.name)
 
 
