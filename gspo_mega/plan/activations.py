@@ -78,6 +78,12 @@ def _heads(spec: ModelSpec, layout: Layout) -> tuple[float, float, float, float]
     return query, key, query * spec.head_dim, key * spec.head_dim
 
 
+def _projected(spec: ModelSpec, layout: Layout) -> float:
+    """Elements that queries, keys and values are views of. Where tensor ranks share a key-value head they are gathered whole."""
+    ranks = layout.tensor if spec.num_kv_heads >= layout.tensor else 1
+    return (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / ranks
+
+
 def _cpu(config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float) -> tuple[float, float]:
     """Megatron's plain layers with this package's norm and attention: sequences of one length, without context parallelism."""
     hidden = spec.hidden_size
@@ -96,7 +102,7 @@ def _cpu_heads(spec: ModelSpec, layout: Layout, size: int) -> float:
     attention = 0.0
     if spec.qk_norm:
         # In fp32 no copy is made of the keys: they keep the fused projection's whole output alive.
-        attention += 8 * query + 4 * heads + 4 * kv_heads + 4 * key + 4 * (query + 2 * key if size == 4 else key)
+        attention += 8 * query + 4 * heads + 4 * kv_heads + 4 * key + 4 * (_projected(spec, layout) if size == 4 else key)
     attention += 4 * spec.head_dim * size  # cosines and sines, of queries and of keys
     attention += (2 * key + 2 * query) * size + 4 * heads  # keys, values, queries, output, log-sum-exp
     return attention + query * size  # what the output projection multiplies
@@ -131,7 +137,7 @@ def _gpu(config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, s
 def _gpu_heads(config: Config, spec: ModelSpec, layout: Layout, size: int, linear: float) -> float:
     heads, kv_heads, query, key = _heads(spec, layout)
     attention = 0.0
-    attention += (query + 2 * key) * size  # the projection's output, whose part the values are
+    attention += _projected(spec, layout) * size  # the projection's output, whose part the values are
     if spec.qk_norm:
         attention += query * size + 4 * heads + 4 * kv_heads  # a copy of the queries, one scale a head
     attention += (2 * query + key) * size + 4 * heads  # turned queries and keys, output, log-sum-exp

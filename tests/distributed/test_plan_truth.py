@@ -75,6 +75,8 @@ SAVED = [
     ("moe", "bf16", {}, 1),
     ("dense", "bf16", dict(tensor=2), 2),
     ("dense", "fp32", dict(tensor=2, sequence=False), 2),
+    ("dense", "fp32", dict(tensor=4), 4),  # two ranks a key-value head
+    ("dense", "bf16", dict(tensor=4), 4),
     ("moe", "bf16", dict(tensor=2, expert=2), 2),
     ("moe", "fp32", dict(expert=2), 2),
 ]
@@ -102,15 +104,16 @@ def test_what_a_layer_saves_for_its_backward_pass(rank_pools, folders, kind, pre
         assert mean == pytest.approx(getattr(terms, half), rel=0.1), half
 
 
+@pytest.mark.parametrize("kind", ["dense", "moe"])
 @pytest.mark.parametrize("blocks_of", [1, 2])
-def test_full_recomputation_keeps_the_input_of_each_block(rank_pools, folders, blocks_of):
+def test_full_recomputation_keeps_the_input_of_each_block(rank_pools, folders, blocks_of, kind):
     """Outside its layers, that is all that a recomputed model saves, with the final norm and the head's rows."""
     recompute = dict(granularity="full", num_layers=blocks_of)
     found = rank_pools(1).run(
-        "plan_jobs:saved_bytes", folder=folders["dense"], parallel={}, precision="bf16", num_tokens=48, num_sequences=4, recompute=recompute
+        "plan_jobs:saved_bytes", folder=folders[kind], parallel={}, precision="bf16", num_tokens=48, num_sequences=4, recompute=recompute
     )[0]
-    config = make_config(folders["dense"], {}, precision="bf16", recompute=recompute)
-    layout = resolve_layout(config, spec := read_model_spec(folders["dense"]))
+    config = make_config(folders[kind], {}, precision="bf16", recompute=recompute)
+    layout = resolve_layout(config, spec := read_model_spec(folders[kind]))
     terms, head = layer_activations(config, spec, layout, "cpu"), head_activations(config, spec, layout)
     inputs = spec.num_layers // blocks_of * terms.layer_input
     assert found["outside"] == pytest.approx(inputs + head.token + 47 / 48 * head.row, rel=0.1)
