@@ -29,9 +29,9 @@ def run(tmp_path, quickstart_files):
         scores = ScoreLog(tmp_path / "scores")
 
         @staticmethod
-        def start(function, *overrides):
+        def start(function, *overrides, name="run"):
             reward = f"reward.functions=[{{function: 'run_support:{function}', options: {{log: {tmp_path / 'scores'}}}}}]"
-            small = small_overrides(quickstart_files, tmp_path / "runs", "run")
+            small = small_overrides(quickstart_files, tmp_path / "runs", name)
             # Few requests at a time: a rollout takes seconds and can be met in its midst.
             command = Command(tmp_path, "train", CONFIG, *small, reward, "rollout.max_concurrent_requests=2", *overrides)
             started.append(command)
@@ -129,6 +129,39 @@ def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_h
     assert (result["step"], result["weight_version"]) == (4, 4)
     assert result["seconds"] == pytest.approx(sum(line["time/step_seconds"] for line in lines)), "over all attempts"
     assert list(run.folder.huggingface_dir.glob("*.safetensors"))
+
+
+def test_a_killed_supervisor_leaves_nothing_behind_and_nothing_out(run):
+    """Its run, continued, ends with the very weights that a run without servers has that trains on its record."""
+    arguments = ("score", "train.num_steps=3", "checkpoint.every_steps=1", "eval=null")
+    command = run.start(*arguments)
+    command.wait_for_line("step 1/3")
+    command.wait_for("its checkpoint", run.folder.latest_checkpoint_file.exists)
+    command.wait_for("the rollout of step 2", lambda: len(run.scores) > 16 + 4)
+    command.process.kill()
+    command.process.wait()
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while command.left_running(run.folder.path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert command.left_running(run.folder.path) == [], "the ranks, the server and the scorers ended with it"
+
+    command = run.start(*arguments)
+    assert command.finish() == 0, command.out + command.err
+    assert "resumed from step_00000001: step 1, weight version 1" in command.out and command.err == ""
+    journal = Journal(run.folder.journal_dir)
+    for step in range(3):
+        trained = Counter(trajectory.prompt.text for trajectory in journal.read(step).batch.trajectories)
+        assert trained == dict.fromkeys(run.prompts_of(range(4 * step, 4 * step + 4)), 4), "each prompt in its step, four times"
+    lines = read_metrics(run.folder.metrics_file)
+    assert [(line["step"], line["publish/weight_version"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
+    assert all(line["mismatch/abs_log_ratio_max"] < 1e-3 for line in lines), "every rollout was of the weights that its step began with"
+
+    num_scored = len(run.scores)
+    replay = run.start(*arguments, "--from-rollouts", str(run.folder.path), name="replay")
+    assert replay.finish() == 0, replay.out + replay.err
+    assert len(run.scores) == num_scored, "a replay samples and scores nothing"
+    replayed = RunFolder(run.folder.path.with_name("replay")).huggingface_dir
+    assert {p.name: p.read_bytes() for p in replayed.glob("*.safetensors")} == {p.name: p.read_bytes() for p in run.folder.huggingface_dir.glob("*.safetensors")}
 
 
 def test_distributed_publish_filter_and_unreliable_rewards_and_a_server_killed_twice(run, quickstart_files):
