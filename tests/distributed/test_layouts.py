@@ -15,6 +15,8 @@ DENSE = {
     "DP2-distributed-optimizer": dict(world=2, distributed=True),
     "TP2": dict(world=2, tensor=2, sequence=False),
     "TP2+SP": dict(world=2, tensor=2),
+    "TP4": dict(world=4, tensor=4, sequence=False),  # two ranks a key-value head
+    "TP4+SP": dict(world=4, tensor=4),
     "PP2": dict(world=2, pipeline=2),
     "CP2": dict(world=2, context=2),
     "PP2-tied": dict(world=2, pipeline=2, tied=True),
@@ -27,6 +29,7 @@ MOE = {
     "PP2": dict(world=2, pipeline=2),
     "CP2": dict(world=2, context=2),
     "TP2+SP-EP2": dict(world=2, tensor=2, expert=2),
+    "TP2+SP-ETP2": dict(world=2, tensor=2, expert_tensor=2),  # one expert rank: experts are cut as everything else is
 }
 
 

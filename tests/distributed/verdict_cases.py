@@ -20,6 +20,7 @@ from gspo_mega.errors import GspoMegaError
 from gspo_mega.plan import plan_run
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 6, 18
+DEEPSEEK = "DeepseekV3ForCausalLM"
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Case:
 
     @property
     def described(self) -> str:
-        shape = {key: value for key, value in self.model.items() if key.startswith(("num_", "hidden_size", "intermediate", "moe_", "vocab", "tie_", "head_dim"))}
+        shape = {key: value for key, value in self.model.items() if key.startswith(("n_", "num_", "hidden_size", "intermediate", "moe_", "vocab", "tie_", "head_dim", "q_", "v_", "first_"))}
         return f"case {self.number} ({self.change or 'as generated'}): {self.ranks} ranks, {self.model['architectures'][0]} {shape}, {self.values}"
 
 
@@ -98,7 +99,7 @@ def _valid(rng: random.Random, number: int) -> Case:
     heads = groups * heads_a_rank
     virtual = rng.choice([None, 2]) if pipeline > 1 else None
     layers = pipeline * (virtual or 1) * rng.choice([1, 1, 2])
-    family = rng.choice(["Qwen3MoeForCausalLM", "MixtralForCausalLM"] if moe else ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
+    family = rng.choice(["Qwen3MoeForCausalLM", "MixtralForCausalLM", DEEPSEEK] if moe else ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
     head_dim = rng.choice([8, 16]) if family in ("Qwen3MoeForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM") else 8
     hidden = rng.choice([32, 48, 40]) if family not in ("MixtralForCausalLM", "Qwen2ForCausalLM") else heads * head_dim
     model: dict[str, Any] = dict(
@@ -122,6 +123,16 @@ def _valid(rng: random.Random, number: int) -> Case:
         model |= dict(num_experts_per_tok=rng.randint(2, min(experts, 3)))
         if family == "MixtralForCausalLM":
             model |= dict(num_local_experts=experts, intermediate_size=width)
+        elif family == DEEPSEEK:
+            width *= tensor  # of shared experts too
+            del model["head_dim"]
+            model |= dict(
+                n_routed_experts=experts, moe_intermediate_size=width, norm_topk_prob=True, num_key_value_heads=heads, n_group=1, topk_group=1, n_shared_experts=1,
+                routed_scaling_factor=1.5, first_k_dense_replace=rng.randrange(min(layers, 2)), q_lora_rank=rng.choice([None, 12]), kv_lora_rank=16,
+                qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=rng.choice([8, 12]), tie_word_embeddings=False,
+            )  # fmt: skip
+            if rng.random() < 0.4:
+                section |= dict(expert_bias_update_rate=1e-3)
         else:
             model |= dict(num_experts=experts, moe_intermediate_size=width, norm_topk_prob=rng.random() < 0.7)
         if rng.random() < 0.2:
@@ -173,6 +184,10 @@ def _factors(ranks: int) -> list[tuple[int, int, int]]:
 
 def _is_moe(case: Case) -> bool:
     return "num_experts_per_tok" in case.model
+
+
+def _is_latent(case: Case) -> bool:
+    return case.model["architectures"] == [DEEPSEEK]
 
 
 def _wants(condition: bool, change: Callable[[], None]) -> bool | None:
@@ -227,7 +242,7 @@ def _heads(case: Case, rng: random.Random) -> bool | None:
 def _few_groups(case: Case, rng: random.Random) -> bool | None:
     """Fewer key-value groups than tensor ranks, or groups that do not divide."""
     tensor = _parallel(case, "tensor")
-    if tensor == 1:
+    if tensor == 1 or _is_latent(case):
         return False
     groups = rng.choice([1, 2, 3])
     heads = groups * tensor * 2
@@ -269,12 +284,12 @@ CHANGES: dict[str, Callable[[Case, random.Random], bool | None]] = {
     "intermediate size": _only(_DENSE, _model(intermediate_size=[17, 30, 33])),
     "experts' width": _only(lambda c: "moe_intermediate_size" in c.model, _model(moe_intermediate_size=[7, 9, 10])),
     "vocabulary": _model(vocab_size=[129, 131, 255]),
-    "layers": _model(num_hidden_layers=[1, 2, 3, 5]),
+    "layers": _only(lambda c: not _is_latent(c), _model(num_hidden_layers=[1, 2, 3, 5])),
     "pipeline": _set("parallel", pipeline=[2, 3, 4]),
     "virtual pipeline": _set("parallel", virtual_pipeline=[2, 3, 4]),
     "virtual pipeline of one stage": _only(lambda c: _parallel(c, "pipeline") == 1, _set("parallel", virtual_pipeline=[2])),
     "number of experts": _only(lambda c: "num_experts" in c.model, _model(num_experts=[3, 5, 7])),
-    "one expert a token": _only(_MOE, _model(num_experts_per_tok=[1])),
+    "one expert a token": _only(lambda c: _is_moe(c) and not _is_latent(c), _model(num_experts_per_tok=[1])),
     "expert": _set("parallel", expert=[2, 3, 4]),
     "expert tensor": _set("parallel", expert_tensor=[2, 3]),
     "no experts, expert parallel": _only(_DENSE, _set("parallel", expert=[2])),
