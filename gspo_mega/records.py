@@ -32,7 +32,7 @@ class Trajectory:
     `response_token_ids`, `response_mask`, `rollout_log_probs` and `weight_versions` have one entry a
     response token. `response_mask` is 1 where the policy sampled the token. `rollout_log_probs` are nats
     under log_softmax(logits / temperature), as sampled. `routed_experts` is int32
-    [prompt + response - 1, moe layers, top_k] or None. `reward` is None until scored; a failed scoring
+    [prompt + response - 1, layers, top_k], -1 in layers without experts, or None. `reward` is None until scored; a failed scoring
     leaves 0.0 there and says why in `reward_error`. `reward_parts` holds each reward function's own value.
     `advantage` is filled by the loop. `finish_reason` is `stop` or `length`.
     """
@@ -106,8 +106,8 @@ class MicroBatch:
     sequence each position belongs to; `labels` [T] int64, the next token (0 where there is none);
     `loss_mask` [T] float32, 1 where `labels` is an active response token; `trajectory_index` [S] int64,
     row of each sequence in the rank's shard; `rollout_log_probs` [T] float32 aligned with `labels`;
-    `routed_experts` [T, moe layers, top_k] int16, the experts that the rollout engine sent each position to, -1 where it
-    returned none (a sequence's last token, padding, filler), or None where it returned none at all.
+    `routed_experts` [T, layers, top_k] int16, the experts that the rollout engine sent each position to, -1 where it
+    returned none (a sequence's last token, padding, filler, layers without experts), or None where it returned none at all.
     A per-sequence value (advantage, response length, keep) lives in `sequence` as [S] arrays.
     A sequence without trajectory (`trajectory_index` -1) is filler so that all ranks run the same number
     of micro-batches; its loss_mask is 0.

@@ -16,7 +16,7 @@ _DTYPE = np.int16
 def packed_routes(micro_batch: MicroBatch, trajectories: Sequence[Trajectory], to_replay: bool) -> np.ndarray | None:
     """[T, layers, k] int16 for `micro_batch`, whose `trajectory_index` are rows of `trajectories`; None where they have none.
 
-    -1 where the engine returned nothing: a sequence's last token, padding, filler. Raises RolloutError naming the
+    -1 where the engine returned nothing: a sequence's last token, padding, filler, layers without experts. Raises RolloutError naming the
     trajectory whose routes have another shape than its tokens, or `to_replay`, where a token goes to one expert twice.
     """
     shape = next((t.routed_experts.shape[1:] for t in trajectories if t.routed_experts is not None), None)
@@ -37,6 +37,6 @@ def _checked(trajectory: Trajectory, shape: tuple[int, ...], to_replay: bool) ->
         has = "no routed experts" if given is None else f"routed experts of shape {given.shape}"
         raise RolloutError(f"trajectory {trajectory.trajectory_id} has {has}; {wanted} (tokens but the last, layers, experts a token) wanted")
     ordered = np.sort(given, axis=-1)
-    if to_replay and (ordered[..., 1:] == ordered[..., :-1]).any():
+    if to_replay and ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
         raise RolloutError(f"trajectory {trajectory.trajectory_id} has a token that goes to the same expert twice")
     return given

@@ -53,11 +53,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What returned experts must look like: experts of each MoE layer, and how many a token goes to."""
+    """What returned experts must look like: of every layer, so many a token. SGLang leaves zeros for the first
+    `num_dense_layers`, which have no experts."""
 
     num_layers: int
     experts_per_token: int
     num_experts: int
+    num_dense_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Completion:
     `log_probs` are nats, of the sampled token. `weight_versions` says which weights made each token.
     `finish_reason` is `stop` (its last token is a stop token), `length`, or `abort`: cut short by the server, which
     leaves nothing to train on, so its lists are empty. `routed_experts`: int32
-    [prompt + response - 1, layers, experts_per_token], or None if not asked for.
+    [prompt + response - 1, layers, experts_per_token], -1 in layers without experts, or None if not asked for.
     """
 
     token_ids: list[int]
@@ -172,4 +174,6 @@ def _routed_experts(meta: dict, num_rows: int, routing: RoutingShape) -> np.ndar
         raise NonsenseAnswer(f"{flat.size} routed experts; {shape} (tokens, layers, experts a token) expected")
     if flat.size and not 0 <= flat.min() <= flat.max() < routing.num_experts:
         raise NonsenseAnswer(f"routed experts from {flat.min()} to {flat.max()}; 0 to {routing.num_experts - 1} exist")
-    return flat.reshape(shape).astype(np.int32)
+    routes = flat.reshape(shape).astype(np.int32)
+    routes[:, : routing.num_dense_layers] = -1
+    return routes

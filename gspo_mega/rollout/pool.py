@@ -69,7 +69,7 @@ class ServerPool:
         if config.rollout.return_routed_experts:
             if spec.moe is None:
                 raise RolloutError("rollout.return_routed_experts: the model has no experts")
-            self._routing = RoutingShape(spec.num_layers, spec.moe.experts_per_token, spec.moe.num_experts)
+            self._routing = RoutingShape(spec.num_layers, spec.moe.experts_per_token, spec.moe.num_experts, spec.moe.num_dense_layers)
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._registrations: list[Registration] = []

@@ -98,8 +98,9 @@ def full_batch(config: Config, spec: ModelSpec) -> RolloutBatch:
         for index, length in enumerate(mine):
             routes = None
             if config.rollout.return_routed_experts and spec.moe is not None:
-                scores = rng.random((num_prompt + length - 1, sum(map(spec.has_experts, range(spec.num_layers))), spec.moe.num_experts))
+                scores = rng.random((num_prompt + length - 1, spec.num_layers, spec.moe.num_experts))
                 routes = np.argsort(scores, axis=-1)[..., : spec.moe.experts_per_token].astype(np.int32)
+                routes[:, : spec.moe.num_dense_layers] = -1
             members.append(
                 Trajectory(
                     trajectory_id=f"made:{group_id}:{index}", group_id=group_id, prompt=prompt,

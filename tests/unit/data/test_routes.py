@@ -68,3 +68,10 @@ def test_where_nothing_is_replayed_a_repeated_expert_is_only_a_difference():
     trajectories = [trajectory(0, 2, 3)]
     trajectories[0].routed_experts[2] = 7
     assert (packed_routes(packed(trajectories, [0]), trajectories, to_replay=False)[2] == 7).all()
+
+
+def test_layers_without_experts_have_no_routes_to_repeat():
+    trajectories = [trajectory(0, 2, 3)]
+    trajectories[0].routed_experts[:, 0] = -1
+    routes = packed_routes(packed(trajectories, [0]), trajectories, to_replay=True)
+    assert (routes[:, 0] == -1).all() and np.array_equal(routes[:4, 1:], trajectories[0].routed_experts[:, 1:])

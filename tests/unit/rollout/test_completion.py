@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,6 +124,14 @@ def test_wrong_experts_are_named(experts, says):
     with pytest.raises(NonsenseAnswer) as error:
         parse(answer_of(SIX, routed_experts=experts), routing=ROUTING)
     assert says in str(error.value)
+
+
+def test_layers_without_experts_have_no_routes():
+    """SGLang returns an entry of every layer, zeros for those that route nothing."""
+    flat = np.stack([np.zeros((8, 2)), np.tile([1, 3], (8, 1))], axis=1).astype("<i4")
+    shape = replace(ROUTING, num_dense_layers=1)
+    found = parse(answer_of(SIX, routed_experts=base64.b64encode(flat.tobytes()).decode()), routing=shape).routed_experts
+    assert (found[:, 0] == -1).all() and (found[:, 1] == [1, 3]).all()
 
 
 def test_all_tokens_is_said_by_leaving_top_k_out():
