@@ -134,6 +134,11 @@ def _register_attention(module: types.ModuleType) -> None:
         return BatchedCpuAttention(model_runner)
 
 
+def _attend_to_latents(module: types.ModuleType) -> None:
+    """With latent attention the cache holds latents: have them read as one wide key-value head, prefill too."""
+    module.AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda attention, forward_batch: module.AttnForwardMethod.MLA)
+
+
 _installed = False
 
 
@@ -158,6 +163,7 @@ def activate() -> bool:
                 "sglang.srt.mem_cache.pool_host.common": _plain_host_buffers,
                 "sglang.srt.utils.weight_checker_comparator": _compare_on_host,
                 "sglang.srt.layers.attention.attention_registry": _register_attention,
+                "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,
             },
         ),
     )

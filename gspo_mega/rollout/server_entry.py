@@ -20,7 +20,7 @@ from typing import Any
 from gspo_mega.errors import ConfigError, GspoMegaError
 from gspo_mega.rollout import cpu_server
 from gspo_mega.rollout.secret import read_secret
-from gspo_mega.rollout.server_spec import ServerSpec, check_options_sglang, sglang_arguments
+from gspo_mega.rollout.server_spec import ServerSpec, check_options_sglang, missing_values, sglang_arguments
 
 _PR_SET_PDEATHSIG = 1
 
@@ -44,7 +44,7 @@ def server_arguments(spec: ServerSpec):
     check_options_sglang(spec.options, (f.name for f in msgspec.structs.fields(ServerArgs)))
     on_cpu = cpu_server.activate()
     arguments = sglang_arguments(spec, on_cpu=on_cpu, cpu_attention_backend=cpu_server.ATTENTION_BACKEND)
-    return ServerArgs(**arguments, api_key=read_secret(Path(spec.api_key_file)))
+    return ServerArgs(**missing_values(model_config) | arguments, api_key=read_secret(Path(spec.api_key_file)))
 
 
 def read_model_config(folder: str) -> dict[str, Any]:

@@ -40,6 +40,10 @@ _CONTEXT_SLACK = 8
 """SGLang ends a response two tokens before its context is full and refuses a prompt within six of it."""
 
 
+# By architecture, with the only values that a model here can have.
+_LOOKED_FOR: dict[str, dict[str, Any]] = {"DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
+
+
 @dataclass(frozen=True)
 class ServerSpec:
     """One start of one server. `weight_version` is that of the weights in `model_path`."""
@@ -161,3 +165,10 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
             "max_total_tokens": spec.max_total_tokens or spec.max_concurrent_requests * (spec.context_tokens + _CONTEXT_SLACK),
         }
     return arguments | spec.options
+
+
+def missing_values(model_config: dict[str, Any]) -> dict[str, str]:
+    """The argument with which SGLang finds what its model code looks for in config.json and transformers does not write there."""
+    wanted = [_LOOKED_FOR.get(architecture, {}) for architecture in model_config.get("architectures") or []]
+    missing = {key: value for values in wanted for key, value in values.items() if key not in model_config}
+    return {"json_model_override_args": json.dumps(missing)} if missing else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import threading
@@ -13,7 +14,7 @@ from collector_support import make_config
 from gspo_mega.errors import ConfigError, RolloutError
 from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.rollout.secret import Secret, ensure_secret, read_secret
-from gspo_mega.rollout.server_spec import ServerSpec, check_options_sglang, sglang_arguments, spec_from_config
+from gspo_mega.rollout.server_spec import ServerSpec, check_options_sglang, missing_values, sglang_arguments, spec_from_config
 
 
 def spec_of(tmp_path, generation=1, index=0, rollout=None, **server):
@@ -135,3 +136,10 @@ def test_registrations_are_read_whole_while_they_are_rewritten(tmp_path):
     (tmp_path / "server-1.json").write_text("[1]")
     with pytest.raises(RolloutError, match="server-1.json"):
         read_registrations(tmp_path)
+
+
+def test_what_sglang_looks_for_and_transformers_does_not_write_is_given_to_it():
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc"}
+    assert json.loads(missing_values(config)["json_model_override_args"]) == {"moe_layer_freq": 1, "scoring_func": "sigmoid"}
+    assert missing_values(config | {"moe_layer_freq": 1, "scoring_func": "sigmoid"}) == {}
+    assert missing_values({"architectures": ["Qwen3ForCausalLM"]}) == missing_values({}) == {}
