@@ -89,3 +89,13 @@ def test_deepseek_v3_has_its_published_size():
     matrices = 129280 * 7168 + 61 * (attention + 3 * 7168 * 18432) + 58 * 256 * 7168
     assert forward_flops_per_token(spec, 1) == 2 * matrices + 61 * 2 * 128 * (192 + 128)
     assert spec.cache_elements_per_token == 61 * 576
+
+
+def test_moonlight_has_its_published_size():
+    """16 billion: the same code without a latent of queries, with one group and two shared experts."""
+    raw = json.loads((SHAPES / "deepseek_v3.json").read_text()) | dict(
+        vocab_size=163840, hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, intermediate_size=11264,
+        moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, q_lora_rank=None,
+        n_group=1, topk_group=1, rope_theta=50000.0, rope_scaling=None, rms_norm_eps=1e-5, num_nextn_predict_layers=0,
+    )  # fmt: skip
+    assert count_parameters(spec_from_config(raw)).total / 1e9 == pytest.approx(15.96, abs=0.005)
