@@ -9,6 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from gspo_mega.weights.random_folder import make_random_folder
 
 # From the first rank's error on, how long the others may take to fail too; then they wait for it, and for ever.
 GRACE_SECONDS = 3.0
+DIED = "the rank's process died"
 # Of each tensor's gradient in fp32 against one rank's: in a layout that trains wrong one is off by a tenth or more.
 GRADIENT_TOLERANCE = 1e-3
 ENGINE_MODULES = ["gspo_mega.engine", "gspo_mega.runtime.loop", "gspo_mega.runtime.reference", "verdict_jobs"]
@@ -49,13 +51,19 @@ class Engine:
         self._pools: dict[int, RankPool] = {}
 
     def tries(self, config: Config, ranks: int) -> Outcome:
+        """Once more where a rank's process died: another process may have taken the port that its pool was to meet at."""
+        outcome = self._tries(config, ranks)
+        return self._tries(config, ranks) if DIED in outcome.text else outcome
+
+    def _tries(self, config: Config, ranks: int) -> Outcome:
         pool = self._pools.get(ranks)
         if pool is None or pool.num_jobs >= 2 * JOBS_A_POOL:
             self._end(ranks)
             pool = self._pools[ranks] = RankPool(ranks, "forkserver")
         pool.num_jobs += 2
         for pipe in pool._pipes:
-            pipe.send(("verdict_jobs:attempt", {"config": config.model_dump_json()}))
+            with suppress(BrokenPipeError):
+                pipe.send(("verdict_jobs:attempt", {"config": config.model_dump_json()}))
         answers = self._collect(pool)
         errors = [answer for answer in answers if answer is None or answer["error"]]
         if not errors:
@@ -79,8 +87,8 @@ class Engine:
                 waiting.discard(rank)
                 try:
                     kind, value = pipe.recv()
-                except EOFError:
-                    kind, value = "error", "the rank died"
+                except (EOFError, ConnectionResetError):
+                    kind, value = "error", DIED
                 answers[rank] = value if kind == "ok" else dict(error=value, place="", phase="train", gradient={})
                 if answers[rank]["error"]:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
