@@ -90,7 +90,8 @@ class SlurmJob:
         while True:
             self._console.pump()
             self._keep_watch(family)
-            self._hear()
+            if self._hear():
+                return self._ended_by_slurm()
             if self._ended_servers():
                 time.sleep(_SETTLE_SECONDS)
                 if not job_runs(self._allocation.job_id):
@@ -194,20 +195,24 @@ class SlurmJob:
 
     # --- stops ---------------------------------------------------------------------------------------------
 
-    def _hear(self) -> None:
+    def _hear(self) -> bool:
+        """Make a stop of the signals that came. Returns whether they came with the job's end, which leaves no time for one."""
         while self._signals:
             number = self._signals.pop(0)
             name = signal.Signals(number).name
             if number == signal.SIGUSR1:
                 self._stop(f"{name}: the time limit is near", again=True)
+            elif not job_runs(self._allocation.job_id):
+                return True
             else:
                 self._requeue_because = None
                 self._stop(name, again=False)
+        return False
 
     def _stop(self, reason: str, again: bool) -> None:
-        if again:
-            self._requeue_because = self._requeue_because or reason
+        # What a stop was asked for first decides whether the job is queued again.
         if self._stop_deadline is None:
+            self._requeue_because = reason if again else None
             self._attempt.request_stop(reason)
             self._stop_deadline = time.monotonic() + self._grace_seconds
             self._state.tell("stopping", note=reason)
