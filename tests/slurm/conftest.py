@@ -17,11 +17,13 @@ from slurm_jobs import REPOSITORY, STAND_IN, Job
 
 def pytest_collection_modifyitems(items):
     lacking = why_not_here()
-    if lacking is None and importlib.util.find_spec("sglang") is None:
-        lacking = "sglang is not installed"
+    without_sglang = "sglang is not installed" if importlib.util.find_spec("sglang") is None else None
     for item in items:
-        if lacking is not None:
-            item.add_marker(pytest.mark.skip(reason=lacking))
+        # Handed over are the tests of the whole call, other folders' too.
+        if Path(__file__).parent in item.path.parents:
+            reason = lacking or (without_sglang if "submit" in item.fixturenames else None)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +31,7 @@ def cluster():
     # Not pytest's folder: sockets' paths are short, and munged wants everybody to reach its own.
     with tempfile.TemporaryDirectory(prefix="gspo-slurm-") as folder:
         Path(folder).chmod(0o755)
-        slurm = MiniSlurm(Path(folder) / "c")
+        slurm = MiniSlurm(Path(folder) / "c", gpus=8)
         try:
             slurm.start()
             yield slurm

@@ -2,8 +2,9 @@
 
 Needs slurmctld, slurmd, slurm-client and munge, and the right to unshare(2): every node has a process table, a host name
 and a loopback address of its own (node1 is 127.0.0.11), so that a crash takes a node's processes along and two nodes
-may use one port. Reads and writes nothing below /etc; no database, no cgroups. GPUs are links to /dev/null: Slurm
-counts and hands them out, and nothing sees a device.
+may use one port. Reads and writes nothing below /etc; no database, no cgroups, no systemd. GPUs are links to /dev/null:
+Slurm counts and hands them out, and nothing sees a device. The kernel ends all of it with the process that started it,
+however that ends.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 _SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+_TETHER = (sys.executable, "-I", "-S", str(Path(__file__).parents[2] / "gspo_mega/launcher/tether.py"))
+# With --kill-child, a node's process table ends with unshare itself.
 _OWN_TABLES = ("unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 
 # What a production site counts in minutes is seconds here. cred_expire is also how long a requeued job is held back.
@@ -191,7 +195,7 @@ class MiniSlurm:
     def _spawn(self, name: str, command: list[str]) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                [*_TETHER, str(os.getpid()), str(int(signal.SIGKILL)), *command], env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
 
     def _kill(self, name: str) -> None:

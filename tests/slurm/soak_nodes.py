@@ -1,10 +1,12 @@
-"""Slower failures of a Slurm job, which tests/soak/slurm_nodes.sh runs: what Slurm has to notice by itself, and the batch node."""
+"""Slower jobs on a real Slurm, which tests/soak/slurm_nodes.sh runs: what Slurm has to notice by itself, the batch node, and more
+jobs of real ranks and servers. Those with `submit_stand_ins` have neither."""
 
 from __future__ import annotations
 
 from gspo_mega.launcher.state import read_state
 
 LONG = ("train.num_steps=8", "checkpoint.every_steps=1", "rollout.max_concurrent_requests=1")
+STEPS = "train.num_steps=500"
 
 
 def test_the_batch_node_crashes_and_the_watch_has_the_job_queued_again(submit):
@@ -26,7 +28,7 @@ def test_a_trainer_node_crashes_and_slurm_finds_out_by_itself(submit):
     job.wait_for("its checkpoint", job.run.latest_checkpoint_file.exists)
     job.cluster.crash_node(2, noticed=False)
     job.wait_for_line("queued again: lost node node2")
-    job.cluster.start_node(2)
+    job.wait_for_line("resumed from step_")
     assert job.finish() == "COMPLETED", job.log
 
 
@@ -48,3 +50,44 @@ def test_a_heterogeneous_job_near_its_time_limit_is_queued_again(submit):
     job.wait_for_line("queued again: SIGUSR1")
     job.wait_for_line("resumed from step_")
     assert job.finish() == "COMPLETED", job.log
+    assert "ranks on node1, servers on node2" in job.log
+
+
+def test_a_trainer_node_that_crashes_costs_the_steps_since_the_checkpoint(submit):
+    job = submit(*LONG)
+    job.wait_for_line("step 2/8")
+    job.wait_for("its checkpoint", job.run.latest_checkpoint_file.exists)
+    job.cluster.crash_node(2)
+    job.wait_for_line("queued again: lost node node2")
+    job.wait_for_line("resumed from step_")
+    assert job.finish() == "COMPLETED", job.log
+    assert sorted(set(job.steps())) == list(range(1, 9))
+    assert "servers on node4" in job.log, "the crashed node was not waited for"
+
+
+def test_ranks_and_servers_on_the_same_nodes(submit):
+    job = submit("train.num_steps=2", "cluster.num_rollout_nodes=0", "server.num_servers=2")
+    assert job.finish() == "COMPLETED", job.log
+    assert job.steps() == [1, 2]
+    assert "ranks and servers on node1 node2" in job.log
+
+
+def test_slurms_own_signal_ahead_of_the_limit(submit_stand_ins):
+    # Slurm counts limits in minutes, looks at them twice a minute, and would rather be early: within 20 to 50 s of the start.
+    job = submit_stand_ins(STEPS, GSPO_SBATCH="--exclusive --mem=16000 --time=2", GSPO_SIGNAL_SECONDS="70")
+    job.wait_for_line("queued again: SIGUSR1: the time limit is near")
+    assert job.steps()
+    job.wait_for_line("resumed from step_")
+
+
+def test_all_rollout_nodes_crash_one_after_the_other(submit_stand_ins):
+    job = submit_stand_ins(STEPS, "server.num_servers=2", "cluster.num_rollout_nodes=2")
+    job.wait_for_line("step 2/500")
+    job.cluster.crash_node(4)
+    job.wait_for_line("warning  node node4 is lost, and server-1 with it; 1 servers are left")
+    job.cluster.crash_node(3)
+    job.wait_for_line("queued again: all servers are lost")
+    # Four nodes are needed: it waits for those that are gone.
+    job.cluster.start_node(3)
+    job.cluster.start_node(4)
+    job.wait_for_line("resumed from step_")

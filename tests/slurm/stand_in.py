@@ -27,6 +27,7 @@ def write(path: Path, text: str) -> None:
 def rank(attempt: Path) -> int:
     number = int(os.environ["SLURM_PROCID"])
     (attempt / "logs" / f"rank_{number}.log").touch()
+    (attempt / f"gpus_rank_{number}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     what, _, who = os.environ.get("STAND_IN", "").partition(" ")
     if what and int(who) == number:
         time.sleep(0.5)
@@ -69,6 +70,7 @@ def server(attempt: Path) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: sys.exit(0))
     index = option("--index")
+    (attempt / f"gpus_server_{index}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     entry = {"server_id": f"server-{index}", "address": f"http://{option('--host')}:1", "pid": os.getpid(), "state": "ready"}
     entry |= {"generation": 1, "weight_version": 0, "heartbeat": time.time()}
     write(attempt / "servers" / f"server-{index}.json", json.dumps(entry))

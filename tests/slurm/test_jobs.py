@@ -49,26 +49,6 @@ def test_a_job_near_its_time_limit_is_queued_again_and_continues(submit):
         assert (latest.path / name).stat().st_size > 0
 
 
-def test_a_heterogeneous_job(submit):
-    options = "--exclusive --mem=16000 --time=30"
-    job = submit("train.num_steps=2", "cluster.num_nodes=1", "parallel.expert=1", GSPO_ROLLOUT_SBATCH=options)
-    assert job.finish() == "COMPLETED", job.log
-    assert job.steps() == [1, 2]
-    assert "ranks on node1, servers on node2" in job.log
-
-
-def test_a_trainer_node_that_crashes_costs_the_steps_since_the_checkpoint(submit):
-    job = submit("train.num_steps=8", "checkpoint.every_steps=1", "rollout.max_concurrent_requests=1")
-    job.wait_for_line("step 2/8")
-    job.wait_for("its checkpoint", job.run.latest_checkpoint_file.exists)
-    job.cluster.crash_node(2)
-    job.wait_for_line("queued again: lost node node2")
-    job.wait_for_line("resumed from step_")
-    assert job.finish() == "COMPLETED", job.log
-    assert sorted(set(job.steps())) == list(range(1, 9))
-    assert "servers on node4" in job.log, "the crashed node was not waited for"
-
-
 def test_a_rollout_node_that_crashes_does_not_stop_training_and_scancel_leaves_nothing(submit):
     job = submit("train.num_steps=400", "server.num_servers=2", "cluster.num_rollout_nodes=2")
     job.wait_for_line("step 2/400")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The slower failures of Slurm jobs, some ten minutes: nodes whose loss Slurm notices by itself, the batch node, a heterogeneous
-# job queued again. Needs what tests/slurm needs.
+# The slower Slurm jobs, some twelve minutes: nodes whose loss Slurm notices by itself, the batch node, servers' nodes, a
+# heterogeneous job queued again, Slurm's own signal. Needs what tests/slurm needs.
 #
 #   tests/soak/slurm_nodes.sh [PYTEST ARGUMENTS ...]        e.g. -k batch_node
 set -euo pipefail
