@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Sets up the environment and runs the tests, tier by tier, with the time each took.
 #
-#   tests/run.sh [TIER ...]        tiers: unit distributed recovery integration (all by default)
+#   tests/run.sh [TIER ...]        tiers: unit distributed recovery integration slurm (all by default)
 #
 # GSPO_REQUIRE=sglang,slurm  a test that would be skipped for want of one of these fails instead.
-# Changes nothing outside the repository and the temporary folder. Exit code 0: every tier passed.
+# The tier slurm starts a Slurm of its own where slurmctld, slurmd, slurm-client and munge are installed (as root), and skips
+# where they are not. Changes nothing outside the repository and the temporary folder. Exit code 0: every tier passed.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -14,11 +15,12 @@ declare -A folders=(
   [distributed]="tests/distributed tests/gpu"
   [recovery]="tests/recovery"
   [integration]="tests/integration"
+  [slurm]="tests/slurm"
 )
 tiers=("$@")
-((${#tiers[@]})) || tiers=(unit distributed recovery integration)
+((${#tiers[@]})) || tiers=(unit distributed recovery integration slurm)
 for tier in "${tiers[@]}"; do
-  [[ -n ${folders[$tier]:-} ]] || { echo "tests/run.sh: '$tier' is no tier; there are: unit distributed recovery integration" >&2; exit 2; }
+  [[ -n ${folders[$tier]:-} ]] || { echo "tests/run.sh: '$tier' is no tier; there are: unit distributed recovery integration slurm" >&2; exit 2; }
 done
 
 launch/setup.sh

@@ -17,7 +17,7 @@ for word in "$@"; do case $word in run.dir=*) dir=${word#*=} ;; run.name=*) name
 mkdir -p "$dir/$name/hf"
 """
 PYTHON = """#!/usr/bin/env bash
-echo "python $*" >> calls
+echo "python $*${GSPO_REQUIRE:+ requires $GSPO_REQUIRE}" >> calls
 case "$*" in
   *pytest*"${FAIL:-nothing}"*) echo "1 failed in 0.01s"; exit 1 ;;
   *pytest*) echo "9 passed in 0.01s" ;;
@@ -44,7 +44,7 @@ def call(root, script, *arguments, **environment):
     """Run it from another folder; returns what ended and the calls it made."""
     (root / "calls").unlink(missing_ok=True)
     ended = subprocess.run(
-        [str(root / script), *arguments], capture_output=True, text=True, cwd="/", env={**os.environ, **environment}
+        [str(root / script), *arguments], capture_output=True, text=True, cwd="/", env={**os.environ, "GSPO_REQUIRE": "", **environment}
     )  # fmt: skip
     calls = (root / "calls").read_text().splitlines() if (root / "calls").exists() else []
     return ended, calls
@@ -118,22 +118,50 @@ def test_quickstart_refuses_what_it_does_not_know(root, arguments):
 def test_run_sh_shows_every_tiers_closing_summary_and_passes(root):
     ended, calls = call(root, "tests/run.sh")
     assert ended.returncode == 0
-    assert [line.split()[-1] for line in calls] == ["tests/numerics", "tests/gpu", "tests/recovery", "tests/integration"]
-    last = ended.stdout.splitlines()[-5:]
+    assert [line.split()[-1] for line in calls] == ["tests/numerics", "tests/gpu", "tests/recovery", "tests/integration", "tests/slurm"]
+    last = ended.stdout.splitlines()[-6:]
     assert "passed after" in last[0]
-    assert [line.split()[0] for line in last[1:]] == ["unit", "distributed", "recovery", "integration"]
+    assert [line.split()[0] for line in last[1:]] == ["unit", "distributed", "recovery", "integration", "slurm"]
     assert all("9 passed" in line for line in last[1:])
 
 
+def host(root, *programs):
+    """A PATH with what a bare machine has, and `programs`, which note their calls."""
+    folder = root / "bin"
+    folder.mkdir()
+    for name in ("bash", "sh", "env", "dirname", "tail", "tee", "mkdir"):
+        (folder / name).symlink_to(shutil.which(name))
+    for name in (*programs, "sudo"):
+        (folder / name).write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> calls\n[[ {name} == "${{BROKEN:-}}" ]] && exit 100\n[[ {name} != sudo ]] || "${{@:2}}"\n')
+        (folder / name).chmod(0o755)
+    return str(folder)
+
+
+SLURM = ("munged", "slurmctld", "slurmd", "sbatch")
+
+
 def test_a_failed_tier_fails_all_and_the_others_still_run(root):
-    ended, calls = call(root, ".ci/run", FAIL="distributed")
-    assert (ended.returncode, len(calls)) == (1, 4)
+    ended, calls = call(root, ".ci/run", FAIL="distributed", PATH=host(root, "apt-get", *SLURM))
+    assert (ended.returncode, len(calls)) == (1, 5)
     assert "FAILED after" in ended.stdout
-    assert "1 failed" in ended.stdout.splitlines()[-3] and "9 passed" in ended.stdout.splitlines()[-1]
+    assert "1 failed" in ended.stdout.splitlines()[-4] and "9 passed" in ended.stdout.splitlines()[-1]
+
+
+def test_ci_installs_slurm_where_it_is_missing_and_says_when_that_fails(root):
+    path = host(root, "apt-get", *SLURM[:-1])
+    ended, calls = call(root, ".ci/run", PATH=path)
+    assert ended.returncode == 0
+    assert [line for line in calls if line.startswith("apt-get")] == [
+        "apt-get update -qq", "apt-get install -qq -y --no-install-recommends slurmctld slurmd slurm-client munge"
+    ]  # fmt: skip
+    assert all(line.endswith(" requires sglang,slurm") for line in calls if "pytest" in line)
+    ended, calls = call(root, ".ci/run", PATH=path, BROKEN="apt-get")
+    assert "could not install slurmctld slurmd slurm-client munge: the tests of Slurm will fail" in ended.stderr
+    assert sum("pytest" in line for line in calls) == 5
 
 
 def test_run_sh_takes_single_tiers_and_names_them_when_wrong(root):
     assert len(call(root, "tests/run.sh", "unit")[1]) == 1
     ended, calls = call(root, "tests/run.sh", "units")
     assert (ended.returncode, calls) == (2, [])
-    assert "unit distributed recovery integration" in ended.stderr
+    assert "unit distributed recovery integration slurm" in ended.stderr
