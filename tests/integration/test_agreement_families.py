@@ -26,11 +26,19 @@ SHARED = dict(
     max_position_embeddings=512, bos_token_id=0, eos_token_id=EOS_TOKEN_ID, pad_token_id=0, initializer_range=0.08,
 )  # fmt: skip
 LLAMA_3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+DEEPSEEK = dict(
+    num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=16,
+    num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=1, moe_intermediate_size=32, first_k_dense_replace=1,
+    num_nextn_predict_layers=0,
+    # SGLang on CPU knows this one only.
+    rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128, mscale=1.0, mscale_all_dim=1.0),
+)  # fmt: skip
 # Family, its own keys, the trainer's layout.
 MODELS = {
     "qwen2-tied": ("qwen2", dict(tie_word_embeddings=True), dict(tensor=2)),
     "llama3": ("llama", dict(rope_parameters=LLAMA_3), dict(tensor=2)),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2), dict(expert=2)),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK, dict(expert=2)),
 }
 
 
@@ -56,7 +64,7 @@ def make_converted_model(root: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_server_and_trainer_agree_after_publishing_by_both_methods(name, tmp_path):
     _, _, parallel = MODELS[name]
-    rollout = {"max_new_tokens": 64} | ({"return_routed_experts": True} if name == "mixtral" else {})
+    rollout = {"max_new_tokens": 64} | ({"return_routed_experts": True} if FAMILIES[MODELS[name][0]].experts is not None else {})
     server = _running(tmp_path, make_converted_model(tmp_path, name), rollout)
     ranks = RankPool(2)
     try:
