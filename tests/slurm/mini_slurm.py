@@ -90,6 +90,7 @@ class MiniSlurm:
         self.folder.chmod(0o755)  # munged refuses parents that a group can write
         (folder / "state").mkdir()
         (folder / "dev").mkdir()
+        self.temporary.mkdir()
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
@@ -109,6 +110,11 @@ class MiniSlurm:
     @staticmethod
     def address(node: int) -> str:
         return f"127.0.0.{10 + node}"
+
+    @property
+    def temporary(self) -> Path:
+        """A temporary folder for jobs that goes with the cluster; short, too: sockets are made in it."""
+        return self.folder / "tmp"
 
     @property
     def environment(self) -> dict[str, str]:

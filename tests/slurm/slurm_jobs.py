@@ -34,7 +34,8 @@ class Job:
         self.arguments = [CONFIG, *small_overrides(quickstart, folder / "runs", "run"), reward, *common, "cluster.num_rollout_nodes=1", *overrides]
         # As a user's shell has it: what the tests' own Slurm needs, and nothing of a Slurm around.
         sbatch = ["sbatch", "--mem=1000"] if site.pop("through_sbatch", None) else []
-        self.environment = {**environment(), **SITE, **site}
+        # Servers on a node that crashes leave theirs behind.
+        self.environment = {**environment(), "TMPDIR": str(cluster.temporary), **SITE, **site}
         self._first_log = folder / "slurm-%s.out"
         self.submitted = cluster.run(*sbatch, SCRIPT, *self.arguments, env=self.environment, cwd=folder)
         found = re.search(r"Submitted batch job (\d+)", self.submitted)

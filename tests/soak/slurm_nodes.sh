@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The slower Slurm jobs, some twelve minutes: nodes whose loss Slurm notices by itself, the batch node, servers' nodes, a
+# The slower Slurm jobs, a quarter of an hour: nodes whose loss Slurm notices by itself, the batch node, servers' nodes, a
 # heterogeneous job queued again, Slurm's own signal. Needs what tests/slurm needs.
 #
 #   tests/soak/slurm_nodes.sh [PYTEST ARGUMENTS ...]        e.g. -k batch_node
