@@ -83,8 +83,9 @@ class Saver:
         """Save the engine and `state` as `checkpoints/step_N`. Collective over all ranks.
 
         Returns the saves that were committed meanwhile: this one, or with `checkpoint.asynchronous` at most the one before,
-        and this one is committed by `poll` or `finish`. Raises CheckpointError, the same on every rank, where it
-        cannot be written or the disk has no room for it; the checkpoints before it are untouched then.
+        and this one is committed by `poll` or `finish`. Raises CheckpointError where it cannot be written or the disk
+        has no room for it, on every rank, or at once on the one that failed while the others wait in Megatron; the checkpoints
+        before it are untouched then.
         """
         reports = self.finish()
         started = time.monotonic()
@@ -134,15 +135,19 @@ class Saver:
         }  # fmt: skip
         prepared: list[Any] = []
 
-        def prepare() -> None:
+        def keep_random_state() -> None:
             with durable.operation("save.random"):
                 save_file(random_state(), draft / "rng" / f"rank_{groups.world.rank:05d}.safetensors")
+
+        self._together(keep_random_state, final)
+
+        def prepare() -> None:
             _keep_results_here()
             with durable.operation("save.common"):
                 request = dist_checkpointing.save(tensors, str(draft / "megatron"), **asynchronous_save())
             prepared.append((request, self._copies(request)))
 
-        self._together(prepare, final)
+        self._waiting_inside(prepare, final)
         ((request, buckets),) = prepared
         writing = _Writing(final, draft, record, request, started)
 
@@ -199,7 +204,7 @@ class Saver:
                 for action in writing.request.finalize_fns:
                     action()
 
-        self._together(finalize, final)
+        self._waiting_inside(finalize, final)
         sums: list[dict[str, Any]] = []
         self._together(lambda: sums.append(folders.checksums(draft, self._own_files(draft))), final)
         writing.record["files"] = {name: value for part in all_gather_json(sums[0], groups.host) for name, value in part.items()}
@@ -221,7 +226,10 @@ class Saver:
         return own
 
     def _together(self, action: Callable[[], None], target: Path, *, only_lead: bool = False) -> None:
-        """Run `action`, on rank 0 alone with `only_lead`; what goes wrong on one rank is every rank's CheckpointError."""
+        """Run `action`, on rank 0 alone with `only_lead`; what goes wrong on one rank is every rank's CheckpointError.
+
+        Ranks must not wait for each other within it.
+        """
         problems: list[str] = []
         rank = self._groups.world.rank
         if rank == 0 or not only_lead:
@@ -230,6 +238,14 @@ class Saver:
             except (CheckpointException, OSError, RuntimeError) as error:
                 problems.append(f"rank {rank}: {first_cause(error)}")
         raise_together(problems, self._groups.host, CheckpointError, f"{target} cannot be written")
+
+    def _waiting_inside(self, action: Callable[[], None], target: Path) -> None:
+        """Run `action`, in which Megatron's ranks wait for each other: one that fails raises CheckpointError at once, and its end is
+        what ends the others, which never come to where it could tell them."""
+        try:
+            action()
+        except (CheckpointException, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{target} cannot be written:\n  rank {self._groups.world.rank}: {first_cause(error)}") from error
 
 
 def _keep_results_here() -> None:

@@ -54,3 +54,26 @@ def test_refused_at_each_operation_and_continued(ranks, straight, chosen):
             assert refuse_at(operation, do), f"{operation} was not reached"
         num_faults += 1
     finish()
+
+
+SHORTER = "train.num_steps=2"
+
+
+@pytest.fixture(scope="module")
+def straight_of_two(ranks):
+    """The outcome of a run of two ranks that nothing interrupts."""
+    assert ranks.train("faultless-two", "", SHORTER, num_ranks=2) == [0, 0], ranks.log("faultless-two")
+    return outcome(ranks.folder("faultless-two"))
+
+
+@pytest.mark.parametrize("operation", ["save.random", "save.common", "save.index"])
+def test_refused_to_one_rank_of_two_ends_both_with_its_error(ranks, straight_of_two, operation):
+    """Inside Megatron's collectives the other rank would wait for half an hour for what does not come."""
+    name = f"of-two-{operation}"
+    codes = ranks.train(name, f"point={operation}.before,do=disk_full", SHORTER, num_ranks=2)
+    assert codes[0] == CheckpointError.exit_code and codes[1] in (CheckpointError.exit_code, KILLED), ranks.log(name)
+    error = ranks.error(name)
+    assert "cannot be written" in error["text"] and "rank 0: " in error["text"] and REASONS["disk_full"] in error["text"]
+    assert ranks.train(name, "", SHORTER, num_ranks=2) == [0, 0], ranks.log(name)
+    assert outcome(ranks.folder(name)) == straight_of_two
+    assert leftovers(ranks.folder(name)) == []
