@@ -21,7 +21,7 @@ with open({calls!r}, "a") as file:
     names = [name for name in os.environ if name.startswith(("SLURM_", "GSPO_")) or name == "PYTHONPATH"]
     file.write(json.dumps([os.path.basename(sys.argv[0]), sys.argv[1:], {{name: os.environ[name] for name in names}}]) + "\\n")
 """
-SCONTROL = "#!/bin/sh\nprintf 'JobId=7 JobName=x\\n   UserId=root\\n   Command=%s CONFIG a=b /launch\\n   WorkDir=/\\n' \"$SCRIPT\"\n"
+SCONTROL = "#!/bin/sh\nprintf 'JobId=7 JobName=x\\n   UserId=root\\n   Command=%s /site/launch/slurm/x.yaml a=b\\n   WorkDir=/\\n' \"$SCRIPT\"\n"
 
 
 @pytest.fixture
