@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.errors import GspoMegaError, PlanError
-from gspo_mega.launcher.launch import is_replay
+from gspo_mega.launcher.inputs import is_replay
 from gspo_mega.launcher.slurm_site import Site, words_of
 from gspo_mega.plan import plan_run, render_report
 

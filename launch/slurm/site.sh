@@ -14,7 +14,7 @@
 : "${GSPO_CPUS_PER_TASK:=8}"                               # of every rank and every server
 : "${GSPO_NETWORK:=}"                                      # interfaces of gloo and NCCL, e.g. ib0; their own choice when empty
 
-# The supervisor: a Python with gspo_mega, pydantic and PyYAML, on the login node and on the first node, outside of any container.
+# The supervisor: a Python with gspo_mega, numpy, pydantic and PyYAML, on the login node and on the first node, outside of any container.
 : "${GSPO_PYTHON:=$GSPO_HOME/.venv/bin/python}"
 
 # Where ranks and servers run: a container and the Python inside of it, with gspo_mega or with this repository, which PYTHONPATH

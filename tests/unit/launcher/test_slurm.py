@@ -154,6 +154,14 @@ def test_the_size_as_shell_and_refusals_as_lines():
     assert subprocess.run(["bash", "-c", echo, "sh", ended.stdout], capture_output=True, text=True).stdout == "1|/tmp/a b/x|--nodes=1\n"
 
 
+@pytest.mark.parametrize("module", ["slurm_size", "launch_slurm"])
+def test_the_login_node_and_the_supervisor_need_no_libraries_of_ranks_and_servers(module):
+    """launch/slurm/site.sh says of which packages the supervisor's Python has to have them."""
+    lacking = "import sys; sys.modules |= dict.fromkeys(['torch', 'transformers', 'tokenizers', 'safetensors', 'megatron', 'sglang'])"
+    ended = subprocess.run([sys.executable, "-c", f"{lacking}; import gspo_mega.launcher.{module}"], capture_output=True, text=True, cwd=REPOSITORY)
+    assert ended.returncode == 0, ended.stderr
+
+
 def environment(**more):
     return {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", **more}
 
