@@ -13,12 +13,11 @@ from mini_slurm import wait_until
 START = """
 import sys, time
 from pathlib import Path
-from mini_slurm import MiniSlurm
+from mini_slurm import MiniSlurm, wait_until
 slurm = MiniSlurm(Path(sys.argv[1]), num_nodes=2)
 slurm.start()
 slurm.run("sbatch", "--nodes=2", "--output=/dev/null", "--wrap", "srun setsid sleep 1234.5")
-while len([command for _, command in slurm.processes() if command == "sleep 1234.5"]) < 2:
-    time.sleep(0.1)
+wait_until("both steps run", lambda: len([command for _, command in slurm.processes() if command == "sleep 1234.5"]) >= 2, 60)
 print("up", flush=True)
 time.sleep(600)
 """
