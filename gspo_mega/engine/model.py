@@ -126,7 +126,7 @@ def _expert_settings(config: Config, spec: ModelSpec, moe: MoeSpec) -> dict:
         moe_shared_expert_intermediate_size=moe.shared_intermediate_size or None,
         moe_router_dtype="fp32",
         moe_router_score_function=moe.score_function,
-        # `balancing.py` moves the bias; Megatron would before the optimizer step, and for padding too.
+        # `expert_bias.py` moves the bias; Megatron would before the optimizer step, and for padding too.
         moe_router_enable_expert_bias=moe.expert_bias,
         moe_router_bias_update_rate=0.0,
         moe_router_num_groups=moe.num_groups if grouped else None,

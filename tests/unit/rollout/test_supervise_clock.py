@@ -1,16 +1,19 @@
 """The heartbeat of `gspo-mega serve` goes on when the clock on the wall is set back."""
 
 import time
+from pathlib import Path
 
 from gspo_mega.config import load_config
 from gspo_mega.rollout import supervise_server
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import RunFolder
 
+CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
+
 
 def test_it_beats_on(tmp_path, monkeypatch):
     attempt = RunFolder(tmp_path / "run").new_attempt()
-    server = supervise_server.ServerSupervisor(load_config("configs/quickstart.yaml").config, attempt, 0)
+    server = supervise_server.ServerSupervisor(load_config(CONFIG).config, attempt, 0)
     monkeypatch.setattr(supervise_server, "_HEARTBEAT_SECONDS", 0.05)
     now = time.time()
     beats = []
