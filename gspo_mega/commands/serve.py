@@ -8,13 +8,13 @@ and all its processes when it is told to stop, and when whoever started it is go
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import time
 from pathlib import Path
 
 from gspo_mega.config import load_config
-from gspo_mega.launcher.state import read_state
+from gspo_mega.launcher.prepare import hold
+from gspo_mega.launcher.state import SILENCE_SECONDS, beats, read_state
 from gspo_mega.rollout.supervise_server import ServerSupervisor
 from gspo_mega.run_folder import Attempt, RunFolder
 
@@ -32,28 +32,34 @@ def run(args: argparse.Namespace) -> int:
     if args.host is not None:
         config = config.model_copy(update={"server": config.server.model_copy(update={"host": args.host})})
     folder = RunFolder(Path(config.run.dir) / config.run.name)
-    attempt = running_attempt(folder, time.time()) if args.attempt is None else Attempt(args.attempt)
+    attempt = running_attempt(folder, time.time(), SILENCE_SECONDS) if args.attempt is None else Attempt(args.attempt)
     index = args.index
     if index is None:
         index = free_index(attempt, config.server.num_servers) if attempt is not None and args.attempt is None else 0
-    attempt = attempt or folder.new_attempt()
+    if attempt is None:
+        with hold(folder):  # unless a run is just starting
+            attempt = folder.new_attempt()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     return ServerSupervisor(config, attempt, index).run()
 
 
-def running_attempt(folder: RunFolder, now: float) -> Attempt | None:
-    """The attempt whose supervisor shows signs of life, if one does. `now`: unix seconds."""
+def running_attempt(folder: RunFolder, now: float, patience_seconds: float) -> Attempt | None:
+    """The attempt whose supervisor shows signs of life, if one does. `now`: unix seconds; where by this clock it has been
+    silent, it is watched for `patience_seconds`, for its clock may be another's."""
     latest = folder.latest_attempt()
     state = read_state(latest) if latest is not None else None
-    return None if state is None or state.is_over or state.is_silent(now) else latest
+    if latest is None or state is None or state.is_over:
+        return None
+    return latest if not state.is_silent(now) or beats(latest, patience_seconds) else None
 
 
 def free_index(attempt: Attempt, num_servers: int) -> int:
     """Taken by making its log, so that two servers started at once have one each. Below `num_servers` are the supervisor's own."""
-    for index in itertools.count(num_servers):
+    index = num_servers
+    while True:
         try:
             attempt.server_log(index).touch(exist_ok=False)
         except FileExistsError:
+            index += 1
             continue
         return index
-    raise AssertionError("itertools.count ended")

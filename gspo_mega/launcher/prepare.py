@@ -87,19 +87,20 @@ def _new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str) -> Attem
 
 
 def _is_same_start(folder: RunFolder, loaded: LoadedConfig, command: str) -> bool:
-    latest = folder.latest_attempt()
-    if latest is None or not folder.config_file.exists() or not latest.command_file.exists():
-        return False
-    same_command = latest.command_file.read_text(encoding="utf-8").strip() == command
-    return same_command and not differing_keys(load_config(folder.config_file).config, loaded.config)
+    same_command = _last_command(folder) == command
+    return same_command and folder.config_file.exists() and not differing_keys(load_config(folder.config_file).config, loaded.config)
+
+
+def _last_command(folder: RunFolder) -> str | None:
+    """What was last started here. A server that was started by hand has an attempt without a command, which says nothing."""
+    files = [attempt.command_file for attempt in folder.attempts() if attempt.command_file.exists()]
+    return files[-1].read_text(encoding="utf-8").strip() if files else None
 
 
 def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> None:
-    latest = folder.latest_attempt()
-    if latest is not None and latest.command_file.exists():
-        before = latest.command_file.read_text(encoding="utf-8").strip()
-        if before != command:
-            raise ConfigError(f"run folder {folder.path} holds a `gspo-mega {before}` run; choose another run.name for {command}")
+    before = _last_command(folder)
+    if before not in (None, command):
+        raise ConfigError(f"run folder {folder.path} holds a `gspo-mega {before}` run; choose another run.name for {command}")
     if not folder.config_file.exists():
         raise ConfigError(f"run folder {folder.path} holds checkpoints and no {folder.config_file.name}; choose another run.name")
     before_config = load_config(folder.config_file).config

@@ -51,6 +51,18 @@ def read_state(attempt: Attempt) -> RunState | None:
     return None if record is None else RunState(**record)
 
 
+def beats(attempt: Attempt, patience_seconds: float) -> bool:
+    """Does the attempt's supervisor live? Watches for a heartbeat that changes, so no clock is compared with another machine's."""
+    before = read_state(attempt)
+    deadline = time.monotonic() + patience_seconds
+    while before is not None and not before.is_over and time.monotonic() < deadline:
+        time.sleep(min(0.5, HEARTBEAT_SECONDS / 2))
+        now = read_state(attempt)
+        if now is not None and now.heartbeat != before.heartbeat:
+            return not now.is_over
+    return False
+
+
 class StateKeeper:
     """Keeps an attempt's record up to date while the `with` block runs.
 

@@ -9,6 +9,7 @@ import pytest
 
 from gspo_mega.commands import main as command_line
 from gspo_mega.commands import serve
+from gspo_mega.launcher import state
 from gspo_mega.launcher.state import SILENCE_SECONDS, StateKeeper
 from gspo_mega.run_folder import RunFolder
 
@@ -48,11 +49,19 @@ def test_it_joins_the_attempt_that_runs_behind_its_own_servers(served, tmp_path)
 def test_where_none_runs_it_has_an_attempt_of_its_own(served, tmp_path):
     folder = RunFolder(tmp_path / "run")
     assert served() == (1, 0)
-    with StateKeeper(folder.new_attempt()) as state:
-        state.tell("finished")
+    with StateKeeper(folder.new_attempt()) as keeper:
+        keeper.tell("finished")
         assert served() == (3, 0)
     with StateKeeper(folder.new_attempt()):
-        assert serve.running_attempt(folder, time.time() + SILENCE_SECONDS + 1) is None
+        assert serve.running_attempt(folder, time.time() + SILENCE_SECONDS + 1, 0.1) is None
+
+
+def test_a_run_whose_clock_is_behind_is_told_by_its_heartbeat(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "HEARTBEAT_SECONDS", 0.05)
+    folder = RunFolder(tmp_path / "run")
+    attempt = folder.new_attempt()
+    with StateKeeper(attempt):
+        assert serve.running_attempt(folder, time.time() + SILENCE_SECONDS + 1, 10.0).path == attempt.path
 
 
 def test_the_launchers_servers_say_where_they_belong(served, tmp_path):

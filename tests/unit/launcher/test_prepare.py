@@ -123,6 +123,9 @@ def test_rollouts_of_the_same_start_stay_and_those_of_another_go(folder):
     folder.journal_dir.mkdir()
     new_attempt(folder, load_config(CONFIG, ["train.num_steps=2"], "train"), "train")
     assert folder.journal_dir.exists(), "the crashed start's rollouts are this one's"
+    folder.new_attempt()  # as a server has that is started by hand
+    new_attempt(folder, load_config(CONFIG, (), "train"), "train")
+    assert folder.journal_dir.exists(), "a server in between changes nothing"
     new_attempt(folder, load_config(CONFIG, ["rollout.temperature=0.9"], "train"), "train")
     assert not folder.journal_dir.exists()
 
