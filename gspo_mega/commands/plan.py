@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Literal
 
-from gspo_mega.config import load_config, render_config, render_json_schema
+from gspo_mega.config import LoadedConfig, load_config, render_config, render_json_schema
 from gspo_mega.errors import ConfigError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import estimate, plan_run, render_report
@@ -43,15 +44,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("gspo-mega plan: no configuration; for example: gspo-mega plan configs/quickstart.yaml")
     loaded = load_config(args.config, args.overrides, args.command)
     if args.search is not None:
+        _input_notices(loaded, args.command)
         spec = read_model_spec(args.model or loaded.config.model.path)
         print(render_search(search_layouts(loaded.config, spec, *parse_grid(args.search))))
         return 0
     plan = plan_run(loaded, args.device, args.model)
-    if args.command is not None:
-        # Data and rewards, which take a moment: only where the command that needs them is named.
-        from gspo_mega.launcher.inputs import check_inputs
-
-        plan = replace(plan, notices=(*plan.notices, *check_inputs(loaded, args.command)))
+    plan = replace(plan, notices=(*plan.notices, *_input_notices(loaded, args.command)))
     figures = estimate(plan, loaded.where)
     if args.json or args.shell:
         print(plan_json(plan, figures) if args.json else plan_shell(plan, figures))
@@ -60,3 +58,12 @@ def run(args: argparse.Namespace) -> int:
     if args.resolved:
         print("\n" + render_config(loaded.config), end="")
     return 0
+
+
+def _input_notices(loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify"] | None) -> list[str]:
+    """Data and rewards, which take a moment: only where the command that needs them is named."""
+    if command is None:
+        return []
+    from gspo_mega.launcher.inputs import check_inputs
+
+    return check_inputs(loaded, command)

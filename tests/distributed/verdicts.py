@@ -45,7 +45,7 @@ class Outcome:
 class Engine:
     """Tries configurations on pools of ranks that are forked from a process that has imported everything."""
 
-    def __init__(self, patience_seconds: float = 120.0) -> None:
+    def __init__(self, patience_seconds: float = 300.0) -> None:
         multiprocessing.get_context("forkserver").set_forkserver_preload(ENGINE_MODULES)
         self._patience = patience_seconds
         self._pools: dict[int, RankPool] = {}

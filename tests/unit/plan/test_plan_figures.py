@@ -96,6 +96,8 @@ def test_search_and_refusals_of_the_command(real, capsys):
     assert main(["plan", real, "--search", "1x8"]) == 0
     out = capsys.readouterr().out
     assert "layouts fit 79 GiB (H100)" in out and "\nparallel:\n" in out
+    assert main(["plan", real, "--command", "train", "--search", "1x8"]) != 0, "its data is nowhere"
+    assert "data.path" in capsys.readouterr().err
     assert main(["plan", real, "--search", "8"]) == 2
     assert "for example 4x8" in capsys.readouterr().err
     assert main(["plan", real, "cluster.gpu_memory_gib=20"]) == 2
