@@ -70,7 +70,7 @@ fail(CheckpointError("torn"), 1, attempt)
 @pytest.mark.parametrize("end", ["fail(ValueError('x'), 1, attempt)", "leave(7)"])
 def test_an_end_takes_along_what_multiprocessing_started(tmp_path, end):
     attempt = RunFolder(tmp_path).new_attempt()
-    # As Megatron's checkpoint writer does. It holds our end of the output open for as long as it lives.
+    # As a library may. It holds our end of the output open for as long as it lives.
     code = f"import multiprocessing\nfrom gspo_mega.runtime.shutdown import fail, leave\nmanager = multiprocessing.get_context('spawn').Manager()\n{end}"
     assert run_worker(attempt.path, code).returncode == 7
 
