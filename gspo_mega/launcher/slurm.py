@@ -18,6 +18,10 @@ _ASK_SECONDS = 60.0
 _PROBE_SECONDS = 30.0
 
 
+class NoAnswerError(RankError):
+    """Slurm did not answer, or with an error; what is there already goes on, as when its controller is restarted."""
+
+
 @dataclass(frozen=True)
 class Node:
     """`address`: what other nodes reach it by (NodeAddr). `het_group`: its component of a heterogeneous job, else None."""
@@ -135,7 +139,7 @@ def at(node: Node) -> list[str]:
 
 
 def requeue(job_id: str) -> None:
-    """Have Slurm end this job and queue it again, under the same id. Raises RankError with what Slurm answered."""
+    """Have Slurm end this job and queue it again, under the same id. Raises NoAnswerError with what Slurm answered."""
     _scontrol("requeue", job_id)
 
 
@@ -164,7 +168,7 @@ def _output(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RankError(f"{said}: {error}") from error
+        raise NoAnswerError(f"{said}: {error}") from error
     if done.returncode != 0:
-        raise RankError(f"{said}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise NoAnswerError(f"{said}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout

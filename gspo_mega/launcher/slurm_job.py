@@ -15,13 +15,25 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 from gspo_mega.errors import RankError
 from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.failure import describe_failure
-from gspo_mega.launcher.slurm import Allocation, Node, job_runs, lost_nodes, requeue, seconds_left, silent_nodes, slurmd_timeout_seconds
+from gspo_mega.launcher.slurm import (
+    Allocation,
+    NoAnswerError,
+    Node,
+    job_runs,
+    lost_nodes,
+    requeue,
+    seconds_left,
+    silent_nodes,
+    slurmd_timeout_seconds,
+)
 from gspo_mega.launcher.slurm_preflight import preflight
 from gspo_mega.launcher.slurm_steps import Steps
 from gspo_mega.launcher.state import StateKeeper
@@ -31,11 +43,15 @@ from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_SECONDS = 0.2
 _SETTLE_SECONDS = 1.0
 # Slurm is asked for the job's nodes and time so often.
 _LOOK_SECONDS = 15.0
+# So long a run goes on without an answer: steps do not need Slurm's controller, which may be restarted or moved.
+_NO_ANSWER_SECONDS = 600.0
+_ASK_AGAIN_SECONDS = 5.0
 # Slurm looks at time limits twice a minute. A signal that is later than this was sent before there was a supervisor to hear it.
 _LATE_SECONDS = 60.0
 # A server ends its own group within 2 s of being told.
@@ -62,6 +78,7 @@ class SlurmJob:
         self._lost: set[Node] = set()
         self._servers: dict[int, Child] = {}
         self._watch: Child | None = None
+        self._no_answer_since: float | None = None
         self._look_again = time.monotonic() + _LOOK_SECONDS
 
     def run(self, command: str, num_servers: int, master_port: int, doctors: Sequence[tuple[Node, ChildSpec]]) -> int:
@@ -81,7 +98,7 @@ class SlurmJob:
                 self._end_servers()
                 family.close(_END_GRACE_SECONDS)
                 self._console.pump()
-            if self._requeue_because is not None and job_runs(self._allocation.job_id):
+            if self._requeue_because is not None and self._insist(lambda: job_runs(self._allocation.job_id)):
                 return self._queue_again()
             self._state.tell("finished" if code == 0 else "stopped")
             return code
@@ -94,11 +111,13 @@ class SlurmJob:
                 return self._ended_by_slurm()
             if self._ended_servers():
                 time.sleep(_SETTLE_SECONDS)
-                if not job_runs(self._allocation.job_id):
-                    return self._ended_by_slurm()
-                self._drop_lost_servers()
+                with self._answer_or_later():
+                    if not job_runs(self._allocation.job_id):
+                        return self._ended_by_slurm()
+                    self._drop_lost_servers()
             if ranks.exit_code is not None:
-                return self._ranks_over(ranks)
+                with self._answer_or_later():
+                    return self._ranks_over(ranks)
             if self.look():
                 return EXIT_STOPPED
             if self._stop_deadline is not None and time.monotonic() > self._stop_deadline:
@@ -106,12 +125,17 @@ class SlurmJob:
                 return EXIT_STOPPED
             time.sleep(_POLL_SECONDS)
 
-    def look(self, now: bool = False) -> bool:
-        """Ask Slurm every so often, or `now`. Returns whether it gave a trainer node up: the ranks that are left may wait for that in a
-        collective, for half an hour."""
-        if not now and time.monotonic() < self._look_again:
+    def look(self) -> bool:
+        """Ask Slurm every so often. Returns whether it gave a trainer node up: the ranks that are left may wait for that in a collective,
+        for half an hour. Raises NoAnswerError once Slurm has been silent for long."""
+        if time.monotonic() < self._look_again:
             return False
         self._look_again = time.monotonic() + _LOOK_SECONDS
+        with self._answer_or_later():
+            return self._look()
+        return False
+
+    def _look(self) -> bool:
         if not job_runs(self._allocation.job_id):
             return False
         left = seconds_left(self._allocation.job_id)
@@ -121,6 +145,30 @@ class SlurmJob:
         if lost:
             self._requeue_because = f"lost node {', '.join(node.name for node in lost)}"
         return bool(lost)
+
+    @contextmanager
+    def _answer_or_later(self) -> Iterator[None]:
+        """Around questions to Slurm that are asked again later: without an answer the block is left, with one warning for all of them.
+        Raises NoAnswerError when Slurm has not answered for `_NO_ANSWER_SECONDS`."""
+        try:
+            yield
+        except NoAnswerError as error:
+            now = time.monotonic()
+            if self._no_answer_since is None:
+                self._no_answer_since = now
+                self._say(f"warning  Slurm does not answer; the run goes on for {_NO_ANSWER_SECONDS / 60:.0f} min without ({error})")
+            elif now - self._no_answer_since > _NO_ANSWER_SECONDS:
+                raise
+        else:
+            if self._no_answer_since is not None:
+                self._no_answer_since = None
+                self._say("Slurm answers again.")
+
+    def _insist(self, question: Callable[[], _T]) -> _T:
+        while True:
+            with self._answer_or_later():
+                return question()
+            time.sleep(_ASK_AGAIN_SECONDS)
 
     # --- ends ----------------------------------------------------------------------------------------------
 
@@ -202,11 +250,16 @@ class SlurmJob:
             name = signal.Signals(number).name
             if number == signal.SIGUSR1:
                 self._stop(f"{name}: the time limit is near", again=True)
-            elif not job_runs(self._allocation.job_id):
+            elif self._is_ended():
                 return True
             else:
                 self._requeue_because = None
                 self._stop(name, again=False)
+        return False
+
+    def _is_ended(self) -> bool:
+        with self._answer_or_later():
+            return not job_runs(self._allocation.job_id)
         return False
 
     def _stop(self, reason: str, again: bool) -> None:
@@ -223,7 +276,7 @@ class SlurmJob:
         self._state.tell("requeued", note=self._requeue_because)
         self._say(f"queued again: {self._requeue_because}")
         self._signals.clear()
-        requeue(self._allocation.job_id)
+        self._insist(lambda: requeue(self._allocation.job_id))
         deadline = time.monotonic() + _REQUEUE_SECONDS
         while time.monotonic() < deadline:
             if signal.SIGTERM in self._signals:
@@ -246,7 +299,10 @@ class SlurmJob:
         if self._watch is not None and self._watch.exit_code is None:
             return
         if self._watch is not None:
-            self._lost |= set(lost_nodes(self._allocation.job_id, self._allocation.nodes))
+            with self._answer_or_later():
+                self._lost |= set(lost_nodes(self._allocation.job_id, self._allocation.nodes))
+            if self._no_answer_since is not None:
+                return
         here = self._allocation.trainer_nodes[0]
         others = [node for node in reversed(self._allocation.nodes) if node != here and node not in self._lost]
         if others:

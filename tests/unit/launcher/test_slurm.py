@@ -15,11 +15,9 @@ from gspo_mega.errors import ConfigError, JournalError, PlanError, RankError
 from gspo_mega.launcher import slurm
 from gspo_mega.launcher.launch import launch
 from gspo_mega.launcher.launch_slurm import describe_nodes
-from gspo_mega.launcher.slurm_job import SlurmJob
 from gspo_mega.launcher.slurm_site import Site
 from gspo_mega.launcher.slurm_size import job_size, sbatch_options
 from gspo_mega.launcher.slurm_steps import Steps
-from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).parents[3]
@@ -201,19 +199,6 @@ def test_a_node_that_left_the_jobs_list_is_lost():
 def test_the_time_that_is_left():
     assert 195 < slurm.seconds_left("7") <= 200
     assert slurm.seconds_left("6") is None
-
-
-def test_a_job_near_its_end_stops_without_a_signal(tmp_path):
-    attempt = RunFolder(tmp_path / "run").new_attempt()
-    size = job_size(loaded("cluster.num_nodes=2"), site())
-    allocation = slurm.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
-    steps, said = Steps(allocation, size, site(), attempt, 1), []
-    for signal_seconds, stops in ((200, False), (300, True)):
-        with StateKeeper(attempt, "7") as state:
-            job = SlurmJob(attempt, allocation, steps, state, said.append, signal_seconds)
-            job.look(now=True)
-        assert (attempt.stop_reason() is not None) == stops
-    assert re.match(r"\d+ s are left, and no signal came: stopping after a checkpoint, within 280 s", said[0])
 
 
 @pytest.fixture

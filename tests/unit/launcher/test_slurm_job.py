@@ -1,0 +1,112 @@
+"""The supervisor of a job beside a `scontrol` and an `srun` that answer from files: what it makes of silence, signals and ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.config import load_config
+from gspo_mega.launcher import slurm_job
+from gspo_mega.launcher.slurm import Allocation, NoAnswerError, Node
+from gspo_mega.launcher.slurm_job import SlurmJob
+from gspo_mega.launcher.slurm_site import Site
+from gspo_mega.launcher.slurm_size import job_size
+from gspo_mega.launcher.slurm_steps import Steps
+from gspo_mega.launcher.state import StateKeeper
+from gspo_mega.run_folder import RunFolder
+
+CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
+
+SCONTROL = """#!/bin/sh
+cd "$(dirname "$0")" && echo "$*" >> calls
+if [ -e down ]; then echo "Unable to contact slurm controller" >&2; exit 1; fi
+case "$*" in
+  "show job"*) cat job ;;
+  "show hostnames"*) echo "$3" | tr , '\\n' ;;
+  "show config") echo "SlurmdTimeout = 0 sec" ;;
+esac
+"""
+
+
+class Here:
+    """A job of two nodes; `said`: what is in its log."""
+
+    def __init__(self, folder: Path) -> None:
+        self.programs = folder / "bin"
+        self.programs.mkdir()
+        self.program("scontrol", SCONTROL)
+        self.run_folder = RunFolder(folder / "run")
+        self.said: list[str] = []
+        self.show()
+
+    def program(self, name: str, text: str) -> None:
+        (self.programs / name).write_text(text)
+        (self.programs / name).chmod(0o755)
+
+    def show(self, nodes: str = "n1,n2", seconds: int = 200, state: str = "RUNNING") -> None:
+        """What Slurm says of the job from now on."""
+        end = (datetime.now() + timedelta(seconds=seconds)).isoformat(timespec="seconds")
+        (self.programs / "job").write_text(f"JobId=7 JobState={state} TimeLimit=00:10:00 EndTime={end} NodeList={nodes}\n")
+
+    def slurm(self, answers: bool) -> None:
+        down = self.programs / "down"
+        if answers:
+            down.unlink()
+        else:
+            down.touch()
+
+    @property
+    def requeues(self) -> int:
+        return (self.programs / "calls").read_text().splitlines().count("requeue 7")
+
+    def job(self, state: StateKeeper, attempt, signal_seconds: float = 100) -> SlurmJob:
+        nodes = (Node("n1", "10.0.0.1"), Node("n2", "10.0.0.2"))
+        site = Site.read({"GSPO_GPUS_PER_NODE": "8", "GSPO_SERVER_PYTHON": sys.executable})
+        allocation = Allocation("7", 0, nodes, nodes)
+        size = job_size(load_config(CONFIG, ["cluster.num_nodes=2", "publish.verify=replicas"]), site)
+        return SlurmJob(attempt, allocation, Steps(allocation, size, site, attempt, 1), state, self.said.append, signal_seconds)
+
+    def look(self, job: SlurmJob) -> bool:
+        job._look_again = 0
+        return job.look()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    here = Here(tmp_path)
+    monkeypatch.setenv("PATH", f"{here.programs}{os.pathsep}{os.environ['PATH']}")
+    return here
+
+
+@pytest.mark.parametrize(("signal_seconds", "stops"), [(200, False), (300, True)])
+def test_a_job_near_its_end_stops_without_a_signal(here, signal_seconds, stops):
+    attempt = here.run_folder.new_attempt()
+    with StateKeeper(attempt, "7") as state:
+        here.look(here.job(state, attempt, signal_seconds))
+    assert (attempt.stop_reason() is not None) == stops
+    assert not stops or re.match(r"\d+ s are left, and no signal came: stopping after a checkpoint, within 280 s", here.said[0])
+
+
+def test_a_run_goes_on_while_slurms_controller_is_restarted(here, monkeypatch):
+    attempt = here.run_folder.new_attempt()
+    with StateKeeper(attempt, "7") as state:
+        job = here.job(state, attempt)
+        here.slurm(answers=False)
+        assert not here.look(job) and not here.look(job)
+        (warning,) = here.said
+        assert warning.startswith("warning  Slurm does not answer; the run goes on for 10 min without (scontrol show job -o 7: Unable to contact")
+        here.slurm(answers=True)
+        here.show("n1")
+        assert here.look(job), "the lost node is not seen"
+        assert here.said[1:] == ["Slurm answers again."]
+        # Only silence in a row counts.
+        here.slurm(answers=False)
+        assert not here.look(job)
+        monkeypatch.setattr(slurm_job, "_NO_ANSWER_SECONDS", 0.0)
+        with pytest.raises(NoAnswerError, match="Unable to contact slurm controller"):
+            here.look(job)
