@@ -4,10 +4,12 @@ Owns what a signal, an ended step and a lost node mean. What the steps are is `s
 `slurm.py`'s.
 
     USR1 (the time limit is near, or preemption)   the step is finished or given up, checkpoint, queued again
-    TERM, INT, HUP                                 the same, and not queued again
+    TERM, INT, HUP, a stop file                    the same, and not queued again
     a trainer node lost, or all servers' nodes     queued again, from the last checkpoint
     some of the servers' nodes lost                the run goes on with the others
     a rank or a server failed                      the run failed: the first error is the last line
+
+What asked first for the end decides whether the job is queued again: nothing that comes later changes that.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class SlurmJob:
                 self._end_servers()
                 family.close(_END_GRACE_SECONDS)
                 self._console.pump()
-            if self._requeue_because is not None and self._insist(lambda: job_runs(self._allocation.job_id)):
+            if self._requeue_because is not None and self._still_runs():
                 return self._queue_again()
             self._state.tell("finished" if code == 0 else "stopped")
             return code
@@ -143,7 +145,7 @@ class SlurmJob:
             self._stop(f"{left:.0f} s are left, and no signal came", again=True)
         lost = lost_nodes(self._allocation.job_id, self._allocation.trainer_nodes)
         if lost:
-            self._requeue_because = f"lost node {', '.join(node.name for node in lost)}"
+            self._blame(lost)
         return bool(lost)
 
     @contextmanager
@@ -181,8 +183,7 @@ class SlurmJob:
         time.sleep(_SETTLE_SECONDS)
         if not job_runs(self._allocation.job_id):
             return self._ended_by_slurm()
-        self._because_of_nodes(self._allocation.nodes)
-        if self._requeue_because is None:
+        if not self._because_of_nodes(self._allocation.nodes) and self._requeue_because is None:
             self._fail([ranks, *self._ended_servers()])
         return EXIT_STOPPED
 
@@ -203,7 +204,7 @@ class SlurmJob:
             del self._servers[index]
             self._withdraw(index, node)
             self._say(f"warning  node {node.name} is lost, and server-{index} with it; {len(self._servers)} servers are left")
-        if not self._servers and self._requeue_because is None:
+        if not self._servers:
             self._stop("all servers are lost", again=True)
 
     def _withdraw(self, index: int, node: Node) -> None:
@@ -212,8 +213,8 @@ class SlurmJob:
             if registration.server_id == f"server-{index}":
                 replace(registration, state="stopped", error=f"node {node.name} is lost").write(self._attempt.servers_dir)
 
-    def _because_of_nodes(self, nodes: Sequence[Node]) -> None:
-        """Queue the job again if one of `nodes` is lost. Ranks fail of a lost peer before Slurm knows of the node."""
+    def _because_of_nodes(self, nodes: Sequence[Node]) -> bool:
+        """Whether ranks failed for the loss of one of `nodes`, which they do before Slurm knows of it."""
         lost = lost_nodes(self._allocation.job_id, nodes)
         if not lost and (silent := silent_nodes([node for node in nodes if node not in self._lost])):
             names = ", ".join(node.name for node in silent)
@@ -223,8 +224,18 @@ class SlurmJob:
                 time.sleep(1.0)
             lost = lost or silent
         # Of those that were known as lost already the run did without, but for ranks' nodes.
-        if set(lost) - self._lost or set(lost) & set(self._allocation.trainer_nodes):
-            self._requeue_because = f"lost node {', '.join(node.name for node in lost)}"
+        if not (set(lost) - self._lost or set(lost) & set(self._allocation.trainer_nodes)):
+            return False
+        self._blame(lost)
+        return True
+
+    def _blame(self, lost: Sequence[Node]) -> None:
+        """End for the loss of nodes: the job is queued again, unless the run was to end."""
+        reason = f"lost node {', '.join(node.name for node in lost)}"
+        if self._stop_deadline is not None or self._attempt.stop_reason() is not None:
+            self._say(f"{reason} before the ranks had stopped; the steps since the last checkpoint are lost.")
+        else:
+            self._requeue_because = reason
 
     def _ended_servers(self) -> list[Child]:
         return [child for child in self._servers.values() if child.exit_code is not None]
@@ -253,7 +264,6 @@ class SlurmJob:
             elif self._is_ended():
                 return True
             else:
-                self._requeue_because = None
                 self._stop(name, again=False)
         return False
 
@@ -263,19 +273,23 @@ class SlurmJob:
         return False
 
     def _stop(self, reason: str, again: bool) -> None:
-        # What a stop was asked for first decides whether the job is queued again.
         if self._stop_deadline is None:
-            self._requeue_because = reason if again else None
+            # A stop file that is there before ours was made by hand, or by the run.
+            self._requeue_because = reason if again and self._attempt.stop_reason() is None else None
             self._attempt.request_stop(reason)
             self._stop_deadline = time.monotonic() + self._grace_seconds
             self._state.tell("stopping", note=reason)
             self._say(f"{reason}: stopping after a checkpoint, within {self._grace_seconds:.0f} s")
 
+    def _still_runs(self) -> bool:
+        # A cancellation whose signal came before the question is in the answer; one that comes after it is heard here.
+        self._signals.clear()
+        return self._insist(lambda: job_runs(self._allocation.job_id)) and signal.SIGTERM not in self._signals
+
     def _queue_again(self) -> int:
         """Returns when Slurm ends this process."""
         self._state.tell("requeued", note=self._requeue_because)
         self._say(f"queued again: {self._requeue_because}")
-        self._signals.clear()
         self._insist(lambda: requeue(self._allocation.job_id))
         deadline = time.monotonic() + _REQUEUE_SECONDS
         while time.monotonic() < deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ from gspo_mega.launcher.slurm_job import SlurmJob
 from gspo_mega.launcher.slurm_site import Site
 from gspo_mega.launcher.slurm_size import job_size
 from gspo_mega.launcher.slurm_steps import Steps
-from gspo_mega.launcher.state import StateKeeper
+from gspo_mega.launcher.state import StateKeeper, read_state
 from gspo_mega.run_folder import RunFolder
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -28,7 +29,19 @@ if [ -e down ]; then echo "Unable to contact slurm controller" >&2; exit 1; fi
 case "$*" in
   "show job"*) cat job ;;
   "show hostnames"*) echo "$3" | tr , '\\n' ;;
+  "requeue"*) kill -TERM "$SUPERVISOR" ;;
   "show config") echo "SlurmdTimeout = 0 sec" ;;
+esac
+"""
+
+# Ranks that end with 75 when asked to, after what `$RANKS` has them do; all else waits for its end.
+SRUN = """#!/bin/sh
+case "$*" in
+  *runtime.worker*)
+    eval "$RANKS"
+    until ls "$ATTEMPT/stop" 2>/dev/null; do sleep 0.05; done
+    exit 75 ;;
+  *) exec sleep 600 ;;
 esac
 """
 
@@ -40,6 +53,8 @@ class Here:
         self.programs = folder / "bin"
         self.programs.mkdir()
         self.program("scontrol", SCONTROL)
+        self.program("srun", SRUN)
+        (self.programs / "calls").touch()
         self.run_folder = RunFolder(folder / "run")
         self.said: list[str] = []
         self.show()
@@ -110,3 +125,42 @@ def test_a_run_goes_on_while_slurms_controller_is_restarted(here, monkeypatch):
         monkeypatch.setattr(slurm_job, "_NO_ANSWER_SECONDS", 0.0)
         with pytest.raises(NoAnswerError, match="Unable to contact slurm controller"):
             here.look(job)
+
+
+LOSE_NODE = 'sed -i s/n1,n2/n1/ "$(dirname "$(command -v srun)")/job"; exit 1'
+CANCEL = 'sed -i s/RUNNING/CANCELLED/ "$(dirname "$(command -v srun)")/job"'
+TERM_FIRST = 'kill -TERM "$SUPERVISOR"; until grep -q SIGTERM "$ATTEMPT/stop"; do sleep 0.05; done; '
+USR1_FIRST = 'kill -USR1 "$SUPERVISOR"; until grep -q SIGUSR1 "$ATTEMPT/stop"; do sleep 0.05; done; '
+
+
+@pytest.mark.parametrize(
+    ("ranks", "again"),
+    [
+        ('kill -USR1 "$SUPERVISOR"', True),
+        (USR1_FIRST + 'kill -TERM "$SUPERVISOR"; sleep 0.5', True),
+        ('kill -TERM "$SUPERVISOR"', False),
+        (TERM_FIRST + 'kill -USR1 "$SUPERVISOR"; sleep 0.5', False),
+        ('touch "$ATTEMPT/stop"; kill -USR1 "$SUPERVISOR"; sleep 0.5', False),
+        (LOSE_NODE, True),
+        (TERM_FIRST + LOSE_NODE, False),
+        ('touch "$ATTEMPT/stop"; ' + LOSE_NODE, False),
+        (USR1_FIRST + CANCEL, False),
+    ],
+)
+def test_what_asked_first_decides_whether_the_job_is_queued_again(here, monkeypatch, ranks, again):
+    attempt = here.run_folder.new_attempt()
+    for name, text in {"RANKS": ranks, "ATTEMPT": str(attempt.path), "SUPERVISOR": str(os.getpid())}.items():
+        monkeypatch.setenv(name, text)
+    with StateKeeper(attempt, "7") as state:
+        assert here.job(state, attempt).run("train", 1, 14_000, []) == 75
+    assert (here.requeues, read_state(attempt).state) == ((1, "requeued") if again else (0, "stopped")), here.said
+
+
+def test_a_cancellation_just_before_the_job_is_queued_again(here, monkeypatch):
+    attempt = here.run_folder.new_attempt()
+    with StateKeeper(attempt, "7") as state:
+        job = here.job(state, attempt)
+        here.program("scontrol", SCONTROL.replace("cat job ;;", 'cat job; kill -TERM "$SUPERVISOR" ;;'))
+        monkeypatch.setenv("SUPERVISOR", str(os.getpid()))
+        with slurm_job.signals_taken([signal.SIGTERM], job._signals):
+            assert not job._still_runs()
