@@ -37,7 +37,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     size = job_size(loaded, site, command)
     report = render_report(plan_run(loaded, "gpu" if site.gpus_per_node else "cpu"))
     allocation = read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes)
-    _check_time(allocation.job_id, site)
+    left = _check_time(allocation.job_id, site)
     loaded = replace(loaded, config=_reached_from(loaded, allocation))
     config = loaded.config
     say(report)
@@ -51,7 +51,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
             say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
             say(f"job      {allocation.job_id}, restarted {allocation.num_restarts} times; {describe_nodes(allocation, size)}")
             steps = Steps(allocation, size, site, attempt, config.server.tensor)
-            job = SlurmJob(attempt, allocation, steps, state, say, site.signal_seconds)
+            job = SlurmJob(attempt, allocation, steps, state, say, site.signal_seconds, left)
             here = allocation.trainer_nodes[0].address
             doctors = steps.doctors(free_port(here), config.precision == "fp8") if site.preflight else []
             return job.run(command, size.num_servers, free_port(here), doctors)
@@ -66,13 +66,15 @@ def _reached_from(loaded: LoadedConfig, allocation: Allocation) -> Config:
     return config.model_copy(update={"server": config.server.model_copy(update={"host": allocation.trainer_nodes[0].address})})
 
 
-def _check_time(job_id: str, site: Site) -> None:
+def _check_time(job_id: str, site: Site) -> float | None:
+    """Seconds until the time limit, None without one. That they are enough for a step, only trying shows: see SlurmJob."""
     left = seconds_left(job_id)
     if left is not None and left <= site.signal_seconds:
         raise PlanError(
             f"job {job_id} has {left:.0f} s, and saves and stops {site.signal_seconds} s before its end (GSPO_SIGNAL_SECONDS): it would be"
             " queued again for ever without a step; give it more time (--time in GSPO_SBATCH, launch/slurm/site.sh)"
         )
+    return left
 
 
 def describe_nodes(allocation: Allocation, size: JobSize) -> str:

@@ -38,7 +38,7 @@ from gspo_mega.launcher.slurm import (
 )
 from gspo_mega.launcher.slurm_preflight import preflight
 from gspo_mega.launcher.slurm_steps import Steps
-from gspo_mega.launcher.state import StateKeeper
+from gspo_mega.launcher.state import StateKeeper, read_state
 from gspo_mega.launcher.supervisor import ConsoleTail, signals_taken
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
@@ -62,20 +62,27 @@ _END_GRACE_SECONDS = 3.0
 # Kept of the time that Slurm leaves after USR1, to queue the job again whatever the ranks do.
 _RESERVE_SECONDS = 20.0
 _REQUEUE_SECONDS = 120.0
+# Slurm may send the signal of the time limit so much too early. Still earlier it is sent by hand, or for preemption.
+_EARLY_SECONDS = 60.0
 
 
 class SlurmJob:
-    """One attempt's steps. `say` shows a line in the job's log; `signal_seconds`: time from USR1 to the limit."""
+    """One attempt's steps. `say` shows a line in the job's log; `signal_seconds`: time from USR1 to the limit; `seconds_left`: to the
+    limit, None without one."""
 
     def __init__(
-        self, attempt: Attempt, allocation: Allocation, steps: Steps, state: StateKeeper, say: Callable[[str], None], signal_seconds: float
-    ) -> None:
+        self, attempt: Attempt, allocation: Allocation, steps: Steps, state: StateKeeper, say: Callable[[str], None], signal_seconds: float,
+        seconds_left: float | None,
+    ) -> None:  # fmt: skip
         self._attempt, self._allocation, self._steps, self._state, self._say = attempt, allocation, steps, state, say
         self._signal_seconds = signal_seconds
         self._grace_seconds = max(signal_seconds - _RESERVE_SECONDS, signal_seconds / 2)
+        self._seconds = None if seconds_left is None else seconds_left - signal_seconds
+        self._began, self._began_with = time.monotonic(), self._latest_checkpoint()
         self._console = ConsoleTail(attempt.console_log, say)
         self._signals: list[int] = []
         self._stop_deadline: float | None = None
+        self._time_is_up = False
         self._requeue_because: str | None = None
         self._lost: set[Node] = set()
         self._servers: dict[int, Child] = {}
@@ -278,6 +285,7 @@ class SlurmJob:
             self._requeue_because = reason if again and self._attempt.stop_reason() is None else None
             self._attempt.request_stop(reason)
             self._stop_deadline = time.monotonic() + self._grace_seconds
+            self._time_is_up = self._seconds is not None and time.monotonic() - self._began > self._seconds - _EARLY_SECONDS
             self._state.tell("stopping", note=reason)
             self._say(f"{reason}: stopping after a checkpoint, within {self._grace_seconds:.0f} s")
 
@@ -288,7 +296,14 @@ class SlurmJob:
 
     def _queue_again(self) -> int:
         """Returns when Slurm ends this process."""
-        self._state.tell("requeued", note=self._requeue_because)
+        without_progress = self._time_is_up and self._latest_checkpoint() == self._began_with
+        if without_progress and self._last_was_without_progress():
+            raise RankError(
+                f"error: for the second time in a row job {self._allocation.job_id} came to its time limit without a new checkpoint, {self._seconds:.0f} s after"
+                f" its start, and is not queued again: they are too few for a start and a step; give it more (--time in GSPO_SBATCH), or, where the ranks"
+                f" did not stop in time, more for that (GSPO_SIGNAL_SECONDS, {self._signal_seconds:.0f}); both in launch/slurm/site.sh"
+            )
+        self._state.tell("requeued", note=self._requeue_because, without_progress=without_progress)
         self._say(f"queued again: {self._requeue_because}")
         self._insist(lambda: requeue(self._allocation.job_id))
         deadline = time.monotonic() + _REQUEUE_SECONDS
@@ -297,6 +312,18 @@ class SlurmJob:
                 return EXIT_STOPPED
             time.sleep(_POLL_SECONDS)
         raise RankError(f"Slurm took the requeue of job {self._allocation.job_id} and did not end it within {_REQUEUE_SECONDS:.0f} s")
+
+    def _latest_checkpoint(self) -> str | None:
+        try:
+            return self._attempt.run_folder.latest_checkpoint_file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def _last_was_without_progress(self) -> bool:
+        """Of this very job: it came back to the same limit."""
+        before = self._attempt.run_folder.attempt(self._attempt.number - 1) if self._attempt.number > 1 else None
+        state = None if before is None else read_state(before)
+        return state is not None and state.without_progress and state.slurm_job == self._allocation.job_id
 
     def _end_servers(self) -> None:
         for child in self._servers.values():

@@ -25,7 +25,9 @@ SILENCE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RunState:
-    """`heartbeat`, `started`: unix seconds. `error`: why it failed; `note`: what else a reader should know of the state."""
+    """`heartbeat`, `started`: unix seconds. `error`: why it failed; `note`: what else a reader should know of the state.
+    `without_progress`: it was queued again for its time limit, with the checkpoint it had begun with.
+    """
 
     state: State
     started: float
@@ -35,6 +37,7 @@ class RunState:
     slurm_job: str | None = None
     error: str | None = None
     note: str | None = None
+    without_progress: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -86,8 +89,8 @@ class StateKeeper:
             self.tell("failed", error=str(error) or type(error).__name__)
         self._over.set()
 
-    def tell(self, state: State, **more: str | None) -> None:
-        """Record a new state with, if given, its `error` or `note`."""
+    def tell(self, state: State, **more: str | bool | None) -> None:
+        """Record a new state with, if given, its `error`, `note` or `without_progress`."""
         with self._lock:
             self._state = replace(self._state, state=state, **more)
             self._write_locked()

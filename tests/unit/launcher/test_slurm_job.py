@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.config import load_config
+from gspo_mega.errors import RankError
 from gspo_mega.launcher import slurm_job
 from gspo_mega.launcher.slurm import Allocation, NoAnswerError, Node
 from gspo_mega.launcher.slurm_job import SlurmJob
@@ -46,6 +47,9 @@ esac
 """
 
 
+USR1 = 'kill -USR1 "$SUPERVISOR"'
+
+
 class Here:
     """A job of two nodes; `said`: what is in its log."""
 
@@ -77,14 +81,21 @@ class Here:
 
     @property
     def requeues(self) -> int:
-        return (self.programs / "calls").read_text().splitlines().count("requeue 7")
+        return (self.programs / "calls").read_text().count("requeue ")
 
-    def job(self, state: StateKeeper, attempt, signal_seconds: float = 100) -> SlurmJob:
+    def job(self, state: StateKeeper, attempt, signal_seconds: float = 100, seconds_left: float | None = None, job_id: str = "7") -> SlurmJob:
         nodes = (Node("n1", "10.0.0.1"), Node("n2", "10.0.0.2"))
         site = Site.read({"GSPO_GPUS_PER_NODE": "8", "GSPO_SERVER_PYTHON": sys.executable})
-        allocation = Allocation("7", 0, nodes, nodes)
+        allocation = Allocation(job_id, 0, nodes, nodes)
         size = job_size(load_config(CONFIG, ["cluster.num_nodes=2", "publish.verify=replicas"]), site)
-        return SlurmJob(attempt, allocation, Steps(allocation, size, site, attempt, 1), state, self.said.append, signal_seconds)
+        return SlurmJob(attempt, allocation, Steps(allocation, size, site, attempt, 1), state, self.said.append, signal_seconds, seconds_left)
+
+    def run(self, ranks: str, job_id: str = "7", seconds_left: float | None = None) -> int:
+        """An attempt whose ranks do that before they wait to be stopped."""
+        attempt = self.run_folder.new_attempt()
+        os.environ |= {"RANKS": ranks, "ATTEMPT": str(attempt.path), "SUPERVISOR": str(os.getpid())}
+        with StateKeeper(attempt, job_id) as state:
+            return self.job(state, attempt, job_id=job_id, seconds_left=seconds_left).run("train", 1, 14_000, [])
 
     def look(self, job: SlurmJob) -> bool:
         job._look_again = 0
@@ -95,6 +106,8 @@ class Here:
 def here(tmp_path, monkeypatch):
     here = Here(tmp_path)
     monkeypatch.setenv("PATH", f"{here.programs}{os.pathsep}{os.environ['PATH']}")
+    for name in ("RANKS", "ATTEMPT", "SUPERVISOR"):
+        monkeypatch.setenv(name, "")  # so that they go with the test
     return here
 
 
@@ -136,7 +149,7 @@ USR1_FIRST = 'kill -USR1 "$SUPERVISOR"; until grep -q SIGUSR1 "$ATTEMPT/stop"; d
 @pytest.mark.parametrize(
     ("ranks", "again"),
     [
-        ('kill -USR1 "$SUPERVISOR"', True),
+        (USR1, True),
         (USR1_FIRST + 'kill -TERM "$SUPERVISOR"; sleep 0.5', True),
         ('kill -TERM "$SUPERVISOR"', False),
         (TERM_FIRST + 'kill -USR1 "$SUPERVISOR"; sleep 0.5', False),
@@ -147,12 +160,9 @@ USR1_FIRST = 'kill -USR1 "$SUPERVISOR"; until grep -q SIGUSR1 "$ATTEMPT/stop"; d
         (USR1_FIRST + CANCEL, False),
     ],
 )
-def test_what_asked_first_decides_whether_the_job_is_queued_again(here, monkeypatch, ranks, again):
-    attempt = here.run_folder.new_attempt()
-    for name, text in {"RANKS": ranks, "ATTEMPT": str(attempt.path), "SUPERVISOR": str(os.getpid())}.items():
-        monkeypatch.setenv(name, text)
-    with StateKeeper(attempt, "7") as state:
-        assert here.job(state, attempt).run("train", 1, 14_000, []) == 75
+def test_what_asked_first_decides_whether_the_job_is_queued_again(here, ranks, again):
+    assert here.run(ranks) == 75
+    attempt = here.run_folder.latest_attempt()
     assert (here.requeues, read_state(attempt).state) == ((1, "requeued") if again else (0, "stopped")), here.said
 
 
@@ -164,3 +174,18 @@ def test_a_cancellation_just_before_the_job_is_queued_again(here, monkeypatch):
         monkeypatch.setenv("SUPERVISOR", str(os.getpid()))
         with slurm_job.signals_taken([signal.SIGTERM], job._signals):
             assert not job._still_runs()
+
+
+def test_a_job_that_comes_to_its_time_limit_twice_without_a_step_is_not_queued_a_third_time(here):
+    step = 'echo step > "$ATTEMPT/../../checkpoints/latest"; '
+    here.run_folder.checkpoints_dir.mkdir(parents=True)
+    short = 150  # the signal comes after 50 s, or as much as 60 s earlier
+    assert here.run(USR1, seconds_left=short) == 75
+    assert here.run(step + USR1, seconds_left=short) == 75
+    assert here.run(USR1, seconds_left=short) == 75
+    # Preempted, which is no word on the limit; without one; another job.
+    assert here.run(USR1, seconds_left=3600) == here.run(USR1) == here.run(USR1, seconds_left=short) == here.run(USR1, "8", short) == 75
+    assert here.requeues == 7
+    with pytest.raises(RankError, match="second time in a row job 8 came to its time limit without a new checkpoint, 50 s after its start.*--time in GSPO_SBATCH"):
+        here.run(USR1, "8", short)
+    assert here.requeues == 7 and read_state(here.run_folder.latest_attempt()).state == "failed"
