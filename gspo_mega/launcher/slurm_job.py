@@ -3,7 +3,7 @@
 Owns what a signal, an ended step and a lost node mean. What the steps are is `slurm_steps.py`'s, what Slurm is asked
 `slurm.py`'s.
 
-    USR1 (the time limit is near, or preemption)   the step is finished or given up, checkpoint, queued again
+    USR1 (time limit; preemption: see site.sh)     the step is finished or given up, checkpoint, queued again
     TERM, INT, HUP, a stop file                    the same, and not queued again
     a trainer node lost, or all servers' nodes     queued again, from the last checkpoint
     some of the servers' nodes lost                the run goes on with the others

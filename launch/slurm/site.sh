@@ -3,7 +3,10 @@
 # job. Anything may be set in the environment instead, for one submission.
 
 # Options of sbatch for every job: partition, account, time, and that a job has its nodes to itself. USR1 comes
-# GSPO_SIGNAL_SECONDS before the time limit; a run then saves a checkpoint and is queued again by itself.
+# GSPO_SIGNAL_SECONDS before the time limit; a run then saves a checkpoint and is queued again by itself. So it does when it is
+# preempted, if slurm.conf has PreemptParameters=send_user_signal (in older Slurms, as 22.05,
+# SlurmctldParameters=preempt_send_user_signal) and the partition or QOS a GraceTime of at least GSPO_SIGNAL_SECONDS. Without
+# that option a GraceTime ends the ranks with TERM, and the run fails; it continues from its last checkpoint.
 : "${GSPO_SBATCH:=--exclusive --mem=0 --time=24:00:00}"    # e.g. --partition=h100 --account=research --qos=normal
 # More of them for nodes that hold servers alone. When set, the job is heterogeneous: two components.
 : "${GSPO_ROLLOUT_SBATCH:=}"                               # e.g. --partition=a100 --exclusive --mem=0 --time=24:00:00
