@@ -99,11 +99,12 @@ def test_a_rollout_node_crashes_and_scancel_leaves_nothing(submit_stand_ins):
 
 @pytest.mark.parametrize(
     ("what", "last"),
-    [("raise 1", "error: rank 1 failed: ValueError: of a test (logs: "), ("kill 1", "error: rank 1 on node2 ended without a word of its own: Killed")],
+    [("raise 1", "error: rank 1 failed: ValueError: of a test (logs: "), ("kill 1", "error: rank 1 on {node} ended without a word of its own: Killed")],
 )
 def test_the_first_error_of_any_rank_is_the_last_line(submit_stand_ins, what, last):
     job = submit_stand_ins(LONG, STAND_IN=what)
     assert job.finish() == "FAILED"
+    last = last.format(node=re.search(r"ranks on node\d+ (node\d+)", job.log)[1])  # Slurm's choice
     assert job.log.rstrip().splitlines()[-1].startswith(last), job.log
     state = read_state(job.run.latest_attempt())
     assert state.state == "failed" and state.error.startswith(last)
