@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from mini_slurm import MiniSlurm, wait_until
 from run_support import REPOSITORY, environment, small_overrides
@@ -71,6 +72,14 @@ class Job:
         """Until the job is over; its state then."""
         wait_until("the job is over", lambda: self.state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD"), PATIENCE_SECONDS)
         return self.state
+
+    def nodes(self, kind: Literal["ranks", "servers"]) -> list[int]:
+        """Numbers of the nodes that Slurm chose for the job's last start to have `kind` on."""
+        self.wait_for_line("job ")
+        (line,) = re.findall(r"^job .*$", self.log, re.MULTILINE)[-1:]
+        found = re.search(rf"{kind}(?: and servers)? on ((?:node\d+ ?)+)", line)
+        assert found, line
+        return [int(name.removeprefix("node")) for name in found[1].split()]
 
     def steps(self) -> list[int]:
         """The steps that were shown as done, in the order of their lines."""

@@ -13,7 +13,8 @@ def test_a_job_near_its_time_limit_is_queued_again_and_continues(submit):
     job = submit("train.num_steps=6", "rollout.max_concurrent_requests=1", GSPO_PREFLIGHT="1")
     assert "3 nodes" in job.submitted
     job.wait_for_line("doctor   nothing is wrong on 3 nodes")
-    assert "gloo all-reduce" in (job.run.latest_attempt().logs_dir / "doctor_node3.log").read_text()
+    (server_node,) = job.nodes("servers")
+    assert "gloo all-reduce" in (job.run.latest_attempt().logs_dir / f"doctor_node{server_node}.log").read_text()
     job.wait_for_line("step 1/6")
     attempt = job.run.latest_attempt()
     running = job.cluster.processes()
@@ -25,10 +26,11 @@ def test_a_job_near_its_time_limit_is_queued_again_and_continues(submit):
     assert sum("gspo_mega.runtime.worker" in command for _, command in ours) >= 2
     assert not [command for _, command in running if key in command]
     ranks = [listening(pid) for pid, command in ours if "gspo_mega.runtime.worker" in command]
-    assert {"127.0.0.11", "127.0.0.12"} == set().union(*ranks), ranks
+    assert {job.cluster.address(node) for node in job.nodes("ranks")} == set().union(*ranks), ranks
     servers = [listening(pid) for pid, command in ours if "server_entry" in command or "sglang" in command]
     # Zeros: torch's own store between the ranks of a server, which SGLang opens and which listens everywhere.
-    assert "127.0.0.13" in set().union(*servers) <= {"127.0.0.13", "127.0.0.1", "0" * 32}, servers
+    own = job.cluster.address(server_node)
+    assert own in set().union(*servers) <= {own, "127.0.0.1", "0" * 32}, servers
 
     job.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
     job.wait_for_line("queued again: SIGUSR1")
@@ -52,8 +54,9 @@ def test_a_job_near_its_time_limit_is_queued_again_and_continues(submit):
 def test_a_rollout_node_that_crashes_does_not_stop_training_and_scancel_leaves_nothing(submit):
     job = submit("train.num_steps=400", "server.num_servers=2", "cluster.num_rollout_nodes=2")
     job.wait_for_line("step 2/400")
-    job.cluster.crash_node(4)
-    job.wait_for_line("warning  node node4 is lost, and server-1 with it")
+    lost = job.nodes("servers")[1]
+    job.cluster.crash_node(lost)
+    job.wait_for_line(f"warning  node node{lost} is lost, and server-1 with it")
     behind = max(job.steps())
     job.wait_for("three more steps", lambda: max(job.steps()) >= behind + 3)
     assert len(job.run.attempts()) == 1

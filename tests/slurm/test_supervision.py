@@ -51,7 +51,7 @@ def test_ranks_and_servers_divide_the_gpus_of_their_nodes(submit_stand_ins):
     seen = {path.name.removeprefix("gpus_"): path.read_text() for path in attempt.path.glob("gpus_*")}
     ranks = dict.fromkeys(("rank_0", "rank_1", "rank_2", "rank_3"), "0,1")
     assert seen == {**ranks, "server_0": "2,3", "server_1": "2,3", "server_2": "4,5"}
-    assert "ranks and servers on node1 node2" in job.log
+    assert job.nodes("ranks") == job.nodes("servers") and len(job.nodes("ranks")) == 2
 
 
 def test_a_run_on_recorded_rollouts_needs_no_servers(submit_stand_ins, tmp_path):
@@ -62,7 +62,7 @@ def test_a_run_on_recorded_rollouts_needs_no_servers(submit_stand_ins, tmp_path)
     # Of the four nodes, five would be needed with those of the servers.
     job = submit_stand_ins("train.num_steps=3", f"train.from_rollouts={tmp_path / 'recorded'}", "cluster={num_nodes: 2, num_rollout_nodes: 3}", "server.num_servers=3")
     assert job.finish() == "COMPLETED", job.log
-    assert "ranks on node1 node2, no servers: it trains on recorded rollouts" in job.log
+    assert len(job.nodes("ranks")) == 2 and ", no servers: it trains on recorded rollouts\n" in job.log
     assert not list(job.run.latest_attempt().path.glob("gpus_server_*"))
 
 
@@ -71,9 +71,10 @@ def test_a_trainer_node_crashes(submit_stand_ins, together):
     size = ("cluster.num_rollout_nodes=0",) if together else ()
     job = submit_stand_ins(LONG, *size)
     job.wait_for_line("step 2/500")
-    job.cluster.crash_node(2)
+    lost = job.nodes("ranks")[1]
+    job.cluster.crash_node(lost)
     # The ranks that are left wait for the lost one and would for long.
-    job.wait_for_line("queued again: lost node node2")
+    job.wait_for_line(f"queued again: lost node node{lost}")
     job.wait_for_line("resumed from step_")
     behind = max(job.steps())
     job.wait_for("it goes on", lambda: max(job.steps()) > behind)
@@ -83,8 +84,9 @@ def test_a_trainer_node_crashes(submit_stand_ins, together):
 def test_a_rollout_node_crashes_and_scancel_leaves_nothing(submit_stand_ins):
     job = submit_stand_ins(LONG, "server.num_servers=2", "cluster.num_rollout_nodes=2")
     job.wait_for_line("step 2/500")
-    job.cluster.crash_node(4)
-    job.wait_for_line("warning  node node4 is lost, and server-1 with it; 1 servers are left")
+    lost = job.nodes("servers")[1]
+    job.cluster.crash_node(lost)
+    job.wait_for_line(f"warning  node node{lost} is lost, and server-1 with it; 1 servers are left")
     attempt = job.run.latest_attempt()
     states = {registration.server_id: registration.state for registration in read_registrations(attempt.servers_dir)}
     assert states == {"server-0": "ready", "server-1": "stopped"}
@@ -104,7 +106,7 @@ def test_a_rollout_node_crashes_and_scancel_leaves_nothing(submit_stand_ins):
 def test_the_first_error_of_any_rank_is_the_last_line(submit_stand_ins, what, last):
     job = submit_stand_ins(LONG, STAND_IN=what)
     assert job.finish() == "FAILED"
-    last = last.format(node=re.search(r"ranks on node\d+ (node\d+)", job.log)[1])  # Slurm's choice
+    last = last.format(node=f"node{job.nodes('ranks')[1]}")
     assert job.log.rstrip().splitlines()[-1].startswith(last), job.log
     state = read_state(job.run.latest_attempt())
     assert state.state == "failed" and state.error.startswith(last)
@@ -114,4 +116,5 @@ def test_something_is_wrong_on_a_node(submit_stand_ins):
     """The doctor runs in the ranks' own environment: here one whose Python is none."""
     job = submit_stand_ins(LONG, GSPO_PREFLIGHT="1")
     assert job.finish() == "FAILED"
-    assert job.log.rstrip().splitlines()[-1].startswith("error: something is wrong on node1, node2"), job.log
+    first, second = job.nodes("ranks")
+    assert job.log.rstrip().splitlines()[-1].startswith(f"error: something is wrong on node{first}, node{second}"), job.log
