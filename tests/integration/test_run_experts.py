@@ -2,7 +2,9 @@
 and a KL term to the model that the run starts from."""
 
 import pytest
+from converted_models import make_converted_model
 from run_support import REPOSITORY, Command, small_overrides
+from safetensors.torch import load_file
 
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.metrics.writer import read_metrics
@@ -83,3 +85,24 @@ def test_a_cold_start_balances_experts_too(tmp_path, quickstart_files):
     lines = read_metrics(RunFolder(tmp_path / "runs" / "cold").metrics_file)
     assert len(lines) == 2
     assert all(1 - 1e-3 < line["routing/load_balancing_loss"] < 8 and "routing/z_loss" not in line for line in lines)
+
+
+def test_a_model_of_deepseeks_kind_trains_with_its_expert_bias(tmp_path, quickstart_files):
+    """Latent attention, a shared expert, a dense first layer; the bias moves in the trainer, on the server and in what is exported."""
+    model = make_converted_model(tmp_path, "deepseek_v3")
+    rate = 0.01
+    _, lines = run(tmp_path, quickstart_files, "deepseek", f"model.path={model}", f"moe.expert_bias_update_rate={rate}")
+    for line in lines:
+        assert line["routing/load_max_over_mean"] > 1
+        assert line["mismatch/abs_log_ratio_max"] < 1e-3, "the server samples with another bias than the trainer has"
+    num_optimizer_steps = lines[-1]["optimizer/num_optimizer_steps"]
+    before, after = (biases(folder) for folder in (model, RunFolder(tmp_path / "runs" / "deepseek").huggingface_dir))
+    assert before.keys() == after.keys() and before
+    for name in before:
+        moved = (after[name] - before[name]).abs().max().item()
+        assert 0 < moved <= num_optimizer_steps * rate * (1 + 1e-4), name
+
+
+def biases(folder):
+    found = (load_file(file) for file in sorted(folder.glob("*.safetensors")))
+    return {name: tensor for tensors in found for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")}

@@ -143,7 +143,7 @@ def test_the_run_folder_has_all_that_was_promised(whole_run):
 NOT_OF_A_PLAIN_RUN = {
     "rollout/num_request_failures_<kind>", "sft/loss", "sft/num_tokens", "metrics/num_non_finite",
     "policy/kl_reference", "time/reference_log_probs_seconds",
-    "routing/changed_since_rollout", "routing/load_balancing_loss", "routing/z_loss",
+    "routing/changed_since_rollout", "routing/load_balancing_loss", "routing/load_max_over_mean", "routing/z_loss",
 }  # fmt: skip
 
 
