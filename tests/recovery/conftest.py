@@ -1,6 +1,7 @@
 """One recorded run, one server of ranks and one SGLang server for all recovery tests."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 from recovery_support import Ranks, make_recording, outcome
@@ -44,7 +45,7 @@ def live(ranks, tmp_path_factory):
 def all_kills(request, ranks):
     """The points at which this session's tests have killed a process, where all of them ran."""
     collected = {item.path.name for item in request.session.items}
-    kinds = {"test_recovery_kills.py", "test_recovery_publish.py", "test_recovery_live.py"}
+    kinds = {path.name for path in Path(__file__).parent.glob("test_*.py")}
     if not kinds <= collected or request.session.testsfailed or request.config.option.keyword:
         pytest.skip("it looks back at the kills of all recovery tests, and not all of them ran")
     if importlib.util.find_spec("sglang") is None:
