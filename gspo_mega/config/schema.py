@@ -273,7 +273,7 @@ class Certify(Section):
     reference: CertifyCase = Field(default=CertifyCase(name="reference"), description="What all cases are compared with; a single rank by default.")
     cases: tuple[CertifyCase, ...] = Field(default=(), description="Empty: this file's own layout, on all its ranks.")
     num_steps: int = Field(default=3, ge=1, description="Optimizer steps after which weights are compared.")
-    cases_a_start: int = Field(default=8, ge=1, description="Layouts one pool of ranks is led through before it is started anew.")
+    cases_a_start: int = Field(default=64, ge=1, description="Layouts one pool of ranks is led through before it is started anew.")
     edges: bool = Field(default=False, description="Also cross clip edges and router ties on purpose, and count what flips.")
 
 

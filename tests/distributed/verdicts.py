@@ -57,7 +57,7 @@ class Engine:
 
     def _tries(self, config: Config, ranks: int) -> Outcome:
         pool = self._pools.get(ranks)
-        if pool is None or pool.num_jobs >= 2 * JOBS_A_POOL:
+        if pool is None or pool.num_jobs >= JOBS_A_POOL:
             self._end(ranks)
             pool = self._pools[ranks] = RankPool(ranks, "forkserver")
         pool.num_jobs += 2
