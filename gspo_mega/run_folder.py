@@ -17,6 +17,7 @@ import it.
         command                      what was started: train, sft or eval
         result.json                  what rank 0's work returned
         state.json                   what the supervisor says of the run, with a heartbeat
+        restart.json                 of an attempt that failed: whether the run was started again by itself, and why
         plan.txt versions.txt config.resolved.yaml     what this start ran, and with what
       weights/v<8 digits>/           one published Hugging Face folder
       weights/current.json           {"weight_version": int, "path": absolute path}
@@ -136,6 +137,10 @@ class Attempt:
     @property
     def state_file(self) -> Path:
         return self.path / "state.json"
+
+    @property
+    def restart_file(self) -> Path:
+        return self.path / "restart.json"
 
     @property
     def plan_file(self) -> Path:

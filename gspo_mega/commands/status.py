@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import ConfigError
+from gspo_mega.launcher.restarts import last_line
 from gspo_mega.launcher.state import RunState, read_state
 from gspo_mega.run_folder import Attempt, RunFolder, read_json
 
@@ -45,7 +46,7 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
             raise ConfigError(f"gspo-mega status: {folder.path} holds no run: no attempts/ and no log of a job")
         return dict.fromkeys((key for _, key in _SHOWN), None) | {"run": str(folder.path), "state": "no attempt yet; the job's log: slurm-*.log"}
     state = read_state(attempt)
-    last = _last_line(folder.metrics_file)
+    last = last_line(folder.metrics_file)
     return {
         "run": str(folder.path),
         "state": _state(state, now),
@@ -98,17 +99,6 @@ def _first_record(attempt: Attempt) -> str | None:
         return None
     first = min(records, key=lambda record: record["time"])
     return f"rank {first['rank']}: {first['text'] or first['type']}"
-
-
-def _last_line(path: Path) -> dict[str, Any] | None:
-    """The last whole line of a file of JSON lines, read from its end."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 65_536))
-            lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
-    except FileNotFoundError:
-        return None
-    return json.loads(lines[-1]) if lines else None
 
 
 def _text(path: Path) -> str | None:

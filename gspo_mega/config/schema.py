@@ -143,6 +143,7 @@ class Train(Section):
     num_steps: int = Field(ge=1, description="Rollout batches to train on.")
     from_rollouts: str | None = Field(default=None, min_length=1, description="Run folder whose recorded rollouts are trained on: no server, no publish, no held-out evaluation.")
     rollouts_only: bool = Field(default=False, description="Sample every step's batch from model.path into the journal, and train nothing.")
+    max_restarts: int = Field(default=3, ge=0, description="Times within 24 hours that `train` starts a failed run again by itself from its last checkpoint; never when it came no further than the start before, nor after what only a person can mend.")
 
 
 class Source(Section):
