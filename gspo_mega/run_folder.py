@@ -11,7 +11,9 @@ import it.
         api_key                      0600; the servers' key, made anew for every attempt
         servers/<server_id>.json     written by `gspo-mega serve`
         errors/rank_<r>.json         written by a rank that failed
+        beats/rank_<r>               how far a rank has come, every few seconds
         logs/{supervisor,rank_<r>,server_<k>}.log
+        logs/stacks_rank_<r>.txt     where a rank was when nothing had got done for long
         console.log                  the progress lines of rank 0
         stop                         a stop request; its text is the reason
         command                      what was started: train, sft or eval
@@ -105,6 +107,16 @@ class Attempt:
 
     def server_log(self, index: int) -> Path:
         return self.logs_dir / f"server_{index}.log"
+
+    @property
+    def beats_dir(self) -> Path:
+        return self.path / "beats"
+
+    def beat_file(self, rank: int) -> Path:
+        return self.beats_dir / f"rank_{rank}"
+
+    def stacks_file(self, rank: int) -> Path:
+        return self.logs_dir / f"stacks_rank_{rank}.txt"
 
     @property
     def console_log(self) -> Path:

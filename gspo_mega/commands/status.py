@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import ConfigError
-from gspo_mega.launcher.restarts import last_line
+from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart
 from gspo_mega.launcher.state import RunState, read_state
 from gspo_mega.run_folder import Attempt, RunFolder, read_json
 
 _SHOWN = (
     # name, key of the report
     ("run", "run"), ("state", "state"), ("attempt", "attempt"), ("step", "step"), ("speed", "speed"), ("checkpoint", "checkpoint"),
-    ("error", "error"), ("logs", "logs"),
+    ("error", "error"), ("restarts", "restarts"), ("logs", "logs"),
 )  # fmt: skip
 
 
@@ -55,6 +55,7 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
         "speed": _speed(last),
         "checkpoint": _text(folder.latest_checkpoint_file),
         "error": _error(folder),
+        "restarts": _restarts(folder),
         "logs": str(attempt.logs_dir),
     }
 
@@ -91,6 +92,15 @@ def _error(folder: RunFolder) -> str | None:
         if text is not None:
             return f"{text.strip().splitlines()[-1]} (attempt {attempt.number})"
     return None
+
+
+def _restarts(folder: RunFolder) -> str | None:
+    """How often the run was started again by itself, and what became of the last failure."""
+    record = last_restart(folder)
+    if record is None:
+        return None
+    times = f"{len(record.restarted_at)} in {WINDOW_SECONDS / 3600:.0f} h"
+    return f"{times}; last: {record.why}; because {record.cause}" if record.restarted_at else record.why
 
 
 def _first_record(attempt: Attempt) -> str | None:

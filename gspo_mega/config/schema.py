@@ -240,6 +240,21 @@ class Journal(Section):
     keep_last: int | None = Field(default=None, ge=1, description="Steps whose trajectories stay in the run folder's journal; all when absent.")
 
 
+class Watchdog(Section):
+    """When ranks count as stuck: the run then ends as failed (see train.max_restarts). Bounds are for the time in which nothing gets done, no
+    micro-batch, trajectory or message; absent ones are derived from the deadlines of the phase and the plan's estimate."""
+
+    enabled: bool = Field(default=True, description="False: only the timeout of collectives (30 minutes) notices a stuck rank.")
+    silence_seconds: float = Field(default=300.0, gt=0, description="Longest without a sign of life from a rank's process (stopped, or its interpreter held).")
+    start_seconds: float | None = Field(default=None, gt=0, description="Longest without progress until the servers are ready; 3600 when absent.")
+    rollout_seconds: float | None = Field(default=None, gt=0, description="Longest without a scored trajectory in a rollout; all attempts of one request when absent.")
+    train_seconds: float | None = Field(default=None, gt=0, description="Longest without a micro-batch in a forward or training pass; 900, or the plan's time of a step, when absent.")
+    publish_seconds: float | None = Field(default=None, gt=0, description="Longest publish; twice publish.deadline_seconds and some when absent.")
+    eval_seconds: float | None = Field(default=None, gt=0, description="Longest without a scored trajectory in an evaluation; as rollout_seconds when absent.")
+    checkpoint_seconds: float | None = Field(default=None, gt=0, description="Longest save or export; 1800, or ten times the plan's time of a save, when absent.")
+    other_seconds: float | None = Field(default=None, gt=0, description="Longest without progress in anything else; 900 when absent.")
+
+
 class Metrics(Section):
     tensorboard: bool = Field(default=True, description="Write TensorBoard events beside metrics.jsonl.")
 
@@ -311,5 +326,6 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     journal: Journal = Journal()
     metrics: Metrics = Metrics()
+    watchdog: Watchdog = Watchdog()
     sft: Sft | None = None
     certify: Certify = Certify()

@@ -19,7 +19,7 @@ from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 # What may differ when a run is continued: how long, how watched, how served, how laid out. None of it changes what is
 # learned from a step (another layout: to rounding). A trailing dot means the whole section.
 MAY_CHANGE = (
-    "run.dir", "cluster.", "parallel.", "train.num_steps", "train.max_restarts", "sft.max_steps", "eval.every_steps", "checkpoint.", "journal.", "metrics.", "server.", "publish.",
+    "run.dir", "cluster.", "parallel.", "train.num_steps", "train.max_restarts", "sft.max_steps", "eval.every_steps", "checkpoint.", "journal.", "metrics.", "watchdog.", "server.", "publish.",
     "rollout.max_concurrent_requests", "rollout.request_deadline_seconds", "rollout.max_attempts",
     "rollout.no_server_deadline_seconds", "reward.deadline_seconds", "reward.num_workers", "reward.recycle_after",
     "reward.memory_bytes", "mismatch.budget",

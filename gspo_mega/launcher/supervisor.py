@@ -21,6 +21,8 @@ from pathlib import Path
 from gspo_mega.errors import RankError
 from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.failure import describe_failure
+from gspo_mega.launcher.watchdog import Watchdog
+from gspo_mega.plan.patience import Patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, read_json
 
 logger = logging.getLogger(__name__)
@@ -68,43 +70,54 @@ def signals_taken(numbers: Iterable[int], received: list[int]) -> Iterator[None]
             signal.signal(number, handler)
 
 
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """The signals that ask for a stop, as they come, while this lasts. One that was ignored at our start stays so: `nohup`, and jobs a
+    script puts in the background. Main thread only."""
+    received: list[int] = []
+    with signals_taken([number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN], received):
+        yield received
+
+
 class Supervisor:
     """One attempt's processes. `say` shows a line to the user."""
 
     def __init__(
-        self, attempt: Attempt, specs: Sequence[ChildSpec], say: Callable[[str], None], stop_grace_seconds: float = STOP_GRACE_SECONDS
-    ) -> None:
-        self._attempt, self._specs, self._say = attempt, specs, say
+        self, attempt: Attempt, specs: Sequence[ChildSpec], say: Callable[[str], None], stop_grace_seconds: float = STOP_GRACE_SECONDS,
+        patience: Patience | None = None, signals: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        """`patience`: how long ranks may be stuck; None: nobody looks. `signals`: where the caller's `stop_signals` notes them."""
+        self._attempt, self._specs, self._say, self._patience = attempt, specs, say, patience
         self._stop_grace_seconds = stop_grace_seconds
         self._console = ConsoleTail(attempt.console_log, say)
         self._children: list[Child] = []
-        self._signals: list[int] = []
+        self._signals: list[int] = [] if signals is None else signals
         self._stop_deadline: float | None = None
         self._stop_is_requested = False
 
     def run(self) -> int:
         """Start everything, watch, end everything. Returns 0, or 128 + signal after a stop (75 when nobody signalled).
 
-        Call from the main thread. Raises RankError with the text for the user and the exit code when something
+        Call from the main thread, inside `stop_signals`. Raises RankError with the text for the user and the exit code when something
         failed. However it ends, none of the processes, nor of theirs, is left.
         """
-        # One that was ignored at our start stays so: `nohup`, and jobs a script puts in the background.
-        with signals_taken([number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN], self._signals):
-            family = Family()
-            self._children = family.children
-            try:
-                for spec in self._specs:
-                    child = family.start(spec)
-                    logger.info("%s started as process %d: %s", child.name, child.pid, " ".join(spec.command))
-                return self._watch(family)
-            finally:
-                family.close(_END_GRACE_SECONDS)
-                for child in family.children:
-                    logger.info("%s %s", child.name, child.end_described)
-                self._console.pump()
+        family = Family()
+        self._children = family.children
+        try:
+            for spec in self._specs:
+                child = family.start(spec)
+                logger.info("%s started as process %d: %s", child.name, child.pid, " ".join(spec.command))
+            return self._watch(family)
+        finally:
+            family.close(_END_GRACE_SECONDS)
+            for child in family.children:
+                logger.info("%s %s", child.name, child.end_described)
+            self._console.pump()
 
     def _watch(self, family: Family) -> int:
         ranks = [child for child in self._children if child.spec.kind == "rank"]
+        pids = {child.spec.index: child.pid for child in ranks}
+        watchdog = Watchdog(self._attempt, len(ranks), self._patience, pids) if self._patience is not None else None
         while True:
             self._console.pump()
             family.reap()
@@ -118,6 +131,9 @@ class Supervisor:
                 if stopped:
                     self._say("Stopped in order. The same command continues the run.")
                 return self._stop_code() if stopped else 0
+            if watchdog is not None and (stuck := watchdog.look()) is not None:
+                logger.error("%s", stuck)
+                raise stuck
             time.sleep(_POLL_SECONDS)
 
     # --- failure -------------------------------------------------------------------------------------------

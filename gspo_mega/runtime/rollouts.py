@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gspo_mega import beats
 from gspo_mega.config.schema import Config
 from gspo_mega.config.sources import sources_of
 from gspo_mega.data.prompts import PromptSource, load_prompts
@@ -71,9 +72,13 @@ class RolloutSide:
         except BaseException:
             self.pool.close()
             raise
-        self.collector = Collector(config, self.pool, self.prompts, self.scoring.score, self.decode, spec.eos_token_ids)
+        self.collector = Collector(config, self.pool, self.prompts, self._score, self.decode, spec.eos_token_ids)
         journal = Journal(attempt.run_folder.journal_dir)
         self._batches = JournalledBatches(journal, self.prompts, self, config.batch.group_size, config.journal.keep_last)
+
+    async def _score(self, trajectory: Trajectory) -> None:
+        await self.scoring.score(trajectory)
+        beats.beat()  # sampled and scored: a long rollout is no stuck one
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of sampled tokens, for rewards and people; never tokenised again."""

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega import kill_points, process_death
-from gspo_mega.config import Config, load_config
+from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.errors import ConfigError
+from gspo_mega.plan.patience import patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
+from gspo_mega.runtime.beat_writer import BeatWriter
 from gspo_mega.runtime.rank_log import console, redirect_output
 from gspo_mega.runtime.shutdown import fail, leave
 
@@ -105,18 +107,20 @@ def main(arguments: list[str] | None = None) -> None:
     redirect_output(attempt.rank_log(place.rank))
     _default_signals()
     try:
-        result = _work(args.command, args.config, attempt, place)
+        loaded = load_config(args.config, command=args.command)
+        bounds = patience(loaded.config)
+        writer = None if bounds is None else BeatWriter(attempt, place.rank, place.world_size, bounds)
+        result = _work(args.command, loaded, attempt, place)
         if result is not None and place.rank == 0:
             atomic_write_json(attempt.result_file, result)
         code = EXIT_STOPPED if result and result.get("stopped") else 0
-        leave(code)
+        leave(code, [] if writer is None else [writer.close])
     except BaseException as error:
         # Everything, SystemExit and KeyboardInterrupt too: whatever ends a rank early is the other ranks' failure.
         fail(error, place.rank, attempt)
 
 
-def _work(command: str, config_file: str, attempt: Attempt, place: RankEnvironment) -> dict[str, Any] | None:
-    loaded = load_config(config_file, command=command)
+def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvironment) -> dict[str, Any] | None:
     _init_distributed(place)
     module, function = ENTRY_POINTS[command]
     work = getattr(importlib.import_module(module), function)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # A package imports from itself and from what is named here. Top-level modules count as packages.
-_BASE = {"", "errors", "records", "run_folder", "durable", "kill_points", "process_death"}
+_BASE = {"", "errors", "records", "run_folder", "durable", "kill_points", "process_death", "beats"}
 _LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan"}
 _BELOW_ENGINE = _BASE | {"config", "model"} | _LEAVES
 _BELOW_RUNTIME = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout"}
@@ -18,6 +18,7 @@ LAYERS: dict[str, set[str]] = {
     "records": set(),
     "kill_points": {""},
     "process_death": {""},
+    "beats": {""},
     "durable": {"", "kill_points"},
     "run_folder": {"errors", "durable"},
     "config": _BASE,
