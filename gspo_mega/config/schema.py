@@ -213,9 +213,9 @@ class Publish(Section):
     method: Literal["disk", "distributed"] = Field(default="disk", description="disk: through the run folder. distributed: a broadcast group with the servers.")
     deadline_seconds: float = Field(default=300.0, gt=0, description="Longest one publish may take.")
     bucket_bytes: int = Field(default=256 * 1024**2, ge=1024, description="Size of one broadcast, method distributed.")
-    verify: Literal["tensors", "replicas"] = Field(
-        default="tensors",
-        description="tensors: every server tensor's checksum equals what was sent (servers with tensor 1 on CPU). replicas: all servers agree, and exactly what changed in the trainer changed.",
+    verify: Literal["auto", "tensors", "replicas"] = Field(
+        default="auto",
+        description="tensors: every server tensor's checksum equals what was sent (servers with tensor 1 without GPUs). replicas: all servers agree, exactly what changed in the trainer changed, and a publish is proved to reach every tensor once per server start. auto: tensors where it is possible, else replicas.",
     )
     keep_last: int = Field(default=2, ge=1, description="Published versions kept on disk.")
 

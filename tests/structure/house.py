@@ -53,7 +53,7 @@ HOMES: dict[str, set[str]] = {
     "http": {"rollout", "reward/remote.py"},
     "urllib.request": {"rollout", "reward/remote.py"},
     "pickle": set(),
-    "os.environ": {"launcher", "runtime/worker.py", "engine/cpu.py", "rollout/server_entry.py", "rollout/supervise_server.py", "rollout/cpu_server.py"},
+    "os.environ": {"launcher", "runtime/worker.py", "weights/link.py", "engine/cpu.py", "rollout/server_entry.py", "rollout/supervise_server.py", "rollout/cpu_server.py"},
     "os.getenv": set(),
     "os.putenv": set(),
 }
