@@ -22,7 +22,7 @@ MAY_CHANGE = (
     "run.dir", "cluster.", "parallel.", "train.num_steps", "sft.max_steps", "eval.every_steps", "checkpoint.", "journal.", "metrics.", "server.", "publish.",
     "rollout.max_concurrent_requests", "rollout.request_deadline_seconds", "rollout.max_attempts",
     "rollout.no_server_deadline_seconds", "reward.deadline_seconds", "reward.num_workers", "reward.recycle_after",
-    "reward.memory_bytes", "mismatch.budget",
+    "reward.memory_bytes", "mismatch.budget", "data.accept_changed",
 )  # fmt: skip
 
 

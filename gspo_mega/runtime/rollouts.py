@@ -61,6 +61,7 @@ class RolloutSide:
             [source.weight for source in sources_of(config.data)],
             seed=config.run.seed,
             shuffle=config.data.shuffle,
+            accept_changed=config.data.accept_changed,
         )
         self.held_out = self._load_held_out()
         self.pool = ServerPool(config, spec, attempt)
