@@ -54,7 +54,7 @@ class RolloutSide:
         from transformers import AutoTokenizer
 
         self.config = config
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
         self.sources: list[PromptSource] = load_prompts(config.data, self.tokenizer)
         self.prompts: PromptStream[Prompt] = PromptStream(
             self.sources,
