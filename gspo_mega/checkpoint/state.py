@@ -35,7 +35,8 @@ class TrainState:
 
     `step`: rollout batches trained on. `num_optimizer_steps`: applied optimizer steps, which drive the
     schedule. `skipped_in_a_row`: non-finite gradients since the last applied one. `prompts`, `demonstrations`: the
-    orders' own state. `summary`: what the final table needs of earlier attempts.
+    orders' own state. `summary`: what the final table needs of earlier attempts. `history`: the fingerprint of the weights, of
+    what the run started from and of all that it trained on.
     """
 
     step: int = 0
@@ -45,6 +46,7 @@ class TrainState:
     prompts: dict[str, Any] = field(default_factory=dict)
     demonstrations: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+    history: str = ""
 
 
 def _metadata(groups: ParallelGroups) -> dict[str, Any]:

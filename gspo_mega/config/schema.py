@@ -240,6 +240,7 @@ class Checkpoint(Section):
 
 class Journal(Section):
     keep_last: int | None = Field(default=None, ge=1, description="Steps whose trajectories stay in the run folder's journal; all when absent.")
+    prune_routes: bool = Field(default=False, description="Take the routed experts out of a step's record, of which they are most, once a checkpoint that trained on it is on disk. R3 cannot be replayed from such a record.")
 
 
 class Metrics(Section):

@@ -60,7 +60,7 @@ def launch(
     say(render_report(plan))
     folder = RunFolder(Path(config.run.dir) / config.run.name)
     with hold(folder):
-        attempt = new_attempt(folder, loaded, command)
+        attempt = new_attempt(folder, loaded, command, say)
         with log_to(attempt.supervisor_log), StateKeeper(attempt) as state:
             say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
             ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)

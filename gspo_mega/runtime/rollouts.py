@@ -22,7 +22,8 @@ from gspo_mega.reward.pool import ScoringPool
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.run_folder import Attempt
-from gspo_mega.runtime.journalled import JournalledBatches
+from gspo_mega.runtime.journalled import batches_of
+from gspo_mega.runtime.provenance import made_by
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class RolloutSide:
             raise
         self.collector = Collector(config, self.pool, self.prompts, self.scoring.score, self.decode, spec.eos_token_ids)
         journal = Journal(attempt.run_folder.journal_dir)
-        self._batches = JournalledBatches(journal, self.prompts, self, config.batch.group_size, config.journal.keep_last)
+        self._made_by = made_by(config)
+        self.batches = batches_of(config, journal, self.prompts, self)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of sampled tokens, for rewards and people; never tokenised again."""
@@ -104,7 +106,10 @@ class RolloutSide:
 
     def take(self, step: int, weight_version: int, on_wait: Callable[[], None], say: Callable[[str], None]) -> RolloutBatch:
         """The rollout batch of `step`: `source.take(step)` of the loop. What the journal has of it is not sampled again."""
-        return self._batches.take(step, weight_version, on_wait, say)
+        return self.batches.take(step, weight_version, on_wait, say)
+
+    def made_by(self, step: int) -> dict[str, str]:
+        return self._made_by
 
     def upcoming(self, step: int, count: int) -> list[Prompt]:
         """The next `count` prompts; the order stays where it is."""

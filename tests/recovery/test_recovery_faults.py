@@ -85,7 +85,7 @@ def test_refused_to_one_rank_of_two_ends_both_with_its_error(ranks, straight_of_
 
 
 @pytest.mark.parametrize("start", ["resumed", "from model.weights"])
-def test_a_checkpoint_that_would_run_a_program_is_refused_before_megatron_loads_it(ranks, tmp_path, start):
+def test_a_checkpoint_that_would_run_a_program_is_refused_before_megatron_loads_it(ranks, straight, tmp_path, start):
     """As a run resumes from it, with its checksums right, and as another run takes its weights."""
 
     class Program:
