@@ -25,7 +25,9 @@ import it.
       weights/current.json           {"weight_version": int, "path": absolute path}
       checkpoints/step_<8 digits>/   checkpoints/latest holds the newest complete folder's name
       journal/step_<8 digits>        the trajectories of one step
+      journal/step_<8 digits>.old-NNNN   ... as they were before the step was sampled again
       metrics.jsonl  tensorboard/  hf/  hf_steps/step_<8 digits>/
+      old-NNNN/                      what another configuration recorded here; a run folder to read from
 """
 
 from __future__ import annotations
@@ -268,5 +270,9 @@ class RunFolder:
     def huggingface_dir(self) -> Path:
         return self.path / "hf"
 
+    @property
+    def huggingface_steps_dir(self) -> Path:
+        return self.path / "hf_steps"
+
     def huggingface_step_dir(self, step: int) -> Path:
-        return self.path / "hf_steps" / f"step_{step:08d}"
+        return self.huggingface_steps_dir / f"step_{step:08d}"

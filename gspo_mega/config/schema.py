@@ -6,7 +6,7 @@ layout needs from a model is `plan/`. Sections are frozen and refuse unknown key
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -163,6 +163,9 @@ class Data(Section):
     system_prompt: str | None = Field(default=None, description="System message put before every prompt; needs chat_template.")
     max_prompt_tokens: int = Field(ge=1, description="Longer prompts are left out and counted.")
     shuffle: bool = Field(default=True, description="A new order every epoch, from the run's seed.")
+    accept_changed: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")], ...] = Field(
+        default=(), description="SHA-256 (its first 12 digits or more) of data files that may take the place of those the run was saved with, e.g. with a repaired row; as many rows as before."
+    )
 
 
 class RewardFunction(Section):
@@ -238,6 +241,7 @@ class Checkpoint(Section):
 
 class Journal(Section):
     keep_last: int | None = Field(default=None, ge=1, description="Steps whose trajectories stay in the run folder's journal; all when absent.")
+    prune_routes: bool = Field(default=False, description="Take the routed experts out of a step's record, of which they are most, once a checkpoint that trained on it is on disk. R3 cannot be replayed from such a record.")
 
 
 class Watchdog(Section):

@@ -74,7 +74,7 @@ def launch(
     with hold(folder), stop_signals() as signals:
         restarts = Restarts.begin(folder, config.train.max_restarts if command == "train" and config.train is not None else 0)
         while True:
-            attempt = new_attempt(folder, loaded, command)
+            attempt = new_attempt(folder, loaded, command, say)
             try:
                 with log_to(attempt.supervisor_log), StateKeeper(attempt) as state:
                     code = run_attempt(attempt, signals)

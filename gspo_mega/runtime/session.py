@@ -121,8 +121,7 @@ class Session:
         self.stop_request = StopRequest(context.attempt_dir)
         self.writer = None
         if self.side is not None:
-            if checkpoint is not None and self.state.prompts:
-                self.side.prompts.load_state_dict(self.state.prompts)
+            self.side.batches.restore(self.state)
             self.writer = self._cleanup.enter_context(MetricsWriter(self.run_folder.path, tensorboard=config.metrics.tensorboard))
             self.writer.resume_from(self.state.step)
 
@@ -314,7 +313,7 @@ class Session:
             return
         with self.phase("checkpoint"):
             if self.side is not None:
-                self.state.prompts = self.side.prompts.state_dict()
+                self.side.batches.note(self.state)
             state = asdict(self.state)
             if self.agree(state != self._saved_state):
                 self._note_saves(self._saver.save(self.state))
@@ -331,6 +330,8 @@ class Session:
                 "time/checkpoint/pause_seconds": report.pause_seconds,
                 "time/checkpoint/write_seconds": report.write_seconds,
             }
+            if self.side is not None:
+                self.side.batches.is_durable(report.folder)
 
     def take_save_seconds(self) -> dict[str, float]:
         """The times of the save that was committed last, once."""
