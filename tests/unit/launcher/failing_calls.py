@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# mkdir is atomic: calls that come at one time still get numbers of their own.
+# noclobber is atomic: calls that come at one time still get numbers of their own. Without a process of its own: there are many.
 _SHIM = """#!/bin/sh
-here={folder}
+set -C
 number=1
-until mkdir "$here/call.$number" 2>/dev/null; do number=$((number + 1)); done
-echo "$(basename "$0") $*" > "$here/call.$number/what"
-if [ "$number" = "$(cat "$here/fail")" ]; then
-  echo "$(basename "$0"): error: Unable to contact slurm controller (connect failure)" >&2
+until true 2>/dev/null > {folder}/call.$number; do number=$((number + 1)); done
+set +C
+program=${{0##*/}}
+echo "$program $*" > {folder}/call.$number
+read -r fail < {folder}/fail
+if [ "$number" = "$fail" ]; then
+  echo "$program: error: Unable to contact slurm controller (connect failure)" >&2
   exit 1
 fi
-exec {programs}/"$(basename "$0")" "$@"
+exec {programs}/$program "$@"
 """
 
 
@@ -35,13 +38,11 @@ class FailingCalls:
 
     def fail(self, number: int) -> None:
         for call in self.folder.glob("call.*"):
-            for file in call.iterdir():
-                file.unlink()
-            call.rmdir()
-        (self.folder / "fail").write_text(str(number))
+            call.unlink()
+        (self.folder / "fail").write_text(f"{number}\n")
 
     @property
     def calls(self) -> list[str]:
         """What was called, in order."""
-        found = {int(call.name.split(".")[1]): call / "what" for call in self.folder.glob("call.*")}
-        return [found[number].read_text().strip() for number in sorted(found) if found[number].exists()]
+        found = {int(call.name.split(".")[1]): call for call in self.folder.glob("call.*")}
+        return [found[number].read_text().strip() for number in sorted(found)]
