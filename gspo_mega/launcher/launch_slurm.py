@@ -21,13 +21,13 @@ from gspo_mega.launcher.slurm import Allocation, read_allocation, seconds_left
 from gspo_mega.launcher.slurm_answers import Answers
 from gspo_mega.launcher.slurm_job import AttemptError, SlurmJob, Standing
 from gspo_mega.launcher.slurm_site import Site
-from gspo_mega.launcher.slurm_size import JobSize, job_size
+from gspo_mega.launcher.slurm_size import JobSize, job_size, told_in_time
 from gspo_mega.launcher.slurm_steps import Steps
 from gspo_mega.launcher.slurm_stop import SIGNALS
 from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.supervisor import signals_taken
 from gspo_mega.launcher.versions import versions_text
-from gspo_mega.plan import plan_run, render_report
+from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 
@@ -40,7 +40,8 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     site = Site.read(os.environ)
     size = job_size(loaded, site, command)
     plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
-    report = render_report(plan)
+    figures = estimate(plan, loaded.where)
+    report, site = render_report(plan, figures), told_in_time(site, figures)
     answers = Answers(say)
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
     _check_time(allocation.job_id, site, answers)

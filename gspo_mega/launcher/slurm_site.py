@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gspo_mega.errors import ConfigError
 
-_NUMBERS = {"GSPO_GPUS_PER_NODE": 0, "GSPO_CPUS_PER_TASK": 1, "GSPO_SIGNAL_SECONDS": 600, "GSPO_PREFLIGHT_SECONDS": 600}
+_NUMBERS = {"GSPO_GPUS_PER_NODE": 0, "GSPO_CPUS_PER_TASK": 1, "GSPO_SIGNAL_SECONDS": 0, "GSPO_PREFLIGHT_SECONDS": 600}
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Environment:
 @dataclass(frozen=True)
 class Site:
     """`gpus_per_node` 0: none. `cpus_per_task`: of every rank and server. `network`: interfaces of gloo and NCCL, or None
-    for their own choice. `signal_seconds`: how long before the time limit Slurm says so. `preflight`: run the doctor first, on
-    every node; `preflight_seconds`: what it may take there.
+    for their own choice. `signal_seconds`: how long before the time limit Slurm says so, 0 for as long as the plan asks for.
+    `preflight`: run the doctor first, on every node; `preflight_seconds`: what it may take there.
     """
 
     gpus_per_node: int

@@ -14,6 +14,7 @@ from gspo_mega.errors import RankError
 from gspo_mega.launcher.slurm import Node, job_runs, requeue
 from gspo_mega.launcher.slurm_answers import Answers
 from gspo_mega.launcher.state import StateKeeper, read_state
+from gspo_mega.plan.deadlines import grace_seconds
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -21,16 +22,9 @@ _POLL_SECONDS = 0.2
 # A signal that says the end may be a cancellation, which Slurm's controller knows of. It is asked so often at once.
 _ENDED_QUESTIONS = 3
 _ENDED_PAUSE_SECONDS = 1.0
-# Kept of the time that Slurm leaves after USR1, to queue the job again whatever the ranks do.
-RESERVE_SECONDS = 20.0
 _REQUEUE_SECONDS = 120.0
 # Slurm may send the signal of the time limit so much too early. Still earlier it is sent by hand, or for preemption.
 _EARLY_SECONDS = 60.0
-
-
-def grace_seconds(signal_seconds: float) -> float:
-    """What ranks have of the time between Slurm's signal and the time limit, to end their step and save."""
-    return max(signal_seconds - RESERVE_SECONDS, signal_seconds / 2)
 
 
 class Stop:
