@@ -92,17 +92,18 @@ class Supervisor:
                 for spec in self._specs:
                     child = family.start(spec)
                     logger.info("%s started as process %d: %s", child.name, child.pid, " ".join(spec.command))
-                return self._watch()
+                return self._watch(family)
             finally:
                 family.close(_END_GRACE_SECONDS)
                 for child in family.children:
                     logger.info("%s %s", child.name, child.end_described)
                 self._console.pump()
 
-    def _watch(self) -> int:
+    def _watch(self, family: Family) -> int:
         ranks = [child for child in self._children if child.spec.kind == "rank"]
         while True:
             self._console.pump()
+            family.reap()
             if self._must_end_now():
                 return self._stop_code()
             if self._failed():

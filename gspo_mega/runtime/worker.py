@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gspo_mega import kill_points
+from gspo_mega import kill_points, process_death
 from gspo_mega.config import Config, load_config
 from gspo_mega.errors import ConfigError, FolderError
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
@@ -101,6 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     attempt = Attempt(args.attempt)
     place = RankEnvironment.read(os.environ)
     kill_points.arm(os.environ.get(kill_points.VARIABLE), place.rank)
+    # Megatron forks writers for a save: they must not wait for a killed rank.
+    process_death.forks_die_with_us()
     _redirect_output(attempt.rank_log(place.rank))
     _default_signals()
     try:

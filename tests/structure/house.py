@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # A package imports from itself and from what is named here. Top-level modules count as packages.
-_BASE = {"", "errors", "records", "run_folder", "durable", "kill_points"}
+_BASE = {"", "errors", "records", "run_folder", "durable", "kill_points", "process_death"}
 _LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan"}
 _BELOW_ENGINE = _BASE | {"config", "model"} | _LEAVES
 _BELOW_RUNTIME = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout"}
@@ -17,6 +17,7 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "records": set(),
     "kill_points": {""},
+    "process_death": {""},
     "durable": {"", "kill_points"},
     "run_folder": {"errors", "durable"},
     "config": _BASE,
