@@ -90,7 +90,7 @@ class ScoringPool:
     async def start(self) -> None:
         """Start all processes and load the functions. Raises RewardError as `check_reward`."""
         started = await asyncio.gather(
-            *(ScoringProcess.start(self._setup) for _ in range(self._settings.num_workers)), return_exceptions=True
+            *(ScoringProcess.start(self._setup, self._settings.environment) for _ in range(self._settings.num_workers)), return_exceptions=True
         )
         self._slots = [_Slot(process) for process in started if isinstance(process, ScoringProcess)]
         for outcome in started:
@@ -236,7 +236,7 @@ class ScoringPool:
         await slot.process.end()
         for attempt in range(1, _START_ATTEMPTS + 1):
             try:
-                slot.process = await ScoringProcess.start(self._setup)
+                slot.process = await ScoringProcess.start(self._setup, self._settings.environment)
                 break
             except RewardError:
                 if attempt == _START_ATTEMPTS:
@@ -263,7 +263,7 @@ def check_reward(settings: Reward, source_rewards: Mapping[str, str] | None = No
     setup = _table(settings, source_rewards or {})[0]
 
     async def load() -> None:
-        process = await ScoringProcess.start(setup)
+        process = await ScoringProcess.start(setup, settings.environment)
         await process.end()
 
     asyncio.run(load())
@@ -297,4 +297,5 @@ def _table(
             plain = next((label for label, entry in functions.items() if entry == {"function": name, "options": {}}), None)
             own[name] = plain or label_of(name, {})
     of_source = {source: (_Entry(own[name], 1.0),) for source, name in source_rewards.items()}
-    return {"functions": functions, "memory_bytes": settings.memory_bytes}, entries, of_source
+    setup = {"functions": functions, "memory_bytes": settings.memory_bytes, "file_bytes": settings.file_bytes, "network": settings.network}
+    return setup, entries, of_source
