@@ -6,7 +6,7 @@ that it was started with as stdin and stdout:
     in   {"functions": {label: {"function": name, "options": {...}}}, "memory_bytes": n, "file_bytes": n, "network": bool}   once
     out  {"ready": true}  or  {"load_error": text}
     in   {"id": n, "label": label, "prompt": ..., "response": ..., "answer": ..., "metadata": ...}
-    out  {"id": n, "value": x, "parts": {name: x}}  or  {"id": n, "failure": kind, "why": text}
+    out  {"id": n, "value": x, "parts": {name: x}, "correct": true, false or null}  or  {"id": n, "failure": kind, "why": text}
 
 What functions print goes to stderr and cannot disturb this. The process ends with its stdin, or with its guard (`guard.py`)
 when that is told to, or loses its parent: deadlines are enforced from outside.
@@ -68,24 +68,27 @@ def answer(request: dict[str, Any], function: RewardFunction, options: dict[str,
     """Call a function for one request: the reply without its id."""
     arguments = {key: request[key] for key in ("prompt", "response", "answer", "metadata")}
     try:
-        value, parts = result_of(function(**arguments, **options))
+        value, parts, correct = result_of(function(**arguments, **options))
     except BadResult as error:
         return {"failure": error.kind, "why": str(error)}
     except MemoryError as error:
         return {"failure": "memory", "why": describe(error)}
     except BaseException as error:  # whatever a function raises, SystemExit too, is the failure of this one trajectory
         return {"failure": "exception", "why": describe(error)}
-    return {"value": value, "parts": parts}
+    return {"value": value, "parts": parts, "correct": correct}
 
 
-def result_of(returned: Any) -> tuple[float, dict[str, float]]:
-    """The reward and the further parts in what a function returned. Raises BadResult."""
+def result_of(returned: Any) -> tuple[float, dict[str, float], bool | None]:
+    """The reward, the further parts and the verdict in what a function returned. Raises BadResult."""
     if not isinstance(returned, dict):
-        return number_of(returned, "the result"), {}
+        return number_of(returned, "the result"), {}, None
     if "reward" not in returned:
         raise BadResult("wrong_type", f"returned a dictionary without 'reward'; it has {', '.join(map(repr, returned)) or 'nothing'}")
     parts = {str(key): number_of(value, repr(key)) for key, value in returned.items()}
-    return parts.pop("reward"), parts
+    correct = parts.pop("correct", None)
+    if correct not in (None, 0.0, 1.0):
+        raise BadResult("wrong_type", f"'correct' is {correct:g}; True or False (1 or 0) was expected")
+    return parts.pop("reward"), parts, None if correct is None else bool(correct)
 
 
 def number_of(value: Any, what: str) -> float:
