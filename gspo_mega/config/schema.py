@@ -181,6 +181,10 @@ class Reward(Section):
     recycle_after: int = Field(default=10_000, ge=1, description="Scorings after which a process is replaced.")
     permute_in_batch: bool = Field(default=False, description="Control of an experiment: deal rewards out anew inside the batch, so that nothing can be learnt from them.")
     memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2, description="Address space beyond its start that a scoring process may take.")
+    file_bytes: int = Field(default=1024**3, ge=0, description="Largest file that a scoring process may write.")
+    environment: tuple[str, ...] = Field(default=(), description="Environment variables that functions get besides a short list of harmless ones (docs/REWARDS.md).")
+    network: bool = Field(default=True, description="False: functions run in a network name space without any network, where the kernel allows that to this user; refused where it does not.")
+    max_failed_fraction: float = Field(default=0.1, ge=0, le=1, description="Share of a step's scorings that may fail (their responses are not trained on); more of them stop the run.")
 
 
 class Rollout(Section):

@@ -23,7 +23,6 @@ from typing import Any
 
 from gspo_mega import kill_points, process_death
 from gspo_mega.config import Config, LoadedConfig, load_config
-from gspo_mega.config import Config, load_config
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, RENDEZVOUS_SECONDS
 from gspo_mega.errors import ConfigError
 from gspo_mega.plan.patience import patience
