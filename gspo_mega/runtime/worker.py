@@ -25,6 +25,7 @@ from typing import Any
 
 from gspo_mega import kill_points
 from gspo_mega.config import Config, load_config
+from gspo_mega.config.addresses import is_loopback
 from gspo_mega.errors import ConfigError, FolderError
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
 from gspo_mega.runtime.shutdown import fail, leave
@@ -116,6 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _work(command: str, config_file: str, attempt: Attempt, place: RankEnvironment) -> dict[str, Any] | None:
     loaded = load_config(config_file, command=command)
+    _keep_to_this_machine(loaded.config)
     _init_distributed(place)
     module, function = ENTRY_POINTS[command]
     work = getattr(importlib.import_module(module), function)
@@ -147,6 +149,13 @@ def _default_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+
+
+def _keep_to_this_machine(config: Config) -> None:
+    """Where ranks and servers all are on this machine, gloo and NCCL listen on its loopback alone, whatever its name resolves to."""
+    if is_loopback(os.environ["MASTER_ADDR"]) and is_loopback(config.server.host):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
 
 
 def _init_distributed(place: RankEnvironment) -> None:

@@ -59,7 +59,7 @@ class _Link:
         self.name = f"weights-{secrets.token_hex(8)}"
         size = 1 + server.tensor_parallel
         # The store listens on the job's own address only.
-        listener = socket.create_server((address, 0))
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             address, port, size, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False,

@@ -66,10 +66,10 @@ def start(tmp_path):
     for number in ("clip_low", "clip_high"):
         config["objective"][number] = float(config["objective"][number])
     config["optimizer"]["lr"] = float(config["optimizer"]["lr"])
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     launched = []
 
-    def launch(behaviours, stop_grace_seconds=60.0, work=None):
+    def launch(behaviours, stop_grace_seconds=60.0, work=None, **server):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config | {"server": {**config["server"], **server}}))
         launched.append(Launched(tmp_path, behaviours, stop_grace_seconds, work))
         return launched[-1]
 
@@ -165,7 +165,36 @@ def test_a_server_that_gave_up_ends_the_run(start):
 def test_a_server_that_is_gone_ends_the_run(start):
     code, _, err = start({"server 0": "no_record"}).finish()
     assert code == 9
-    assert "server 0 exited with code 9" in err and "Fatal: something in a library" in err
+    assert "server 0 gave up: its process exited with code 9" in err and "Fatal: something in a library" in err
+
+
+@pytest.mark.parametrize("end", ["give_up", "no_record"])
+def test_one_server_that_is_gone_leaves_the_run_to_the_others(start, end):
+    run = start({"server 0": end, "rank 0": "finish_when_told", "rank 1": "finish_when_told"}, num_servers=2)
+    run.wait_started(4)
+    log = run.folder.latest_attempt().supervisor_log
+    deadline = time.monotonic() + 60
+    while "server 0 is given up" not in log.read_text() and run.process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (run.folder.latest_attempt().path / "go on").touch()
+    code, out, err = run.finish()
+    assert (code, err) == (0, "")
+    (warning,) = [line for line in out.splitlines() if line.startswith("warning")]
+    said = {"give_up": "SGLang exited with code 1", "no_record": "exited with code 9"}[end]
+    assert "server 0 is given up" in warning and said in warning and "1 of 2 servers is left" in warning
+    assert run.left_running() == []
+
+
+def test_the_last_server_that_gives_up_ends_the_run_with_the_first_ones_words(start):
+    run = start({"server 0": "give_up", "server 1": "give_up_later"}, num_servers=2)
+    run.wait_started(4)
+    (run.folder.latest_attempt().path / "go on").touch()
+    code, out, err = run.finish()
+    assert code == 3
+    assert "server 0 gave up: SGLang exited with code 1" in err and "1 of 2 servers is left" in out
+    assert "server 1 is given up: SGLang exited with code 9; no server of 2 is left" in out
+    assert run.left_running() == []
 
 
 def test_what_a_rank_leaves_behind_is_ended_too(start):
