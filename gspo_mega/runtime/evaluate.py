@@ -1,19 +1,24 @@
 """`gspo-mega eval`: held-out accuracy of a Hugging Face folder, through servers alone. No engine, one process.
 
-The servers load `model.path` themselves, and that is what is measured: every start of one is committed as version 0.
+The servers load `model.path` themselves, and that is what is measured: every start of one is told, and committed, to hold
+version 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 from typing import Any
 
+from gspo_mega.errors import PublishError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.run_folder import Attempt
 from gspo_mega.runtime.rollouts import RolloutSide
 from gspo_mega.runtime.session import StopRequested
 from gspo_mega.runtime.stop import StopRequest
 from gspo_mega.runtime.worker import WorkerContext
+
+_TELL_SECONDS = 30.0
 
 
 def run_eval(context: WorkerContext) -> dict[str, Any]:
@@ -23,11 +28,14 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
     trusted: set[tuple[str, int]] = set()
 
     def on_wait() -> None:
-        # Each start once: one that was found to talk nonsense since gets no more work.
-        new = {(server.server_id, server.generation) for server in side.pool.servers_behind()} - trusted
-        if new:
-            side.pool.commit(0, new)
-            trusted.update(new)
+        for server in side.pool.servers_behind():
+            start = (server.server_id, server.generation)
+            # Each start once: one that was found to talk nonsense since gets no more work.
+            if start not in trusted:
+                with contextlib.suppress(PublishError):  # it went down just now, and is met again when it is back
+                    server.set_weight_version(0, deadline_seconds=_TELL_SECONDS)
+                    side.pool.commit(0, [start])
+                    trusted.add(start)
         reason = stop_request.check()
         if reason is not None:
             raise StopRequested(reason)

@@ -1,5 +1,6 @@
 """The supervisor with real processes that misbehave: what the user sees, how fast it ends, that nothing is left."""
 
+import ipaddress
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -289,6 +291,18 @@ def test_real_ranks_work_together_and_leave_a_result(start):
     assert "demo: 2 ranks, sum 3\n" in out
     assert json.loads(run.folder.latest_attempt().result_file.read_text()) == {"sum": 3.0}
     assert run.left_running() == []
+
+
+def test_ranks_listen_on_the_loopback_alone(start):
+    """Whatever the machine's name resolves to: gloo by itself takes the address of that."""
+    run = start({}, work="stop_in_order")
+    wait_for_console(run, "waiting for a stop")
+    ranks = [pid for pid in run.left_running() if b"launcher_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    listening = [{c.laddr.ip for c in psutil.Process(pid).net_connections(kind="inet") if c.status == psutil.CONN_LISTEN} for pid in ranks]
+    assert len(listening) >= 2 and all(ipaddress.ip_address(address).is_loopback for address in set().union(*listening))
+    assert sum(map(bool, listening)) == 2, "the store of rank 0, and gloo of both"
+    run.process.send_signal(signal.SIGINT)
+    run.finish(60)
 
 
 def test_one_ranks_error_ends_another_that_sits_in_a_collective(start):

@@ -63,6 +63,9 @@ class Supervised:
         """The pid of the stand-in that runs now."""
         return int(re.findall(r"head (\d+)", self.log())[-1])
 
+    def segments(self) -> list[Path]:
+        return [Path(path) for path in re.findall(r"segment (\S+)", self.log())]
+
     def children(self) -> list[int]:
         return [int(pid) for pid in re.findall(r"child (\d+)", self.log())]
 
@@ -72,7 +75,9 @@ def supervised(tmp_path):
     made = []
 
     def make(*args, **kwargs):
-        made.append(Supervised(tmp_path, *args, **kwargs))
+        folder = tmp_path / f"run{len(made)}" if made else tmp_path
+        folder.mkdir(exist_ok=True)
+        made.append(Supervised(folder, *args, **kwargs))
         return made[-1]
 
     yield make
@@ -234,6 +239,50 @@ def test_a_current_json_of_no_sense_is_named(supervised, tmp_path):
     output, _ = one.process.communicate(timeout=90)
     assert one.process.returncode == 2
     assert "current.json: needs weight_version and path" in output
+
+
+@pytest.fixture
+def foreign_segment():
+    """Another server's shared memory."""
+    path = Path(f"/dev/shm/sglang_loads_{os.urandom(6).hex()}_0.shm")
+    path.write_bytes(bytes(4096))
+    yield path
+    path.unlink()
+
+
+def test_a_killed_servers_shared_memory_goes_with_it_and_no_others(supervised, foreign_segment):
+    one = supervised("shared_memory")
+    one.until(lambda r: r.state == "ready")
+    (first,) = one.segments()
+    assert first.exists()
+    os.kill(one.head(), signal.SIGKILL)
+    one.until(lambda r: r.state == "ready" and r.generation == 2)
+    _, second = one.segments()
+    assert (first.exists(), second.exists()) == (False, True)
+    one.process.terminate()
+    assert one.process.wait(timeout=15) == 0
+    assert not second.exists() and foreign_segment.exists()
+
+
+def test_what_a_supervisor_left_that_was_killed_is_removed_by_the_next(supervised, foreign_segment, tmp_path, monkeypatch):
+    """Of those whose supervisor lives nothing is touched, and no folder of another kind."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "gspo-server-by-hand").mkdir()
+    killed, living = supervised("shared_memory"), supervised("shared_memory")
+    for one in (killed, living):
+        one.until(lambda r: r.state == "ready")
+    (left,), (used,) = killed.segments(), living.segments()
+    killed.process.kill()
+    killed.process.wait()
+    for pid in (killed.head(), *killed.children()):
+        os.kill(pid, signal.SIGKILL)
+    wait_gone([killed.head()], 5)
+    assert left.exists() and len(list(tmp_path.glob("gspo-server-*"))) == 3
+    killed.become("ok")
+    killed.start()
+    killed.until(lambda r: r.state == "ready" and r.generation == 2)
+    assert (left.exists(), used.exists(), foreign_segment.exists()) == (False, True, True)
+    assert len(list(tmp_path.glob("gspo-server-*"))) == 3, "by hand, the living one's, its own"
 
 
 def test_nothing_is_left_in_the_temporary_folder(supervised, tmp_path, monkeypatch):

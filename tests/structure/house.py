@@ -58,7 +58,7 @@ HOMES: dict[str, set[str]] = {
 WITHOUT = {package: ("torch", "numpy", "transformers") for package in ("config", "model", "plan")}
 WITH_PRINT = {"commands", "tools"}
 MOST_LINES = 400
-TOP_LEVEL = {"pyproject.toml", "README.md", "gspo_mega", "launch", "configs", "tools", "tests", ".gitignore", ".ci"}
+TOP_LEVEL = {"pyproject.toml", "README.md", "gspo_mega", "launch", "configs", "tools", "tests", "docs", ".gitignore", ".ci"}
 
 # Where the product was made is no part of it.
 _WORDS = re.compile(
@@ -141,7 +141,7 @@ def check_words(root: Path) -> list[Broken]:
     """Paths of one machine, and words of how the product was made, in anything that is shipped."""
     broken = []
     files = [root / "README.md", root / "pyproject.toml"]
-    files += [path for folder in ("gspo_mega", "tools", "launch", "configs") for path in (root / folder).rglob("*")]
+    files += [path for folder in ("gspo_mega", "tools", "launch", "configs", "docs") for path in (root / folder).rglob("*")]
     for path in sorted(files):
         if not path.is_file() or path.suffix == ".pyc":
             continue
