@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 from gspo_mega.config import load_config
+from gspo_mega.config.addresses import address_problem
+from gspo_mega.errors import ConfigError
 from gspo_mega.launcher.prepare import hold
 from gspo_mega.launcher.state import SILENCE_SECONDS, beats, read_state
 from gspo_mega.rollout.supervise_server import ServerSupervisor
@@ -30,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides).config
     if args.host is not None:
+        if (problem := address_problem(args.host)) is not None:
+            raise ConfigError(f"gspo-mega serve: --host: {problem}")
         config = config.model_copy(update={"server": config.server.model_copy(update={"host": args.host})})
     folder = RunFolder(Path(config.run.dir) / config.run.name)
     attempt = running_attempt(folder, time.time(), SILENCE_SECONDS) if args.attempt is None else Attempt(args.attempt)

@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from gspo_mega.config.addresses import address_problem
 from gspo_mega.config.deadlines import broken_relations
 from gspo_mega.config.schema import Config, Fp8, Objective
+from gspo_mega.config.server_options import option_problems
 
 PAPER_CLIP = (3e-4, 4e-4)
 GRPO_CLIP = (0.2, 0.27)
@@ -196,8 +198,10 @@ def _rollout_and_servers(config: Config) -> Iterator[Violation]:
         yield Violation("rollout.top_k", "0 leaves no token to sample; valid: -1 (all tokens) or at least 1")
     if config.run.name in (".", ".."):
         yield Violation("run.name", f"{config.run.name!r} is not a folder of its own; valid: letters, digits and `.`, `_`, `-`")
-    if config.server.host in ("0.0.0.0", "::"):
-        yield Violation("server.host", f"{config.server.host} opens the server to every network; give this machine's own address")
+    if (problem := address_problem(config.server.host)) is not None:
+        yield Violation("server.host", problem)
+    for name, text in option_problems(config.server.options):
+        yield Violation(f"server.options.{name}", text)
     if config.publish.verify == "tensors" and config.server.tensor > 1:
         yield Violation(
             "publish.verify",
@@ -285,7 +289,7 @@ def _notices(config: Config) -> Iterator[str]:
     if config.train is not None and config.train.from_rollouts is not None:
         yield "train.from_rollouts: trained on recorded rollouts; no server, no publish, no held-out evaluation"
     if config.train is not None and config.train.rollouts_only:
-        yield "train.rollouts_only: nothing is trained; all batches come from model.path"
+        yield f"train.rollouts_only: nothing is trained; all batches come from {'model.path' if config.model.weights is None else 'model.weights'}"
     if config.optimizer.schedule == "constant" and config.optimizer.min_lr > 0:
         yield "optimizer.min_lr has no effect with `schedule: constant`"
     if config.optimizer.decay_norms_and_biases and config.optimizer.weight_decay == 0:

@@ -6,6 +6,7 @@ dies takes nothing else along.
 
 from __future__ import annotations
 
+import ipaddress
 import shutil
 import socket
 import subprocess
@@ -43,6 +44,7 @@ def check_machine(roles: tuple[str, ...], folder: Path, gpus: int, fp8: bool, ad
     yield _disk("temporary", Path(tempfile.gettempdir()))
     if address is not None:
         yield _address(address)
+        yield _network(address)
 
 
 def _python() -> Finding:
@@ -131,3 +133,17 @@ def _address(address: str) -> Finding:
             return Finding("ok", "address", f"{address} can be bound")
     except OSError as error:
         return Finding("wrong", "address", f"{address} cannot be bound: {error.strerror or error}")
+
+
+def _network(address: str) -> Finding:
+    """Who may reach what a run opens at `address`: torch's stores, gloo and NCCL know no password, so the network has to keep others out."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        ip = None  # a name; whose network it is, the user knows
+    if ip is not None and ip.is_loopback:
+        return Finding("ok", "network", f"{address}: all is on this machine; its other users can reach the ranks' store (docs/SECURITY.md)")
+    unprotected = f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL know no password (docs/SECURITY.md)"
+    if ip is not None and ip.is_global:
+        return Finding("note", "network", f"{address} is a public address; {unprotected}")
+    return Finding("ok", "network", unprotected)

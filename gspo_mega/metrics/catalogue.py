@@ -94,6 +94,7 @@ _ROLLOUT_COUNTS = {
     "num_request_failures_<kind>": ("requests", "requests that failed, by kind"),
     "num_aborted_requests": ("requests", "partial answers thrown away"),
     "num_reward_failures": ("trajectories", "trajectories whose scoring failed (exception, NaN, deadline, crash) and that are not trained on"),
+    "num_servers_given_up": ("servers", "servers that failed more often than server.max_restarts allows and are not started again"),
 }
 
 

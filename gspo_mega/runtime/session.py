@@ -358,6 +358,7 @@ def _to_work(message: dict[str, Any]) -> Work:
 
 def _address_for(server_host: str) -> str:
     """This machine's address as a server bound to `server_host` reaches it: what a connection to there comes from."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((server_host, 9))  # a datagram socket sends nothing on connect
+    family, kind, _, _, there = socket.getaddrinfo(server_host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)  # a datagram socket sends nothing on connect
         return probe.getsockname()[0]

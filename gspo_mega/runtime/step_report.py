@@ -19,7 +19,7 @@ from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.records import RolloutBatch
-from gspo_mega.runtime.rollouts import Evaluation
+from gspo_mega.runtime.rollouts import Evaluation, RolloutSide
 from gspo_mega.runtime.routing_report import changed_routes, expert_loads, router_losses
 from gspo_mega.runtime.session import Session
 from gspo_mega.weights.publish import PublishResult
@@ -64,6 +64,8 @@ class StepReport:
             "speed/tokens_per_second_per_rank": tokens / step_seconds / session.layout.world_size,
             "data/epoch": _epochs(session.side.prompts.state_dict()),
         }
+        if isinstance(session.side, RolloutSide):
+            metrics["rollout/num_servers_given_up"] = session.side.pool.num_given_up
         if self._num_positions:
             metrics["speed/packing_efficiency"] = tokens / self._num_positions
         if self.published is not None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from gspo_mega import kill_points, process_death
 from gspo_mega.config import Config, LoadedConfig, load_config
+from gspo_mega.config.addresses import is_loopback
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, RENDEZVOUS_SECONDS
 from gspo_mega.errors import ConfigError
 from gspo_mega.plan.patience import patience
@@ -122,6 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvironment) -> dict[str, Any] | None:
+    _keep_to_this_machine(loaded.config)
     _init_distributed(place)
     module, function = ENTRY_POINTS[command]
     work = getattr(importlib.import_module(module), function)
@@ -141,6 +143,13 @@ def _default_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+
+
+def _keep_to_this_machine(config: Config) -> None:
+    """Where ranks and servers all are on this machine, gloo and NCCL listen on its loopback alone, whatever its name resolves to."""
+    if is_loopback(os.environ["MASTER_ADDR"]) and is_loopback(config.server.host):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
 
 
 def _init_distributed(place: RankEnvironment) -> None:

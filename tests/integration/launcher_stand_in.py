@@ -144,10 +144,27 @@ def stop_slowly(attempt, rank):
 def give_up(attempt, rank):
     """A server that failed too often: registers, and exits a little later."""
     error = "SGLang exited with code 1, and it was restarted 5 times already (server.max_restarts)."
-    atomic_write_json(attempt.server_file("server-0"), {"server_id": "server-0", "state": "failed", "error": error})
+    give_up_as(attempt, "server-0", error)
+
+
+def give_up_as(attempt, name, error):
+    atomic_write_json(attempt.server_file(name), {"server_id": name, "state": "failed", "error": error})
     print("the server's last words")
     sys.stdout.flush()
     time.sleep(1000)
+
+
+def give_up_later(attempt, rank):
+    """Server 1, some time after server 0."""
+    while not attempt.server_file("server-0").exists() or not (attempt.path / "go on").exists():
+        time.sleep(0.02)
+    give_up_as(attempt, "server-1", "SGLang exited with code 9")
+
+
+def finish_when_told(attempt, rank):
+    """A rank that trains on with whatever servers are left."""
+    while not (attempt.path / "go on").exists():
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":

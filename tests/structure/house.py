@@ -146,7 +146,7 @@ def check_words(root: Path) -> list[Broken]:
     """Paths of one machine, and words of how the product was made, in anything that is shipped."""
     broken = []
     files = [root / "README.md", root / "pyproject.toml"]
-    files += [path for folder in ("gspo_mega", "tools", "launch", "configs") for path in (root / folder).rglob("*")]
+    files += [path for folder in ("gspo_mega", "tools", "launch", "configs", "docs") for path in (root / folder).rglob("*")]
     for path in sorted(files):
         if not path.is_file() or path.suffix == ".pyc":
             continue

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from gspo_mega.config import load_config
@@ -6,6 +8,9 @@ from gspo_mega.config.sources import sources_of
 from gspo_mega.errors import ConfigError, DataError
 
 SFT = "sft={max_steps: 1, sequences_per_step: 8, eval_every_steps: 1, stop_accuracy_low: 0.2, stop_accuracy_high: 0.5}"
+
+# Every one of them is all addresses of the machine to the C library, or to a resolver.
+WILDCARDS = ("::", "::0", "0:0:0:0:0:0:0:0", "::0.0.0.0", "::ffff:0.0.0.0", "000.0.0.0", "0", "0.0", "0x0", "00.00.00.00", "::%lo")
 
 
 def refused(path, *overrides, command=None):
@@ -55,6 +60,20 @@ def refused(path, *overrides, command=None):
         (["run.name=.."], "run.name", "folder"),
         (["server.host=0.0.0.0"], "server.host", "own address"),
         (["server.tensor=2", "publish.verify=tensors"], "publish.verify", "valid then: auto, replicas"),
+        *(([f"server.host={json.dumps(host)}"], "server.host", "opens the server to every network") for host in WILDCARDS),
+        (["server.host='127.1'"], "server.host", "'127.1' is 127.0.0.1 in other words; write that"),
+        (["server.host=224.0.0.1"], "server.host", "is no machine's address"),
+        (["server.host=255.255.255.255"], "server.host", "is no machine's address"),
+        (["server.host='[::1]'"], "server.host", "without brackets"),
+        (["server.host='*'"], "server.host", "neither an IP address nor the name of a machine"),
+        (["server.host=''"], "server.host", "neither an IP address nor the name of a machine"),
+        (["server.options.trust_remote_code=true"], "server.options.trust_remote_code", "runs code that a file, a module or a request names; leave it out"),
+        (["server.options.load_format=pt"], "server.options.load_format", "servers load safetensors"),
+        (["server.options.admin_api_key=x"], "server.options.admin_api_key", "listen or answer beyond its one address"),
+        (["server.options.quantization=fp8"], "server.options.quantization", "every verification of a publish fail"),
+        (["server.options.enable_watermark=true"], "server.options.enable_watermark", "another distribution"),
+        (["server.options.nnodes=2"], "server.options.nnodes", "which publishing does not reach"),
+        (["server.options.random_seed=1"], "server.options.random_seed", "set by this package from run.seed"),
         ([SFT.replace("0.2", "0.6")], "sft.stop_accuracy_low", "above stop_accuracy_high"),
     ],
 )
