@@ -16,7 +16,7 @@ from gspo_mega.errors import PlanError
 from gspo_mega.launcher.launch import log_to
 from gspo_mega.launcher.places import free_port
 from gspo_mega.launcher.prepare import hold, new_attempt
-from gspo_mega.launcher.restarts import Restarts, furthest
+from gspo_mega.launcher.restarts import Decision, Restarts, furthest
 from gspo_mega.launcher.slurm import Allocation, read_allocation, seconds_left
 from gspo_mega.launcher.slurm_answers import Answers
 from gspo_mega.launcher.slurm_job import AttemptError, SlurmJob, Standing
@@ -28,6 +28,7 @@ from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.supervisor import signals_taken
 from gspo_mega.launcher.versions import versions_text
 from gspo_mega.plan import estimate, plan_run, render_report
+from gspo_mega.plan.patience import patience
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 
@@ -46,7 +47,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
     _check_time(allocation.job_id, site, answers)
     say(report)
-    standing = Standing(allocation, site.signal_seconds, say, answers, site.preflight_seconds)
+    standing = Standing(allocation, site.signal_seconds, say, answers, site.preflight_seconds, patience(loaded.config, figures))
     folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
     with hold(folder), signals_taken(SIGNALS, standing.signals):
         return _Attempts(loaded, command, size, site, standing, folder, report).run()
@@ -76,11 +77,18 @@ class _Attempts:
                 if attempt.stop_reason() is not None:
                     raise  # it was to end
                 decision = self._restarts.decide(error, furthest(self._folder), time.time())
-                self._restarts.record(attempt, decision)
                 self._standing.say(f"warning  attempt {attempt.number} failed: {decision.why}")
-                if not decision.again:
+                if not self._note(attempt, decision):
                     raise
                 is_first = False
+
+    def _note(self, attempt: Attempt, decision: Decision) -> bool:
+        """Whether another attempt begins. What cannot be recorded, on a full disk, is not done either."""
+        try:
+            self._restarts.record(attempt, decision)
+        except OSError:
+            return False
+        return decision.again
 
     def _attempt(self, attempt: Attempt, is_first: bool) -> int:
         standing, site, allocation, say = self._standing, self._site, self._standing.allocation, self._standing.say
