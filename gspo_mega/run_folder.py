@@ -219,6 +219,11 @@ class RunFolder:
         attempts = self.attempts()
         return attempts[-1] if attempts else None
 
+    def num_restarts(self) -> int:
+        """Attempts that failed and were followed by another without anybody's doing."""
+        records = (read_json(attempt.restart_file) for attempt in self.attempts())
+        return sum(record is not None and record["again"] for record in records)
+
     def new_attempt(self) -> Attempt:
         """Create the next attempt (its folders and API key) and point `attempts/latest` to it.
 

@@ -71,6 +71,7 @@ class Session:
         self.context, self.config = context, config
         self.attempt = Attempt(context.attempt_dir)
         self.run_folder = self.attempt.run_folder
+        self.num_restarts = self.run_folder.num_restarts() if context.rank == 0 else 0
         self.timer = PhaseTimer()
         self.spec = read_model_spec(config.model.path)
         self.layout = resolve_layout(config, self.spec)

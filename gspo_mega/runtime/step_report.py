@@ -62,6 +62,7 @@ class StepReport:
         metrics |= {
             "speed/tokens_per_second": tokens / step_seconds,
             "speed/tokens_per_second_per_rank": tokens / step_seconds / session.layout.world_size,
+            "run/num_restarts": session.num_restarts,
             "data/epoch": _epochs(session.side.prompts.state_dict()),
         }
         if self._num_positions:

@@ -141,6 +141,39 @@ def stop_slowly(attempt, rank):
     sys.exit(75)
 
 
+def save(attempt, step):
+    folder = attempt.run_folder
+    folder.checkpoints_dir.mkdir(exist_ok=True)
+    folder.latest_checkpoint_file.write_text(f"step_{step:08d}\n")
+
+
+def killed_twice(attempt, rank):
+    """Dies in its first two starts, each a step further."""
+    wait_for_others(attempt)
+    save(attempt, attempt.number)
+    if attempt.number < 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_at_the_same_place(attempt, rank):
+    wait_for_others(attempt)
+    save(attempt, 5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_further_each_time(attempt, rank):
+    wait_for_others(attempt)
+    save(attempt, attempt.number)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_then_die_of_a_stop(attempt, rank):
+    save(attempt, 5)
+    while attempt.stop_reason() is None:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def give_up(attempt, rank):
     """A server that failed too often: registers, and exits a little later."""
     error = "SGLang exited with code 1, and it was restarted 5 times already (server.max_restarts)."
