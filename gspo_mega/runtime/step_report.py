@@ -54,6 +54,7 @@ class StepReport:
         seconds = session.timer.finish_step()
         if session.writer is None or session.side is None or self._batch is None:
             return
+        session.check_held()
         metrics = {**self._batch_metrics(self._batch), **self._optimizer_metrics(), **seconds, **session.take_save_seconds()}
         if self._results:
             metrics |= self._policy_metrics()

@@ -18,7 +18,8 @@ import numpy as np
 from gspo_mega import kill_points
 from gspo_mega.config import load_config
 from gspo_mega.journal.journal import Journal
-from gspo_mega.launcher.prepare import hold, new_attempt
+from gspo_mega.launcher.lease import hold
+from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 from gspo_mega.run_folder import Attempt, RunFolder
 from gspo_mega.weights.random_folder import make_random_folder
