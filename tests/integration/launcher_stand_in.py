@@ -62,6 +62,14 @@ def orphan(attempt, rank):
     subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"], start_new_session=True)
 
 
+def ended_orphans(attempt, rank):
+    """Leaves many processes behind that end by themselves a little later, and works on."""
+    leave = "import subprocess; [subprocess.Popen(['sleep', '0.3']) for _ in range(100)]"
+    subprocess.run([sys.executable, "-S", "-c", leave], check=True)
+    (attempt.path / f"left rank {rank}").touch()
+    time.sleep(1000)
+
+
 def wait_for_others(attempt):
     while len(list(attempt.path.glob("started *"))) < 3:
         time.sleep(0.05)

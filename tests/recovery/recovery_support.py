@@ -127,7 +127,9 @@ class Ranks:
         self._server.stdin.flush()
         line = self._server.stdout.readline()
         assert line, "the rank server ended"
-        codes = json.loads(line)
+        answer = json.loads(line)
+        assert answer["left"] == [], "processes of the attempt outlive its ranks"
+        codes = answer["codes"]
         for rank, (job, code) in enumerate(zip(jobs, codes, strict=True)):
             fault = job["environment"].get(kill_points.VARIABLE)
             armed = kill_points.Fault.parse(fault) if fault else kill_points.Fault()
