@@ -15,7 +15,7 @@ from pathlib import Path
 from gspo_mega.config import load_config
 from gspo_mega.config.addresses import address_problem
 from gspo_mega.errors import ConfigError
-from gspo_mega.launcher.prepare import hold
+from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.state import SILENCE_SECONDS, beats, read_state
 from gspo_mega.rollout.supervise_server import ServerSupervisor
 from gspo_mega.run_folder import Attempt, RunFolder

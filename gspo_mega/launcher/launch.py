@@ -18,8 +18,9 @@ from gspo_mega.config import LoadedConfig
 from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.children import ChildSpec
 from gspo_mega.launcher.inputs import check_rewards, is_replay
+from gspo_mega.launcher.lease import Lease, hold
 from gspo_mega.launcher.places import rank_environments, share_gpus, visible_gpus
-from gspo_mega.launcher.prepare import hold, new_attempt
+from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.restarts import Decision, Restarts, furthest
 from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor, stop_signals
@@ -65,19 +66,19 @@ def launch(
     say(render_report(plan, figures))
     folder = RunFolder(Path(config.run.dir) / config.run.name)
 
-    def run_attempt(attempt: Attempt, signals: list[int]) -> int:
+    def run_attempt(attempt: Attempt, signals: list[int], lease: Lease) -> int:
         say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
         ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
         servers = _servers(server_gpus, attempt, serve_command)
-        return Supervisor(attempt, [*servers, *ranks], say, stop_grace_seconds, patience(config, figures), signals).run()
+        return Supervisor(attempt, [*servers, *ranks], say, stop_grace_seconds, patience(config, figures), signals, lease.raise_if_lost).run()
 
-    with hold(folder), stop_signals() as signals:
+    with hold(folder, say) as lease, stop_signals() as signals:
         restarts = Restarts.begin(folder, config.train.max_restarts if command == "train" and config.train is not None else 0)
         while True:
             attempt = new_attempt(folder, loaded, command, say)
             try:
                 with log_to(attempt.supervisor_log), StateKeeper(attempt) as state:
-                    code = run_attempt(attempt, signals)
+                    code = run_attempt(attempt, signals, lease)
                     state.tell("finished" if code == 0 else "stopped")
                     return code
             except GspoMegaError as error:

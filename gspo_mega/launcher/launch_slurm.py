@@ -14,8 +14,9 @@ from typing import Literal
 from gspo_mega.config import Config, LoadedConfig, render_config
 from gspo_mega.errors import PlanError
 from gspo_mega.launcher.launch import log_to
+from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.places import free_port
-from gspo_mega.launcher.prepare import hold, new_attempt
+from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.restarts import Decision, Restarts, furthest
 from gspo_mega.launcher.slurm import Allocation, read_allocation, seconds_left
 from gspo_mega.launcher.slurm_answers import Answers

@@ -85,14 +85,16 @@ class Supervisor:
 
     def __init__(
         self, attempt: Attempt, specs: Sequence[ChildSpec], say: Callable[[str], None], stop_grace_seconds: float = STOP_GRACE_SECONDS,
-        patience: Patience | None = None, signals: list[int] | None = None,
+        patience: Patience | None = None, signals: list[int] | None = None, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`patience`: how long ranks may be stuck; None: nobody looks. `signals`: where the caller's `stop_signals` notes them."""
+        """`patience`: how long ranks may be stuck; None: nobody looks. `signals`: where the caller's `stop_signals` notes them.
+        `check` is called all the time; what it raises ends the run."""
         self._attempt, self._specs, self._say, self._patience = attempt, specs, say, patience
         self._stop_grace_seconds = stop_grace_seconds
         self._console = ConsoleTail(attempt.console_log, say)
         self._children: list[Child] = []
         self._signals: list[int] = [] if signals is None else signals
+        self._check = check
         self._stop_deadline: float | None = None
         self._stop_is_requested = False
 
@@ -123,6 +125,7 @@ class Supervisor:
         while True:
             self._console.pump()
             family.reap()
+            self._check()
             if self._must_end_now():
                 return self._stop_code()
             if self._failed():

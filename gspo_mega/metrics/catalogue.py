@@ -158,6 +158,7 @@ def _entries() -> list[Metric]:
         Metric("sft/loss", "nats", "mean", "negative log-prob of a demonstration's token"),
         Metric("sft/num_tokens", "tokens", "sum", "demonstration tokens learnt from"),
         Metric("data/epoch", "epochs", "value", "passes over the prompts, by prompts drawn"),
+        Metric("run/num_restarts", "restarts", "value", "times that the run was started again by itself after a failure, so far"),
         Metric("metrics/num_non_finite", "metrics", "sum", "metrics of this line that were NaN or infinite, written as null"),
     ]
 

@@ -6,6 +6,7 @@ from gspo_mega.plan.checks import Sizes
 from gspo_mega.plan.estimate import Estimate, estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS
 from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.patience import patience
 from gspo_mega.plan.resolve import Plan
 
 _MOST_RANKS_SHOWN = 16
@@ -23,6 +24,7 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
         "memory": _memory(figures),
         "time": _time(figures),
         "save": [f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed; a stop takes up to {figures.stop_seconds:.0f} s"] if figures.time else [],
+        "stuck": _stuck(plan, figures),
         "notice": [*plan.notices, *figures.notices],
     }
     return "\n".join(
@@ -52,6 +54,14 @@ def _model(plan: Plan, figures: Estimate) -> list[str]:
         f"{_quantity(counts.total)} parameters, {_quantity(counts.active)} active a token; "
         f"{_quantity(figures.flops_per_token)} FLOPs a token forward, at {longest} tokens",
     ]
+
+
+def _stuck(plan: Plan, figures: Estimate) -> list[str]:
+    bounds = patience(plan.config, figures)
+    if bounds is None:
+        return ["nobody looks (watchdog.enabled): only the timeout of collectives notices a stuck rank"]
+    kinds = ", ".join(f"{seconds:g} in {kind}" for kind, seconds in bounds.bounds.items())
+    return [f"a rank counts as stuck after so many seconds without progress: {kinds}; without a sign of life: {bounds.silence:g} (watchdog)"]
 
 
 def _ranks(plan: Plan) -> list[str]:

@@ -54,6 +54,7 @@ class StepReport:
         seconds = session.timer.finish_step()
         if session.writer is None or session.side is None or self._batch is None:
             return
+        session.check_held()
         metrics = {**self._batch_metrics(self._batch), **self._optimizer_metrics(), **seconds, **session.take_save_seconds()}
         if self._results:
             metrics |= self._policy_metrics()
@@ -62,6 +63,7 @@ class StepReport:
         metrics |= {
             "speed/tokens_per_second": tokens / step_seconds,
             "speed/tokens_per_second_per_rank": tokens / step_seconds / session.layout.world_size,
+            "run/num_restarts": session.num_restarts,
             "data/epoch": _epochs(session.side.prompts.state_dict()),
         }
         if isinstance(session.side, RolloutSide):
