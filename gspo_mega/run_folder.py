@@ -11,6 +11,7 @@ import it.
       attempts/0001/                 one start of the run; attempts/latest -> 0001
         api_key                      0600; the servers' key, made anew for every attempt
         servers/<server_id>.json     written by `gspo-mega serve`
+        software/<server_id>.json    its PyTorch and NCCL, written by `gspo-mega serve` where weights go through NCCL
         errors/rank_<r>.json         written by a rank that failed
         beats/rank_<r>               how far a rank has come, every few seconds
         logs/{supervisor,rank_<r>,server_<k>}.log
@@ -89,6 +90,10 @@ class Attempt:
 
     def server_file(self, server_id: str) -> Path:
         return self.servers_dir / f"{server_id}.json"
+
+    @property
+    def software_dir(self) -> Path:
+        return self.path / "software"
 
     @property
     def errors_dir(self) -> Path:

@@ -17,7 +17,7 @@ from gspo_mega.launcher.launch import log_to
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.places import free_port
 from gspo_mega.launcher.prepare import new_attempt
-from gspo_mega.launcher.restarts import Decision, Restarts, furthest
+from gspo_mega.launcher.restarts import Restarts, furthest
 from gspo_mega.launcher.slurm import Allocation, read_allocation, seconds_left
 from gspo_mega.launcher.slurm_answers import Answers
 from gspo_mega.launcher.slurm_job import AttemptError, SlurmJob, Standing
@@ -39,7 +39,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     Call from the main thread of the batch script. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
     PlanError before anything starts, RankError for what failed after.
     """
-    site = Site.read(os.environ)
+    site = Site.read(os.environ).with_server_python(loaded.config.server.python)
     size = job_size(loaded, site, command)
     plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
     figures = estimate(plan, loaded.where)
@@ -79,17 +79,9 @@ class _Attempts:
                     raise  # it was to end
                 decision = self._restarts.decide(error, furthest(self._folder), time.time())
                 self._standing.say(f"warning  attempt {attempt.number} failed: {decision.why}")
-                if not self._note(attempt, decision):
+                if not self._restarts.record(attempt, decision):
                     raise
                 is_first = False
-
-    def _note(self, attempt: Attempt, decision: Decision) -> bool:
-        """Whether another attempt begins. What cannot be recorded, on a full disk, is not done either."""
-        try:
-            self._restarts.record(attempt, decision)
-        except OSError:
-            return False
-        return decision.again
 
     def _attempt(self, attempt: Attempt, is_first: bool) -> int:
         standing, site, allocation, say = self._standing, self._site, self._standing.allocation, self._standing.say

@@ -164,6 +164,7 @@ class Session:
             deadline_seconds = server.start_deadline_seconds * (1 + server.max_restarts)
             try:
                 self.side.pool.wait_ready(server.num_servers, deadline_seconds, self._wait_for_start)
+                self.publisher.check_servers(self.attempt.software_dir)
             except StopRequested as request:
                 stop = str(request)
         stop = self.agree(stop)
