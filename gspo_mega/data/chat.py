@@ -147,6 +147,18 @@ class PromptEncoder:
         return ids
 
 
+def load_tokenizer(folder: str) -> Any:
+    """The Hugging Face tokenizer of a model's folder. Raises DataError where it cannot be read, or is code that the folder brings."""
+    from transformers import AutoTokenizer
+
+    try:
+        # Not given, it would ask at a terminal whether the code may run.
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a damaged tokenizer.json can raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(f"{folder}: its tokenizer cannot be loaded: {reason[:500]}") from error
+
+
 def _template_of(tokenizer: Any) -> ChatTemplate | None:
     """The tokenizer's template, to be rendered in a process of its own; None for a tokenizer that has chats without a template."""
     if type(tokenizer).apply_chat_template.__module__ != "transformers.tokenization_utils_base":
