@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gspo_mega.plan.checks import Sizes
+from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate, estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS
 from gspo_mega.plan.memory import GIB
@@ -15,6 +16,7 @@ _MOST_RANKS_SHOWN = 16
 def render_report(plan: Plan, figures: Estimate | None = None) -> str:
     """The report that `gspo-mega plan` prints, without a newline at its end. `figures`: the plan's, made here when absent."""
     figures = figures or estimate(plan)
+    disk = disk_use(plan.config, plan.spec, figures.counts.total, figures.checkpoint_bytes)
     sections = {
         "model": _model(plan, figures),
         "ranks": [*_ranks(plan), *_groups(figures), *_rank_table(plan)],
@@ -25,7 +27,8 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
         "time": _time(figures),
         "save": [f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed; a stop takes up to {figures.stop_seconds:.0f} s"] if figures.time else [],
         "stuck": _stuck(plan, figures),
-        "notice": [*plan.notices, *figures.notices],
+        "disk": disk_lines(disk),
+        "notice": [*plan.notices, *figures.notices, *disk_notices(disk)],
     }
     return "\n".join(
         f"{title if index == 0 else '':<8} {line}".rstrip() for title, lines in sections.items() for index, line in enumerate(lines)

@@ -13,6 +13,7 @@ from typing import Any
 from gspo_mega import beats
 from gspo_mega.config.schema import Config
 from gspo_mega.config.sources import sources_of
+from gspo_mega.data.chat import load_tokenizer
 from gspo_mega.data.prompts import PromptSource, load_prompts
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.errors import DataError
@@ -53,10 +54,8 @@ class RolloutSide:
     """
 
     def __init__(self, config: Config, spec: ModelSpec, attempt: Attempt) -> None:
-        from transformers import AutoTokenizer
-
         self.config = config
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
+        self.tokenizer = load_tokenizer(config.model.path)
         self.sources: list[PromptSource] = load_prompts(config.data, self.tokenizer)
         self.prompts: PromptStream[Prompt] = PromptStream(
             self.sources,
