@@ -22,6 +22,7 @@ _PROGRESS = (
 _FAILURES = (
     ("retries", "rollout/num_retries"),
     ("reward failures", "rollout/num_reward_failures"),
+    ("held-out reward failures", "eval/num_reward_failures"),
     ("groups missing", "rollout/num_groups_missing"),
     ("skipped", "optimizer/num_skipped"),
     ("not finite", "metrics/num_non_finite"),

@@ -68,8 +68,9 @@ def start(session: Session) -> str | None:
     if session.state.step == 0 and session.evaluates:
         evaluation = session.evaluate()
         if evaluation is not None:
+            failed = f", {evaluation.num_reward_failures} of them not scored" if evaluation.num_reward_failures else ""
             before = session.state.summary["accuracy_before"] = [evaluation.accuracy, evaluation.standard_error]
-            session.say(f"held-out accuracy before training: {accuracy_text(before)} ({evaluation.num_samples} samples)")
+            session.say(f"held-out accuracy before training: {accuracy_text(before)} ({evaluation.num_samples} samples{failed})")
     session.timer.start_step()  # what came before belongs to no step
     return None
 

@@ -19,7 +19,7 @@ from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.records import RolloutBatch
-from gspo_mega.runtime.rollouts import Evaluation
+from gspo_mega.runtime.held_out import Evaluation
 from gspo_mega.runtime.routing_report import changed_routes, expert_loads, router_losses
 from gspo_mega.runtime.session import Session
 from gspo_mega.weights.publish import PublishResult
@@ -200,6 +200,7 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
         "eval/response_length_mean": evaluation.response_tokens_mean,
         "eval/truncated_fraction": evaluation.truncated_fraction,
         "eval/num_samples": evaluation.num_samples,
+        "eval/num_reward_failures": evaluation.num_reward_failures,
     }
 
 

@@ -45,6 +45,10 @@ def refused(path, *overrides, command=None):
         (["data.path=''"], "data.path", "empty"),
         (["data.sources=[{name: a, path: x}]"], "data.path", "keep one"),
         (["data.path=null", "data.sources=[{name: a, path: x}, {name: a, path: y}]"], "data.sources", "'a'"),
+        (
+            ["data.path=null", "data.sources=[{name: a, path: x, reward: gsm8k}, {name: b, path: y, reward: exact_match}]", "eval={path: z}"],
+            "eval.reward", "missing; the sources have different rewards of their own, and none has `reward`; valid: exact_match, gsm8k, or another",
+        ),
         (["data.system_prompt=hi", "data.chat_template=false"], "data.system_prompt", "chat_template: true"),
         (["reward={functions: [{function: a}, {function: a}]}"], "reward.functions", "listed 2 times"),
         (["precision=fp8", "fp8.parameters=true", "optimizer.distributed=false"], "fp8.parameters", "optimizer.distributed: true"),
@@ -132,6 +136,8 @@ def test_the_default_clip_range_of_grpo(write):
         (["recompute.num_layers=2"], "no effect"),
         (["train.num_steps=2", "optimizer.warmup_steps=8"], "not over before"),
         (["eval={path: train.jsonl}"], "held-out"),
+        (["eval={path: ./x/../train.jsonl}"], "held-out"),
+        (["data.path=null", "data.sources=[{name: a, path: a, reward: gsm8k}, {name: b, path: b}]", "eval={path: c}"], "not by the own rewards of a; eval.reward"),
         (["precision=bf16", "fp8.recipe=delayed"], "`fp8` has no effect with `precision: bf16`"),
         (["precision=fp8", "fp8.recipe=delayed"], "from pass to pass"),
         (["precision=fp8", "fp8.parameters=true"], "rounded to FP8"),
@@ -160,11 +166,20 @@ def test_notices(write, overrides, said):
         ["train.num_steps=2", "optimizer.warmup_steps=7"],
         ["rollout.filter_constant_groups=true"],
         ["eval={path: other.jsonl}"],
+        ["data.path=null", "data.sources=[{name: a, path: a, reward: gsm8k}, {name: b, path: b}]", "eval={path: c, reward: gsm8k}"],
+        ["data.path=null", "data.sources=[{name: a, path: a, reward: gsm8k}]", "eval={path: c}"],
         ["precision=fp8", "fp8.recipe=tensorwise"],
     ],
 )
 def test_no_notice_without_a_reason(write, overrides):
     assert load_config(write(), overrides).notices == ()
+
+
+def test_a_link_to_the_training_file_is_the_training_file(write, tmp_path):
+    (tmp_path / "train.jsonl").write_text("")
+    (tmp_path / "held_out.jsonl").symlink_to(tmp_path / "train.jsonl")
+    (notice,) = load_config(write(), [f"data.path={tmp_path}/train.jsonl", f"eval={{path: {tmp_path}/held_out.jsonl}}"]).notices
+    assert "eval.path is also trained on" in notice
 
 
 def test_data_is_wanted_where_no_rule_asked_for_it():
