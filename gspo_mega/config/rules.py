@@ -262,6 +262,17 @@ def _notices(config: Config) -> Iterator[str]:
         yield "moe: router losses are added to the objective, which the paper does not do"
     if objective.dual_clip is not None:
         yield f"dual clip {objective.dual_clip:g}: negative-advantage terms are bounded, which the papers do not do"
+    if config.train is not None and config.mismatch.correction != "none" and config.old_log_probs == "trainer":
+        bound = f"min(w, {config.mismatch.cap:g})" if config.mismatch.correction == "truncate" else f"w, or dropped where w leaves [1/{config.mismatch.cap:g}, {config.mismatch.cap:g}]"
+        yield (
+            f"mismatch.correction {config.mismatch.correction}: each sequence's term is weighed by {bound}, w the geometric mean ratio of trainer to server, "
+            "which the paper does not do (`none` leaves it out); mismatch/acted_fraction shows whether the bound acts"
+        )
+    if rollout.filter_constant_groups and rollout.max_oversampling > 1:
+        yield (
+            f"rollout.filter_constant_groups: groups whose rewards are all equal are replaced, up to {rollout.max_oversampling:g} x prompts_per_step, "
+            "which the paper does not do: the batch is not a plain sample of the prompts"
+        )
     if config.old_log_probs == "rollout":
         yield (
             "old_log_probs: rollout: the engines' mismatch enters the policy ratio and clips many negative-advantage "

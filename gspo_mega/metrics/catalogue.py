@@ -126,6 +126,8 @@ def _entries() -> list[Metric]:
         Metric("policy/ess", "fraction", "ratio", "effective share of sequences under weights s_i"),
         *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _MISMATCH.items()),
         Metric("mismatch/weight_mean", "1", "mean", "correction weight of kept sequences"),
+        Metric("mismatch/acted_fraction", "fraction", "ratio", "sequences whose correction weight was cut to mismatch.cap, or that it dropped"),
+        Metric("mismatch/log_weight_abs_max", "nats", "max", "largest |log correction weight| of a sequence, before the cap"),
         Metric("mismatch/budget_share", "fraction", "ratio", "mean |sequence log mismatch| / (clip_low + clip_high)"),
         Metric("routing/changed_since_rollout", "fraction", "ratio", "(token, layer) pairs that the trainer sends to another set of experts than the server did"),
         Metric("routing/changed_since_old", "fraction", "ratio", "(token, layer) pairs that go to another set of experts in the last mini-batch than in the old pass"),

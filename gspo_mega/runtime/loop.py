@@ -17,6 +17,7 @@ from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.assemble import assemble, fill_advantages, scored_batch
+from gspo_mega.runtime.correction_report import correction_notice
 from gspo_mega.runtime.final_table import accuracy_text, run_table
 from gspo_mega.runtime.record import run_rollouts
 from gspo_mega.runtime.reference import reference_path
@@ -173,9 +174,11 @@ def objective_settings(config: Config) -> ObjectiveSettings:
 
 
 def finish(session: Session) -> dict[str, Any] | None:
-    """Rank 0: show the final table; its numbers are the command's result."""
+    """Rank 0: show what never acted, then the final table; its numbers are the command's result."""
     if not session.is_lead:
         return None
+    if notice := correction_notice(session.config, session.state.summary, at_end=True):
+        session.say(notice)
     table, result = run_table(session)
     session.say(table)
     return result
