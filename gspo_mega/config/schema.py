@@ -232,6 +232,8 @@ class Publish(Section):
 class Eval(Section):
     path: str = Field(min_length=1, description="JSONL file of held-out prompts; keys as in `data`.")
     num_prompts: int | None = Field(default=None, ge=1, description="First so many prompts; all when absent.")
+    reward: str | None = Field(default=None, min_length=1, description="Reward for held-out prompts instead of `reward`, as a source's own: a built-in's name or package.module:function. When absent, the one that all data.sources have.")
+    correct_threshold: float | None = Field(default=None, description="Reward from which a response is correct; when absent, what the reward functions declare: a built-in verifier's 1, or `correct` in a result.")
     samples_per_prompt: int = Field(default=1, ge=1)
     temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
     every_steps: int = Field(default=0, ge=0, description="Evaluate after every so many steps; 0: only before and after.")

@@ -28,9 +28,10 @@ from gspo_mega.plan import resolve_layout
 from gspo_mega.run_folder import Attempt
 from gspo_mega.runtime.assemble import MiniBatch, for_ranks
 from gspo_mega.runtime.exchange import Exchange
+from gspo_mega.runtime.held_out import Evaluation
 from gspo_mega.runtime.reference import load_reference
 from gspo_mega.runtime.replay import ReplaySide
-from gspo_mega.runtime.rollouts import Evaluation, RolloutSide
+from gspo_mega.runtime.rollouts import RolloutSide
 from gspo_mega.runtime.stop import StopRequest
 from gspo_mega.runtime.worker import WorkerContext
 from gspo_mega.weights.hf_export import export_huggingface
