@@ -203,7 +203,7 @@ def _rollout_and_servers(config: Config) -> Iterator[Violation]:
     if config.publish.verify == "tensors" and config.server.tensor > 1:
         yield Violation(
             "publish.verify",
-            f"`tensors` compares whole tensors and server.tensor is {config.server.tensor}; valid then: replicas",
+            f"`tensors` compares whole tensors and server.tensor is {config.server.tensor}; valid then: auto, replicas",
         )
 
 

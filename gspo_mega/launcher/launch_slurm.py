@@ -43,7 +43,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     say(report)
     folder = RunFolder(Path(config.run.dir) / config.run.name)
     with hold(folder):
-        attempt = new_attempt(folder, loaded, command)
+        attempt = new_attempt(folder, loaded, command, say)
         atomic_write_text(attempt.config_file, render_config(config))
         atomic_write_text(attempt.plan_file, report + "\n")
         atomic_write_text(attempt.versions_file, versions_text())

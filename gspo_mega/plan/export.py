@@ -26,7 +26,7 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
         "groups": [asdict(span) for span in figures.spans],
         "servers": {
             "num_servers": plan.config.server.num_servers, "tensor": plan.config.server.tensor, "num_gpus": figures.servers.num_gpus,
-            "nodes": figures.servers.nodes, "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
+            "nodes": figures.servers.nodes, "weights": plan.verification, "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
         },
         "state": [{"stage": stage, "elements": asdict(state), "bytes": asdict(size)} for stage, (state, size) in enumerate(figures.states)],
         "memory": None,

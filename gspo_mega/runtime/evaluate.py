@@ -10,6 +10,7 @@ import contextlib
 from dataclasses import asdict
 from typing import Any
 
+from gspo_mega import beats
 from gspo_mega.errors import PublishError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.run_folder import Attempt
@@ -40,11 +41,16 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
         if reason is not None:
             raise StopRequested(reason)
 
+    def wait_for_start() -> None:
+        beats.beat()
+        on_wait()
+
     server = config.server
     with RolloutSide(config, read_model_spec(config.model.path), Attempt(context.attempt_dir)) as side:
         try:
-            side.pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), on_wait)
+            side.pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start)
             on_wait()
+            beats.enter("eval")
             return asdict(side.evaluate(on_wait))
         except StopRequested as request:
             return {"stopped": str(request)}

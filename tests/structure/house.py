@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # A package imports from itself and from what is named here. Top-level modules count as packages.
-_BASE = {"", "errors", "records", "run_folder", "durable", "kill_points"}
+_BASE = {"", "errors", "records", "run_folder", "durable", "kill_points", "process_death", "beats"}
 _LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan"}
 _BELOW_ENGINE = _BASE | {"config", "model"} | _LEAVES
 _BELOW_RUNTIME = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout"}
@@ -17,6 +17,8 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "records": set(),
     "kill_points": {""},
+    "process_death": {""},
+    "beats": {""},
     "durable": {"", "kill_points"},
     "run_folder": {"errors", "durable"},
     "config": _BASE,
@@ -50,8 +52,8 @@ HOMES: dict[str, set[str]] = {
     "httpx": set(),
     "http": {"rollout", "reward/remote.py"},
     "urllib.request": {"rollout", "reward/remote.py"},
-    "pickle": set(),
-    "os.environ": {"launcher", "runtime/worker.py", "engine/cpu.py", "rollout/server_entry.py", "rollout/supervise_server.py", "rollout/cpu_server.py"},
+    "pickle": {"checkpoint/safe_pickle.py"},  # which reads what others wrote so, by a list of names
+    "os.environ": {"launcher", "runtime/worker.py", "weights/link.py", "engine/cpu.py", "rollout/server_entry.py", "rollout/supervise_server.py", "rollout/cpu_server.py"},
     "os.getenv": set(),
     "os.putenv": set(),
 }

@@ -73,7 +73,7 @@ def refused(path, *overrides, command=None):
         (["server.options.enable_watermark=true"], "server.options.enable_watermark", "another distribution"),
         (["server.options.nnodes=2"], "server.options.nnodes", "which publishing does not reach"),
         (["server.options.random_seed=1"], "server.options.random_seed", "set by this package from run.seed"),
-        (["server.tensor=2"], "publish.verify", "replicas"),
+        (["server.tensor=2", "publish.verify=tensors"], "publish.verify", "valid then: auto, replicas"),
         ([SFT.replace("0.2", "0.6")], "sft.stop_accuracy_low", "above stop_accuracy_high"),
     ],
 )
@@ -94,6 +94,7 @@ def test_contradictions_are_refused_by_key(write, overrides, key, said):
         ["batch.num_mini_batches=16"],
         ["optimizer.min_lr=1e-6"],
         ["server.tensor=2", "publish.verify=replicas"],
+        ["server.tensor=2"],
         ["data.system_prompt=hi"],
     ],
 )
