@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gspo_mega.config.addresses import address_problem
+from gspo_mega.config.deadlines import broken_relations
 from gspo_mega.config.schema import Config, Fp8, Objective
 from gspo_mega.config.server_options import option_problems
 
@@ -41,6 +42,7 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
         *_data(config, command),
         *_fp8(config),
         *_rollout_and_servers(config),
+        *(Violation(key, text) for key, text in broken_relations(config)),
         *_initial_weights(config, command),
         *_command(config, command),
     ]

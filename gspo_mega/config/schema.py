@@ -181,6 +181,10 @@ class Reward(Section):
     recycle_after: int = Field(default=10_000, ge=1, description="Scorings after which a process is replaced.")
     permute_in_batch: bool = Field(default=False, description="Control of an experiment: deal rewards out anew inside the batch, so that nothing can be learnt from them.")
     memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2, description="Address space beyond its start that a scoring process may take.")
+    file_bytes: int = Field(default=1024**3, ge=0, description="Largest file that a scoring process may write.")
+    environment: tuple[str, ...] = Field(default=(), description="Environment variables that functions get besides a short list of harmless ones (docs/REWARDS.md).")
+    network: bool = Field(default=True, description="False: functions run in a network name space without any network, where the kernel allows that to this user; refused where it does not.")
+    max_failed_fraction: float = Field(default=0.1, ge=0, le=1, description="Share of a step's scorings that may fail (their responses are not trained on); more of them stop the run.")
 
 
 class Rollout(Section):
@@ -191,7 +195,7 @@ class Rollout(Section):
     max_concurrent_requests: int = Field(default=256, ge=1, description="Open requests a server.")
     request_deadline_seconds: float = Field(default=600.0, gt=0, description="Longest one request may take before it goes to another server.")
     max_attempts: int = Field(default=8, ge=1, description="Times one request is tried before the run stops.")
-    no_server_deadline_seconds: float = Field(default=300.0, gt=0, description="Longest wait for any healthy server before the run stops.")
+    no_server_deadline_seconds: float = Field(default=600.0, gt=0, description="Longest wait for any healthy server before the run stops; above server.start_deadline_seconds.")
     max_staleness: Literal[0] = Field(default=0, description="Steps a trajectory's weights may lag. Only 0 so far.")
     filter_constant_groups: bool = Field(default=False, description="Drop groups whose rewards are all equal and sample others in their place.")
     max_oversampling: float = Field(default=3.0, ge=1, description="With the filter: most prompts sampled a step, as a multiple of prompts_per_step.")

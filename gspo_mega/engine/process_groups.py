@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
 from gspo_mega.engine.cpu import is_cpu_backend
 
 
@@ -77,7 +78,7 @@ def create_groups(
     expert: int = 1,
     expert_tensor: int = 1,
     seed: int = 1,
-    timeout_seconds: float = 1800.0,
+    timeout_seconds: float = COLLECTIVE_SECONDS,
 ) -> ParallelGroups:
     """Make Megatron's groups for a layout over the default process group and seed its RNG trackers.
 

@@ -85,14 +85,15 @@ _ROLLOUT_COUNTS = {
     "num_trajectories": ("trajectories", "trajectories completed"),
     "num_prompts_sampled": ("prompts", "prompts asked for, refills included"),
     "num_groups_filtered": ("groups", "constant groups dropped by the filter"),
-    "num_groups_missing": ("groups", "groups short of prompts_per_step after over-sampling"),
+    "num_groups_unscored": ("groups", "groups left out because fewer than two of their responses could be scored"),
+    "num_groups_missing": ("groups", "groups short of prompts_per_step: filtered or unscored and not replaced"),
     "num_truncated": ("trajectories", "responses that hit max_new_tokens"),
     "num_generated_tokens": ("tokens", "tokens in completed responses"),
     "num_retries": ("requests", "requests tried again"),
     "num_request_failures": ("requests", "requests that failed, all kinds"),
     "num_request_failures_<kind>": ("requests", "requests that failed, by kind"),
     "num_aborted_requests": ("requests", "partial answers thrown away"),
-    "num_reward_failures": ("trajectories", "trajectories whose scoring failed: exception, NaN or deadline"),
+    "num_reward_failures": ("trajectories", "trajectories whose scoring failed (exception, NaN, deadline, crash) and that are not trained on"),
     "num_servers_given_up": ("servers", "servers that failed more often than server.max_restarts allows and are not started again"),
 }
 

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
+from gspo_mega.plan.deadlines import signal_seconds
 from gspo_mega.plan.estimate import Estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS
 from gspo_mega.plan.resolve import Plan
@@ -31,7 +32,7 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
         "state": [{"stage": stage, "elements": asdict(state), "bytes": asdict(size)} for stage, (state, size) in enumerate(figures.states)],
         "memory": None,
         "time": None,
-        "checkpoint": {"bytes": figures.checkpoint_bytes, "save_seconds": figures.save_seconds},
+        "checkpoint": {"bytes": figures.checkpoint_bytes, "save_seconds": figures.save_seconds, "stop_seconds": figures.stop_seconds},
         "fits": figures.fits,
         "notices": [*plan.notices, *figures.notices],
     }  # fmt: skip
@@ -63,7 +64,7 @@ def plan_shell(plan: Plan, figures: Estimate) -> str:
         "SERVER_GPUS": figures.servers.num_gpus,
         "ROLLOUT_NODES": cluster.num_rollout_nodes,
         "CHECKPOINT_BYTES": figures.checkpoint_bytes,
-        "SAVE_SECONDS": round(figures.save_seconds) + 1,
+        "SIGNAL_SECONDS": signal_seconds(figures.stop_seconds),
         "FITS": {None: "unknown", True: "yes", False: "no"}[figures.fits],
     }
     return "\n".join(f"GSPO_{name}={shlex.quote(str(value))}" for name, value in values.items())

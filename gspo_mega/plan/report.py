@@ -22,7 +22,7 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
         "state": _state(figures),
         "memory": _memory(figures),
         "time": _time(figures),
-        "save": [f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed"] if figures.time else [],
+        "save": [f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed; a stop takes up to {figures.stop_seconds:.0f} s"] if figures.time else [],
         "notice": [*plan.notices, *figures.notices],
     }
     return "\n".join(

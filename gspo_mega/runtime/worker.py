@@ -24,6 +24,7 @@ from typing import Any
 from gspo_mega import kill_points, process_death
 from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.config.addresses import is_loopback
+from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, RENDEZVOUS_SECONDS
 from gspo_mega.errors import ConfigError
 from gspo_mega.plan.patience import patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
@@ -33,10 +34,10 @@ from gspo_mega.runtime.shutdown import fail, leave
 
 # A collective that makes no progress for so long never will: with all ranks alive the longest wait between two of
 # them is a publish or a checkpoint. (Waiting for rollouts is not a collective.)
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
 
 # Ranks start within seconds of each other; torch loaded by all nodes from one shared folder takes minutes.
-RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+RENDEZVOUS_TIMEOUT = timedelta(seconds=RENDEZVOUS_SECONDS)
 
 ENTRY_POINTS = {
     "train": ("gspo_mega.runtime.loop", "run_train"),
