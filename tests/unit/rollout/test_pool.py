@@ -151,9 +151,9 @@ def test_a_server_that_gave_up_is_not_waited_for(fakes, pools):
     fakes("server-0")
     pool.wait_ready(2, 5)
     assert acquire(pool).server_id == "server-0"
-    gone.register("failed", error="too often")
-    fakes("server-2").register("restarting")
-    pool.wait_ready(1, 5)
+    fakes("server-2").register("stopped", error="node 2 is lost")
+    until(lambda: len(pool._registrations) == 3)
+    pool.wait_ready(3, 5)
 
 
 def test_waiting_for_servers_has_an_end_and_a_heartbeat(pools):
