@@ -134,10 +134,10 @@ class ServerPool:
         return [HttpServerControl(self, e) for e in self._ready_entries() if e.verified_version != self._committed_version]
 
     def wait_ready(self, num_servers: int, deadline_seconds: float, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Block until `num_servers` are up, or all of them but those that gave up and at least one, calling `on_wait` meanwhile.
+        """Block until `num_servers` are up, or all of them but those that gave up or were stopped and at least one, calling `on_wait` meanwhile.
         Raises RolloutError at the deadline, or as soon as all have given up."""
         deadline = time.monotonic() + deadline_seconds
-        while len(self._ready_entries()) < max(1, num_servers - self.num_given_up):
+        while len(self._ready_entries()) < max(1, num_servers - sum(r.state in ("failed", "stopped") for r in self._registrations)):
             self._raise_problem()
             if len(self._registrations) >= num_servers:
                 self._raise_if_all_failed()
