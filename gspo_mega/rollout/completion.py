@@ -122,8 +122,8 @@ class Answer:
         if meta.get("id") != self._request_id:
             raise NonsenseAnswer(f"the answer is to request {meta.get('id')!r}; {self._request_id!r} was sent")
         finish = meta.get("finish_reason")
-        reason = finish.get("type") if isinstance(finish, dict) else finish
-        if reason not in (None, "stop", "length", "abort"):
+        reason = finish.get("type") if isinstance(finish, dict) else None
+        if finish is not None and reason not in ("stop", "length", "abort"):
             raise NonsenseAnswer(f"finish_reason {finish!r}; stop, length or abort expected")
         if reason == "abort" and finish.get("status_code") is not None:
             raise RefusedAnswer(f"{finish['status_code']}: {finish.get('message')}")

@@ -59,12 +59,15 @@ class LoopThread:
                 self.check()
 
     def close(self) -> None:
+        if self._loop.is_closed():
+            return
         if self._thread.is_alive():
             self.run(self._cancel_rest())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        if not self._loop.is_closed():
-            self._loop.close()
+        else:  # what it left behind is ended here
+            self._loop.run_until_complete(self._cancel_rest())
+        self._loop.close()
 
     async def _cancel_rest(self) -> None:
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
@@ -103,7 +104,8 @@ class ServerPool:
 
         if not self._closed:
             self._closed = True
-            self.loop.run(close_clients())
+            with contextlib.suppress(RolloutError):  # its thread has ended, and was reported
+                self.loop.run(close_clients())
             self.loop.close()
 
     @property
@@ -152,7 +154,7 @@ class ServerPool:
         as too many servers have given up."""
         deadline = time.monotonic() + deadline_seconds
         while len(self._ready_entries()) < num_servers:
-            self._raise_problem()
+            self.check()
             failed = [r for r in self._roster.registrations if r.state == "failed"]
             if len(self._roster.registrations) - len(failed) < num_servers and failed:
                 raise RolloutError(_failed_text(failed))

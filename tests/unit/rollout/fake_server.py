@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import gzip
 import json
 import random
 import threading
 import time
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +20,7 @@ from gspo_mega.rollout.registration import Registration
 
 EOS = 2
 VOCAB = 64
+PROMPT_TOKENS = 3  # of the tests' prompts
 
 
 def good_answer(input_ids, params, version="0", rng=random, experts=None, rid="the-request", count=None) -> dict:
@@ -65,11 +68,18 @@ def event(value) -> bytes:
     return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
 
 
+@functools.cache
+def gzip_bomb() -> bytes:
+    """A fifth of a megabyte that is 200 MB of an answer's beginning."""
+    packer = zlib.compressobj(wbits=31)
+    return b"".join([packer.compress(b"data: "), *(packer.compress(b" " * 1_000_000) for _ in range(200)), packer.flush()])
+
+
 class FakeServer:
     """Serves on its own thread. `fault(num_generate_calls_before, input_ids)` returns None for a good answer, or what
     to do: an answer dict or a function from the good answer to one, an int (HTTP status), a name of `FAULTS`.
 
-    `token_seconds`: time of one token of a request. `length(input_ids)`: how long the response to these is; random without it.
+    `token_seconds`: time of one token of a request. `length(prompt)`: how long the response to it is; random without it.
     """
 
     FAULTS = (
@@ -182,7 +192,9 @@ class FakeServer:
         await asyncio.sleep(self.delay * self._rng.random())
         fault = self.fault(call, ids)
         experts = (2, 2, 4) if body["return_routed_experts"] else None
-        count = None if self.length is None else min(self.length(ids), params["max_new_tokens"])
+        count = None
+        if self.length is not None:  # of the whole response: a request may have the beginning of it behind its prompt
+            count = max(1, min(self.length(ids[:PROMPT_TOKENS]) - (len(ids) - PROMPT_TOKENS), params["max_new_tokens"]))
         rid = body.get("rid", "the-request")
         answer = good_answer(ids, params, str(self.version), self._rng, experts, rid, count)
         if isinstance(fault, int):
@@ -201,7 +213,7 @@ class FakeServer:
             data = gzip.compress(event(answer) + event(b"[DONE]"))
             return web.Response(body=data, headers={"Content-Encoding": "gzip"}, content_type="text/event-stream")
         if fault == "gzip bomb":
-            data = gzip.compress(b"data: " + b" " * 200_000_000, compresslevel=1)
+            data = gzip_bomb()
             return web.Response(body=data, headers={"Content-Encoding": "gzip"}, content_type="text/event-stream")
         if fault == "late":  # the answer of the request before it
             self._held.append(event(answer) + event(b"[DONE]"))
