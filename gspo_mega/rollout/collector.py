@@ -20,6 +20,7 @@ from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.rollout.sampling import Sampler, make_trajectory
 
 _POLL_SECONDS = 0.05
+_LEAST_RUNNING = 64
 
 
 class Prompts(Protocol):
@@ -149,7 +150,9 @@ class Collector:
         num_running = 0
         async with _TaskGroup() as tasks:
             while True:
-                while len(kept) + num_running < wanted and num_sampled < allowed:
+                # Groups that could only wait for a server are not started yet: the garbage collector looks at everything that waits.
+                most = max(_LEAST_RUNNING, 2 * self._pool.capacity // self._config.batch.group_size)
+                while len(kept) + num_running < wanted and num_sampled < allowed and num_running < most:
                     prompt = self._prompts.next()
                     there = known.get(num_sampled)
                     task = tasks.create_task(batch.group(num_sampled, prompt) if there is None else batch.known(there))

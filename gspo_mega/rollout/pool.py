@@ -117,6 +117,11 @@ class ServerPool:
     def returns_routed_experts(self) -> bool:
         return self._routing is not None
 
+    @property
+    def capacity(self) -> int:
+        """Requests that all servers together take at once."""
+        return len(self._ready_entries()) * self._config.rollout.max_concurrent_requests
+
     def check(self) -> None:
         """Raise what ended the pool's own work, if something did: nobody would be told otherwise that servers come and go."""
         self._raise_problem()
