@@ -12,6 +12,7 @@ import logging
 import time
 from pathlib import Path
 
+from gspo_mega import descriptors
 from gspo_mega.config import load_config
 from gspo_mega.launcher.prepare import hold
 from gspo_mega.launcher.state import SILENCE_SECONDS, beats, read_state
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         with hold(folder):  # unless a run is just starting
             attempt = folder.new_attempt()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    descriptors.raise_limit()  # the server's own processes inherit it: a connection for every open request
     return ServerSupervisor(config, attempt, index).run()
 
 

@@ -53,7 +53,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
             steps = Steps(allocation, size, site, attempt, config.server.tensor)
             job = SlurmJob(attempt, allocation, steps, state, say, site.signal_seconds, left)
             here = allocation.trainer_nodes[0].address
-            doctors = steps.doctors(free_port(here), config.precision == "fp8") if site.preflight else []
+            doctors = steps.doctors(free_port(here), config.precision == "fp8", size.num_servers * config.rollout.max_concurrent_requests) if site.preflight else []
             return job.run(command, size.num_servers, free_port(here), doctors)
 
 

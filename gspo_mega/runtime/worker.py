@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gspo_mega import kill_points
+from gspo_mega import descriptors, kill_points
 from gspo_mega.config import Config, load_config
 from gspo_mega.errors import ConfigError, FolderError
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
@@ -103,6 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     kill_points.arm(os.environ.get(kill_points.VARIABLE), place.rank)
     _redirect_output(attempt.rank_log(place.rank))
     _default_signals()
+    descriptors.raise_limit()  # rank 0 has a connection for every open request of every server
     try:
         result = _work(args.command, args.config, attempt, place)
         if result is not None and place.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,26 @@ def test_folders_and_addresses(tmp_path):
     assert checks._disk("folder", tmp_path / "file" / "below").level == "wrong"
     assert checks._address("127.0.0.1").level == "ok"
     assert checks._address("192.0.2.1").text.startswith("192.0.2.1 cannot be bound: ")
+
+
+def test_a_limit_of_open_files_below_what_the_run_needs_is_wrong(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    assert checks._descriptors(1024).level == "ok"
+    finding = checks._descriptors(64 * 256)
+    assert finding.level == "wrong" and finding.text.endswith("4096 may be open in one process (ulimit -Hn); 16384 requests open at once need 16896")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, resource.RLIM_INFINITY))
+    assert checks._descriptors(10**6) == Finding("ok", "files", "any number may be open")
+
+
+def test_a_process_takes_the_limit_it_may_have():
+    """In a process of its own, whose soft limit is the usual 1024 or less."""
+    code = (
+        "import resource; from gspo_mega import descriptors;"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); descriptors.raise_limit();"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 
 def test_a_machine_that_does_not_see_the_folder_is_named(tmp_path, monkeypatch):
