@@ -191,12 +191,8 @@ class FakeServer:
         self.num_generated += 1
         await asyncio.sleep(self.delay * self._rng.random())
         fault = self.fault(call, ids)
-        experts = (2, 2, 4) if body["return_routed_experts"] else None
-        count = None
-        if self.length is not None:  # of the whole response: a request may have the beginning of it behind its prompt
-            count = max(1, min(self.length(ids[:PROMPT_TOKENS]) - (len(ids) - PROMPT_TOKENS), params["max_new_tokens"]))
         rid = body.get("rid", "the-request")
-        answer = good_answer(ids, params, str(self.version), self._rng, experts, rid, count)
+        answer = self.answer(rid, ids, params, (2, 2, 4) if body["return_routed_experts"] else None)
         if isinstance(fault, int):
             return web.json_response({"error": {"message": "as asked"}}, status=fault)
         if fault == "reset":
@@ -232,6 +228,13 @@ class FakeServer:
         if not body.get("stream"):
             return web.json_response(answer)
         return await self._speak(request, body, answer, fault)
+
+    def answer(self, rid: str, ids: list[int], params: dict, experts: tuple | None) -> dict:
+        """The good answer to a request, whole."""
+        count = None
+        if self.length is not None:  # of the whole response: a request may have the beginning of it behind its prompt
+            count = max(1, min(self.length(ids[:PROMPT_TOKENS]) - (len(ids) - PROMPT_TOKENS), params["max_new_tokens"]))
+        return good_answer(ids, params, str(self.version), self._rng, experts, rid, count)
 
     async def _wait_aborted(self, rid: str, seconds: float) -> bool:
         aborted = self._aborted.setdefault(rid, asyncio.Event())
