@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,17 @@ def remove_file(path: Path, at: str) -> None:
 
 
 def copy_file(source: Path, target: Path, at: str) -> None:
-    """Copy a file's content; on disk when this returns."""
+    """Copy a file's content to a new file, in place of one that is there; on disk when this returns.
+
+    The copy may be read by those alone who may read the source, as far as the umask lets them.
+    """
     with operation(at):
-        shutil.copyfile(source, target)
+        target.unlink(missing_ok=True)  # of a copy that was cut short
+        with source.open("rb") as original:
+            mode = stat.S_IMODE(os.fstat(original.fileno()).st_mode) & 0o666
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode | stat.S_IWUSR)
+            with os.fdopen(descriptor, "wb") as copy:
+                shutil.copyfileobj(original, copy)
         sync(target)
 
 
@@ -103,23 +112,22 @@ def sync_descriptor(descriptor: int, at: str) -> None:
         os.fsync(descriptor)
 
 
-def write_whole(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o644, at: str | None = None) -> None:
+def write_whole(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o666, at: str | None = None) -> None:
     """Write `data` so that a reader sees the old file or the new one, never a part; durable on return.
 
-    Written beside, synced, renamed: the operations `<at>.write` and `<at>.rename`. `mode` is the file's permission,
-    whatever the umask. Raises OSError.
+    Written beside, synced, renamed: the operations `<at>.write` and `<at>.rename`. `mode` is the file's permission at
+    most: the kernel takes away what the process's umask says, as for any other file. Raises OSError.
     """
     path = Path(path)
-    temporary: str | None = None
+    temporary: Path | None = None
     try:
         with operation(at and f"{at}.write"):
             if at is not None:
                 # These files have one writer: what a killed one left beside them is nobody's.
                 for leftover in path.parent.glob(f".{path.name}.*.part"):
                     leftover.unlink(missing_ok=True)
-            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+            descriptor, temporary = _create_beside(path, mode)
             try:
-                os.fchmod(descriptor, mode)
                 remaining = memoryview(data)
                 while remaining:
                     remaining = remaining[os.write(descriptor, remaining) :]
@@ -131,16 +139,23 @@ def write_whole(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o644,
             sync(path.parent)
     except BaseException:
         if temporary is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
         raise
 
 
-def atomic_write_text(path: str | os.PathLike[str], text: str, *, mode: int = 0o644, at: str | None = None) -> None:
+def _create_beside(path: Path, mode: int) -> tuple[int, Path]:
+    """A new file beside `path`, open for writing, under a name of its own that no link can have taken."""
+    while True:
+        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        with contextlib.suppress(FileExistsError):
+            return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode), beside
+
+
+def atomic_write_text(path: str | os.PathLike[str], text: str, *, mode: int = 0o666, at: str | None = None) -> None:
     """`write_whole` of text in UTF-8."""
     write_whole(path, text.encode("utf-8"), mode=mode, at=at)
 
 
-def atomic_write_json(path: str | os.PathLike[str], value: Any, *, mode: int = 0o644, at: str | None = None) -> None:
+def atomic_write_json(path: str | os.PathLike[str], value: Any, *, mode: int = 0o666, at: str | None = None) -> None:
     """`write_whole` of strict JSON (a NaN raises ValueError), one line and a newline."""
     atomic_write_text(path, json.dumps(value, allow_nan=False) + "\n", mode=mode, at=at)

@@ -11,18 +11,23 @@ import it.
         api_key                      0600; the servers' key, made anew for every attempt
         servers/<server_id>.json     written by `gspo-mega serve`
         errors/rank_<r>.json         written by a rank that failed
+        beats/rank_<r>               how far a rank has come, every few seconds
         logs/{supervisor,rank_<r>,server_<k>}.log
+        logs/stacks_rank_<r>.txt     where a rank was when nothing had got done for long
         console.log                  the progress lines of rank 0
         stop                         a stop request; its text is the reason
         command                      what was started: train, sft or eval
         result.json                  what rank 0's work returned
         state.json                   what the supervisor says of the run, with a heartbeat
+        restart.json                 of an attempt that failed: whether the run was started again by itself, and why
         plan.txt versions.txt config.resolved.yaml     what this start ran, and with what
       weights/v<8 digits>/           one published Hugging Face folder
       weights/current.json           {"weight_version": int, "path": absolute path}
       checkpoints/step_<8 digits>/   checkpoints/latest holds the newest complete folder's name
       journal/step_<8 digits>        the trajectories of one step
+      journal/step_<8 digits>.old-NNNN   ... as they were before the step was sampled again
       metrics.jsonl  tensorboard/  hf/  hf_steps/step_<8 digits>/
+      old-NNNN/                      what another configuration recorded here; a run folder to read from
 """
 
 from __future__ import annotations
@@ -106,6 +111,16 @@ class Attempt:
         return self.logs_dir / f"server_{index}.log"
 
     @property
+    def beats_dir(self) -> Path:
+        return self.path / "beats"
+
+    def beat_file(self, rank: int) -> Path:
+        return self.beats_dir / f"rank_{rank}"
+
+    def stacks_file(self, rank: int) -> Path:
+        return self.logs_dir / f"stacks_rank_{rank}.txt"
+
+    @property
     def console_log(self) -> Path:
         return self.path / "console.log"
 
@@ -136,6 +151,10 @@ class Attempt:
     @property
     def state_file(self) -> Path:
         return self.path / "state.json"
+
+    @property
+    def restart_file(self) -> Path:
+        return self.path / "restart.json"
 
     @property
     def plan_file(self) -> Path:
@@ -251,5 +270,9 @@ class RunFolder:
     def huggingface_dir(self) -> Path:
         return self.path / "hf"
 
+    @property
+    def huggingface_steps_dir(self) -> Path:
+        return self.path / "hf_steps"
+
     def huggingface_step_dir(self, step: int) -> Path:
-        return self.path / "hf_steps" / f"step_{step:08d}"
+        return self.huggingface_steps_dir / f"step_{step:08d}"

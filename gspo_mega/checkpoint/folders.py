@@ -7,6 +7,7 @@ there. What is in it is `state.py`'s. Rank 0 alone changes folders; any rank may
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,8 @@ def step_of(folder: Path) -> int:
 def set_aside_damaged(folder: Path) -> None:
     """Take a damaged checkpoint's name from it, so that it neither counts nor is met again; its files stay for inspection."""
     if folder.is_dir():
-        target = folder.with_name(f"{folder.name}.damaged")
-        durable.remove_tree(target, at="save.clear")
-        durable.rename(folder, target, at="save.aside")
+        names = (f"{folder.name}.damaged{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
+        durable.rename(folder, next(target for name in names if not (target := folder.with_name(name)).exists()), at="save.aside")
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
+from gspo_mega.checkpoint.safe_pickle import refuse_code
 from gspo_mega.checkpoint.sources import MEGATRON_FOLDER
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.errors import CheckpointError
@@ -23,8 +24,11 @@ _EXTRA_STATE = "_extra_state"
 def load_weights(folder: Path, engine: PolicyEngine) -> None:
     """Fill the engine's parameters, cast to their dtype, from `folder`/megatron; `after_weights_loaded` must follow. Collective.
 
-    Raises CheckpointError, the same on every rank, where something is missing, of another shape, or damaged.
+    Raises CheckpointError, the same on every rank, where something is missing, of another shape, or damaged, or where
+    loading it could run a program: Megatron's loader is given nothing that was not looked at before.
     """
+    host = engine.groups.host
+    raise_together(refuse_code(folder / MEGATRON_FOLDER, engine.groups.world.rank, engine.groups.world.size), host, CheckpointError, f"{folder} cannot be loaded")
     problems: list[str] = []
     try:
         for chunk in engine.chunks:
@@ -36,7 +40,7 @@ def load_weights(folder: Path, engine: PolicyEngine) -> None:
             problems += [f"{name} is not filled" for name in odd.missing_keys if not name.endswith(_EXTRA_STATE)]
     except (CheckpointException, dist_checkpointing.core.CheckpointingException, EOFError, KeyError, OSError, RuntimeError, ValueError) as error:
         problems.append(_first_line(error))
-    raise_together(problems, engine.groups.host, CheckpointError, f"{folder} cannot be loaded")
+    raise_together(problems, host, CheckpointError, f"{folder} cannot be loaded")
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,10 +7,12 @@ once for writing. Owns the byte layout: 8 bytes of header length, little-endian;
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,18 +47,30 @@ class SafetensorsFile:
                 if not 0 < length <= min(size - _LENGTH_BYTES, _LONGEST_HEADER):
                     raise CheckpointError(f"{path}: not a safetensors file: a header of {length} bytes in a file of {size}")
                 header = json.loads(file.read(length))
-            self.tensors = {n: self._placed(t, _LENGTH_BYTES + length) for n, t in header.items() if n != "__metadata__"}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: cannot be read as safetensors: {type(error).__name__}: {error}") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{path}: cannot be read as safetensors: its header is no JSON object")
+        self.tensors = {name: self._placed(name, said, _LENGTH_BYTES + length) for name, said in header.items() if name != "__metadata__"}
         end = max((t.end for t in self.tensors.values()), default=0)
         if end > size:
             raise CheckpointError(f"{path}: cut short: {size} bytes, its header promises {end}")
 
-    def _placed(self, said: dict, base: int) -> Placed:
-        if said["dtype"] not in DTYPES:
-            raise CheckpointError(f"{self.path}: dtype {said['dtype']} is not supported; supported: {', '.join(DTYPES)}")
-        start, end = said["data_offsets"]
-        return Placed(DTYPES[said["dtype"]], tuple(said["shape"]), base + start, base + end)
+    def _placed(self, name: str, said: Any, base: int) -> Placed:
+        where = f"{self.path}: the header of {name!r}"
+        if not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= said.keys():
+            raise CheckpointError(f"{where}: dtype, shape and data_offsets are wanted")
+        kind, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+        if not isinstance(kind, str) or kind not in DTYPES:
+            raise CheckpointError(f"{where}: dtype {kind!r} is not supported; supported: {', '.join(DTYPES)}")
+        if not _are_sizes(shape):
+            raise CheckpointError(f"{where}: shape is {shape!r}, a list of sizes is wanted")
+        if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise CheckpointError(f"{where}: data_offsets is {offsets!r}, the beginning and the end in bytes are wanted")
+        placed = Placed(DTYPES[kind], tuple(shape), base + offsets[0], base + offsets[1])
+        if math.prod(shape) * placed.dtype.itemsize != placed.end - placed.start:
+            raise CheckpointError(f"{where}: {kind} of shape {shape} does not take the {placed.end - placed.start} bytes that data_offsets give it")
+        return placed
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor in the file's dtype. Raises CheckpointError."""
@@ -69,6 +83,10 @@ class SafetensorsFile:
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
         return flat.view(placed.dtype).reshape(placed.shape)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _read_into(file, target: memoryview) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gspo_mega.checkpoint import folders
+from gspo_mega.checkpoint.safe_pickle import refuse_code
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups
@@ -34,7 +35,8 @@ class TrainState:
 
     `step`: rollout batches trained on. `num_optimizer_steps`: applied optimizer steps, which drive the
     schedule. `skipped_in_a_row`: non-finite gradients since the last applied one. `prompts`, `demonstrations`: the
-    orders' own state. `summary`: what the final table needs of earlier attempts.
+    orders' own state. `summary`: what the final table needs of earlier attempts. `history`: the fingerprint of the weights, of
+    what the run started from and of all that it trained on.
     """
 
     step: int = 0
@@ -44,6 +46,7 @@ class TrainState:
     prompts: dict[str, Any] = field(default_factory=dict)
     demonstrations: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+    history: str = ""
 
 
 def _metadata(groups: ParallelGroups) -> dict[str, Any]:
@@ -133,7 +136,8 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
 
     The layout may be another one than it was saved from; the ranks' random states are then those of a fresh start.
 
-    Raises CheckpointError for a newer format, another model, a layout it cannot be read into, or damaged files.
+    Raises CheckpointError for a newer format, another model, a layout it cannot be read into, damaged files, or files that
+    could run a program when Megatron loads them.
     """
     record = folders.read_record(folder)
     if record["model"] != model_of(engine):
@@ -144,6 +148,8 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
             f"{folder} was saved with parallel.expert {saved['expert']}; its optimizer state cannot be read with "
             f"parallel.expert {here['expert']} (Megatron keeps expert parameters apart only above 1): keep both above 1 or both 1"
         )
+    world, host = engine.groups.world, engine.groups.host
+    raise_together(refuse_code(folder / "megatron", world.rank, world.size), host, CheckpointError, f"{folder} cannot be read")
     problems: list[str] = []
     try:
         for part in engine.optimizer.chained_optimizers:
@@ -156,12 +162,12 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
             chunk.load_state_dict(loaded[name], strict=True)
         engine.optimizer.load_state_dict(loaded["optimizer"])
         _separate_steps(engine)
-        rng_file = folder / "rng" / f"rank_{engine.groups.world.rank:05d}.safetensors"
+        rng_file = folder / "rng" / f"rank_{world.rank:05d}.safetensors"
         if saved == here:
             _restore_rng(load_file(rng_file))
     except (CheckpointException, EOFError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
-        problems.append(f"rank {engine.groups.world.rank}: {first_cause(error)}")
-    raise_together(problems, engine.groups.host, CheckpointError, f"{folder} cannot be read")
+        problems.append(f"rank {world.rank}: {first_cause(error)}")
+    raise_together(problems, host, CheckpointError, f"{folder} cannot be read")
     state = TrainState(**record["state"])
     engine.scheduler.step(increment=state.num_optimizer_steps)
     return state

@@ -4,7 +4,7 @@ A stored tensor holds a parameter of all layers (and experts), stacked in front,
 [layers, rows, columns], cut into chunks of any size. Megatron reads it into any tensor, pipeline and expert layout. Owns
 where a canonical parameter lies in it; how tensors are fused into parameters is `model/families.py`.
 
-The format's index (`.metadata`) and its common part are pickles: open checkpoints of people you trust.
+The format's index (`.metadata`) is a pickle: it is read by `safe_pickle.py`, which runs nothing that is in it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from gspo_mega.checkpoint.safe_pickle import FORMAT, read_index
 from gspo_mega.errors import CheckpointError
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.run_folder import atomic_write_json, read_json
+from gspo_mega.run_folder import atomic_write_json
 
-# What Megatron's `metadata.json` says of the format read and written here.
-_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _STACK = "decoder.layers."
@@ -127,7 +126,7 @@ def write_index(folder: Path, chunks: list[dict[str, Any]]) -> None:
         results.append(WriteResult(index, chunk.length, _StorageInfo(chunk.file, chunk.start, chunk.length)))
     torch.save({}, folder / "common.pt")
     FileSystemWriter(folder).finish(Metadata(state_dict_metadata=dict(tensors)), [results])
-    atomic_write_json(folder / "metadata.json", _FORMAT)
+    atomic_write_json(folder / "metadata.json", FORMAT)
 
 
 class _FilePart(io.RawIOBase):
@@ -165,15 +164,7 @@ class TorchDistFolder:
         self.path = folder
         if not (folder / "metadata.json").is_file() or not (folder / ".metadata").is_file():
             raise CheckpointError(f"{folder}: not a Megatron torch_dist checkpoint: metadata.json and .metadata are wanted")
-        try:
-            found = read_json(folder / "metadata.json")
-            if not isinstance(found, dict) or (found.get("sharded_backend"), found.get("sharded_backend_version")) != ("torch_dist", 1):
-                raise CheckpointError(f"{folder}/metadata.json: {found}; format torch_dist, version 1, is what is read here")
-            metadata = FileSystemReader(folder).read_metadata()
-        except CheckpointError:
-            raise
-        except Exception as error:  # a damaged pickle can raise anything
-            raise CheckpointError(f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}") from error
+        metadata = read_index(folder)
         self.tensors = {key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)}
         self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
@@ -218,7 +209,9 @@ class TorchDistFolder:
         return self._chunks[key].get(index, [])
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
-        info = self._storage[MetadataIndex(key, chunk.offsets)]
+        info = self._storage.get(MetadataIndex(key, chunk.offsets))
+        if info is None:
+            raise CheckpointError(f"{self.path}/.metadata: {key}{list(chunk.offsets)} is stored nowhere")
         path = self.path / info.relative_path
         try:
             with path.open("rb") as file:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_mega.commands.screen import Screen
 from gspo_mega.config import load_config
 from gspo_mega.errors import ConfigError
 from gspo_mega.launcher.launch import launch
@@ -49,14 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     target = find_target(args.target, args.config)
     loaded = load_config(target.config, [*_overrides(target), *args.overrides], "eval")
-    screen = sys.stderr if args.json else sys.stdout
-    code = launch(loaded, "eval", lambda line: print(line, file=screen, flush=True))
+    with Screen(sys.stderr if args.json else sys.stdout) as say:
+        code = launch(loaded, "eval", say)
     if code != 0:
         return code
     attempt = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name).latest_attempt()
     assert attempt is not None  # the launch made it
     result = {"model": loaded.config.model.path, **read_json(attempt.result_file)}
-    print(json.dumps(result) if args.json else render_result(result))
+    with Screen() as show:  # it is in result.json, too
+        show(json.dumps(result) if args.json else render_result(result))
     return 0
 
 

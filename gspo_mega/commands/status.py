@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import ConfigError
+from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart
 from gspo_mega.launcher.state import RunState, read_state
 from gspo_mega.run_folder import Attempt, RunFolder, read_json
 
 _SHOWN = (
     # name, key of the report
     ("run", "run"), ("state", "state"), ("attempt", "attempt"), ("step", "step"), ("speed", "speed"), ("checkpoint", "checkpoint"),
-    ("error", "error"), ("logs", "logs"),
+    ("error", "error"), ("restarts", "restarts"), ("logs", "logs"),
 )  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
             raise ConfigError(f"gspo-mega status: {folder.path} holds no run: no attempts/ and no log of a job")
         return dict.fromkeys((key for _, key in _SHOWN), None) | {"run": str(folder.path), "state": "no attempt yet; the job's log: slurm-*.log"}
     state = read_state(attempt)
-    last = _last_line(folder.metrics_file)
+    last = last_line(folder.metrics_file)
     return {
         "run": str(folder.path),
         "state": _state(state, now),
@@ -54,6 +55,7 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
         "speed": _speed(last),
         "checkpoint": _text(folder.latest_checkpoint_file),
         "error": _error(folder),
+        "restarts": _restarts(folder),
         "logs": str(attempt.logs_dir),
     }
 
@@ -92,23 +94,21 @@ def _error(folder: RunFolder) -> str | None:
     return None
 
 
+def _restarts(folder: RunFolder) -> str | None:
+    """How often the run was started again by itself, and what became of the last failure."""
+    record = last_restart(folder)
+    if record is None:
+        return None
+    times = f"{len(record.restarted_at)} in {WINDOW_SECONDS / 3600:.0f} h"
+    return f"{times}; last: {record.why}; because {record.cause}" if record.restarted_at else record.why
+
+
 def _first_record(attempt: Attempt) -> str | None:
     records = [record for path in attempt.errors_dir.glob("rank_*.json") if (record := read_json(path)) is not None]
     if not records:
         return None
     first = min(records, key=lambda record: record["time"])
     return f"rank {first['rank']}: {first['text'] or first['type']}"
-
-
-def _last_line(path: Path) -> dict[str, Any] | None:
-    """The last whole line of a file of JSON lines, read from its end."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 65_536))
-            lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
-    except FileNotFoundError:
-        return None
-    return json.loads(lines[-1]) if lines else None
 
 
 def _text(path: Path) -> str | None:

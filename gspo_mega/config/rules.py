@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from gspo_mega.config.deadlines import broken_relations
 from gspo_mega.config.schema import Config, Fp8, Objective
 
 PAPER_CLIP = (3e-4, 4e-4)
@@ -39,6 +40,7 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
         *_data(config, command),
         *_fp8(config),
         *_rollout_and_servers(config),
+        *(Violation(key, text) for key, text in broken_relations(config)),
         *_initial_weights(config, command),
         *_command(config, command),
     ]
@@ -199,7 +201,7 @@ def _rollout_and_servers(config: Config) -> Iterator[Violation]:
     if config.publish.verify == "tensors" and config.server.tensor > 1:
         yield Violation(
             "publish.verify",
-            f"`tensors` compares whole tensors and server.tensor is {config.server.tensor}; valid then: replicas",
+            f"`tensors` compares whole tensors and server.tensor is {config.server.tensor}; valid then: auto, replicas",
         )
 
 

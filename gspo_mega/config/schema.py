@@ -6,7 +6,7 @@ layout needs from a model is `plan/`. Sections are frozen and refuse unknown key
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -143,6 +143,7 @@ class Train(Section):
     num_steps: int = Field(ge=1, description="Rollout batches to train on.")
     from_rollouts: str | None = Field(default=None, min_length=1, description="Run folder whose recorded rollouts are trained on: no server, no publish, no held-out evaluation.")
     rollouts_only: bool = Field(default=False, description="Sample every step's batch from model.path into the journal, and train nothing.")
+    max_restarts: int = Field(default=3, ge=0, description="Times within 24 hours that `train` starts a failed run again by itself from its last checkpoint; never when it came no further than the start before, nor after what only a person can mend.")
 
 
 class Source(Section):
@@ -162,6 +163,9 @@ class Data(Section):
     system_prompt: str | None = Field(default=None, description="System message put before every prompt; needs chat_template.")
     max_prompt_tokens: int = Field(ge=1, description="Longer prompts are left out and counted.")
     shuffle: bool = Field(default=True, description="A new order every epoch, from the run's seed.")
+    accept_changed: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")], ...] = Field(
+        default=(), description="SHA-256 (its first 12 digits or more) of data files that may take the place of those the run was saved with, e.g. with a repaired row; as many rows as before."
+    )
 
 
 class RewardFunction(Section):
@@ -177,6 +181,10 @@ class Reward(Section):
     recycle_after: int = Field(default=10_000, ge=1, description="Scorings after which a process is replaced.")
     permute_in_batch: bool = Field(default=False, description="Control of an experiment: deal rewards out anew inside the batch, so that nothing can be learnt from them.")
     memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2, description="Address space beyond its start that a scoring process may take.")
+    file_bytes: int = Field(default=1024**3, ge=0, description="Largest file that a scoring process may write.")
+    environment: tuple[str, ...] = Field(default=(), description="Environment variables that functions get besides a short list of harmless ones (docs/REWARDS.md).")
+    network: bool = Field(default=True, description="False: functions run in a network name space without any network, where the kernel allows that to this user; refused where it does not.")
+    max_failed_fraction: float = Field(default=0.1, ge=0, le=1, description="Share of a step's scorings that may fail (their responses are not trained on); more of them stop the run.")
 
 
 class Rollout(Section):
@@ -188,7 +196,7 @@ class Rollout(Section):
     progress_deadline_seconds: float = Field(default=120.0, gt=0, description="Longest one request may go without a new token before it goes on, from its tokens, on another server. One that makes progress is never ended.")
     request_deadline_seconds: float | None = Field(default=None, gt=0, description="Longest one whole response may take, from when a server first takes it; the run stops with an error then, for to leave it out would favour short responses. No bound when absent.")
     max_attempts: int = Field(default=8, ge=1, description="Times in a row that one request is tried without a new token before the run stops.")
-    no_server_deadline_seconds: float = Field(default=300.0, gt=0, description="Longest wait for any healthy server before the run stops.")
+    no_server_deadline_seconds: float = Field(default=600.0, gt=0, description="Longest wait for any healthy server before the run stops; above server.start_deadline_seconds.")
     max_staleness: Literal[0] = Field(default=0, description="Steps a trajectory's weights may lag. Only 0 so far.")
     filter_constant_groups: bool = Field(default=False, description="Drop groups whose rewards are all equal and sample others in their place.")
     max_oversampling: float = Field(default=3.0, ge=1, description="With the filter: most prompts sampled a step, as a multiple of prompts_per_step.")
@@ -213,9 +221,9 @@ class Publish(Section):
     method: Literal["disk", "distributed"] = Field(default="disk", description="disk: through the run folder. distributed: a broadcast group with the servers.")
     deadline_seconds: float = Field(default=300.0, gt=0, description="Longest one publish may take.")
     bucket_bytes: int = Field(default=256 * 1024**2, ge=1024, description="Size of one broadcast, method distributed.")
-    verify: Literal["tensors", "replicas"] = Field(
-        default="tensors",
-        description="tensors: every server tensor's checksum equals what was sent (servers with tensor 1 on CPU). replicas: all servers agree, and exactly what changed in the trainer changed.",
+    verify: Literal["auto", "tensors", "replicas"] = Field(
+        default="auto",
+        description="tensors: every server tensor's checksum equals what was sent (servers with tensor 1 without GPUs). replicas: all servers agree, exactly what changed in the trainer changed, and a publish is proved to reach every tensor once per server start. auto: tensors where it is possible, else replicas.",
     )
     keep_last: int = Field(default=2, ge=1, description="Published versions kept on disk.")
 
@@ -238,6 +246,22 @@ class Checkpoint(Section):
 
 class Journal(Section):
     keep_last: int | None = Field(default=None, ge=1, description="Steps whose trajectories stay in the run folder's journal; all when absent.")
+    prune_routes: bool = Field(default=False, description="Take the routed experts out of a step's record, of which they are most, once a checkpoint that trained on it is on disk. R3 cannot be replayed from such a record.")
+
+
+class Watchdog(Section):
+    """When ranks count as stuck: the run then ends as failed (see train.max_restarts). Bounds are for the time in which nothing gets done, no
+    micro-batch, trajectory or message; absent ones are derived from the deadlines of the phase and the plan's estimate."""
+
+    enabled: bool = Field(default=True, description="False: only the timeout of collectives (30 minutes) notices a stuck rank.")
+    silence_seconds: float = Field(default=300.0, gt=0, description="Longest without a sign of life from a rank's process (stopped, or its interpreter held).")
+    start_seconds: float | None = Field(default=None, gt=0, description="Longest without progress until the servers are ready; 3600 when absent.")
+    rollout_seconds: float | None = Field(default=None, gt=0, description="Longest without a scored trajectory in a rollout; all attempts of one request when absent.")
+    train_seconds: float | None = Field(default=None, gt=0, description="Longest without a micro-batch in a forward or training pass; 900, or the plan's time of a step, when absent.")
+    publish_seconds: float | None = Field(default=None, gt=0, description="Longest publish; twice publish.deadline_seconds and some when absent.")
+    eval_seconds: float | None = Field(default=None, gt=0, description="Longest without a scored trajectory in an evaluation; as rollout_seconds when absent.")
+    checkpoint_seconds: float | None = Field(default=None, gt=0, description="Longest save or export; 1800, or ten times the plan's time of a save, when absent.")
+    other_seconds: float | None = Field(default=None, gt=0, description="Longest without progress in anything else; 900 when absent.")
 
 
 class Metrics(Section):
@@ -274,7 +298,7 @@ class Certify(Section):
     reference: CertifyCase = Field(default=CertifyCase(name="reference"), description="What all cases are compared with; a single rank by default.")
     cases: tuple[CertifyCase, ...] = Field(default=(), description="Empty: this file's own layout, on all its ranks.")
     num_steps: int = Field(default=3, ge=1, description="Optimizer steps after which weights are compared.")
-    cases_a_start: int = Field(default=8, ge=1, description="Layouts one pool of ranks is led through before it is started anew.")
+    cases_a_start: int = Field(default=64, ge=1, description="Layouts one pool of ranks is led through before it is started anew.")
     edges: bool = Field(default=False, description="Also cross clip edges and router ties on purpose, and count what flips.")
 
 
@@ -311,5 +335,6 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     journal: Journal = Journal()
     metrics: Metrics = Metrics()
+    watchdog: Watchdog = Watchdog()
     sft: Sft | None = None
     certify: Certify = Certify()

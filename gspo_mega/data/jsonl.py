@@ -2,12 +2,16 @@
 
 Owns finding, counting and parsing lines, and naming what is wrong with them. What a row must hold is the
 caller's: it passes a check. Only the byte offsets stay in memory, so a million rows cost some megabytes.
+
+A row that is accepted can be written down again and read back as it was: what the tokenizer, the rollout journal or
+a scoring process would stumble over much later (NaN, half of a surrogate pair, a very deep nesting) is refused here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +26,8 @@ Row = dict[str, Any]
 # A file with one systematic mistake has it on every line; so many of them are enough to see it.
 MAX_PROBLEMS_SHOWN = 10
 NO_ROWS = "no rows; one JSON object a line was expected"
+# Python's JSON writer gives up at some hundred levels, fewer the deeper the stack that it is called from.
+MAX_DEPTH = 64
 
 
 class JsonlFile:
@@ -81,8 +87,8 @@ class JsonlFile:
             raise IndexError(f"row {row} of {len(self)}")
         line = os.pread(self._file.fileno(), int(self._lengths[row]), int(self._starts[row]))
         try:
-            value = json.loads(line.decode("utf-8-sig"))
-        except ValueError:
+            value = parse_row(line)
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise DataError(f"{self.line(row)}: the file was written over while it was being read")
@@ -121,17 +127,60 @@ def _opened(path: Path) -> BinaryIO:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def parse_row(line: bytes) -> Any:
+    """The JSON value of a line, without its byte-order mark: some editors put one before the first line, and it is not data.
+
+    Raises ValueError (of which UnicodeDecodeError and json.JSONDecodeError are kinds) for what is not strict JSON of
+    Unicode characters and finite numbers, at most `MAX_DEPTH` levels deep; RecursionError for what is far deeper.
+    """
+    value = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite)
+    if line.count(b"{") + line.count(b"[") > MAX_DEPTH and _is_deep(value, MAX_DEPTH):
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    # UTF-8 itself has no surrogates: only an escape can bring one.
+    if b"\\u" in line:
+        _refuse_surrogates(value)
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number; leave the key out, or give null")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:20]} is larger than a 64-bit float can hold")
+    return value
+
+
+def _is_deep(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, (dict, list)) and levels == 0:
+        return True
+    return any(_is_deep(part, levels - 1) for part in inner if isinstance(part, (dict, list)))
+
+
+def _refuse_surrogates(value: Any) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            found = f"\\u{ord(value[error.start]):04x}"
+            raise ValueError(f"a text has {found}, half of a surrogate pair without the other: no character") from None
+    for part in (*value.keys(), *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _refuse_surrogates(part)
+
+
 def _problem_of(line: bytes, check: Callable[[Row], str | None]) -> str | None:
     try:
-        # A byte-order mark, as some editors put before the first line, is not data.
-        value = json.loads(line.decode("utf-8-sig"))
+        value = parse_row(line)
     except UnicodeDecodeError as error:
         return f"not UTF-8 (byte {error.start + 1} of the line)"
     except json.JSONDecodeError as error:
         if line.lstrip().startswith(b"["):
             return "looks like a JSON array over several lines; one JSON object a line was expected"
         return f"not JSON: {error.msg} at column {error.colno}"
-    except ValueError as error:  # Python refuses integers of thousands of digits
+    except ValueError as error:  # `parse_row`'s own, and Python refuses integers of thousands of digits
         return f"not JSON: {error}"
     except RecursionError:
         return "not JSON: nested too deeply"

@@ -10,6 +10,7 @@ the same on every machine and with every release of NumPy; the state of a stream
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -66,8 +67,11 @@ class PromptStream(Generic[Item]):
     use up no share.
     """
 
-    def __init__(self, sources: Sequence[ItemSource[Item]], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
-        """`weights`: one positive number a source, relative to each other.
+    def __init__(
+        self, sources: Sequence[ItemSource[Item]], weights: Sequence[float], *, seed: int, shuffle: bool, accept_changed: Sequence[str] = ()
+    ) -> None:
+        """`weights`: one positive number a source, relative to each other. `accept_changed`: beginnings of the fingerprints of
+        files that may take the place of those a saved state names (`data.accept_changed`).
 
         Raises ValueError for no sources, weights that do not match them, or two sources of one name.
         """
@@ -79,6 +83,7 @@ class PromptStream(Generic[Item]):
         self._weights = list(weights)
         self._seed = seed
         self._shuffle = shuffle
+        self._accept_changed = tuple(accept_changed)
         self._cursors = [_Cursor() for _ in sources]
         self._orders: list[tuple[int, np.ndarray] | None] = [None] * len(self._sources)
 
@@ -110,10 +115,12 @@ class PromptStream(Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly after the last item that was drawn before `state_dict()`.
 
-        Other weights than then are allowed and count from here on.
+        Other weights than then are allowed and count from here on. So is a file that the user has accepted by its
+        fingerprint: which row comes next depends on how many rows there are, not on what they hold, so a repaired
+        row leaves the order as it was.
 
         Raises DataError, and changes nothing, if the stream would not continue: other sources, a file whose
-        rows changed, another seed or shuffling.
+        rows changed unaccepted or are more or fewer, another seed or shuffling.
         """
         for key, now in (("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != now:
@@ -126,8 +133,11 @@ class PromptStream(Generic[Item]):
             then = saved[source.name]
             if then["num_rows"] != len(source):
                 raise DataError(f"{source.path}: changed since the run was saved: it had {then['num_rows']} rows and has {len(source)} now")
-            if then["fingerprint"] != source.fingerprint:
-                raise DataError(f"{source.path}: changed since the run was saved: as many rows, another content")
+            if then["fingerprint"] != source.fingerprint and not source.fingerprint.startswith(self._accept_changed or ("none",)):
+                raise DataError(
+                    f"{source.path}: changed since the run was saved: as many rows, another content; if that is a repair, continue "
+                    f"with 'data.accept_changed={json.dumps([*self._accept_changed, source.fingerprint[:12]])}'"
+                )
         self._cursors = [
             _Cursor(epoch=then["epoch"], position=then["position"], progress=then["progress"])
             for then in (saved[name] for name in names)

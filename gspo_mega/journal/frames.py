@@ -38,12 +38,21 @@ def encode_frame(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | N
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
+def checksum_of(frame: bytes) -> int:
+    """The CRC-32 that a frame carries."""
+    return _FRAME.unpack_from(frame)[1]
+
+
 class FrameFile:
-    """Reads one file. After `frames()` was exhausted, `num_torn_bytes` says how much at its end is no whole frame."""
+    """Reads one file. After `frames()` was exhausted, `num_torn_bytes` says how much at its end is no whole frame.
+
+    `checksum`: of the frame that `frames()` gave last.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_torn_bytes = 0
+        self.checksum = 0
 
     def frames(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
         """(JSON values, arrays) of every whole frame. Raises JournalError for a file that is no journal's, or unreadable."""
@@ -58,6 +67,7 @@ class FrameFile:
                     if payload is None:
                         self.num_torn_bytes = size - start
                         return
+                    self.checksum = zlib.crc32(payload)
                     yield _decode(payload)
         except OSError as error:
             raise JournalError(f"{self.path}: cannot be read: {error.strerror}") from error

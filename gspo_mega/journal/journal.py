@@ -3,7 +3,8 @@
 Every trajectory is handed to the kernel as soon as it is scored, so a killed process loses none. It reaches the disk at the
 end of the batch and meanwhile every few seconds, so a machine that loses power loses the last seconds of one step.
 
-A step's file begins with the step and the weight version that sampled it; a `batch` record ends it. A restarted step takes a
+A step's file begins with the step, the weight version that sampled it and what else made it (`made_by`); a `batch` record ends it.
+What another history made is moved aside, to `step_N.old-NNNN`, and never deleted but by `journal.keep_last`. A restarted step takes a
 complete batch as it is, or of an incomplete one the complete groups. (Those that were not complete are sampled anew, which
 favours short responses a little: what took longest had the least chance to be complete.)
 """
@@ -21,13 +22,14 @@ from typing import Any
 
 from gspo_mega import durable
 from gspo_mega.errors import JournalError
-from gspo_mega.journal.frames import MAGIC, FrameFile, encode_frame
+from gspo_mega.journal.frames import MAGIC, FrameFile, checksum_of, encode_frame
 from gspo_mega.journal.trajectories import decode_prompt, decode_trajectory, encode_batch, encode_prompt, encode_trajectory
 from gspo_mega.records import Group, RolloutBatch, Trajectory
 
 FORMAT_VERSION = 1
 SYNC_SECONDS = 5.0
 _NAME = re.compile(r"step_(\d{8})")
+_OLD = re.compile(r"step_\d{8}\.old-\d{4,}")
 
 
 @dataclass
@@ -35,6 +37,8 @@ class StepRecord:
     """What the file of one step holds. `batch` and `prompts` are None until the step's batch was complete.
 
     `groups`: every trajectory by group, in sample order, incomplete groups too. `prompts`: the prompt order's state behind the batch.
+    `made_by`: fingerprints of what made the trajectories, by kind; none in a record of an earlier release. `checksums`: of every
+    trajectory's frame as it was first written, by trajectory id. `routes_pruned`: the routed experts were there and are not any more.
     """
 
     step: int
@@ -44,6 +48,9 @@ class StepRecord:
     batch: RolloutBatch | None = None
     prompts: dict[str, Any] | None = None
     num_torn_bytes: int = 0
+    made_by: dict[str, str] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
+    routes_pruned: bool = False
 
     def complete_groups(self) -> dict[int, Group]:
         return {number: group for number, group in self.groups.items() if len(group.trajectories) == self.group_size}
@@ -80,7 +87,10 @@ class Journal:
             if kind == "begin":
                 if values["format_version"] > FORMAT_VERSION:
                     raise JournalError(f"{path}: written by a newer gspo_mega (format {values['format_version']}; this one reads {FORMAT_VERSION})")
-                record = StepRecord(values["step"], values["weight_version"], values["group_size"])
+                record = StepRecord(
+                    values["step"], values["weight_version"], values["group_size"],
+                    made_by=values.get("made_by", {}), routes_pruned=values.get("routes_pruned", False),
+                )  # fmt: skip
             elif record is None:
                 raise JournalError(f"{path}: does not begin as a step does")
             elif kind == "prompt":
@@ -88,6 +98,7 @@ class Journal:
             elif kind == "trajectory":
                 group = record.groups[values["group_id"]]
                 group.trajectories.append(decode_trajectory(values, arrays, group.prompt))
+                record.checksums[values["trajectory_id"]] = values.get("checksum", file.checksum)
             elif kind == "batch":
                 groups = [record.groups[number] for number in values["group_ids"]]
                 record.batch = RolloutBatch(step, groups, values["counts"], values["phase_seconds"])
@@ -99,47 +110,93 @@ class Journal:
                 group.trajectories.sort(key=lambda trajectory: trajectory.trajectory_id)
         return record
 
+    def has_pruned_routes(self, step: int) -> bool:
+        """Whether the routed experts of a step were there and are not any more. Reads the beginning of its file alone."""
+        values = next((values for values, _ in FrameFile(self.file(step)).frames()), {})
+        return bool(values.get("routes_pruned", False))
+
     @contextlib.contextmanager
-    def write(self, step: int, weight_version: int, group_size: int, known: Mapping[int, Group]) -> Iterator[StepWriter]:
+    def write(
+        self, step: int, weight_version: int, group_size: int, known: Mapping[int, Group], made_by: Mapping[str, str] | None = None
+    ) -> Iterator[StepWriter]:
         """Begin the file of `step` anew with the groups `known`, in place of what was there, and append to it.
 
-        What later steps hold belongs to another history from here on and is removed.
+        What later steps hold belongs to another history from here on and is moved aside.
         """
         with _told(self.folder):
             durable.make_folder(self.folder, at="journal.folder")
-            self._remove([later for later in self.steps() if later > step])
-            begin = {"format_version": FORMAT_VERSION, "step": step, "weight_version": weight_version, "group_size": group_size}
+            for later in self.steps():
+                if later > step:
+                    self.put_aside(later)
+            begin = {
+                "format_version": FORMAT_VERSION, "step": step, "weight_version": weight_version, "group_size": group_size, "made_by": dict(made_by or {}),
+            }  # fmt: skip
+            taken = {t.trajectory_id: encode_trajectory(t) for group in known.values() for t in group.trajectories}
             frames = [MAGIC, encode_frame({"kind": "begin", **begin})]
             for number, group in known.items():
-                frames += [encode_prompt(number, group.prompt), *map(encode_trajectory, group.trajectories)]
+                frames += [encode_prompt(number, group.prompt), *(taken[t.trajectory_id] for t in group.trajectories)]
             durable.write_whole(self.file(step), b"".join(frames), at="journal.create")
             descriptor = durable.open_end(self.file(step), at="journal.open")
         try:
-            yield StepWriter(self.file(step), descriptor, set(known))
+            yield StepWriter(self.file(step), descriptor, set(known), {name: checksum_of(frame) for name, frame in taken.items()})
         finally:
             os.close(descriptor)
 
-    def prune(self, keep_last: int) -> None:
-        """Remove the files of all but the newest `keep_last` steps."""
+    def put_aside(self, step: int) -> Path:
+        """Move the file of a step out of the way, to a name that no step has. Returns it."""
         with _told(self.folder):
-            self._remove(self.steps()[:-keep_last])
+            file = self.file(step)
+            number = 1 + max((int(old.name.rpartition("-")[2]) for old in self._aside(step)), default=0)
+            target = file.with_name(f"{file.name}.old-{number:04d}")
+            durable.rename(file, target, at="journal.aside")
+            return target
 
-    def _remove(self, steps: list[int]) -> None:
-        for step in steps:
-            durable.remove_file(self.file(step), at="journal.drop")
+    def prune(self, keep_last: int) -> None:
+        """Remove the files of all but the newest `keep_last` steps, with what was moved aside of them."""
+        with _told(self.folder):
+            steps = self.steps()
+            for step in steps[:-keep_last]:
+                for file in (*self._aside(step), self.file(step)):
+                    durable.remove_file(file, at="journal.drop")
+
+    def prune_routes(self, before_step: int) -> None:
+        """Write the files of complete steps before `before_step` anew without routed experts; all else stays as it is."""
+        for step in self.steps():
+            if step < before_step and not self.has_pruned_routes(step):
+                self._prune_routes(step)
+
+    def _prune_routes(self, step: int) -> None:
+        file, frames = FrameFile(self.file(step)), [MAGIC]
+        had_routes = is_complete = False
+        for values, arrays in file.frames():  # one at a time: the routes of a step can be larger than the memory
+            if values["kind"] == "begin":
+                values["routes_pruned"] = True
+            elif values["kind"] == "trajectory":
+                values.setdefault("checksum", file.checksum)
+                had_routes |= arrays.pop("routed_experts", None) is not None
+            is_complete |= values["kind"] == "batch"
+            frames.append(encode_frame(values, arrays))
+        if had_routes and is_complete:
+            with _told(self.file(step)):
+                durable.write_whole(self.file(step), b"".join(frames), at="journal.routes")
+
+    def _aside(self, step: int) -> list[Path]:
+        return sorted(old for old in self.folder.glob(f"step_{step:08d}.old-*") if _OLD.fullmatch(old.name))
 
 
 class StepWriter:
-    """Appends to the file of one step. Used by one thread at a time."""
+    """Appends to the file of one step. Used by one thread at a time. `checksums`: of every trajectory's frame, by its id."""
 
-    def __init__(self, path: Path, descriptor: int, prompts: set[int]) -> None:
+    def __init__(self, path: Path, descriptor: int, prompts: set[int], checksums: dict[str, int]) -> None:
         self._path, self._descriptor, self._prompts = path, descriptor, prompts
+        self.checksums = checksums
         self._synced = time.monotonic()
 
     def add(self, trajectory: Trajectory) -> None:
         """A scored trajectory. With the kernel when this returns."""
         with _told(self._path):
             data = encode_trajectory(trajectory)
+            self.checksums[trajectory.trajectory_id] = checksum_of(data)
             if trajectory.group_id not in self._prompts:
                 data = encode_prompt(trajectory.group_id, trajectory.prompt) + data
                 self._prompts.add(trajectory.group_id)

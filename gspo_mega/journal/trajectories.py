@@ -28,7 +28,8 @@ def decode_prompt(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> Prom
     return Prompt(token_ids=tuple(arrays["token_ids"].tolist()), **{name: values[name] for name in names})
 
 
-def encode_trajectory(trajectory: Trajectory) -> bytes:
+def encode_trajectory(trajectory: Trajectory, **more: Any) -> bytes:
+    """`more`: further values of the record, for its reader."""
     arrays = {
         "response_token_ids": np.array(trajectory.response_token_ids, dtype=np.int32),
         "response_mask": np.array(trajectory.response_mask, dtype=np.uint8),
@@ -37,7 +38,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     }
     if trajectory.routed_experts is not None:
         arrays["routed_experts"] = trajectory.routed_experts
-    return encode_frame({"kind": "trajectory", **{name: getattr(trajectory, name) for name in _VALUES}}, arrays)
+    return encode_frame({"kind": "trajectory", **{name: getattr(trajectory, name) for name in _VALUES}, **more}, arrays)
 
 
 def decode_trajectory(values: dict[str, Any], arrays: dict[str, np.ndarray], prompt: Prompt) -> Trajectory:

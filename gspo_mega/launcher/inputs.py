@@ -7,12 +7,13 @@ down is found by the run itself when it opens its files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal
 
 from gspo_mega.config import LoadedConfig, data_sources
 from gspo_mega.data.jsonl import Row, check_first_rows
 from gspo_mega.data.prompts import missing_key
-from gspo_mega.errors import DataError, JournalError
+from gspo_mega.errors import ConfigError, DataError, JournalError
 from gspo_mega.journal.journal import Journal
 from gspo_mega.reward.pool import check_reward
 from gspo_mega.run_folder import RunFolder
@@ -40,16 +41,31 @@ def check_rewards(loaded: LoadedConfig) -> None:
 
 
 def is_replay(loaded: LoadedConfig, command: str) -> bool:
-    """Whether the run trains on recorded rollouts and so has no servers. Raises JournalError where the record is too short."""
-    train = loaded.config.train
+    """Whether the run trains on recorded rollouts and so has no servers.
+
+    Raises ConfigError where the record is the run's own, JournalError where it is too short, or lacks what the run needs of it.
+    """
+    train, run = loaded.config.train, loaded.config.run
     if command != "train" or train is None or train.from_rollouts is None:
         return False
-    present = Journal(RunFolder(train.from_rollouts).journal_dir).steps()
+    if Path(train.from_rollouts).resolve() == (Path(run.dir) / run.name).resolve():
+        raise ConfigError(
+            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} is this run's own folder, whose journal it would "
+            "write over; choose another run.name"
+        )
+    journal = Journal(RunFolder(train.from_rollouts).journal_dir)
+    present = journal.steps()
     missing = sorted(set(range(train.num_steps)) - set(present))
     if missing:
         raise JournalError(
             f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no rollouts of step {missing[0] + 1}; "
             f"train.num_steps asks for {train.num_steps}, {len(present)} are recorded"
+        )
+    pruned = [step for step in range(train.num_steps) if journal.has_pruned_routes(step)] if loaded.config.moe.routing_replay == "R3" else []
+    if pruned:
+        raise JournalError(
+            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no routed experts of step {pruned[0] + 1} "
+            "any more (its journal.prune_routes took them out), and moe.routing_replay: R3 needs them; replay with R2 or none"
         )
     return True
 

@@ -8,20 +8,24 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from gspo_mega.config import LoadedConfig
-from gspo_mega.errors import PlanError
+from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.children import ChildSpec
 from gspo_mega.launcher.inputs import check_rewards, is_replay
 from gspo_mega.launcher.places import rank_environments, share_gpus, visible_gpus
 from gspo_mega.launcher.prepare import hold, new_attempt
+from gspo_mega.launcher.restarts import Decision, Restarts, furthest
 from gspo_mega.launcher.state import StateKeeper
-from gspo_mega.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor
+from gspo_mega.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor, stop_signals
 from gspo_mega.plan import plan_run, render_report
+from gspo_mega.plan.estimate import estimate
+from gspo_mega.plan.patience import patience
 from gspo_mega.run_folder import Attempt, RunFolder
 
 Command = Literal["train", "sft", "eval", "certify"]
@@ -57,17 +61,39 @@ def launch(
         check_rewards(loaded)
     num_servers = 0 if command == "certify" or is_replay(loaded, command) else config.server.num_servers
     rank_gpus, server_gpus = share_gpus(gpus, config.cluster.ranks_per_node, num_servers, config.server.tensor)
-    say(render_report(plan))
+    figures = estimate(plan, loaded.where)
+    say(render_report(plan, figures))
     folder = RunFolder(Path(config.run.dir) / config.run.name)
-    with hold(folder):
-        attempt = new_attempt(folder, loaded, command)
-        with log_to(attempt.supervisor_log), StateKeeper(attempt) as state:
-            say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
-            ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
-            servers = _servers(server_gpus, attempt, serve_command)
-            code = Supervisor(attempt, [*servers, *ranks], say, stop_grace_seconds).run()
-            state.tell("finished" if code == 0 else "stopped")
-            return code
+
+    def run_attempt(attempt: Attempt, signals: list[int]) -> int:
+        say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
+        ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
+        servers = _servers(server_gpus, attempt, serve_command)
+        return Supervisor(attempt, [*servers, *ranks], say, stop_grace_seconds, patience(config, figures), signals).run()
+
+    with hold(folder), stop_signals() as signals:
+        restarts = Restarts.begin(folder, config.train.max_restarts if command == "train" and config.train is not None else 0)
+        while True:
+            attempt = new_attempt(folder, loaded, command, say)
+            try:
+                with log_to(attempt.supervisor_log), StateKeeper(attempt) as state:
+                    code = run_attempt(attempt, signals)
+                    state.tell("finished" if code == 0 else "stopped")
+                    return code
+            except GspoMegaError as error:
+                decision = restarts.decide(error, furthest(folder), time.time())
+                if signals or attempt.stop_reason() is not None or not _note(restarts, attempt, decision):
+                    raise
+                say(f"\n{error}\n\n{decision.why}")
+
+
+def _note(restarts: Restarts, attempt: Attempt, decision: Decision) -> bool:
+    """Record a decision. What cannot be recorded, on a full disk, is not done either."""
+    try:
+        restarts.record(attempt, decision)
+    except OSError:
+        return False
+    return decision.again
 
 
 def _ranks(num_ranks: int, gpus: list[str], attempt: Attempt, command: str, worker_command: Sequence[str]) -> list[ChildSpec]:

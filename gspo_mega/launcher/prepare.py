@@ -1,6 +1,7 @@
 """The run folder before a process starts: taken by one supervisor, of one configuration, with a new attempt.
 
-Owns the lock and the question whether a folder may be continued with a configuration. Starts nothing.
+Owns the lock, the question whether a folder may be continued with a configuration, and putting aside what an earlier start
+recorded there. Starts nothing, and deletes nothing that a run recorded.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from gspo_mega import durable
 from gspo_mega.config import Config, LoadedConfig, load_config, render_config
 from gspo_mega.errors import ConfigError, FolderError
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
@@ -19,10 +20,10 @@ from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 # What may differ when a run is continued: how long, how watched, how served, how laid out. None of it changes what is
 # learned from a step (another layout: to rounding). A trailing dot means the whole section.
 MAY_CHANGE = (
-    "run.dir", "cluster.", "parallel.", "train.num_steps", "sft.max_steps", "eval.every_steps", "checkpoint.", "journal.", "metrics.", "server.", "publish.",
+    "run.dir", "cluster.", "parallel.", "train.num_steps", "train.max_restarts", "sft.max_steps", "eval.every_steps", "checkpoint.", "journal.", "metrics.", "watchdog.", "server.", "publish.",
     "rollout.max_concurrent_requests", "rollout.progress_deadline_seconds", "rollout.request_deadline_seconds", "rollout.max_attempts",
     "rollout.no_server_deadline_seconds", "reward.deadline_seconds", "reward.num_workers", "reward.recycle_after",
-    "reward.memory_bytes", "mismatch.budget",
+    "reward.memory_bytes", "mismatch.budget", "data.accept_changed",
 )  # fmt: skip
 
 
@@ -61,29 +62,48 @@ def _told(folder: RunFolder) -> Iterator[None]:
         raise FolderError(f"run folder {folder.path} cannot be written: {error.strerror}") from error
 
 
-def new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str) -> Attempt:
+def new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str, say: Callable[[str], None] = lambda line: None) -> Attempt:
     """A new attempt of `command` in `folder`, which the caller holds, with config.resolved.yaml in place.
 
     A folder with a checkpoint is continued and must be of the same command and configuration, `MAY_CHANGE`
     apart; raises ConfigError with every key that differs. One without a checkpoint has nothing to continue: its
-    run starts over, and what it published is withdrawn, lest a server start with it. Its journal stays where the
-    configuration is the same: those rollouts are the new start's own. Raises FolderError where the disk refuses.
+    run starts over, and what it published is withdrawn, lest a server start with it. What was recorded stays where
+    the configuration is the same: those rollouts are the new start's own. Otherwise it is moved to `old-NNNN` beside,
+    a folder that `--from-rollouts` and `gspo-mega inspect` take, and `say` tells. Raises FolderError where the disk refuses.
     """
     with _told(folder):
-        return _new_attempt(folder, loaded, command)
+        return _new_attempt(folder, loaded, command, say)
 
 
-def _new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str) -> Attempt:
+def _new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str, say: Callable[[str], None]) -> Attempt:
     if folder.latest_checkpoint_file.exists():
         _check_same_run(folder, loaded, command)
     else:
-        folder.current_weights_file.unlink(missing_ok=True)
         if not _is_same_start(folder, loaded, command):
-            shutil.rmtree(folder.journal_dir, ignore_errors=True)
+            _put_aside(folder, say)
+        folder.current_weights_file.unlink(missing_ok=True)
     atomic_write_text(folder.config_file, render_config(loaded.config))
     attempt = folder.new_attempt()
     atomic_write_text(attempt.command_file, command + "\n")
     return attempt
+
+
+def _put_aside(folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Move what another configuration recorded to a folder of its own. One that was killed at it has the rest moved by the next start."""
+    recorded = [folder.journal_dir, folder.metrics_file, folder.tensorboard_dir, folder.huggingface_dir, folder.huggingface_steps_dir]
+    found = [path for path in recorded if path.exists()]
+    if not found:
+        return
+    old = next(path for number in range(1, 10_000) if not (path := folder.path / f"old-{number:04d}").exists())
+    old.mkdir()
+    if folder.config_file.exists():
+        atomic_write_text(old / folder.config_file.name, folder.config_file.read_text(encoding="utf-8"))
+    for path in found:
+        os.rename(path, old / path.name)
+    for touched in (old, folder.path):
+        durable.sync(touched)
+    names = ", ".join(path.name for path in found)
+    say(f"notice   {folder.path} was recorded with another configuration, and has no checkpoint to continue: {names} moved to {old}")
 
 
 def _is_same_start(folder: RunFolder, loaded: LoadedConfig, command: str) -> bool:

@@ -76,7 +76,7 @@ class Steps:
             words = [word for role in roles for word in ("--role", role)] + (["--fp8"] if fp8 else [])
             words += ["--folder", str(attempt.run_folder.path), "--gpus", str(site.gpus_per_node), "--address", node.address, "--requests", str(requests)]
             words += ["--machines", str(len(nodes)), "--index", str(index), "--master", f"{nodes[0].address}:{master_port}"]
-            doctor = environment.command("-m", "gspo_mega", "doctor", *words, "--meet", str(attempt.path / "meeting"))
+            doctor = environment.command("-m", "gspo_mega", "doctor", *words, "--meet", str(attempt.path / "meeting"), "--patience", str(site.preflight_seconds))
             options = [*self._one_task(node), *environment.srun_options]
             srun = self._srun(options, doctor, 0, site.gpus_per_node)
             steps.append((node, ChildSpec("doctor", index, srun, attempt.logs_dir / f"doctor_{node.name}.log", site.network_variables())))

@@ -85,7 +85,8 @@ _ROLLOUT_COUNTS = {
     "num_trajectories": ("trajectories", "trajectories completed"),
     "num_prompts_sampled": ("prompts", "prompts asked for, refills included"),
     "num_groups_filtered": ("groups", "constant groups dropped by the filter"),
-    "num_groups_missing": ("groups", "groups short of prompts_per_step after over-sampling"),
+    "num_groups_unscored": ("groups", "groups left out because fewer than two of their responses could be scored"),
+    "num_groups_missing": ("groups", "groups short of prompts_per_step: filtered or unscored and not replaced"),
     "num_truncated": ("trajectories", "responses that hit max_new_tokens"),
     "num_generated_tokens": ("tokens", "tokens in completed responses"),
     "num_retries": ("requests", "requests tried again"),
@@ -96,7 +97,7 @@ _ROLLOUT_COUNTS = {
     "num_continued_requests": ("requests", "requests that went on with a response from tokens it had, for any reason"),
     "num_discarded_tokens": ("tokens", "tokens so far of responses that could not be continued exactly: of other weights, or their experts not returned"),
     "num_registration_errors": ("readings", "readings of a server's registration that the file system failed"),
-    "num_reward_failures": ("trajectories", "trajectories whose scoring failed: exception, NaN or deadline"),
+    "num_reward_failures": ("trajectories", "trajectories whose scoring failed (exception, NaN, deadline, crash) and that are not trained on"),
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from gspo_mega.errors import ModelError
 from gspo_mega.model.config_reader import ConfigReader
 from gspo_mega.model.deepseek import read_experts, read_latent_attention
+from gspo_mega.model.description import description_files
 from gspo_mega.model.rope import read_rope
 from gspo_mega.model.spec import ModelSpec, MoeSpec
 from gspo_mega.model.tables import FAMILIES, ExpertKeys, Family
@@ -41,7 +42,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
 
     A `.json` file instead of a folder is read as a config.json: a shape to plan with.
 
-    Raises ModelError listing everything that is missing, malformed or unsupported.
+    Raises ModelError listing everything that is missing, malformed or unsupported, and for a link that leads out of the folder.
     """
     folder = Path(folder)
     if folder.is_file() and folder.suffix == ".json":
@@ -51,6 +52,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     raw = _read_json(folder / "config.json")
     if raw is None:
         raise ModelError(f"{folder}: there is no config.json in it; a Hugging Face folder is wanted")
+    description_files(folder)  # said here, on a login node, and not at the first export
     generation = _read_json(folder / "generation_config.json") or {}
     return spec_from_config(raw, where=str(folder / "config.json"), generation=generation)
 

@@ -22,7 +22,7 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
         "state": _state(figures),
         "memory": _memory(figures),
         "time": _time(figures),
-        "save": [f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed"] if figures.time else [],
+        "save": [f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed; a stop takes up to {figures.stop_seconds:.0f} s"] if figures.time else [],
         "notice": [*plan.notices, *figures.notices],
     }
     return "\n".join(
@@ -133,7 +133,8 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
     context = server.context_tokens or Sizes.of(config).longest_sequence
     lines = [
         f"{server.num_servers} x tensor {server.tensor} on {server.host}, ports chosen at start, {context} tokens of context, "
-        f"at most {rollout.max_concurrent_requests} open requests each; weights by {config.publish.method}"
+        f"at most {rollout.max_concurrent_requests} open requests each; weights by {config.publish.method}",
+        f"weights {plan.verification}",
     ]
     if figures.servers.nodes is not None and figures.limit is not None:
         lines.append(f"{figures.servers.num_gpus} GPUs on {figures.servers.nodes} nodes of their own")

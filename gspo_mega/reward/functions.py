@@ -6,9 +6,11 @@ A reward is a function
 
 `prompt` is the rendered prompt, `response` the response as text (its last 64 Ki characters), `answer` and
 `metadata` are what the data file has for the prompt, `options` what the configuration gives. The result is a finite
-number; or a dictionary of them whose entry `reward` counts and whose others are recorded beside it. The function
-runs in a process of its own: it may be slow, raise, print or crash, and loses nothing but that trajectory's reward.
-It may be called again for a response whose scoring was interrupted, so it should have no side effects.
+number; or a dictionary of them whose entry `reward` counts and whose others are recorded beside it, but for `correct`: it says
+whether the response is right (True or False), which is what held-out accuracy counts. The built-in verifiers say so by being 1.
+
+The function runs in a process of its own: it may be slow, raise, print or crash, and loses nothing but that response, which
+is then not trained on. It may be called again for a response whose scoring was interrupted, so it should have no side effects.
 
 Owns the names and the checks before a run. Running functions is `worker.py`'s.
 """

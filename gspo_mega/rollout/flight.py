@@ -59,7 +59,8 @@ class Flight:
         self._watch()
 
     def close(self) -> None:
-        """The request is over."""
+        """The request is over; there is nothing left to end."""
+        self._limit = None
         if self._timer is not None:
             self._timer.cancel()
 

@@ -87,7 +87,8 @@ class ServerPool:
         except BaseException:
             self.loop.close()
             raise
-        self.loop.submit(self._watch()).add_done_callback(self._watch_ended)
+        self._watching = self.loop.submit(self._watch())
+        self._watching.add_done_callback(self._watch_ended)
 
     def __enter__(self) -> ServerPool:
         return self
@@ -99,11 +100,13 @@ class ServerPool:
         """End the pool's thread and connections; open requests are dropped."""
 
         async def close_clients():
-            for entry in self._entries.values():
+            await asyncio.sleep(0)  # the watch ends first: it would add servers
+            for entry in list(self._entries.values()):
                 await entry.client.close()
 
         if not self._closed:
             self._closed = True
+            self._watching.cancel()
             with contextlib.suppress(RolloutError):  # its thread has ended, and was reported
                 self.loop.run(close_clients())
             self.loop.close()

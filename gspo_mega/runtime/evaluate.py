@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from gspo_mega import beats
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.run_folder import Attempt
 from gspo_mega.runtime.rollouts import RolloutSide
@@ -26,10 +27,15 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
         if reason is not None:
             raise StopRequested(reason)
 
+    def wait_for_start() -> None:
+        beats.beat()
+        check_stop()
+
     server = config.server
     with RolloutSide(config, read_model_spec(config.model.path), Attempt(context.attempt_dir)) as side:
         try:
-            side.pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), check_stop)
+            side.pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start)
+            beats.enter("eval")
             return asdict(side.evaluate(check_stop))
         except StopRequested as request:
             return {"stopped": str(request)}

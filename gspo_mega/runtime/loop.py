@@ -16,7 +16,7 @@ from gspo_mega import kill_points
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
 from gspo_mega.records import RolloutBatch
-from gspo_mega.runtime.assemble import assemble, fill_advantages
+from gspo_mega.runtime.assemble import assemble, fill_advantages, scored_batch
 from gspo_mega.runtime.final_table import accuracy_text, run_table
 from gspo_mega.runtime.record import run_rollouts
 from gspo_mega.runtime.reference import reference_path
@@ -152,6 +152,7 @@ def take(session: Session) -> tuple[RolloutBatch | None, Work]:
     except StopRequested as request:
         return None, session.hand_out_stop(str(request))
     with session.phase("assemble"):
+        batch = scored_batch(batch)
         fill_advantages(batch, config, step)
         return batch, session.hand_out(assemble(batch, config, session.layout, step))
 

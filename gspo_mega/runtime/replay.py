@@ -14,7 +14,8 @@ from gspo_mega.errors import JournalError
 from gspo_mega.journal.journal import Journal, StepRecord
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 from gspo_mega.run_folder import Attempt, RunFolder
-from gspo_mega.runtime.journalled import JournalledBatches
+from gspo_mega.runtime.journalled import batches_of
+from gspo_mega.runtime.provenance import next_history
 
 
 class RecordedOrder:
@@ -39,14 +40,18 @@ class ReplaySide:
         self.prompts = RecordedOrder()
         self._last: StepRecord | None = None
         journal = Journal(attempt.run_folder.journal_dir)
-        self._batches = JournalledBatches(journal, self.prompts, self, config.batch.group_size, config.journal.keep_last)
+        self.batches = batches_of(config, journal, self.prompts, self)
 
     def data_report(self) -> list[str]:
         return [f"data     the recorded rollouts of {self.recorded.folder.parent}; no server, no publish, no held-out evaluation"]
 
     def take(self, step: int, weight_version: int, on_wait: Callable[[], None], say: Callable[[str], None]) -> RolloutBatch:
         """The recorded batch of `step`. Raises JournalError where the record has none."""
-        return self._batches.take(step, weight_version, on_wait, say)
+        return self.batches.take(step, weight_version, on_wait, say)
+
+    def made_by(self, step: int) -> dict[str, str]:
+        checksums = self._read(step).checksums
+        return {"recorded rollouts": next_history("", self._batch_of(step), checksums)}
 
     def upcoming(self, step: int, count: int) -> list[Prompt]:
         groups = self._read(step).groups
@@ -56,14 +61,19 @@ class ReplaySide:
     def sample(
         self, step: int, known: Mapping[int, Group], keep: Callable[[Trajectory], None], on_wait: Callable[[], None]
     ) -> RolloutBatch:
-        record = self._read(step)
-        assert record.batch is not None and record.prompts is not None
-        for group in record.batch.groups:
+        record, batch = self._read(step), self._batch_of(step)
+        assert record.prompts is not None
+        for group in batch.groups:
             on_wait()
             for trajectory in group.trajectories if group.group_id not in known else ():
                 keep(trajectory)
         self.prompts.load_state_dict(record.prompts)
-        return record.batch
+        return batch
+
+    def _batch_of(self, step: int) -> RolloutBatch:
+        batch = self._read(step).batch
+        assert batch is not None
+        return batch
 
     def _read(self, step: int) -> StepRecord:
         if self._last is None or self._last.step != step:

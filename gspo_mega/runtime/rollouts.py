@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gspo_mega import beats
 from gspo_mega.config.schema import Config
 from gspo_mega.config.sources import sources_of
 from gspo_mega.data.prompts import PromptSource, load_prompts
@@ -22,7 +23,8 @@ from gspo_mega.reward.pool import ScoringPool
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.run_folder import Attempt
-from gspo_mega.runtime.journalled import JournalledBatches
+from gspo_mega.runtime.journalled import batches_of
+from gspo_mega.runtime.provenance import made_by
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,14 @@ class RolloutSide:
         from transformers import AutoTokenizer
 
         self.config = config
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
         self.sources: list[PromptSource] = load_prompts(config.data, self.tokenizer)
         self.prompts: PromptStream[Prompt] = PromptStream(
             self.sources,
             [source.weight for source in sources_of(config.data)],
             seed=config.run.seed,
             shuffle=config.data.shuffle,
+            accept_changed=config.data.accept_changed,
         )
         self.held_out = self._load_held_out()
         self.pool = ServerPool(config, spec, attempt)
@@ -71,9 +74,14 @@ class RolloutSide:
         except BaseException:
             self.pool.close()
             raise
-        self.collector = Collector(config, self.pool, self.prompts, self.scoring.score, self.decode, spec.eos_token_ids)
+        self.collector = Collector(config, self.pool, self.prompts, self._score, self.decode, spec.eos_token_ids)
         journal = Journal(attempt.run_folder.journal_dir)
-        self._batches = JournalledBatches(journal, self.prompts, self, config.batch.group_size, config.journal.keep_last)
+        self._made_by = made_by(config)
+        self.batches = batches_of(config, journal, self.prompts, self)
+
+    async def _score(self, trajectory: Trajectory) -> None:
+        await self.scoring.score(trajectory)
+        beats.beat()  # sampled and scored: a long rollout is no stuck one
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of sampled tokens, for rewards and people; never tokenised again."""
@@ -103,7 +111,10 @@ class RolloutSide:
 
     def take(self, step: int, weight_version: int, on_wait: Callable[[], None], say: Callable[[str], None]) -> RolloutBatch:
         """The rollout batch of `step`: `source.take(step)` of the loop. What the journal has of it is not sampled again."""
-        return self._batches.take(step, weight_version, on_wait, say)
+        return self.batches.take(step, weight_version, on_wait, say)
+
+    def made_by(self, step: int) -> dict[str, str]:
+        return self._made_by
 
     def upcoming(self, step: int, count: int) -> list[Prompt]:
         """The next `count` prompts; the order stays where it is."""

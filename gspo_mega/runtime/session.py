@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gspo_mega import beats
 from gspo_mega.checkpoint.initial_weights import load_weights
 from gspo_mega.checkpoint.save import Saver, SaveReport
 from gspo_mega.checkpoint.state import TrainState, find_checkpoint, load_checkpoint
@@ -89,7 +90,9 @@ class Session:
         self.is_replay = trains_policy and config.train is not None and config.train.from_rollouts is not None
         # Rank 0 reads data and starts scorers while every rank builds the model: errors of either come early.
         self.side = self._cleanup.enter_context(self._make_side()) if context.rank == 0 else None
+        beats.beat()
         self.engine = PolicyEngine(config, self.spec, self.groups, num_optimizer_steps)
+        beats.beat()
         self.reference = load_reference(config, self.spec, self.groups) if trains_policy and config.kl.coefficient > 0 else None
         checkpoint, warnings = find_checkpoint(self.run_folder, self.groups)
         for warning in warnings:
@@ -103,6 +106,7 @@ class Session:
             self.state = TrainState()
         else:
             self.state = load_checkpoint(checkpoint, self.engine)
+        beats.beat()
         self.resumed_from = checkpoint
         self._saver = Saver(self.run_folder, self.engine, config.checkpoint)
         if checkpoint is not None:
@@ -117,8 +121,7 @@ class Session:
         self.stop_request = StopRequest(context.attempt_dir)
         self.writer = None
         if self.side is not None:
-            if checkpoint is not None and self.state.prompts:
-                self.side.prompts.load_state_dict(self.state.prompts)
+            self.side.batches.restore(self.state)
             self.writer = self._cleanup.enter_context(MetricsWriter(self.run_folder.path, tensorboard=config.metrics.tensorboard))
             self.writer.resume_from(self.state.step)
 
@@ -147,7 +150,7 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        with self.timer.phase(name):
+        with self.timer.phase(name), beats.during(name):
             yield
 
     # --- rank 0 leads, the others follow ---------------------------------------------------------------------
@@ -159,10 +162,12 @@ class Session:
             server = self.config.server
             deadline_seconds = server.start_deadline_seconds * (1 + server.max_restarts)
             try:
-                self.side.pool.wait_ready(server.num_servers, deadline_seconds, self._check_stop)
+                self.side.pool.wait_ready(server.num_servers, deadline_seconds, self._wait_for_start)
             except StopRequested as request:
                 stop = str(request)
-        return self.agree(stop)
+        stop = self.agree(stop)
+        beats.enter("other")  # the start is over
+        return stop
 
     def publish(self) -> PublishResult | None:
         """Send the engine's weights to all servers as `state.weight_version`; None where the run has none. Collective.
@@ -176,6 +181,7 @@ class Session:
         with self.phase("publish"):
             result = None
             while result is None:
+                beats.beat()
                 servers = self._servers_up()
                 try:
                     result = self.publisher.publish(self.state.weight_version, servers)
@@ -260,6 +266,11 @@ class Session:
             self.exchange.send_all({"kind": "publish_again"})
             self._publish_again(behind)
 
+    def _wait_for_start(self) -> None:
+        """Servers have a deadline of their own to start in."""
+        beats.beat()
+        self._check_stop()
+
     def _check_stop(self) -> None:
         reason = self.stop_request.check()
         if reason is not None:
@@ -280,6 +291,7 @@ class Session:
 
     def note_step(self, skipped: bool, grad_norm: float) -> None:
         """Count an optimizer step. Raises NumericsError after too many skipped ones in a row; alike on all ranks."""
+        beats.beat()
         if not skipped:
             self.state.num_optimizer_steps += 1
             self.state.skipped_in_a_row = 0
@@ -301,7 +313,7 @@ class Session:
             return
         with self.phase("checkpoint"):
             if self.side is not None:
-                self.state.prompts = self.side.prompts.state_dict()
+                self.side.batches.note(self.state)
             state = asdict(self.state)
             if self.agree(state != self._saved_state):
                 self._note_saves(self._saver.save(self.state))
@@ -318,6 +330,8 @@ class Session:
                 "time/checkpoint/pause_seconds": report.pause_seconds,
                 "time/checkpoint/write_seconds": report.write_seconds,
             }
+            if self.side is not None:
+                self.side.batches.is_durable(report.folder)
 
     def take_save_seconds(self) -> dict[str, float]:
         """The times of the save that was committed last, once."""

@@ -58,8 +58,9 @@ def _demonstrations(session: Session) -> PromptStream[Demonstration] | None:
     config = session.config
     sources = load_demonstrations(config.data, session.side.tokenizer, max_response_tokens=config.rollout.max_new_tokens)
     stream = PromptStream(
-        sources, [s.weight for s in sources_of(config.data)], seed=config.run.seed, shuffle=config.data.shuffle
-    )
+        sources, [s.weight for s in sources_of(config.data)], seed=config.run.seed, shuffle=config.data.shuffle,
+        accept_changed=config.data.accept_changed,
+    )  # fmt: skip
     if session.state.demonstrations:
         stream.load_state_dict(session.state.demonstrations)
     return stream

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gspo_mega import durable
-from gspo_mega.errors import PublishError
+from gspo_mega.errors import ModelError, PublishError
+from gspo_mega.model.description import description_files
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.weights.collectives import all_gather_json, raise_together
 from gspo_mega.weights.gather import PolicyTensors
@@ -31,8 +32,6 @@ MANIFEST_NAME = "manifest.json"
 sync = durable.sync
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 MAX_FILE_BYTES = 4 * 1024**3
-# Weights and what describes them are written anew; everything else of the source (configuration, tokenizer) is copied.
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -123,7 +122,7 @@ def _attempt(action, *arguments: object) -> list[str]:
     """Run something that touches files; what went wrong, for all ranks to hear of."""
     try:
         action(*arguments)
-    except (OSError, SafetensorError, PublishError) as error:
+    except (OSError, SafetensorError, PublishError, ModelError) as error:
         return [f"{type(error).__name__}: {error}"]
     return []
 
@@ -185,10 +184,10 @@ def _start(staging: Path, source: Path, dtype_name: str) -> None:
 
 def copy_description(source: Path, target: Path, dtype_name: str) -> None:
     """Copy what describes a model (configuration, generation configuration, tokenizer) and none of its weights; durable on
-    return. In the copy config.json says `dtype_name`, and that there are no layers for multi-token prediction. Raises OSError."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.startswith(".") and file.name != MANIFEST_NAME and not file.name.endswith(_NOT_COPIED):
-            durable.copy_file(file, target / file.name, at="publish.copy")
+    return. In the copy config.json says `dtype_name`, and that there are no layers for multi-token prediction. No code is copied,
+    and no link is followed out of the folder. Raises OSError, and ModelError for such a link."""
+    for file in description_files(source):
+        durable.copy_file(file, target / file.name, at="publish.copy")
     config = json.loads((source / "config.json").read_text())
     # Both spellings are in use; the one that is there says what the files hold.
     for key in ("dtype", "torch_dtype"):

@@ -27,10 +27,7 @@ class HuggingFaceFolder:
         self._open: dict[str, safe_open] = {}
         index = self.path / INDEX_NAME
         if index.is_file():
-            try:
-                self.files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ModelError(f"{index}: not an index of safetensors files ({error!r}); it needs a 'weight_map'") from error
+            self.files: dict[str, str] = _weight_map(index)
         elif (self.path / SINGLE_NAME).is_file():
             self.files = dict.fromkeys(self._file(SINGLE_NAME).keys(), SINGLE_NAME)
         else:
@@ -46,7 +43,7 @@ class HuggingFaceFolder:
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.path / name, framework="pt")
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 raise ModelError(f"{self.path / name}: cannot be read as safetensors: {error}") from error
         return self._open[name]
 
@@ -65,6 +62,20 @@ class HuggingFaceFolder:
         part = self._slice(name)
         stop = part.get_shape()[dim] if length is None else start + length
         return part[start:stop] if dim == 0 else part[:, start:stop]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """{tensor: file beside the index}. Raises ModelError: a folder that was downloaded may name any path of this machine."""
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(found, dict):
+            raise TypeError(f"weight_map is of the type {type(found).__name__}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelError(f"{index}: not an index of safetensors files ({type(error).__name__}: {error}); it needs a 'weight_map'") from error
+    for tensor, file in found.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
+            raise ModelError(f"{index}: weight_map: {tensor!r} is said to be in {file!r}; the name of a file beside the index is wanted")
+    return found
 
 
 def check_names_and_shapes(folder: HuggingFaceFolder, shapes: dict[str, tuple[int, ...]], may_be_there: Callable[[str], bool]) -> list[str]:

@@ -22,6 +22,7 @@ from gspo_mega import kill_points
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import GspoMegaError, PublishError
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.verification import resolve_verification
 from gspo_mega.weights.broadcast import GroupSender
 from gspo_mega.weights.collectives import broadcast_json
 from gspo_mega.weights.gather import PolicyTensors
@@ -81,7 +82,9 @@ class Publisher:
         self._groups = groups
         self._policy = PolicyTensors(spec, groups, chunks)
         self._memory = Memory()
-        backend = "nccl" if next(iter(chunks[0].parameters())).is_cuda else "gloo"
+        on_gpu = next(iter(chunks[0].parameters())).is_cuda
+        self._verification = resolve_verification(config, on_gpu)
+        backend = "nccl" if on_gpu else "gloo"
         settings = config.publish
         self._sender = GroupSender(address or config.server.host, backend, settings.bucket_bytes, settings.deadline_seconds)
 
@@ -129,7 +132,7 @@ class Publisher:
         if self._settings.method == "disk":
             manifest = self._export(weight_version)
             digests = {name: tensor["sha256"] for name, tensor in manifest["tensors"].items()}
-        if self._settings.verify == "replicas":
+        if self._verification == "replicas":
             return Content(weight_version, digests=digests or policy_digests(self._policy, self._dtype))
         expected = ExpectedChecksums(self._spec)
         for name, tensor in self._policy.stream(self._dtype):

@@ -104,6 +104,43 @@ def stop(attempt, rank):
     sys.exit(75)
 
 
+def chatty(attempt, rank):
+    """Shows lines until it is released."""
+    number = 0
+    while not (attempt.path / "release").exists():
+        number += 1
+        with attempt.console_log.open("a") as console:
+            console.write(f"line {number} of rank 0\n")
+        time.sleep(0.02)
+    (attempt.path / "ended in order").touch()
+
+
+def flood(attempt, rank):
+    """Far more than a pipe holds, and waits."""
+    with attempt.console_log.open("a") as console:
+        console.writelines(f"line {number} of rank 0, {'x' * 80}\n" for number in range(5000))
+    time.sleep(1000)
+
+
+def finish_later(attempt, rank):
+    while not (attempt.path / "release").exists():
+        time.sleep(0.02)
+
+
+def defect_on_release(attempt, rank):
+    finish_later(attempt, rank)
+    defect(attempt, rank)
+
+
+def stop_slowly(attempt, rank):
+    """A save that takes its time."""
+    while attempt.stop_reason() is None:
+        time.sleep(0.02)
+    time.sleep(1.0)
+    (attempt.path / "ended in order").touch()
+    sys.exit(75)
+
+
 def give_up(attempt, rank):
     """A server that failed too often: registers, and exits a little later."""
     error = "SGLang exited with code 1, and it was restarted 5 times already (server.max_restarts)."

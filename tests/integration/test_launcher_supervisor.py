@@ -2,71 +2,16 @@
 
 import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
-import uuid
-from pathlib import Path
 
 import pytest
-import yaml
-
-from gspo_mega.run_folder import RunFolder
-
-REPOSITORY = Path(__file__).parents[2]
-DRIVER = Path(__file__).with_name("launcher_driver.py")
-DEADLINE_SECONDS = 10.0
-
-
-class Launched:
-    """A launcher in a process of its own. All that it starts inherits `marker`, by which it is found again."""
-
-    def __init__(self, folder: Path, behaviours: dict[str, str], stop_grace_seconds: float, work: str | None = None):
-        self.marker = f"gspo-test-{uuid.uuid4()}"
-        self.folder = RunFolder(folder / "runs" / "demo")
-        self.process = subprocess.Popen(
-            [sys.executable, str(DRIVER), str(folder / "run.yaml"), json.dumps(behaviours), str(stop_grace_seconds), *([work] if work else [])],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
-            env={**os.environ, "GSPO_TEST_MARKER": self.marker, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
-        )  # fmt: skip
-
-    def wait_started(self, count: int = 3) -> None:
-        deadline = time.monotonic() + 60
-        while (attempt := self.folder.latest_attempt()) is None or len(list(attempt.path.glob("started *"))) < count:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, "the children did not start"
-            time.sleep(0.02)
-
-    def finish(self, timeout: float = 60.0) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=timeout)
-        return self.process.returncode, out, err
-
-    def left_running(self) -> list[int]:
-        marker, left = self.marker.encode(), []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and marker in (entry / "environ").read_bytes():
-                    left.append(int(entry.name))
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-        return left
-
+from launcher_runs import DEADLINE_SECONDS, Launched, make_config
 
 @pytest.fixture
 def start(tmp_path):
     """start(behaviours) launches a run of 2 ranks and 1 server; at the end of the test nothing may be left of it."""
-    model = tmp_path / "model"
-    model.mkdir()
-    shutil.copy(REPOSITORY / "configs/models/quickstart_moe.json", model / "config.json")
-    config = yaml.safe_load((REPOSITORY / "configs/quickstart.yaml").read_text())
-    config["run"] = {"name": "demo", "dir": "runs"}
-    config["model"] = {"path": str(model)}
-    for number in ("clip_low", "clip_high"):
-        config["objective"][number] = float(config["objective"][number])
-    config["optimizer"]["lr"] = float(config["optimizer"]["lr"])
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    make_config(tmp_path)
     launched = []
 
     def launch(behaviours, stop_grace_seconds=60.0, work=None):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+
 import pytest
 from recovery_support import KILLED, leftovers, outcome
 from test_recovery_kills import AFTER, ELSEWHERE
 
 from gspo_mega import kill_points
+from gspo_mega.checkpoint import folders
 from gspo_mega.errors import CheckpointError, JournalError, PublishError
 
 OPERATIONS = [name for name in kill_points.OPERATIONS if f"{name}.before" not in ELSEWHERE]
@@ -77,3 +82,30 @@ def test_refused_to_one_rank_of_two_ends_both_with_its_error(ranks, straight_of_
     assert ranks.train(name, "", SHORTER, num_ranks=2) == [0, 0], ranks.log(name)
     assert outcome(ranks.folder(name)) == straight_of_two
     assert leftovers(ranks.folder(name)) == []
+
+
+@pytest.mark.parametrize("start", ["resumed", "from model.weights"])
+def test_a_checkpoint_that_would_run_a_program_is_refused_before_megatron_loads_it(ranks, straight, tmp_path, start):
+    """As a run resumes from it, with its checksums right, and as another run takes its weights."""
+
+    class Program:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    name = ranks.copy("one_step", f"program-{start.partition(' ')[0]}")
+    (checkpoint,) = ranks.folder(name).checkpoints_dir.glob("step_*")
+    index = checkpoint / "megatron" / ".metadata"
+    value = pickle.loads(index.read_bytes())
+    value.planner_data = Program()
+    index.write_bytes(pickle.dumps(value))
+    record = json.loads((checkpoint / "state.json").read_text())
+    record["files"] |= folders.checksums(checkpoint, [index])
+    (checkpoint / "state.json").write_text(json.dumps(record))
+    if start == "resumed":
+        (code,) = ranks.train(name)
+    else:
+        name = "program-taken"
+        (code,) = ranks.train(name, "", f"model.weights={checkpoint}")
+    assert not (tmp_path / "made").exists(), "a checkpoint ran a program"
+    assert code == CheckpointError.exit_code
+    assert "it asks for posix.mkdir, which no checkpoint needs" in ranks.error(name)["text"]

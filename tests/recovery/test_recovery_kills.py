@@ -8,12 +8,12 @@ from recovery_support import KILLED, NUM_STEPS, leftovers, outcome
 from gspo_mega import kill_points
 from gspo_mega.metrics.writer import read_metrics
 
-# What a replayed run of one rank does not come to: publishing to servers (test_recovery_publish.py, and with live servers), and
-# an index of several files.
+# What a replayed run of one rank does not come to: publishing to servers (test_recovery_publish.py, and with live servers),
+# an index of several files, and a journal of another history or with routed experts (test_recovery_journal.py).
 ELSEWHERE = {
     point
     for point in kill_points.POINTS
-    if point.startswith(("publish.commit.", "publish.prune.", "publish.index.")) or point in ("publish.sent",)
+    if point.startswith(("publish.commit.", "publish.prune.", "publish.index.", "journal.aside.", "journal.routes.")) or point in ("publish.sent",)
 }
 # Points that only a run after another kill comes to.
 AFTER = {

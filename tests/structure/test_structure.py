@@ -72,7 +72,7 @@ def tree(tmp_path, files):
         ("gspo_mega/algorithm/x.py", "from torch import distributed", "torch.distributed belongs in certify, checkpoint, engine, runtime, weights"),
         ("gspo_mega/runtime/x.py", "import aiohttp", "aiohttp belongs in reward/remote.py, rollout"),
         ("gspo_mega/runtime/x.py", "import sglang.srt", "sglang belongs in rollout"),
-        ("gspo_mega/weights/x.py", "from pickle import loads", "pickle belongs in no file"),
+        ("gspo_mega/weights/x.py", "from pickle import loads", "pickle belongs in checkpoint/safe_pickle.py"),
         ("gspo_mega/engine/x.py", "import os\nos.environ['A'] = '1'", "os.environ belongs in"),
         ("gspo_mega/engine/x.py", "from os import environ", "os.environ belongs in"),
         ("gspo_mega/engine/x.py", "import os as o\no.getenv('A')", "os.getenv belongs in no file"),

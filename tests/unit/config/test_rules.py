@@ -54,7 +54,7 @@ def refused(path, *overrides, command=None):
         (["train={num_steps: 1, rollouts_only: true, from_rollouts: r}"], "train.rollouts_only", "contradicts train.from_rollouts"),
         (["run.name=.."], "run.name", "folder"),
         (["server.host=0.0.0.0"], "server.host", "own address"),
-        (["server.tensor=2"], "publish.verify", "replicas"),
+        (["server.tensor=2", "publish.verify=tensors"], "publish.verify", "valid then: auto, replicas"),
         ([SFT.replace("0.2", "0.6")], "sft.stop_accuracy_low", "above stop_accuracy_high"),
     ],
 )
@@ -75,6 +75,7 @@ def test_contradictions_are_refused_by_key(write, overrides, key, said):
         ["batch.num_mini_batches=16"],
         ["optimizer.min_lr=1e-6"],
         ["server.tensor=2", "publish.verify=replicas"],
+        ["server.tensor=2"],
         ["data.system_prompt=hi"],
     ],
 )

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from gspo_mega.data.jsonl import JsonlFile
+from gspo_mega.data.jsonl import JsonlFile, check_first_rows
 from gspo_mega.errors import DataError
 
 
@@ -93,3 +93,27 @@ def test_writing_over_the_file_is_noticed(write_jsonl):
     path.write_text("shorter")
     with pytest.raises(DataError, match="written over"):
         file[1]
+
+
+REFUSED = {
+    b'{"a": NaN}': "NaN is no JSON number",
+    b'{"a": [-Infinity]}': "-Infinity is no JSON number",
+    b'{"a": 1e999}': "the number 1e999 is larger than a 64-bit float",
+    b'{"a": {"b": "x\\ud83d"}}': r"a text has \ud83d, half of a surrogate pair",
+    b'{"a": 1, "\\udc00": 2}': r"a text has \udc00, half of a surrogate pair",
+    b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}": "nested more than 64 levels deep",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_could_not_be_written_down_again_is_refused_with_its_line(write_jsonl, line, whole):
+    path = write_jsonl([{"a": 1}, line])
+    with pytest.raises(DataError) as caught:
+        JsonlFile(path, no_check) if whole else check_first_rows(path, no_check, 10)
+    assert str(caught.value).startswith(f"{path}:2: not JSON: {REFUSED[line]}")
+
+
+def test_a_whole_surrogate_pair_and_a_number_near_the_limit_are_rows(write_jsonl):
+    path = write_jsonl([b'{"a": "\\ud83d\\ude00", "b": 1.7e308, "c": ' + b"[" * 63 + b"]" * 63 + b"}"])
+    assert JsonlFile(path, no_check)[0]["a"] == "\U0001f600"

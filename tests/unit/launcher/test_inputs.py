@@ -5,12 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gspo_mega.commands.main import main
 from gspo_mega.config import load_config
-from gspo_mega.errors import DataError, JournalError, RewardError
+from gspo_mega.errors import ConfigError, DataError, JournalError, RewardError
+from gspo_mega.journal.journal import Journal
 from gspo_mega.launcher.inputs import NUM_ROWS_CHECKED, check_inputs
+from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
+from gspo_mega.run_folder import RunFolder
 
 CONFIG = """\
 run: {name: test}
@@ -128,3 +132,29 @@ def test_no_torch_for_it(files):
     arguments = ["plan", str(files[0]().path), "--model", SHAPE, "--command", "train"]
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 False"
+
+
+@pytest.mark.parametrize("spelled", ["{runs}/demo", "{runs}/../runs/demo", "{runs}/link"])
+def test_a_run_does_not_train_on_its_own_folder(files, tmp_path, spelled):
+    runs = tmp_path / "runs"
+    (runs / "demo" / "journal").mkdir(parents=True)
+    (runs / "demo" / "journal" / "step_00000000").write_bytes(b"recorded")
+    (runs / "link").symlink_to("demo")
+    loaded = files[0](f"run.dir={runs}", "run.name=demo", f"train.from_rollouts={spelled.format(runs=runs)}")
+    with pytest.raises(ConfigError, match="train.from_rollouts: .* is this run's own folder, whose journal it would write over; choose another run.name"):
+        check_inputs(loaded, "train")
+
+
+def test_a_record_without_its_routes_does_not_do_for_a_run_that_replays_them(files, tmp_path):
+    journal = Journal(RunFolder(tmp_path / "recorded").journal_dir)
+    prompt = Prompt("train:0", "train", (1,), "text")
+    one = Trajectory("s0-g0-0", 0, prompt, [1], [1], [-0.5], [0], "stop", reward=1.0, routed_experts=np.zeros((1, 2, 2), np.int32))
+    with journal.write(0, 0, 1, {}) as writer:
+        writer.add(one)
+        writer.finish(RolloutBatch(0, [Group(0, prompt, [one])]), {})
+    replay = ["train.num_steps=1", f"train.from_rollouts={tmp_path / 'recorded'}", "rollout.return_routed_experts=true"]
+    assert check_inputs(files[0](*replay, "moe.routing_replay=R3"), "train") == []
+    journal.prune_routes(1)
+    with pytest.raises(JournalError, match="train.from_rollouts: .* has no routed experts of step 1 any more .*R3 needs them; replay with R2 or none"):
+        check_inputs(files[0](*replay, "moe.routing_replay=R3"), "train")
+    assert check_inputs(files[0](*replay), "train") == []

@@ -118,16 +118,48 @@ def test_lists_and_sections_are_compared_whole():
     assert differing_keys(base, base) == {}
 
 
-def test_rollouts_of_the_same_start_stay_and_those_of_another_go(folder):
+def record(folder, text="recorded"):
+    folder.journal_dir.mkdir(exist_ok=True)
+    (folder.journal_dir / "step_00000000").write_text(text)
+    folder.metrics_file.write_text(text)
+
+
+def test_rollouts_of_the_same_start_stay(folder):
     new_attempt(folder, load_config(CONFIG, (), "train"), "train")
-    folder.journal_dir.mkdir()
+    record(folder)
     new_attempt(folder, load_config(CONFIG, ["train.num_steps=2"], "train"), "train")
-    assert folder.journal_dir.exists(), "the crashed start's rollouts are this one's"
+    assert (folder.journal_dir / "step_00000000").exists(), "the crashed start's rollouts are this one's"
     folder.new_attempt()  # as a server has that is started by hand
     new_attempt(folder, load_config(CONFIG, (), "train"), "train")
-    assert folder.journal_dir.exists(), "a server in between changes nothing"
-    new_attempt(folder, load_config(CONFIG, ["rollout.temperature=0.9"], "train"), "train")
-    assert not folder.journal_dir.exists()
+    assert (folder.journal_dir / "step_00000000").exists(), "a server in between changes nothing"
+    assert not list(folder.path.glob("old-*"))
+
+
+@pytest.mark.parametrize("rollouts_only", ["train.rollouts_only=true", "train.rollouts_only=false"])
+def test_what_another_configuration_recorded_is_moved_aside_and_said(folder, rollouts_only):
+    said = []
+    before = load_config(CONFIG, [rollouts_only], "train")
+    new_attempt(folder, before, "train", said.append)
+    for number, temperature in enumerate((0.9, 0.8), start=1):
+        record(folder, f"recorded {number}")
+        new_attempt(folder, load_config(CONFIG, [rollouts_only, f"rollout.temperature={temperature}"], "train"), "train", said.append)
+        old = RunFolder(folder.path / f"old-000{number}")
+        assert (old.journal_dir / "step_00000000").read_text() == f"recorded {number}" == old.metrics_file.read_text()
+        assert not folder.journal_dir.exists() and not folder.metrics_file.exists()
+        assert said.pop() == (
+            f"notice   {folder.path} was recorded with another configuration, and has no checkpoint to continue: journal, metrics.jsonl moved to {old.path}"
+        )
+    assert load_config(RunFolder(folder.path / "old-0001").config_file).config == before.config, "it can be read as a run folder"
+    new_attempt(folder, load_config(CONFIG, [rollouts_only], "train"), "train", said.append)
+    assert said == [], "there is nothing to move"
+
+
+def test_another_command_moves_the_record_as_well(folder):
+    both = ["sft.max_steps=5", "sft.sequences_per_step=8", "sft.eval_every_steps=1", "sft.stop_accuracy_low=0.1", "sft.stop_accuracy_high=0.2"]
+    new_attempt(folder, load_config(CONFIG, both, "train"), "train")
+    record(folder)
+    new_attempt(folder, load_config(CONFIG, both, "sft"), "sft")
+    assert (folder.path / "old-0001/journal/step_00000000").read_text() == "recorded"
 
 
 def test_another_layout_continues_but_not_across_expert_parallelism(folder):

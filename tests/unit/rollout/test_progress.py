@@ -19,12 +19,12 @@ def long_and_short(ids):
 
 
 def test_a_long_response_that_makes_progress_is_never_cut(fakes, collect):
-    """Of 25 tokens at 40 ms each, most take longer than the deadline of 0.3 s; all are accepted at the length they are offered."""
+    """Of 25 tokens at 40 ms each, half take longer than the deadline of 0.5 s; all are accepted at the length they are offered."""
     server = fakes("server-0")
     server.token_seconds, server.length = 0.04, long_and_short
     stream = Stream()
     collector, _ = collect(
-        stream=stream, max_new_tokens=30, prompts_per_step=25, group_size=2, progress_deadline_seconds=0.3, max_attempts=2
+        stream=stream, max_new_tokens=30, prompts_per_step=25, group_size=2, progress_deadline_seconds=0.5
     )
     batch = collector.take(0)
     check_whole(batch, stream, prompts=25, group_size=2)
@@ -76,13 +76,13 @@ def test_a_whole_deadline_stops_the_run_rather_than_leave_long_responses_out(fak
 def test_silence_between_seldom_reports_is_no_stall(fakes, collect):
     """The first reports come every 32 tokens, further apart than the deadline: the end of the request shows its progress."""
     server = fakes("server-0")
-    server.token_seconds, server.length = 0.02, lambda ids: 30
+    server.token_seconds, server.length = 0.05, lambda ids: 30
     stream = Stream()
-    collector, _ = collect(stream=stream, max_new_tokens=30, progress_deadline_seconds=0.15, max_attempts=1)
+    collector, _ = collect(stream=stream, max_new_tokens=30, progress_deadline_seconds=0.5)
     batch = collector.take(0)
     check_whole(batch, stream)
     assert {t.num_response_tokens for t in batch.trajectories} == {30}
-    assert batch.counts["num_request_failures"] == batch.counts["num_discarded_tokens"] == 0
+    assert batch.counts["num_continued_requests"] >= 24 and batch.counts["num_discarded_tokens"] == 0
 
 
 def test_a_dying_server_leaves_the_tokens_that_it_reported(fakes, collect):
@@ -205,6 +205,20 @@ def test_reports_come_often_enough_before_the_deadline_and_seldom_otherwise():
     assert unknown.report_tokens(120.0) == 32
     assert slow.report_tokens(120.0) == 5 and slow.report_tokens(8.0) == 1
     assert fast.report_tokens(120.0) == 512
+
+
+def test_a_request_that_is_over_cannot_be_ended():
+    """Who balances the load may still hold it."""
+
+    async def fly():
+        flight = Flight(10.0)
+        async with asyncio.timeout(None) as limit:
+            flight.begin(None, limit, lambda: None)
+        flight.close()
+        flight.end("moved")
+        return flight.cause
+
+    assert asyncio.run(fly()) is None
 
 
 def test_a_flight_is_ended_once():

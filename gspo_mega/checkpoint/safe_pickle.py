@@ -1,0 +1,180 @@
+"""Megatron's checkpoint files without trusting them: an unpickler that knows a list of names, and checks before Megatron loads.
+
+A pickle is a program: it may call any function that it names. The format's index (`.metadata`) is one, and so is what lies in
+its byte entries. Here such a file may name what the formats themselves use (`ALLOWED`) and nothing else, whoever wrote it.
+Megatron's own loader has no such list; so what it is to load is read here first, and refused before the loader sees it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from gspo_mega.errors import CheckpointError
+
+_DISTRIBUTED = "torch.distributed.checkpoint"
+# Classes of plain data, and functions that look a value up or make a tensor of given bytes.
+ALLOWED = {
+    *((f"{_DISTRIBUTED}.metadata", name) for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )),
+    *((f"{_DISTRIBUTED}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
+    *((f"{_DISTRIBUTED}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
+    ("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes"),
+    ("__builtin__", "bytes"), ("_codecs", "encode"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("_io", "BytesIO"),
+}  # fmt: skip
+# Transformer Engine's states name the recipe that made them: plain classes, all in one module.
+_RECIPES = "transformer_engine.common.recipe"
+# What Megatron's `metadata.json` says of the format read and written here; of the common part it may say nothing.
+FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_PICKLE = b"\x80"
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _safe_torch_load
+        if (module, name) in ALLOWED or (module == _RECIPES and "." not in name):
+            found = super().find_class(module, name)
+            if module != _RECIPES or isinstance(found, type):
+                return found
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs: opening it could run a program")
+
+
+def safe_loads(data: bytes) -> Any:
+    """What a pickle of `ALLOWED` names alone holds. Raises pickle.UnpicklingError for others, and anything for a damaged one."""
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+def read_index(folder: Path) -> Metadata:
+    """`.metadata` of a `torch_dist` folder: every entry of the types it should be, every file inside the folder. Runs no code of it.
+
+    Raises CheckpointError.
+    """
+    _check_format(folder)
+    file = folder / ".metadata"
+    try:
+        index = safe_loads(file.read_bytes())
+        problem = _problem_of(index)
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    if problem is not None:
+        raise CheckpointError(f"{file}: {problem}")
+    return index
+
+
+def refuse_code(folder: Path, share: int = 0, num_shares: int = 1) -> list[str]:
+    """What in a `torch_dist` folder Megatron's loader must not be given, a line each; where there is none, it may load the folder.
+
+    Reads the index, the common part, and this share of the byte entries; the shares of all ranks make up the whole.
+    """
+    try:
+        index = read_index(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    if share == 0:
+        try:
+            torch.load(folder / "common.pt", map_location="cpu", weights_only=True)
+        except Exception as error:  # what a damaged file makes of torch.load is anything
+            problems.append(f"{folder / 'common.pt'} cannot be read: {_first_line(error)}")
+    # What the index does not call a tensor, the loader takes for bytes.
+    tensors = {name for name, kind in index.state_dict_metadata.items() if isinstance(kind, TensorStorageMetadata)}
+    entries = sorted((key.fqn, place.relative_path, place.offset, place.length) for key, place in index.storage_data.items() if key.fqn not in tensors)
+    for name, relative, offset, length in entries[share::num_shares]:
+        try:
+            with (folder / relative).open("rb") as file:
+                file.seek(offset)
+                _look_inside(_safe_torch_load(file.read(length)))
+        except Exception as error:  # what a damaged file makes of torch.load is anything
+            problems.append(f"{folder / relative}: {name} cannot be read: {_first_line(error)}")
+    return problems
+
+
+class _Module:
+    """What `torch.load` needs of a pickle module. torch's own list (`weights_only`) lacks the BytesIO that states come in."""
+
+    Unpickler = _Unpickler
+    UnpicklingError = pickle.UnpicklingError
+
+    @staticmethod
+    def load(file: Any, **options: Any) -> Any:
+        return _Unpickler(file, **options).load()
+
+
+def _safe_torch_load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", pickle_module=_Module, weights_only=False)
+
+
+def _look_inside(value: Any) -> None:
+    """Transformer Engine packs a pickle of its own into bytes, or a tensor of bytes, and opens it without a list."""
+    if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
+        value = value.contiguous().numpy().tobytes()
+    if isinstance(value, io.BytesIO):
+        value = value.getvalue()
+    if isinstance(value, bytes):
+        if value[:2] == b"PK":
+            value = _safe_torch_load(value)
+        elif value[:1] == _PICKLE:
+            value = safe_loads(value)
+        else:
+            return
+        _look_inside(value)
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        _look_inside(part)
+
+
+def _check_format(folder: Path) -> None:
+    try:
+        found = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder}/metadata.json cannot be read: {type(error).__name__}: {error}") from error
+    # Another format would have Megatron choose another loader.
+    if not isinstance(found, dict) or {"common_backend": "torch", "common_backend_version": 1} | found != FORMAT:
+        raise CheckpointError(f"{folder}/metadata.json: {found}; format torch_dist, version 1, is what is read here")
+
+
+def _problem_of(index: Any) -> str | None:
+    if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict) or not isinstance(index.storage_data, dict):
+        return "not the index of a checkpoint"
+    for name, kind in index.state_dict_metadata.items():
+        if not isinstance(name, str) or not isinstance(kind, (TensorStorageMetadata, BytesStorageMetadata)):
+            return f"{name!r} is neither a tensor nor bytes"
+        if isinstance(kind, TensorStorageMetadata) and not (
+            isinstance(kind.properties.dtype, torch.dtype) and _are_sizes(kind.size) and all(_fits(chunk, kind.size) for chunk in kind.chunks)
+        ):
+            return f"{name!r} has a chunk that does not lie in it"
+    for key, place in index.storage_data.items():
+        if not isinstance(key, MetadataIndex) or not isinstance(key.fqn, str) or not isinstance(place, _StorageInfo) or not isinstance(place.relative_path, str):
+            return f"{key!r} is stored nowhere"
+        if os.path.basename(place.relative_path) != place.relative_path or place.relative_path in ("", ".", ".."):
+            return f"{key.fqn!r} is said to be in {place.relative_path!r}; the name of a file in the folder is wanted"
+        if not _are_sizes((place.offset, place.length)) or place.transform_descriptors:
+            return f"{key.fqn!r} is stored in a way that is not read here"
+    return None
+
+
+def _fits(chunk: Any, size: Any) -> bool:
+    return (
+        isinstance(chunk, ChunkStorageMetadata) and _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes)
+        and len(chunk.offsets) == len(chunk.sizes) == len(size) and all(o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, size))
+    )  # fmt: skip
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
