@@ -7,10 +7,15 @@ what the server saw and what the trainer scores.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
+# Rewards whose spread is at most this share of the largest of them are equal: 1024 float64 roundings, what a sum of a
+# thousand terms of one sign may lose when it is added up in another order. A millionth is four million times that.
+REWARD_TOLERANCE = 1024 * 2.0**-52
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,9 @@ class Trajectory:
     `response_token_ids`, `response_mask`, `rollout_log_probs` and `weight_versions` have one entry a
     response token. `response_mask` is 1 where the policy sampled the token. `rollout_log_probs` are nats
     under log_softmax(logits / temperature), as sampled. `routed_experts` is int32
-    [prompt + response - 1, layers, top_k], -1 in layers without experts, or None. `reward` is None until scored; a failed scoring
-    leaves 0.0 there and says why in `reward_error`. `reward_parts` holds each reward function's own value.
+    [prompt + response - 1, layers, top_k], -1 in layers without experts, or None. `reward` is None until scored, and after a
+    failed scoring, of which `reward_error` says why. `reward_parts` holds each reward function's own value; `correct` is whether
+    the response is right, None where no function says so.
     `advantage` is filled by the loop. `finish_reason` is `stop` or `length`.
     """
 
@@ -50,7 +56,13 @@ class Trajectory:
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_error: str | None = None
+    correct: bool | None = None
     advantage: float | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether there is a reward to learn from. What failed because of the scorer says nothing about the response."""
+        return self.reward is not None and self.reward_error is None
 
     @property
     def num_response_tokens(self) -> int:
@@ -70,14 +82,27 @@ class Group:
     trajectories: list[Trajectory]
 
     @property
+    def scored(self) -> list[Trajectory]:
+        """The trajectories that have a reward."""
+        return [t for t in self.trajectories if t.is_scored]
+
+    @property
     def rewards(self) -> list[float]:
-        return [float(t.reward) if t.reward is not None else 0.0 for t in self.trajectories]
+        """Of the trajectories that have one."""
+        return [float(t.reward) for t in self.trajectories if t.reward is not None and t.reward_error is None]
 
     @property
     def is_constant(self) -> bool:
-        """True when the group carries no signal: every reward equal (or fewer than two of them)."""
+        """True when the group carries no signal: its rewards are all equal (or fewer than two)."""
         rewards = self.rewards
-        return len(rewards) < 2 or all(r == rewards[0] for r in rewards)
+        return len(rewards) < 2 or are_equal_rewards(rewards)
+
+
+def are_equal_rewards(rewards: Sequence[float]) -> bool:
+    """Whether max r - min r <= `REWARD_TOLERANCE` max |r|: what differs is rounding (0.1 + 0.2 is not 0.3 in float64)."""
+    low, high = min(rewards), max(rewards)
+    # Halves, because the difference of two finite numbers may be none.
+    return high / 2 - low / 2 <= REWARD_TOLERANCE * max(abs(low), abs(high)) / 2
 
 
 @dataclass
@@ -95,6 +120,11 @@ class RolloutBatch:
     @property
     def trajectories(self) -> list[Trajectory]:
         return [t for g in self.groups for t in g.trajectories]
+
+    def scored(self) -> RolloutBatch:
+        """What is trained on: the trajectories that have a reward, in groups of at least two of them."""
+        groups = [replace(group, trajectories=group.scored) for group in self.groups]
+        return replace(self, groups=[group for group in groups if len(group.trajectories) >= 2])
 
 
 @dataclass

@@ -7,16 +7,21 @@ import it.
     <run.dir>/<run.name>/
       config.resolved.yaml
       lock                           held (flock) by the one supervisor of the run
+      lease/<8 digits>               the same for file systems without locks: who holds the run, with a heartbeat
       attempts/0001/                 one start of the run; attempts/latest -> 0001
         api_key                      0600; the servers' key, made anew for every attempt
         servers/<server_id>.json     written by `gspo-mega serve`
+        software/<server_id>.json    its PyTorch and NCCL, written by `gspo-mega serve` where weights go through NCCL
         errors/rank_<r>.json         written by a rank that failed
+        beats/rank_<r>               how far a rank has come, every few seconds
         logs/{supervisor,rank_<r>,server_<k>}.log
+        logs/stacks_rank_<r>.txt     where a rank was when nothing had got done for long
         console.log                  the progress lines of rank 0
         stop                         a stop request; its text is the reason
         command                      what was started: train, sft or eval
         result.json                  what rank 0's work returned
         state.json                   what the supervisor says of the run, with a heartbeat
+        restart.json                 of an attempt that failed: whether the run was started again by itself, and why
         plan.txt versions.txt config.resolved.yaml     what this start ran, and with what
       weights/v<8 digits>/           one published Hugging Face folder
       weights/current.json           {"weight_version": int, "path": absolute path}
@@ -87,6 +92,10 @@ class Attempt:
         return self.servers_dir / f"{server_id}.json"
 
     @property
+    def software_dir(self) -> Path:
+        return self.path / "software"
+
+    @property
     def errors_dir(self) -> Path:
         return self.path / "errors"
 
@@ -106,6 +115,16 @@ class Attempt:
 
     def server_log(self, index: int) -> Path:
         return self.logs_dir / f"server_{index}.log"
+
+    @property
+    def beats_dir(self) -> Path:
+        return self.path / "beats"
+
+    def beat_file(self, rank: int) -> Path:
+        return self.beats_dir / f"rank_{rank}"
+
+    def stacks_file(self, rank: int) -> Path:
+        return self.logs_dir / f"stacks_rank_{rank}.txt"
 
     @property
     def console_log(self) -> Path:
@@ -140,6 +159,10 @@ class Attempt:
         return self.path / "state.json"
 
     @property
+    def restart_file(self) -> Path:
+        return self.path / "restart.json"
+
+    @property
     def plan_file(self) -> Path:
         return self.path / "plan.txt"
 
@@ -150,6 +173,11 @@ class Attempt:
     @property
     def config_file(self) -> Path:
         return self.path / "config.resolved.yaml"
+
+    def is_newest(self) -> bool:
+        """Whether no later start of the run was made: one whose supervisor lost the run to another must write nothing more."""
+        newest = self.run_folder.latest_attempt()
+        return newest is None or newest.number <= self.number
 
     def create(self) -> Attempt:
         """Make the folder with its sub-folders and a fresh API key. Raises FileExistsError if it is there."""
@@ -181,6 +209,10 @@ class RunFolder:
         return self.path / "lock"
 
     @property
+    def lease_dir(self) -> Path:
+        return self.path / "lease"
+
+    @property
     def attempts_dir(self) -> Path:
         return self.path / "attempts"
 
@@ -201,6 +233,11 @@ class RunFolder:
     def latest_attempt(self) -> Attempt | None:
         attempts = self.attempts()
         return attempts[-1] if attempts else None
+
+    def num_restarts(self) -> int:
+        """Attempts that failed and were followed by another without anybody's doing."""
+        records = (read_json(attempt.restart_file) for attempt in self.attempts())
+        return sum(record is not None and record["again"] for record in records)
 
     def new_attempt(self) -> Attempt:
         """Create the next attempt (its folders and API key) and point `attempts/latest` to it.

@@ -6,6 +6,9 @@
 # GSPO_REQUIRE=sglang,slurm  a test that would be skipped for want of one of these fails instead.
 # The tier slurm starts a Slurm of its own where slurmctld, slurmd, slurm-client and munge are installed (as root), and skips
 # where they are not. Changes nothing outside the repository and the temporary folder. Exit code 0: every tier passed.
+#
+# Two tiers run side by side, since each leaves a core idle for much of its time; a tier's output comes when it ends, and is in
+# .cache/tests-TIER.log meanwhile. A single tier is shown as it goes.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -17,29 +20,78 @@ declare -A folders=(
   [integration]="tests/integration"
   [slurm]="tests/slurm"
 )
-tiers=("$@")
-((${#tiers[@]})) || tiers=(unit distributed recovery integration slurm)
-for tier in "${tiers[@]}"; do
+# The order in which they begin: the longest first, so that the last to end leaves the other core idle for the shortest time.
+order=(integration distributed slurm unit recovery)
+for tier in "$@"; do
   [[ -n ${folders[$tier]:-} ]] || { echo "tests/run.sh: '$tier' is no tier; there are: unit distributed recovery integration slurm" >&2; exit 2; }
+done
+tiers=()
+for tier in "${order[@]}"; do
+  if (($# == 0)) || [[ " $* " == *" $tier "* ]]; then tiers+=("$tier"); fi
 done
 
 launch/setup.sh
 # Ranks and servers of a test that each take every core hinder each other.
 export OMP_NUM_THREADS=1
+mkdir -p .cache
 
+pytest=(.venv/bin/python -m pytest -q --durations=10)
 status=0
-summary=()
-for tier in "${tiers[@]}"; do
-  started=$SECONDS
-  log=.cache/tests-$tier.log
-  printf '\n== %s tests\n' "$tier"
-  code=0
-  # shellcheck disable=SC2086  # a tier's folders are words
-  .venv/bin/python -m pytest -q --durations=5 ${folders[$tier]} 2>&1 | tee "$log" || code=$?
+declare -A summaries=() pids=() began=()
+
+# What is left to do when a tier has ended: its exit code, its line of the summary.
+ended() {
+  local tier=$1 code=$2
   ((code == 0)) || status=1
-  summary+=("$(printf '%-12s %4d s  %s' "$tier" $((SECONDS - started)) "$(tail -n 1 "$log")")")
-done
+  summaries[$tier]=$(printf '%-12s %4d s  %s' "$tier" $((SECONDS - began[$tier])) "$(tail -n 1 ".cache/tests-$tier.log")")
+}
+
+show_one() {
+  local tier=$1 code=0
+  printf '\n== %s tests\n' "$tier"
+  began[$tier]=$SECONDS
+  # shellcheck disable=SC2086  # a tier's folders are words
+  "${pytest[@]}" ${folders[$tier]} 2>&1 | tee ".cache/tests-$tier.log" || code=$?
+  ended "$tier" $code
+}
+
+begin() {
+  local tier=$1
+  printf '== %s tests begin\n' "$tier"
+  began[$tier]=$SECONDS
+  # shellcheck disable=SC2086  # a tier's folders are words
+  "${pytest[@]}" ${folders[$tier]} >".cache/tests-$tier.log" 2>&1 &
+  pids[$tier]=$!
+}
+
+# Waits for those of the running tiers that end next.
+await() {
+  local tier code alive
+  wait -n "${pids[@]}" || true
+  alive=" $(jobs -pr | tr '\n' ' ') "
+  for tier in "${!pids[@]}"; do
+    [[ $alive != *" ${pids[$tier]} "* ]] || continue
+    code=0
+    wait "${pids[$tier]}" || code=$?
+    ended "$tier" $code
+    printf '\n== %s tests\n' "$tier"
+    cat ".cache/tests-$tier.log"
+    unset "pids[$tier]"
+  done
+}
+
+if ((${#tiers[@]} == 1)); then
+  show_one "${tiers[0]}"
+else
+  # SIGINT: a test's processes are then ended by its fixtures.
+  trap '((${#pids[@]} == 0)) || kill -INT "${pids[@]}" 2>/dev/null || true' EXIT
+  for tier in "${tiers[@]}"; do
+    while ((${#pids[@]} == 2)); do await; done
+    begin "$tier"
+  done
+  while ((${#pids[@]})); do await; done
+fi
 
 printf '\n== tests/run.sh: %s after %d s\n' "$([[ $status == 0 ]] && echo passed || echo FAILED)" $SECONDS
-printf '%s\n' "${summary[@]}"
+for tier in "${tiers[@]}"; do printf '%s\n' "${summaries[$tier]}"; done
 exit $status

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gspo_mega.records import are_equal_rewards
+
 
 def group_advantages(
     rewards: Tensor, group_ids: Tensor, std_ddof: int = 0, divide_by_std: bool = True, std_eps: float = 0.0
@@ -15,7 +17,9 @@ def group_advantages(
     population standard deviation, 1 the sample's. `divide_by_std=False` leaves r_i - mean_g.
 
     A group whose rewards are all equal has no signal: exactly 0, decided by comparing the rewards, because
-    (r - mean) / std of a rounding error is a number of size one. So has a group of at most `std_ddof` members.
+    (r - mean) / std of a rounding error is a number of size one. For the same reason rewards are equal that differ by
+    rounding alone, max r - min r <= 1024 eps max |r| with float64's eps = 2^-52 (`records.REWARD_TOLERANCE`): 0.1 + 0.2 and
+    0.3 are. Without signal is a group of at most `std_ddof` members, too.
 
     Raises ValueError for a non-finite reward or shapes that differ.
     """
@@ -28,7 +32,7 @@ def group_advantages(
     for group_id in torch.unique(group_ids):
         members = group_ids == group_id
         group = values[members]
-        if group.numel() <= std_ddof or bool((group == group[0]).all()):
+        if group.numel() <= std_ddof or are_equal_rewards((float(group.min()), float(group.max()))):
             continue
         # Moments about a member: a large common offset of the rewards costs no digits of their differences.
         shifted = group - group[0]

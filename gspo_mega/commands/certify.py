@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 
 from gspo_mega.certify.program import certify
+from gspo_mega.commands.screen import Screen
 from gspo_mega.config import load_config
 
 
@@ -22,8 +23,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return certify(load_config(args.config, args.overrides, "certify"), args.overrides, _say)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+    with Screen() as say:
+        return certify(load_config(args.config, args.overrides, "certify"), args.overrides, say)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gspo_mega.doctor.checks import check_machine
 from gspo_mega.doctor.findings import render
+from gspo_mega.doctor.patience import PATIENCE_SECONDS, Patience
 from gspo_mega.doctor.together import Place, check_together
 
 
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs that must be here; as many as there are devices by default")
     parser.add_argument("--fp8", action="store_true", help="the run wants FP8 layers")
     parser.add_argument("--address", metavar="A", help="this machine's own address, to bind")
+    parser.add_argument("--patience", type=float, default=PATIENCE_SECONDS, metavar="S", help="seconds that all of it may take (default: %(default)g)")
     several = parser.add_argument_group("several machines, one doctor on each")
     several.add_argument("--machines", type=int, metavar="N", help="how many")
     several.add_argument("--index", type=int, metavar="I", help="which one this is, from 0")
@@ -30,9 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if args.gpus is None else args.gpus
-    findings = list(check_machine(tuple(args.role or ("trainer", "server")), args.folder, gpus, args.fp8, args.address))
+    patience = Patience(args.patience)
+    findings = list(check_machine(tuple(args.role or ("trainer", "server")), args.folder, gpus, args.fp8, args.address, patience))
     if args.machines is not None:
         address, _, port = args.master.rpartition(":")
-        findings += check_together(Place(args.index, args.machines, (address.strip("[]"), int(port))), args.meet, gpus)
+        findings += check_together(Place(args.index, args.machines, (address.strip("[]"), int(port))), args.meet, gpus, patience)
     print(render(findings, socket.gethostname()))
     return 1 if any(finding.level == "wrong" for finding in findings) else 0

@@ -1,6 +1,6 @@
 """Sampled accuracy of a run's newest weights, of a Hugging Face folder, or of a configuration's model.
 
-    gspo-mega eval runs/quickstart/train                        the run's result, else what it published last
+    gspo-mega eval runs/quickstart/train                        the newest weights that the run has exported or published
     gspo-mega eval path/to/hf --config configs/quickstart.yaml  a folder, on that configuration's held-out prompts
     gspo-mega eval configs/quickstart.yaml                      the configuration's own model.path
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_mega.commands.screen import Screen
 from gspo_mega.config import load_config
 from gspo_mega.errors import ConfigError
 from gspo_mega.launcher.launch import launch
@@ -49,14 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     target = find_target(args.target, args.config)
     loaded = load_config(target.config, [*_overrides(target), *args.overrides], "eval")
-    screen = sys.stderr if args.json else sys.stdout
-    code = launch(loaded, "eval", lambda line: print(line, file=screen, flush=True))
+    with Screen(sys.stderr if args.json else sys.stdout) as say:
+        code = launch(loaded, "eval", say)
     if code != 0:
         return code
     attempt = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name).latest_attempt()
     assert attempt is not None  # the launch made it
     result = {"model": loaded.config.model.path, **read_json(attempt.result_file)}
-    print(json.dumps(result) if args.json else render_result(result))
+    with Screen() as show:  # it is in result.json, too
+        show(json.dumps(result) if args.json else render_result(result))
     return 0
 
 
@@ -78,12 +80,37 @@ def find_target(path: Path, config: Path | None) -> Target:
 
 
 def _newest_weights(folder: RunFolder) -> Path:
-    if (folder.huggingface_dir / "config.json").is_file():
-        return folder.huggingface_dir
+    """By weight version: a run that was continued has an older result (`hf`) and newer published weights."""
+    exported = [folder.huggingface_dir, *folder.huggingface_steps_dir.glob("step_*")]
+    found = {path: _version_of(path) for path in exported if (path / "config.json").is_file()}
     published = read_json(folder.current_weights_file)
-    if published is not None:
-        return Path(published["path"])
-    raise ConfigError(f"gspo-mega eval: the run {folder.path} has no result (hf/) and has published no weights yet")
+    if published is not None and (Path(published["path"]) / "config.json").is_file():
+        found.setdefault(Path(published["path"]), int(published["weight_version"]))
+    if not found:
+        raise ConfigError(f"gspo-mega eval: the run {folder.path} has no result (hf/) and has published no weights that are still there")
+    newest = max(found, key=lambda path: found[path])  # of equals the first: the result
+    trained = _checkpoint_version(folder)
+    if trained is not None and trained > found[newest]:
+        raise ConfigError(
+            f"gspo-mega eval: the run {folder.path} has trained on to weight version {trained} (its last checkpoint), and the newest weights that a server "
+            f"can load are of version {found[newest]}, {newest}; convert the checkpoint (tools/megatron_to_hf.py) and evaluate that folder with "
+            f"--config {folder.config_file}, or evaluate {newest} so"
+        )
+    return newest
+
+
+def _version_of(folder: Path) -> int:
+    """Of an exported folder; 0 where its manifest does not say."""
+    return int((read_json(folder / "manifest.json") or {}).get("weight_version", 0))
+
+
+def _checkpoint_version(folder: RunFolder) -> int | None:
+    """What the run's latest checkpoint holds, or None without one."""
+    if not folder.latest_checkpoint_file.is_file():
+        return None
+    name = folder.latest_checkpoint_file.read_text(encoding="utf-8").strip()
+    record = read_json(folder.checkpoints_dir / name / "state.json") or {}
+    return record.get("state", {}).get("weight_version")
 
 
 def _overrides(target: Target) -> list[str]:
@@ -108,6 +135,8 @@ def render_result(result: dict[str, Any]) -> str:
         ("mean length", f"{result['response_tokens_mean']:.1f} tokens"),
         ("truncated", f"{result['truncated_fraction']:.2%}"),
     ]
+    if result["num_left_out"]:
+        lines.append(("left out", f"{result['num_left_out']} prompts, longer than data.max_prompt_tokens"))
     if result["num_reward_failures"]:
-        lines.append(("not scored", f"{result['num_reward_failures']} samples: the reward failed on them"))
+        lines.append(("not scored", f"{result['num_reward_failures']} samples: the reward failed on them, and accuracy and reward are of the others"))
     return "\n".join(f"{name:<12} {value}" for name, value in lines)

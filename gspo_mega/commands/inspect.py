@@ -58,7 +58,7 @@ def describe(record: StepRecord, folder: RunFolder) -> dict[str, Any]:
         # Imported here: they bring torch, which a look at an unfinished step does not need.
         from gspo_mega.runtime.assemble import fill_advantages
 
-        fill_advantages(record.batch, load_config(folder.config_file).config, record.step)
+        fill_advantages(record.batch.scored(), load_config(folder.config_file).config, record.step)
     groups = record.batch.groups if record.batch is not None else list(record.groups.values())
     return {
         "step": record.step + 1,
@@ -97,21 +97,23 @@ def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
 
 def _overview(record: StepRecord | None, step: int) -> dict[str, Any]:
     if record is None:
-        return {"step": step + 1, "complete": False, "num_groups": 0, "num_trajectories": 0, "reward_mean": None}
+        return {"step": step + 1, "complete": False, "num_groups": 0, "num_trajectories": 0, "num_reward_failures": 0, "reward_mean": None}
     batch = record.batch or RolloutBatch(step, list(record.groups.values()))
-    rewards = [trajectory.reward or 0.0 for trajectory in batch.trajectories]
+    rewards = [reward for group in batch.groups for reward in group.rewards]
     return {
         "step": step + 1,
         "complete": record.batch is not None,
         "num_groups": len(batch.groups),
-        "num_trajectories": len(rewards),
+        "num_trajectories": len(batch.trajectories),
+        "num_reward_failures": len(batch.trajectories) - len(rewards),
         "reward_mean": math.fsum(rewards) / len(rewards) if rewards else None,
     }
 
 
 def _overview_line(row: dict[str, Any]) -> str:
     reward = "-" if row["reward_mean"] is None else f"{row['reward_mean']:.3f}"
-    state = "" if row["complete"] else "  cut short"
+    state = f"  reward failures {row['num_reward_failures']}" if row["num_reward_failures"] else ""
+    state += "" if row["complete"] else "  cut short"
     return f"step {row['step']:>6}  groups {row['num_groups']:>5}  trajectories {row['num_trajectories']:>6}  reward {reward}{state}"
 
 
@@ -122,9 +124,10 @@ def _text(shown: dict[str, Any]) -> str:
         for one in group["trajectories"]:
             advantage = "-" if one["advantage"] is None else f"{one['advantage']:+.3f}"
             mean = "-" if one["log_prob_mean"] is None else f"{one['log_prob_mean']:.4f} (lowest {one['log_prob_min']:.2f})"
-            failed = f"  reward failed: {one['reward_error']}" if one["reward_error"] else ""
+            failed = f"  not trained on, its scoring failed: {one['reward_error']}" if one["reward_error"] else ""
+            reward = "-" if one["reward"] is None else f"{one['reward']:g}"
             lines += [
-                f"--- {one['trajectory_id']}  reward {one['reward']:g}  advantage {advantage}  {one['num_response_tokens']} tokens, "
+                f"--- {one['trajectory_id']}  reward {reward}  advantage {advantage}  {one['num_response_tokens']} tokens, "
                 f"{one['finish_reason']}  log-prob a token {mean}{failed}",
                 one["response"],
             ]

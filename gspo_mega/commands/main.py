@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import os
+import logging
 import sys
 from collections.abc import Sequence
 
 from gspo_mega import __version__
+from gspo_mega.commands.screen import drop_standard_output, fill_standard_descriptors, tell_error
 from gspo_mega.errors import GspoMegaError
 
 COMMANDS = {
@@ -27,12 +28,51 @@ COMMANDS = {
     "status": "how a run is doing, from its folder alone",
     "doctor": "what is wrong with this machine for a run",
 }
+# These run something, whose end is their exit code whatever became of the lines that they showed.
+RUNS = ("train", "sft", "eval", "serve", "certify")
 EXIT_USAGE = 2
+# Nobody reads any more: what a shell shows of a program that SIGPIPE ended.
+EXIT_BROKEN_PIPE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. A GspoMegaError becomes its text on stderr and its `exit_code`."""
+    fill_standard_descriptors()
+    # A log line that cannot be written is lost; Python would show a traceback for each.
+    logging.raiseExceptions = False
     words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words else ""
+    try:
+        code = _run(words)
+        _flush(name)
+        return code
+    except GspoMegaError as error:
+        tell_error(error)
+        return error.exit_code
+    except OSError as error:
+        if name in RUNS or error.filename is not None:
+            raise
+        # Of a command that is there to be read: its reader (`| head`) has seen enough, or the disk behind `> file` is full.
+        drop_standard_output()
+        if isinstance(error, BrokenPipeError):
+            return EXIT_BROKEN_PIPE
+        tell_error(f"gspo-mega {name}: standard output cannot be written: {error.strerror}")
+        return GspoMegaError.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _flush(name: str) -> None:
+    """What a library printed beside a run must not turn its exit code into another at Python's own end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        if name not in RUNS:
+            raise
+        drop_standard_output()
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return 0 if words else EXIT_USAGE
@@ -43,27 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(COMMANDS)}"
-        print(f"gspo-mega: {name!r} is not a command; {hint}", file=sys.stderr)
+        tell_error(f"gspo-mega: {name!r} is not a command; {hint}")
         return EXIT_USAGE
     command = importlib.import_module(f"gspo_mega.commands.{name}")
     parser = argparse.ArgumentParser(
         prog=f"gspo-mega {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     command.add_arguments(parser)
-    try:
-        # Intermixed: an override may stand before or after an option.
-        code = command.run(parser.parse_intermixed_args(words[1:]))
-        sys.stdout.flush()
-        return code
-    except GspoMegaError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    # Intermixed: an override may stand before or after an option.
+    return command.run(parser.parse_intermixed_args(words[1:]))
 
 
 def _help() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 
+from gspo_mega.commands.screen import Screen
 from gspo_mega.config import load_config
 from gspo_mega.launcher.launch import launch
 
@@ -18,8 +19,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return launch(load_config(args.config, args.overrides, "sft"), "sft", _say)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+    with Screen() as say:
+        return launch(load_config(args.config, args.overrides, "sft"), "sft", say)

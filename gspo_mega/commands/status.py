@@ -8,17 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import ConfigError
+from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart
 from gspo_mega.launcher.state import RunState, read_state
+from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import Attempt, RunFolder, read_json
 
 _SHOWN = (
     # name, key of the report
-    ("run", "run"), ("state", "state"), ("attempt", "attempt"), ("step", "step"), ("speed", "speed"), ("checkpoint", "checkpoint"),
-    ("error", "error"), ("logs", "logs"),
+    ("run", "run"), ("state", "state"), ("attempt", "attempt"), ("step", "step"), ("speed", "speed"), ("servers", "servers"), ("checkpoint", "checkpoint"),
+    ("error", "error"), ("restarts", "restarts"), ("logs", "logs"),
 )  # fmt: skip
 
 
@@ -45,15 +48,17 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
             raise ConfigError(f"gspo-mega status: {folder.path} holds no run: no attempts/ and no log of a job")
         return dict.fromkeys((key for _, key in _SHOWN), None) | {"run": str(folder.path), "state": "no attempt yet; the job's log: slurm-*.log"}
     state = read_state(attempt)
-    last = _last_line(folder.metrics_file)
+    last = last_line(folder.metrics_file)
     return {
         "run": str(folder.path),
         "state": _state(state, now),
         "attempt": f"{attempt.number}" + (f", job {state.slurm_job}" if state is not None and state.slurm_job else "") + (f", on {state.host}" if state is not None else ""),
         "step": _step(folder, last, now),
         "speed": _speed(last),
+        "servers": _servers(attempt),
         "checkpoint": _text(folder.latest_checkpoint_file),
         "error": _error(folder),
+        "restarts": _restarts(folder),
         "logs": str(attempt.logs_dir),
     }
 
@@ -81,6 +86,15 @@ def _speed(last: dict[str, Any] | None) -> str | None:
     return f"{last['speed/tokens_per_second']:.0f} tokens/s, {last['time/step_seconds']:.1f} s a step"
 
 
+def _servers(attempt: Attempt) -> str | None:
+    """How many are in which state, and why those that were given up were; as the servers say."""
+    servers = read_registrations(attempt.servers_dir)
+    counts = Counter("given up" if server.state == "failed" else server.state for server in servers)
+    given_up = [f"{server.server_id}: {(server.error or 'no reason').strip().splitlines()[0]}" for server in servers if server.state == "failed"]
+    text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) + (f" ({'; '.join(given_up)})" if given_up else "")
+    return text or None
+
+
 def _error(folder: RunFolder) -> str | None:
     """Of the newest attempt that has one: what its supervisor said, else its first rank to fail."""
     for attempt in reversed(folder.attempts()):
@@ -92,23 +106,21 @@ def _error(folder: RunFolder) -> str | None:
     return None
 
 
+def _restarts(folder: RunFolder) -> str | None:
+    """How often the run was started again by itself, and what became of the last failure."""
+    record = last_restart(folder)
+    if record is None:
+        return None
+    times = f"{len(record.restarted_at)} in {WINDOW_SECONDS / 3600:.0f} h"
+    return f"{times}; last: {record.why}; because {record.cause}" if record.restarted_at else record.why
+
+
 def _first_record(attempt: Attempt) -> str | None:
     records = [record for path in attempt.errors_dir.glob("rank_*.json") if (record := read_json(path)) is not None]
     if not records:
         return None
     first = min(records, key=lambda record: record["time"])
     return f"rank {first['rank']}: {first['text'] or first['type']}"
-
-
-def _last_line(path: Path) -> dict[str, Any] | None:
-    """The last whole line of a file of JSON lines, read from its end."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 65_536))
-            lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
-    except FileNotFoundError:
-        return None
-    return json.loads(lines[-1]) if lines else None
 
 
 def _text(path: Path) -> str | None:

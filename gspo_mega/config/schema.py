@@ -143,6 +143,7 @@ class Train(Section):
     num_steps: int = Field(ge=1, description="Rollout batches to train on.")
     from_rollouts: str | None = Field(default=None, min_length=1, description="Run folder whose recorded rollouts are trained on: no server, no publish, no held-out evaluation.")
     rollouts_only: bool = Field(default=False, description="Sample every step's batch from model.path into the journal, and train nothing.")
+    max_restarts: int = Field(default=3, ge=0, description="Times within 24 hours that `train` starts a failed run again by itself from its last checkpoint; never when it came no further than the start before, nor after what only a person can mend.")
 
 
 class Source(Section):
@@ -180,6 +181,10 @@ class Reward(Section):
     recycle_after: int = Field(default=10_000, ge=1, description="Scorings after which a process is replaced.")
     permute_in_batch: bool = Field(default=False, description="Control of an experiment: deal rewards out anew inside the batch, so that nothing can be learnt from them.")
     memory_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2, description="Address space beyond its start that a scoring process may take.")
+    file_bytes: int = Field(default=1024**3, ge=0, description="Largest file that a scoring process may write.")
+    environment: tuple[str, ...] = Field(default=(), description="Environment variables that functions get besides a short list of harmless ones (docs/REWARDS.md).")
+    network: bool = Field(default=True, description="False: functions run in a network name space without any network, where the kernel allows that to this user; refused where it does not.")
+    max_failed_fraction: float = Field(default=0.1, ge=0, le=1, description="Share of a step's scorings that may fail (their responses are not trained on); more of them stop the run.")
 
 
 class Rollout(Section):
@@ -190,7 +195,7 @@ class Rollout(Section):
     max_concurrent_requests: int = Field(default=256, ge=1, description="Open requests a server.")
     request_deadline_seconds: float = Field(default=600.0, gt=0, description="Longest one request may take before it goes to another server.")
     max_attempts: int = Field(default=8, ge=1, description="Times one request is tried before the run stops.")
-    no_server_deadline_seconds: float = Field(default=300.0, gt=0, description="Longest wait for any healthy server before the run stops.")
+    no_server_deadline_seconds: float = Field(default=600.0, gt=0, description="Longest wait for any healthy server before the run stops; above server.start_deadline_seconds.")
     max_staleness: Literal[0] = Field(default=0, description="Steps a trajectory's weights may lag. Only 0 so far.")
     filter_constant_groups: bool = Field(default=False, description="Drop groups whose rewards are all equal and sample others in their place.")
     max_oversampling: float = Field(default=3.0, ge=1, description="With the filter: most prompts sampled a step, as a multiple of prompts_per_step.")
@@ -200,24 +205,26 @@ class Rollout(Section):
 class Server(Section):
     num_servers: int = Field(default=1, ge=1, description="SGLang servers that `gspo-mega train` starts on this machine.")
     tensor: int = Field(default=1, ge=1, description="Tensor-parallel size of one server.")
-    host: str = Field(default="127.0.0.1", description="Address to bind and to register.")
+    host: str = Field(default="127.0.0.1", description="Address to bind and to register: this machine's own, IPv4 or IPv6; every form of the wildcard is refused.")
+    python: str | None = Field(default=None, min_length=1, description="Python that servers run in, with SGLang (launch/env/gpu-server.txt); the ranks' own when absent. Under Slurm in place of GSPO_SERVER_PYTHON, in the servers' container.")
     start_deadline_seconds: float = Field(default=300.0, gt=0, description="Longest a server may take from start to healthy.")
-    max_restarts: int = Field(default=5, ge=0, description="Restarts of one server before the run stops.")
+    max_restarts: int = Field(default=5, ge=0, description="Restarts of one server, those forgiven not counted, before it is given up. The run goes on with the others, and ends when none is left.")
+    restart_forgiven_after_seconds: float = Field(default=3600.0, gt=0, description="Time in health after which one restart of a server is forgiven.")
     max_total_tokens: int | None = Field(default=None, ge=1, description="KV-cache size; SGLang's own choice when absent.")
     memory_fraction: float = Field(default=0.85, gt=0, lt=1, description="SGLang's mem_fraction_static.")
     context_tokens: int | None = Field(default=None, ge=1, description="Longest prompt + response; max_prompt_tokens + max_new_tokens when absent.")
     attention_backend: str | None = Field(default=None, description="SGLang's attention backend; on CPU the batched one of this package by default.")
     log_level: Literal["error", "warning", "info", "debug"] = "warning"
-    options: dict[str, Any] = Field(default_factory=dict, description="Further SGLang ServerArgs fields, checked against the installed version.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Further SGLang ServerArgs fields, checked against the installed version. Refused: what this package sets itself, what runs foreign code, opens the server, or makes it hold other weights.")
 
 
 class Publish(Section):
     method: Literal["disk", "distributed"] = Field(default="disk", description="disk: through the run folder. distributed: a broadcast group with the servers.")
     deadline_seconds: float = Field(default=300.0, gt=0, description="Longest one publish may take.")
     bucket_bytes: int = Field(default=256 * 1024**2, ge=1024, description="Size of one broadcast, method distributed.")
-    verify: Literal["tensors", "replicas"] = Field(
-        default="tensors",
-        description="tensors: every server tensor's checksum equals what was sent (servers with tensor 1 on CPU). replicas: all servers agree, and exactly what changed in the trainer changed.",
+    verify: Literal["auto", "tensors", "replicas"] = Field(
+        default="auto",
+        description="tensors: every server tensor's checksum equals what was sent (servers with tensor 1 without GPUs). replicas: all servers agree, exactly what changed in the trainer changed, and a publish is proved to reach every tensor once per server start. auto: tensors where it is possible, else replicas.",
     )
     keep_last: int = Field(default=2, ge=1, description="Published versions kept on disk.")
 
@@ -225,6 +232,8 @@ class Publish(Section):
 class Eval(Section):
     path: str = Field(min_length=1, description="JSONL file of held-out prompts; keys as in `data`.")
     num_prompts: int | None = Field(default=None, ge=1, description="First so many prompts; all when absent.")
+    reward: str | None = Field(default=None, min_length=1, description="Reward for held-out prompts instead of `reward`, as a source's own: a built-in's name or package.module:function. When absent, the one that all data.sources have.")
+    correct_threshold: float | None = Field(default=None, description="Reward from which a response is correct; when absent, what the reward functions declare: a built-in verifier's 1, or `correct` in a result.")
     samples_per_prompt: int = Field(default=1, ge=1)
     temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
     every_steps: int = Field(default=0, ge=0, description="Evaluate after every so many steps; 0: only before and after.")
@@ -241,6 +250,21 @@ class Checkpoint(Section):
 class Journal(Section):
     keep_last: int | None = Field(default=None, ge=1, description="Steps whose trajectories stay in the run folder's journal; all when absent.")
     prune_routes: bool = Field(default=False, description="Take the routed experts out of a step's record, of which they are most, once a checkpoint that trained on it is on disk. R3 cannot be replayed from such a record.")
+
+
+class Watchdog(Section):
+    """When ranks count as stuck: the run then ends as failed (see train.max_restarts). Bounds are for the time in which nothing gets done, no
+    micro-batch, trajectory or message; absent ones are derived from the deadlines of the phase and the plan's estimate."""
+
+    enabled: bool = Field(default=True, description="False: only the timeout of collectives (30 minutes) notices a stuck rank.")
+    silence_seconds: float = Field(default=300.0, gt=0, description="Longest without a sign of life from a rank's process (stopped, or its interpreter held).")
+    start_seconds: float | None = Field(default=None, gt=0, description="Longest without progress until the servers are ready; 3600 when absent.")
+    rollout_seconds: float | None = Field(default=None, gt=0, description="Longest without a scored trajectory in a rollout; all attempts of one request when absent.")
+    train_seconds: float | None = Field(default=None, gt=0, description="Longest without a micro-batch in a forward or training pass; 900, or the plan's time of a step, when absent.")
+    publish_seconds: float | None = Field(default=None, gt=0, description="Longest publish; twice publish.deadline_seconds and some when absent.")
+    eval_seconds: float | None = Field(default=None, gt=0, description="Longest without a scored trajectory in an evaluation; as rollout_seconds when absent.")
+    checkpoint_seconds: float | None = Field(default=None, gt=0, description="Longest save or export; 1800, or ten times the plan's time of a save, when absent.")
+    other_seconds: float | None = Field(default=None, gt=0, description="Longest without progress in anything else; 900 when absent.")
 
 
 class Metrics(Section):
@@ -277,7 +301,7 @@ class Certify(Section):
     reference: CertifyCase = Field(default=CertifyCase(name="reference"), description="What all cases are compared with; a single rank by default.")
     cases: tuple[CertifyCase, ...] = Field(default=(), description="Empty: this file's own layout, on all its ranks.")
     num_steps: int = Field(default=3, ge=1, description="Optimizer steps after which weights are compared.")
-    cases_a_start: int = Field(default=8, ge=1, description="Layouts one pool of ranks is led through before it is started anew.")
+    cases_a_start: int = Field(default=64, ge=1, description="Layouts one pool of ranks is led through before it is started anew.")
     edges: bool = Field(default=False, description="Also cross clip edges and router ties on purpose, and count what flips.")
 
 
@@ -314,5 +338,6 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     journal: Journal = Journal()
     metrics: Metrics = Metrics()
+    watchdog: Watchdog = Watchdog()
     sft: Sft | None = None
     certify: Certify = Certify()

@@ -6,42 +6,50 @@ dies takes nothing else along.
 
 from __future__ import annotations
 
+import ipaddress
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 from gspo_mega.doctor.findings import Finding
+from gspo_mega.doctor.patience import SLOW_SECONDS, Patience
 
-IMPORT_SECONDS = 50.0
 SGLANG = "0.5.23"
 _NEEDED = {
     "trainer": ("torch", "megatron-core", "pydantic", "pyyaml", "safetensors", "transformers", "aiohttp"),
     "server": ("torch", "sglang", "pydantic", "pyyaml", "safetensors"),
 }
+_TORCH = (
+    "import torch; torch.ones(2).sum(); known = torch.distributed.is_available() and torch.distributed.is_nccl_available();"
+    "nccl = '.'.join(map(str, torch.cuda.nccl.version())) if known else None;"
+    "print(torch.__version__, 'CUDA', torch.version.cuda, 'NCCL', nccl, 'sees', torch.cuda.device_count(), 'GPUs')"
+)
 _LEAST_FREE_BYTES = 1024**3
 _FEW_FREE_BYTES = 50 * 1024**3
 
 
-def check_machine(roles: tuple[str, ...], folder: Path, gpus: int, fp8: bool, address: str | None) -> Iterator[Finding]:
+def check_machine(roles: tuple[str, ...], folder: Path, gpus: int, fp8: bool, address: str | None, patience: Patience) -> Iterator[Finding]:
     """`roles`: trainer, server. `gpus`: expected here, 0 where none are used. `fp8`: the run wants it. `address`: this
-    machine's own, which servers and rank 0 bind."""
+    machine's own, which servers and rank 0 bind. `patience`: for this and what is looked at after it."""
     yield _python()
     for role in roles:
         yield from _packages(role)
-    yield _imports("torch", "import torch; torch.ones(2).sum(); print(torch.__version__, 'CUDA', torch.version.cuda, 'sees', torch.cuda.device_count(), 'GPUs')")
+    yield _imports("torch", _TORCH, patience)
     if gpus:
-        yield _gpus(gpus)
+        yield _gpus(gpus, patience)
         if "trainer" in roles:
-            yield from _transformer_engine(fp8)
+            yield from _transformer_engine(fp8, patience)
     yield _disk("folder", folder)
     yield _disk("temporary", Path(tempfile.gettempdir()))
     if address is not None:
         yield _address(address)
+        yield _network(address)
 
 
 def _python() -> Finding:
@@ -69,21 +77,25 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _imports(what: str, code: str) -> Finding:
+def _imports(what: str, code: str, patience: Patience) -> Finding:
     """What a fresh interpreter prints when it runs `code`; wrong where it fails."""
+    began = time.monotonic()
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return Finding("wrong", what, f"its import did not end within {IMPORT_SECONDS:.0f} s")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.left)
+    except subprocess.TimeoutExpired as error:
+        return Finding("wrong", what, f"its import did not end within {error.timeout:.0f} s (of --patience {patience.seconds:.0f})")
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()
         return Finding("wrong", what, said[-1] if said else f"its import ended with {done.returncode}")
+    took = time.monotonic() - began
+    if took > SLOW_SECONDS:
+        return Finding("note", what, f"{done.stdout.strip()}; its import took {took:.0f} s, as every start of a rank or server will: is it in a shared folder?")
     return Finding("ok", what, done.stdout.strip())
 
 
-def _gpus(expected: int) -> Finding:
+def _gpus(expected: int, patience: Patience) -> Finding:
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=patience.left)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding("wrong", "GPUs", f"{expected} expected; nvidia-smi: {error}")
     found = [line.split(" (UUID")[0] for line in listed.stdout.splitlines() if line.startswith("GPU ")]
@@ -92,13 +104,13 @@ def _gpus(expected: int) -> Finding:
     return Finding("ok", "GPUs", f"{len(found)}: {found[0].partition(': ')[2]}")
 
 
-def _transformer_engine(fp8: bool) -> Iterator[Finding]:
+def _transformer_engine(fp8: bool, patience: Patience) -> Iterator[Finding]:
     code = (
         "import transformer_engine, transformer_engine.pytorch as te;"
         "from transformer_engine.pytorch.fp8 import check_fp8_support as c;"
         "able, why = c(); print(transformer_engine.__version__, 'FP8' if able else 'no FP8: ' + why)"
     )
-    found = _imports("TE", code)
+    found = _imports("TE", code, patience)
     lacking = found.level == "wrong" or "no FP8" in found.text
     # Without it Megatron would run other layers, or silently BF16 where FP8 was asked for.
     yield Finding("wrong", "TE", f"fp8 is asked for: {found.text}") if fp8 and lacking else found
@@ -126,3 +138,17 @@ def _address(address: str) -> Finding:
             return Finding("ok", "address", f"{address} can be bound")
     except OSError as error:
         return Finding("wrong", "address", f"{address} cannot be bound: {error.strerror or error}")
+
+
+def _network(address: str) -> Finding:
+    """Who may reach what a run opens at `address`: torch's stores, gloo and NCCL know no password, so the network has to keep others out."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        ip = None  # a name; whose network it is, the user knows
+    if ip is not None and ip.is_loopback:
+        return Finding("ok", "network", f"{address}: all is on this machine; its other users can reach the ranks' store (docs/SECURITY.md)")
+    unprotected = f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL know no password (docs/SECURITY.md)"
+    if ip is not None and ip.is_global:
+        return Finding("note", "network", f"{address} is a public address; {unprotected}")
+    return Finding("ok", "network", unprotected)

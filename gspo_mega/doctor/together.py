@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.doctor.findings import Finding
-
-# Start-up of all machines' processes, and how late a shared folder shows a file.
-MEET_SECONDS = 45.0
-REDUCE_SECONDS = 60.0
+from gspo_mega.doctor.patience import Patience
 
 
 @dataclass(frozen=True)
@@ -27,17 +24,18 @@ class Place:
     master: tuple[str, int]
 
 
-def check_together(place: Place, folder: Path, gpus: int) -> list[Finding]:
-    """`folder`: a new one in the shared folder, this check's own."""
-    shared = _shared_folder(place, folder)
+def check_together(place: Place, folder: Path, gpus: int, patience: Patience) -> list[Finding]:
+    """`folder`: a new one in the shared folder, this check's own. `patience`: what is left of it; another machine's own checks, which
+    come first, may take much of it."""
+    shared = _shared_folder(place, folder, patience)
     # Where some machine is missing, an all-reduce could only wait for it.
-    return [shared] if shared.level == "wrong" else [shared, _all_reduce(place, gpus)]
+    return [shared] if shared.level == "wrong" else [shared, _all_reduce(place, gpus, patience)]
 
 
-def _shared_folder(place: Place, folder: Path) -> Finding:
+def _shared_folder(place: Place, folder: Path, patience: Patience) -> Finding:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"machine-{place.index}").touch()
-    deadline = time.monotonic() + MEET_SECONDS
+    deadline = time.monotonic() + patience.left
     missing = set(range(place.num_machines))
     while missing and time.monotonic() < deadline:
         missing -= {index for index in missing if (folder / f"machine-{index}").exists()}
@@ -47,16 +45,17 @@ def _shared_folder(place: Place, folder: Path) -> Finding:
     return Finding("ok", "shared", f"all {place.num_machines} machines see {folder.parent}")
 
 
-def _all_reduce(place: Place, gpus: int) -> Finding:
+def _all_reduce(place: Place, gpus: int, patience: Patience) -> Finding:
     address, port = place.master
+    seconds = patience.left
     command = [
         sys.executable, "-m", "gspo_mega.runtime.reach", "--rank", str(place.index), "--world", str(place.num_machines),
-        "--address", address, "--port", str(port), *(["--gpu"] if gpus else []),
+        "--address", address, "--port", str(port), "--seconds", str(seconds), *(["--gpu"] if gpus else []),
     ]  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=REDUCE_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Finding("wrong", "network", f"an all-reduce with {place.num_machines} machines at {address}:{port} did not end within {REDUCE_SECONDS:.0f} s")
+        return Finding("wrong", "network", f"an all-reduce with {place.num_machines} machines at {address}:{port} did not end within {seconds:.0f} s")
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()
         return Finding("wrong", "network", f"all-reduce: {said[-1] if said else f'ended with {done.returncode}'}")

@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.config.schema import Optimizer
+from gspo_mega.engine.process_groups import ends_with_groups
 
 if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel
@@ -43,6 +44,8 @@ def wrap_data_parallel(
         DistributedDataParallel(megatron_config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    for chunk in wrapped:
+        ends_with_groups(chunk)
     if settings.overlap:
         no_sync, start = [w.no_sync for w in wrapped], [w.start_grad_sync for w in wrapped]
         megatron_config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]

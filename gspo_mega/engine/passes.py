@@ -13,6 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from gspo_mega import beats
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.log_probs import token_log_probs
@@ -70,6 +71,7 @@ class Pipeline:
             index, batch = next(batches)
             with routing.forward(self._index_of(model), index, forward_only):
                 hidden = model(batch.token_ids, batch.position_ids, None, packed_seq_params=batch.packed)
+            beats.beat()
             return hidden, lambda out: finish(batch, out)
 
         for model in self.models:

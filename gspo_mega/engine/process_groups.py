@@ -1,11 +1,13 @@
 """The process groups of a layout. The only file that reads Megatron's `parallel_state`.
 
-Owns making Megatron's groups from a `Layout` and handing them out as plain values; knows nothing of
+Owns making Megatron's groups from a `Layout`, handing them out as plain values, and ending them; knows nothing of
 models or batches.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
 from gspo_mega.engine.cpu import is_cpu_backend
 
 
@@ -75,7 +78,7 @@ def create_groups(
     expert: int = 1,
     expert_tensor: int = 1,
     seed: int = 1,
-    timeout_seconds: float = 1800.0,
+    timeout_seconds: float = COLLECTIVE_SECONDS,
 ) -> ParallelGroups:
     """Make Megatron's groups for a layout over the default process group and seed its RNG trackers.
 
@@ -83,6 +86,7 @@ def create_groups(
     (fastest first). Raises RuntimeError from Megatron if the sizes do not divide the world, which `plan`
     has refused before.
     """
+    gc.collect()  # groups of an earlier layout that its last user has let go of by now
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
@@ -108,15 +112,46 @@ def create_groups(
     )
 
 
+# Modules that `destroy_groups` takes apart.
+_users: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def ends_with_groups(module: torch.nn.Module) -> None:
+    """Say that `module` is of no use without the groups of now: `destroy_groups` takes it apart."""
+    _users.add(module)
+
+
 def destroy_groups() -> None:
     """End every group but the default one, so that another layout can be made in the same processes. Collective.
 
-    Megatron only forgets its groups; their connections and threads would stay, hundreds after a few layouts.
+    What `ends_with_groups` named is unusable afterwards. A gloo group's connections and its three threads end when nothing
+    refers to the group any more. Megatron's data parallelism, its token dispatchers and its rotary embeddings would refer to
+    theirs for good, so they are taken apart here. The last threads end when the caller's own references do.
     """
+    for module in list(_users):
+        _take_apart(module)
+    _users.clear()
     parallel_state.destroy_model_parallel()
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):  # it forgets some
+            setattr(parallel_state, name, None)
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    gc.collect()
+
+
+def _take_apart(module: torch.nn.Module) -> None:
+    """Cut the references that Python's collector cannot see or that live as long as the process.
+
+    A gradient hook refers to the data parallelism around its parameter, through autograd's C++ nodes that the collector
+    does not look into, and a cache around a method refers to every object that the method was called on.
+    """
+    for kind in {kind for part in module.modules() for kind in type(part).__mro__}:
+        for member in vars(kind).values():
+            if hasattr(member, "cache_clear"):
+                member.cache_clear()
+    vars(module).clear()
 
 
 def stage_flags(virtual_stage: int | None) -> tuple[bool, bool]:

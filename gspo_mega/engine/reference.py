@@ -12,7 +12,7 @@ from gspo_mega.engine.device_batch import DeviceBatch
 from gspo_mega.engine.losses import PassOutput, require_finite
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.passes import Pipeline
-from gspo_mega.engine.process_groups import ParallelGroups
+from gspo_mega.engine.process_groups import ParallelGroups, ends_with_groups
 from gspo_mega.engine.routing import Routers, RoutingPass
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import MicroBatch
@@ -30,6 +30,7 @@ class ReferencePolicy:
         self.chunks = build_chunks(megatron_config, spec, groups)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
+            ends_with_groups(chunk)
         self._pipeline = Pipeline(config, spec, groups, megatron_config, self.chunks, self.chunks)
         self._routers = Routers(
             self.chunks, spec.moe, groups, sequence_parallel=megatron_config.sequence_parallel, recompute=False

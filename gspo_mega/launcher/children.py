@@ -5,7 +5,7 @@ Owns processes, sessions and signals. It does not know what a rank or a server d
 
 from __future__ import annotations
 
-import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from gspo_mega import process_death
+
+logger = logging.getLogger(__name__)
+
 _TETHER = Path(__file__).with_name("tether.py")
 _POLL_SECONDS = 0.02
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,10 @@ class Family:
 
     def __init__(self) -> None:
         self.children: list[Child] = []
-        self._us = os.getpid()
         # Whatever this process had started before is none of our business.
-        self._strangers = {pid for pid, parent in _parents().items() if parent == self._us}
-        _adopt_orphans(True)
+        self._strangers = process_death.children()
+        self._reaper = process_death.Reaper()
+        process_death.adopt_orphans()
 
     def start(self, spec: ChildSpec) -> Child:
         """Start one process. Call from the main thread. Raises OSError."""
@@ -95,59 +98,25 @@ class Family:
         self.children.append(child)
         return child
 
+    def reap(self) -> None:
+        """Collect what ended of that which the children left behind; to be called now and then."""
+        self._reaper.look({*self._strangers, *self._own()})
+
     def close(self, grace_seconds: float) -> None:
-        """SIGTERM to the children that run, up to `grace_seconds`, SIGKILL to everything that is left."""
+        """SIGTERM to the children that run, up to `grace_seconds`, SIGKILL to everything that is left, in whatever session."""
         for child in self.children:
             # The heads alone: a server ends its own processes in order, a rank takes its own along.
             if child.exit_code is None:
-                _signal(child.pid, signal.SIGTERM)
+                process_death.send_signal(child.pid, signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds
         while time.monotonic() < deadline and any(child.exit_code is None for child in self.children):
             time.sleep(_POLL_SECONDS)
-        while members := self._members():
-            for pid in members:
-                _signal(pid, signal.SIGKILL)
+        left = process_death.kill_below(self._strangers, self._own())
+        for pid in left:
+            logger.error("process %d cannot be killed: it waits for a device or a file server", pid)
+        while not left and any(child.exit_code is None for child in self.children):
             time.sleep(_POLL_SECONDS)
-            for child in self.children:
-                child.exit_code  # noqa: B018  reaps it
-        _adopt_orphans(False)
+        process_death.adopt_orphans(False)
 
-    def _members(self) -> set[int]:
-        """Pids of all living processes below this one, but for the strangers' families."""
-        parents = _parents()
-        members: set[int] = set()
-        below = {pid for pid, parent in parents.items() if parent == self._us and pid not in self._strangers}
-        while below:
-            members |= below
-            below = {pid for pid, parent in parents.items() if parent in below}
-        return members
-
-
-def _parents() -> dict[int, int]:
-    """The parent of every live (not zombie) process of this machine, by pid."""
-    table = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            stat = Path("/proc", name, "stat").read_text(encoding="ascii", errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        # "pid (command) state parent ...", and the command may hold anything.
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        if state not in "ZX":
-            table[int(name)] = int(parent)
-    return table
-
-
-def _adopt_orphans(on: bool) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return  # it ended between the look and the signal
+    def _own(self) -> list[int]:
+        return [child.pid for child in self.children]

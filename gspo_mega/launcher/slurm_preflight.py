@@ -9,19 +9,34 @@ import time
 from collections.abc import Callable, Sequence
 
 from gspo_mega.errors import RankError
-from gspo_mega.launcher.children import ChildSpec, Family
-from gspo_mega.launcher.slurm import Node
+from gspo_mega.launcher.children import ChildSpec
+from gspo_mega.launcher.slurm import Node, job_runs
+from gspo_mega.launcher.slurm_answers import Answers
+from gspo_mega.launcher.slurm_starts import Starts
 
-# A node's own checks and those of all together, each with its deadline.
-DEADLINE_SECONDS = 180.0
+# What srun and a Python take to start and end, beyond the doctor's own time.
+MARGIN_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
 
-def preflight(family: Family, doctors: Sequence[tuple[Node, ChildSpec]], say: Callable[[str], None]) -> None:
-    """Start all `doctors` and wait. Raises RankError, one line, when something is wrong; what, and where, is said before."""
-    children = [(node, family.start(spec)) for node, spec in doctors]
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while time.monotonic() < deadline and any(child.exit_code is None for _, child in children):
+def preflight(
+    starts: Starts, answers: Answers, job_id: str, doctors: Sequence[tuple[Node, ChildSpec]], patience_seconds: float, say: Callable[[str], None]
+) -> None:
+    """Start all `doctors` and wait; `patience_seconds`: what each gives its checks. Raises RankError, one line, when something is wrong;
+    what, and where, is said before."""
+    children = [(node, starts.start(spec)) for node, spec in doctors]
+    deadline = time.monotonic() + patience_seconds + MARGIN_SECONDS
+    over: set[int] = set()
+    while time.monotonic() < deadline and len(over) < len(children):
+        for index, (node, child) in enumerate(children):
+            if child.exit_code is None or index in over:
+                continue
+            if starts.never_began(child):
+                answers.demand(lambda: job_runs(job_id))  # a silent Slurm starts nothing
+                if (again := starts.again(child)) is not None:
+                    children[index] = (node, again)
+                    continue
+            over.add(index)
         time.sleep(_POLL_SECONDS)
     bad = []
     for node, child in children:
@@ -32,7 +47,7 @@ def preflight(family: Family, doctors: Sequence[tuple[Node, ChildSpec]], say: Ca
         if child.exit_code != 0:
             bad.append(node.name)
             if not any(": wrong" in line for line in said):
-                what = f"did not end within {DEADLINE_SECONDS:.0f} s" if child.exit_code is None else child.end_described
+                what = f"did not end within {patience_seconds + MARGIN_SECONDS:.0f} s" if child.exit_code is None else child.end_described
                 say(f"doctor   {node.name}: {what}: {said[-1] if said else 'without a word'}")
     if bad:
         raise RankError(f"error: something is wrong on {', '.join(bad)}: see the doctor's lines above (all of them: {children[0][1].spec.log.parent}/doctor_*.log)")

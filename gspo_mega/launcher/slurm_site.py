@@ -9,11 +9,11 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gspo_mega.errors import ConfigError
 
-_NUMBERS = {"GSPO_GPUS_PER_NODE": 0, "GSPO_CPUS_PER_TASK": 1, "GSPO_SIGNAL_SECONDS": 300}
+_NUMBERS = {"GSPO_GPUS_PER_NODE": 0, "GSPO_CPUS_PER_TASK": 1, "GSPO_SIGNAL_SECONDS": 0, "GSPO_PREFLIGHT_SECONDS": 600}
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,15 @@ class Environment:
 @dataclass(frozen=True)
 class Site:
     """`gpus_per_node` 0: none. `cpus_per_task`: of every rank and server. `network`: interfaces of gloo and NCCL, or None
-    for their own choice. `signal_seconds`: how long before the time limit Slurm says so. `preflight`: run the doctor first.
+    for their own choice. `signal_seconds`: how long before the time limit Slurm says so, 0 for as long as the plan asks for.
+    `preflight`: run the doctor first, on every node; `preflight_seconds`: what it may take there.
     """
 
     gpus_per_node: int
     cpus_per_task: int
     network: str | None
     signal_seconds: int
+    preflight_seconds: int
     preflight: bool
     trainer: Environment
     server: Environment
@@ -57,11 +59,16 @@ class Site:
         wrong = [f"{name}={text}" for name, text in values.items() if not text.isdecimal()]
         if wrong:
             raise ConfigError(f"launch/slurm/site.sh: {', '.join(wrong)}: not a number")
-        gpus, cpus, seconds = (int(values[name]) for name in _NUMBERS)
+        gpus, cpus, signal_seconds, preflight_seconds = (int(values[name]) for name in _NUMBERS)
         return cls(
-            gpus, max(cpus, 1), environment.get("GSPO_NETWORK") or None, seconds, environment.get("GSPO_PREFLIGHT", "1") != "0",
+            gpus, max(cpus, 1), environment.get("GSPO_NETWORK") or None, signal_seconds, preflight_seconds,
+            environment.get("GSPO_PREFLIGHT", "1") != "0",
             trainer=_environment(environment, "TRAINER"), server=_environment(environment, "SERVER"),
         )  # fmt: skip
+
+    def with_server_python(self, python: str | None) -> Site:
+        """The site with the Python that `server.python` names in place of GSPO_SERVER_PYTHON, where it names one."""
+        return self if python is None else replace(self, server=replace(self.server, python=python))
 
     def network_variables(self) -> dict[str, str]:
         return {} if self.network is None else {"GLOO_SOCKET_IFNAME": self.network, "NCCL_SOCKET_IFNAME": self.network}

@@ -10,14 +10,15 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.inputs import is_replay
 from gspo_mega.launcher.slurm_site import Site, words_of
-from gspo_mega.plan import plan_run, render_report
+from gspo_mega.plan import Estimate, estimate, plan_run, render_report
+from gspo_mega.plan.deadlines import grace_seconds, signal_seconds
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,29 @@ def sbatch_options(config: Config, size: JobSize, site: Site, rollout_options: S
     return [*common, *nodes(size.num_trainer_nodes + size.num_rollout_nodes, max(trainer_tasks, rollout_tasks))]
 
 
+def told_in_time(site: Site, figures: Estimate) -> Site:
+    """`site` with its `signal_seconds`, those that the plan asks for where the site leaves that open.
+
+    Raises PlanError where the ranks could not end their step and save in that time, by estimate.
+    """
+    needed = signal_seconds(figures.stop_seconds)
+    if site.signal_seconds and grace_seconds(site.signal_seconds) < figures.stop_seconds:
+        raise PlanError(
+            f"launch/slurm/site.sh: GSPO_SIGNAL_SECONDS={site.signal_seconds}: that long before its time limit the job is told, and ending a step and saving take"
+            f" {figures.stop_seconds:.0f} s by estimate: every time limit would cost the steps since the last checkpoint; at least {needed}, or leave it open"
+        )
+    return replace(site, signal_seconds=site.signal_seconds or needed)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Assignments of GSPO_NUM_NODES, GSPO_RUN_FOLDER and the array GSPO_SIZE to standard output, the plan to standard error."""
     try:
         site = Site.read(os.environ)
         loaded = load_config(arguments[0], arguments[1:], "train")
-        sys.stderr.write(render_report(plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")) + "\n")
+        plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
+        figures = estimate(plan, loaded.where)
+        sys.stderr.write(render_report(plan, figures) + "\n")
+        site = told_in_time(site, figures)
         size = job_size(loaded, site)
         options = [*words_of(os.environ, "GSPO_SBATCH"), *sbatch_options(loaded.config, size, site, words_of(os.environ, "GSPO_ROLLOUT_SBATCH"))]
     except GspoMegaError as error:

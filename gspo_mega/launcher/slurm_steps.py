@@ -24,6 +24,10 @@ class Steps:
         """`tensor`: GPUs of one server."""
         self._allocation, self._size, self._site, self._attempt, self._tensor = allocation, size, site, attempt, tensor
 
+    @property
+    def num_ranks(self) -> int:
+        return self._size.num_trainer_nodes * self._size.ranks_per_node
+
     def ranks(self, command: str, master_port: int) -> ChildSpec:
         """One step of all ranks, node by node. The first one's node is where `master_port` is free."""
         allocation, site = self._allocation, self._site
@@ -76,7 +80,7 @@ class Steps:
             words = [word for role in roles for word in ("--role", role)] + (["--fp8"] if fp8 else [])
             words += ["--folder", str(attempt.run_folder.path), "--gpus", str(site.gpus_per_node), "--address", node.address]
             words += ["--machines", str(len(nodes)), "--index", str(index), "--master", f"{nodes[0].address}:{master_port}"]
-            doctor = environment.command("-m", "gspo_mega", "doctor", *words, "--meet", str(attempt.path / "meeting"))
+            doctor = environment.command("-m", "gspo_mega", "doctor", *words, "--meet", str(attempt.path / "meeting"), "--patience", str(site.preflight_seconds))
             options = [*self._one_task(node), *environment.srun_options]
             srun = self._srun(options, doctor, 0, site.gpus_per_node)
             steps.append((node, ChildSpec("doctor", index, srun, attempt.logs_dir / f"doctor_{node.name}.log", site.network_variables())))

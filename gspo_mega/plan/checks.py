@@ -16,6 +16,7 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.alignment import RECIPE_ROWS, alignment_tokens
 from gspo_mega.plan.optimizer import VALID_WITHOUT_GPU, check_optimizer
 from gspo_mega.plan.precision import check_precision, unaligned_sizes
+from gspo_mega.plan.verification import is_on_gpu
 
 
 class Violation(NamedTuple):
@@ -70,7 +71,7 @@ def check_layout(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] 
         *_optimizer(config, device),
         *_batches(config, sizes),
         *_lengths(config, spec, sizes),
-        *_servers(config, spec, sizes),
+        *_servers(config, spec, sizes, device),
     ]
 
 
@@ -303,7 +304,7 @@ def _lengths(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violatio
         )
 
 
-def _servers(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violation]:
+def _servers(config: Config, spec: ModelSpec, sizes: Sizes, device: Literal["cpu", "gpu"] | None) -> Iterator[Violation]:
     server = config.server
     tensor, heads, kv_heads = server.tensor, spec.num_heads, spec.num_kv_heads
     intermediate = spec.intermediate_size if spec.moe is None else spec.moe.expert_intermediate_size
@@ -330,3 +331,5 @@ def _servers(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violatio
         )
     if server.max_total_tokens is not None and server.max_total_tokens < longest:
         yield Violation("server.max_total_tokens", f"{server.max_total_tokens} cannot hold one sequence of {longest} tokens", str(longest))
+    if config.publish.verify == "tensors" and is_on_gpu(config, device):
+        yield Violation("publish.verify", "tensors: servers on GPUs report other checksums than the trainer can compute", "auto, or replicas")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from gspo_mega.errors import PlanError
 from gspo_mega.model.sizes import ParameterCounts, count_parameters, forward_flops_per_token
 from gspo_mega.plan.checks import Sizes
+from gspo_mega.plan.deadlines import check_deadlines, stop_seconds
 from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.memory import GIB, Memory, ServerMemory, gpu_bytes, server_memory, trainer_memory
 from gspo_mega.plan.resolve import Plan
@@ -41,7 +42,7 @@ class Servers:
 @dataclass(frozen=True)
 class Estimate:
     """`states`: of the fullest rank of each pipeline stage. `memory`, `time`: None where no GPU is named (`time`: none by
-    name). `limit`: bytes of one GPU. `notices`: what these figures warn of."""
+    name). `stop_seconds`: from a stop request to the end of the save. `limit`: bytes of one GPU. `notices`: what these figures warn of."""
 
     counts: ParameterCounts
     flops_per_token: float
@@ -53,6 +54,7 @@ class Estimate:
     time: StepTime | None
     checkpoint_bytes: int
     save_seconds: float
+    stop_seconds: float
     notices: tuple[str, ...]
 
     @property
@@ -62,7 +64,8 @@ class Estimate:
 
 
 def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuration") -> Estimate:
-    """Raises PlanError, with the place of the GPU's key, where weights, gradients and optimizer state alone exceed it."""
+    """Raises PlanError, with the key's place, where weights, gradients and optimizer state alone exceed the GPU, or a deadline is shorter
+    than what it bounds."""
     config, layout, spec = plan.config, plan.layout, plan.spec
     shares, counts = ModelShares(spec), count_parameters(spec)
     states = []
@@ -82,6 +85,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     if config.cluster.gpu is not None:
         time = step_time(config, layout, shares, GPUS[config.cluster.gpu], counts.total)
     saved = checkpoint_bytes(config, counts.total)
+    check_deadlines(config, time, save_seconds(saved), where)
     spans = tuple(_spans(plan))
     return Estimate(
         counts=counts,
@@ -94,6 +98,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
         time=time,
         checkpoint_bytes=saved,
         save_seconds=save_seconds(saved),
+        stop_seconds=stop_seconds(time, save_seconds(saved)),
         notices=tuple(_notices(plan, spans, memory, limit)),
     )
 

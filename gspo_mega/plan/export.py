@@ -7,6 +7,7 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
+from gspo_mega.plan.deadlines import signal_seconds
 from gspo_mega.plan.disk import disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS
@@ -28,12 +29,12 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
         "groups": [asdict(span) for span in figures.spans],
         "servers": {
             "num_servers": plan.config.server.num_servers, "tensor": plan.config.server.tensor, "num_gpus": figures.servers.num_gpus,
-            "nodes": figures.servers.nodes, "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
+            "nodes": figures.servers.nodes, "weights": plan.verification, "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
         },
         "state": [{"stage": stage, "elements": asdict(state), "bytes": asdict(size)} for stage, (state, size) in enumerate(figures.states)],
         "memory": None,
         "time": None,
-        "checkpoint": {"bytes": figures.checkpoint_bytes, "save_seconds": figures.save_seconds},
+        "checkpoint": {"bytes": figures.checkpoint_bytes, "save_seconds": figures.save_seconds, "stop_seconds": figures.stop_seconds},
         "disk": None if disk is None else {
             "journal_step_bytes": disk.journal_step, "routes_step_bytes": disk.routes_step, "run_bytes": disk.parts, "free_bytes": disk.free, "fits": disk.fits,
         },
@@ -68,7 +69,7 @@ def plan_shell(plan: Plan, figures: Estimate) -> str:
         "SERVER_GPUS": figures.servers.num_gpus,
         "ROLLOUT_NODES": cluster.num_rollout_nodes,
         "CHECKPOINT_BYTES": figures.checkpoint_bytes,
-        "SAVE_SECONDS": round(figures.save_seconds) + 1,
+        "SIGNAL_SECONDS": signal_seconds(figures.stop_seconds),
         "FITS": {None: "unknown", True: "yes", False: "no"}[figures.fits],
     }
     return "\n".join(f"GSPO_{name}={shlex.quote(str(value))}" for name, value in values.items())

@@ -7,6 +7,7 @@ from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate, estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS
 from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.patience import patience
 from gspo_mega.plan.resolve import Plan
 
 _MOST_RANKS_SHOWN = 16
@@ -24,7 +25,8 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
         "state": _state(figures),
         "memory": _memory(figures),
         "time": _time(figures),
-        "save": [f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed"] if figures.time else [],
+        "save": [f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed; a stop takes up to {figures.stop_seconds:.0f} s"] if figures.time else [],
+        "stuck": _stuck(plan, figures),
         "disk": disk_lines(disk),
         "notice": [*plan.notices, *figures.notices, *disk_notices(disk)],
     }
@@ -55,6 +57,14 @@ def _model(plan: Plan, figures: Estimate) -> list[str]:
         f"{_quantity(counts.total)} parameters, {_quantity(counts.active)} active a token; "
         f"{_quantity(figures.flops_per_token)} FLOPs a token forward, at {longest} tokens",
     ]
+
+
+def _stuck(plan: Plan, figures: Estimate) -> list[str]:
+    bounds = patience(plan.config, figures)
+    if bounds is None:
+        return ["nobody looks (watchdog.enabled): only the timeout of collectives notices a stuck rank"]
+    kinds = ", ".join(f"{seconds:g} in {kind}" for kind, seconds in bounds.bounds.items())
+    return [f"a rank counts as stuck after so many seconds without progress: {kinds}; without a sign of life: {bounds.silence:g} (watchdog)"]
 
 
 def _ranks(plan: Plan) -> list[str]:
@@ -136,7 +146,8 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
     context = server.context_tokens or Sizes.of(config).longest_sequence
     lines = [
         f"{server.num_servers} x tensor {server.tensor} on {server.host}, ports chosen at start, {context} tokens of context, "
-        f"at most {rollout.max_concurrent_requests} open requests each; weights by {config.publish.method}"
+        f"at most {rollout.max_concurrent_requests} open requests each; weights by {config.publish.method}",
+        f"weights {plan.verification}",
     ]
     if figures.servers.nodes is not None and figures.limit is not None:
         lines.append(f"{figures.servers.num_gpus} GPUs on {figures.servers.nodes} nodes of their own")

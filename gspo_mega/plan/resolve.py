@@ -14,6 +14,7 @@ from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec, shape_differences
 from gspo_mega.plan.checks import gathers_unevenly
 from gspo_mega.plan.layout import Layout, resolve_layout
+from gspo_mega.plan.verification import describe_verification, is_on_gpu
 
 Device = Literal["cpu", "gpu"]
 
@@ -21,13 +22,14 @@ Device = Literal["cpu", "gpu"]
 @dataclass(frozen=True)
 class Plan:
     """`model`: the folder or shape file that was read. `notices`: the configuration's and the layout's, to be shown
-    at a run's start and end."""
+    at a run's start and end. `verification`: how a publish is verified, in words."""
 
     model: Path
     config: Config
     spec: ModelSpec
     layout: Layout
     notices: tuple[str, ...]
+    verification: str
 
 
 def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Path | None = None) -> Plan:
@@ -60,7 +62,7 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         notices.append(
             f"num_nextn_predict_layers {spec.num_ignored_layers}: layers for multi-token prediction are not loaded, not trained, and not in what is published or exported"
         )
-    return Plan(source, config, spec, layout, tuple(notices))
+    return Plan(source, config, spec, layout, tuple(notices), describe_verification(config, is_on_gpu(config, device)))
 
 
 def _check_same_shape(path: str, spec: ModelSpec, place: str) -> None:

@@ -6,9 +6,11 @@ A reward is a function
 
 `prompt` is the rendered prompt, `response` the response as text (its last 64 Ki characters), `answer` and
 `metadata` are what the data file has for the prompt, `options` what the configuration gives. The result is a finite
-number; or a dictionary of them whose entry `reward` counts and whose others are recorded beside it. The function
-runs in a process of its own: it may be slow, raise, print or crash, and loses nothing but that trajectory's reward.
-It may be called again for a response whose scoring was interrupted, so it should have no side effects.
+number; or a dictionary of them whose entry `reward` counts and whose others are recorded beside it, but for `correct`: it says
+whether the response is right (True or False), which is what held-out accuracy counts. The built-in verifiers say so by being 1.
+
+The function runs in a process of its own: it may be slow, raise, print or crash, and loses nothing but that response, which
+is then not trained on. It may be called again for a response whose scoring was interrupted, so it should have no side effects.
 
 Owns the names and the checks before a run. Running functions is `worker.py`'s.
 """
@@ -20,7 +22,7 @@ import importlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +36,19 @@ BUILTINS: dict[str, RewardFunction] = {
     "exact_match": builtin.exact_match,
     "gsm8k": builtin.gsm8k,
 }
+
+
+# Which answers of a data file a built-in cannot use; one that is not named here takes them all.
+_ANSWER_PROBLEMS: dict[str, Callable[[Any], str | None]] = {"gsm8k": builtin.problem_of_gsm8k_answer}
+
+
+def problem_of_answer(answer: Any, names: Iterable[str]) -> str | None:
+    """Why one of the functions named cannot score with an answer, or None. A user's function is not asked."""
+    for name in names:
+        problem_of = _ANSWER_PROBLEMS.get(name)
+        if problem_of is not None and (problem := problem_of(answer)) is not None:
+            return f"{problem} (reward {name})"
+    return None
 
 
 def load_function(name: str, options: dict[str, Any]) -> RewardFunction:

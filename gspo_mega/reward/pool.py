@@ -1,7 +1,7 @@
 """The scoring pool: rewards for trajectories, from isolated processes, with a deadline.
 
-Owns which process scores what, and what becomes of a scoring that fails: it is that trajectory's failure, recorded
-and counted, never the run's. Only a function that can no longer be loaded stops the run.
+Owns which process scores what, and what becomes of a scoring that fails: it is that trajectory's, which has no reward then,
+and is recorded and counted. A function that can no longer be loaded stops the run; how many failures do is the collector's.
 
     score(trajectory) -> one job a function -> a process takes jobs -> replies, in order -> the trajectory's reward
 """
@@ -18,7 +18,8 @@ from typing import Any
 
 from gspo_mega.config.schema import Reward
 from gspo_mega.errors import RewardError
-from gspo_mega.records import Trajectory
+from gspo_mega.records import REWARD_TOLERANCE, Trajectory
+from gspo_mega.reward.functions import BUILTINS
 from gspo_mega.reward.process import ScoringProcess
 
 # Of a longer response only the end is judged: final answers are there, and a hostile one stays affordable.
@@ -35,10 +36,11 @@ _START_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class _Entry:
-    """One function of a sum. `label` is its name in a trajectory's `reward_parts`."""
+    """One function of a sum. `label` is its name in a trajectory's `reward_parts`; a verifier's 1 says that the response is right."""
 
     label: str
     weight: float
+    is_verifier: bool
 
 
 @dataclass
@@ -90,7 +92,7 @@ class ScoringPool:
     async def start(self) -> None:
         """Start all processes and load the functions. Raises RewardError as `check_reward`."""
         started = await asyncio.gather(
-            *(ScoringProcess.start(self._setup) for _ in range(self._settings.num_workers)), return_exceptions=True
+            *(ScoringProcess.start(self._setup, self._settings.environment) for _ in range(self._settings.num_workers)), return_exceptions=True
         )
         self._slots = [_Slot(process) for process in started if isinstance(process, ScoringProcess)]
         for outcome in started:
@@ -116,10 +118,10 @@ class ScoringPool:
         await self.close()
 
     async def score(self, trajectory: Trajectory) -> None:
-        """Fill `reward`, `reward_parts` and `reward_error` of a trajectory.
+        """Fill `reward`, `reward_parts`, `reward_error` and `correct` of a trajectory.
 
-        If any function fails, the reward is 0.0 and `reward_error` names function and reason; the parts of
-        the others are kept.
+        The reward is the weighted sum, in float64, rounded once; 0 where its terms cancel but for rounding. If any function fails,
+        the reward is None and `reward_error` names function and reason; the parts of the others are kept.
 
         Raises RewardError: the pool is closed or was never started, or its functions cannot be loaded any more.
         """
@@ -127,7 +129,8 @@ class ScoringPool:
         replies = await asyncio.gather(*(self._call(entry.label, trajectory) for entry in entries))
         parts: dict[str, float] = {}
         errors: list[str] = []
-        total = 0.0
+        terms: list[float] = []
+        verdicts: list[bool] = []
         for entry, reply in zip(entries, replies):
             if "failure" in reply:
                 self.failure_counts[reply["failure"]] += 1
@@ -135,13 +138,19 @@ class ScoringPool:
                 continue
             parts[entry.label] = reply["value"]
             parts |= {f"{entry.label}/{name}": value for name, value in reply["parts"].items()}
-            total += entry.weight * reply["value"]
+            terms.append(entry.weight * reply["value"])
+            if entry.is_verifier:
+                verdicts.append(reply["value"] == 1.0)
+            elif reply["correct"] is not None:
+                verdicts.append(reply["correct"])
+        total = _sum(terms)
         if not errors and not math.isfinite(total):
             self.failure_counts["not_finite"] += 1
             errors.append(f"the weighted sum of {', '.join(parts)} is {total}")
-        trajectory.reward = 0.0 if errors else total
+        trajectory.reward = None if errors else total
         trajectory.reward_parts = parts
         trajectory.reward_error = "; ".join(errors) or None
+        trajectory.correct = all(verdicts) if verdicts and not errors else None
         self.num_scored += 1
 
     def _call(self, label: str, trajectory: Trajectory) -> asyncio.Future[dict[str, Any]]:
@@ -236,7 +245,7 @@ class ScoringPool:
         await slot.process.end()
         for attempt in range(1, _START_ATTEMPTS + 1):
             try:
-                slot.process = await ScoringProcess.start(self._setup)
+                slot.process = await ScoringProcess.start(self._setup, self._settings.environment)
                 break
             except RewardError:
                 if attempt == _START_ATTEMPTS:
@@ -263,10 +272,20 @@ def check_reward(settings: Reward, source_rewards: Mapping[str, str] | None = No
     setup = _table(settings, source_rewards or {})[0]
 
     async def load() -> None:
-        process = await ScoringProcess.start(setup)
+        process = await ScoringProcess.start(setup, settings.environment)
         await process.end()
 
     asyncio.run(load())
+
+
+def _sum(terms: list[float]) -> float:
+    """The sum of the terms, whatever their order; exactly 0 where it is no more than the rounding of what cancels."""
+    try:
+        total = math.fsum(terms)
+    except (OverflowError, ValueError):  # an infinite term, or a sum of finite ones that is infinite
+        return sum(terms)
+    largest = max(map(abs, terms), default=0.0)
+    return 0.0 if abs(total) <= REWARD_TOLERANCE * largest else total
 
 
 def _resolve(job: _Job, reply: dict[str, Any]) -> None:
@@ -290,11 +309,12 @@ def _table(
         functions[label] = {"function": name, "options": options}
         return label
 
-    entries = tuple(_Entry(label_of(entry.function, entry.options), entry.weight) for entry in settings.functions)
+    entries = tuple(_Entry(label_of(f.function, f.options), f.weight, f.function in BUILTINS) for f in settings.functions)
     own: dict[str, str] = {}
     for name in source_rewards.values():
         if name not in own:
             plain = next((label for label, entry in functions.items() if entry == {"function": name, "options": {}}), None)
             own[name] = plain or label_of(name, {})
-    of_source = {source: (_Entry(own[name], 1.0),) for source, name in source_rewards.items()}
-    return {"functions": functions, "memory_bytes": settings.memory_bytes}, entries, of_source
+    of_source = {source: (_Entry(own[name], 1.0, name in BUILTINS),) for source, name in source_rewards.items()}
+    setup = {"functions": functions, "memory_bytes": settings.memory_bytes, "file_bytes": settings.file_bytes, "network": settings.network}
+    return setup, entries, of_source

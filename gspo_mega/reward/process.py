@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from gspo_mega.errors import RewardError
@@ -22,29 +23,43 @@ _LATE_LOOP_SECONDS = 0.05
 # A process whose pipe has ended is ending itself, unless a function closed the pipe.
 _EXIT_SECONDS = 10.0
 _LONGEST_REPLY_BYTES = 1024 * 1024
+# What one process's functions print is shown up to here, in the log of the process that started it.
+MOST_OUTPUT_BYTES = 1024 * 1024
+# The guard has ended everything well within so long, but for a process that the kernel itself holds.
+_END_SECONDS = 10.0
+
+# What a reward function finds in its environment. Of all else, credentials and addresses of the run among it, nothing;
+# `reward.environment` names what a function needs besides.
+ENVIRONMENT = (
+    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TEMP", "TMP", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
+    "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
 
 
 class ScoringProcess:
-    """A running scoring process that has loaded its functions. It leads a process group of its own."""
+    """A running scoring process that has loaded its functions. What is started is its guard (`guard.py`), in a group of its own."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._process = process
         self._requests = process.stdin
         self._replies = process.stdout
         self._ended = False
+        self._showing = asyncio.create_task(_show(process.stderr))
 
     @classmethod
-    async def start(cls, setup: dict[str, Any]) -> ScoringProcess:
+    async def start(cls, setup: dict[str, Any], variables: Sequence[str] = ()) -> ScoringProcess:
         """Start a process and have it load the functions of `setup` (`worker.py` has the format).
 
-        Raises RewardError: a function cannot be loaded, or the process ends or hangs while it tries.
+        `variables`: environment variables that the functions get besides `ENVIRONMENT`. Raises RewardError: one of them is not
+        set; a function cannot be loaded; or the process ends or hangs while it tries.
         """
         process = cls(
             await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "gspo_mega.reward.worker", str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                start_new_session=True, limit=_LONGEST_REPLY_BYTES,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                env=_environment(variables), start_new_session=True, limit=_LONGEST_REPLY_BYTES,
             )
         )  # fmt: skip
         try:
@@ -104,14 +119,40 @@ class ScoringProcess:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     async def end(self) -> None:
-        """Kill the process and everything in its group, and wait for it. A second call does nothing."""
+        """End the process and everything that it started, and wait for it. A second call does nothing."""
         if self._ended:
             return
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it is gone, and so is its group
-        await self._process.wait()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:
+                pass  # it is gone, and so is its group
+            try:
+                async with asyncio.timeout(_END_SECONDS):
+                    await self._process.wait()
+                break
+            except TimeoutError:  # its guard was stopped, or waits for what the kernel holds
+                continue
         # From here on its number may be another process's.
         self._ended = True
         self._requests.close()
+        await asyncio.wait([self._showing], timeout=_LATE_LOOP_SECONDS)
+        self._showing.cancel()
+
+
+def _environment(variables: Sequence[str]) -> dict[str, str]:
+    missing = [name for name in variables if name not in os.environ]
+    if missing:
+        raise RewardError(f"reward.environment: {', '.join(missing)} is not set in the environment of this command")
+    return {name: os.environ[name] for name in (*ENVIRONMENT, *variables) if name in os.environ}
+
+
+async def _show(output: asyncio.StreamReader) -> None:
+    """Copy what functions print to our standard error, up to `MOST_OUTPUT_BYTES`; the rest is read and dropped."""
+    left = MOST_OUTPUT_BYTES
+    while chunk := await output.read(64 * 1024):
+        if left > 0:
+            os.write(2, chunk[:left])
+            left -= len(chunk)
+            if left <= 0:
+                os.write(2, f"\n(a scoring process printed more than {MOST_OUTPUT_BYTES} bytes; what follows is not shown)\n".encode())

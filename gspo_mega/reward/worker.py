@@ -3,31 +3,28 @@
 Owns calling reward functions, one request at a time, and judging what they return. It speaks JSON lines over the pipes
 that it was started with as stdin and stdout:
 
-    in   {"functions": {label: {"function": name, "options": {...}}}, "memory_bytes": n}          once
+    in   {"functions": {label: {"function": name, "options": {...}}}, "memory_bytes": n, "file_bytes": n, "network": bool}   once
     out  {"ready": true}  or  {"load_error": text}
     in   {"id": n, "label": label, "prompt": ..., "response": ..., "answer": ..., "metadata": ...}
-    out  {"id": n, "value": x, "parts": {name: x}}  or  {"id": n, "failure": kind, "why": text}
+    out  {"id": n, "value": x, "parts": {name: x}, "correct": true, false or null}  or  {"id": n, "failure": kind, "why": text}
 
-What functions print goes to stderr and cannot disturb this. The process ends with its stdin, with its parent, or
-when it is killed: deadlines are enforced from outside.
+What functions print goes to stderr and cannot disturb this. The process ends with its stdin, or with its guard (`guard.py`)
+when that is told to, or loses its parent: deadlines are enforced from outside.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import numbers
 import os
 import resource
-import signal
 import sys
 from typing import Any
 
 from gspo_mega.errors import RewardError
 from gspo_mega.reward.functions import RewardFunction, describe, load_function
-
-_PR_SET_PDEATHSIG = 1
+from gspo_mega.reward.guard import go_on_guarded, leave_network
 
 
 class BadResult(Exception):
@@ -39,7 +36,7 @@ class BadResult(Exception):
 
 
 def main() -> None:
-    end_with_parent(int(sys.argv[1]))
+    go_on_guarded(int(sys.argv[1]))
     requests, replies = take_over_pipes()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -50,6 +47,8 @@ def main() -> None:
         replies.flush()
 
     try:
+        if not setup["network"]:
+            leave_network()
         functions = {
             label: (load_function(entry["function"], entry["options"]), entry["options"])
             for label, entry in setup["functions"].items()
@@ -57,7 +56,7 @@ def main() -> None:
     except RewardError as error:
         reply({"load_error": str(error)})
         leave()
-    limit_memory(setup["memory_bytes"])
+    limit(setup["memory_bytes"], setup["file_bytes"])
     reply({"ready": True})
     for line in requests:
         request = json.loads(line)
@@ -69,24 +68,27 @@ def answer(request: dict[str, Any], function: RewardFunction, options: dict[str,
     """Call a function for one request: the reply without its id."""
     arguments = {key: request[key] for key in ("prompt", "response", "answer", "metadata")}
     try:
-        value, parts = result_of(function(**arguments, **options))
+        value, parts, correct = result_of(function(**arguments, **options))
     except BadResult as error:
         return {"failure": error.kind, "why": str(error)}
     except MemoryError as error:
         return {"failure": "memory", "why": describe(error)}
     except BaseException as error:  # whatever a function raises, SystemExit too, is the failure of this one trajectory
         return {"failure": "exception", "why": describe(error)}
-    return {"value": value, "parts": parts}
+    return {"value": value, "parts": parts, "correct": correct}
 
 
-def result_of(returned: Any) -> tuple[float, dict[str, float]]:
-    """The reward and the further parts in what a function returned. Raises BadResult."""
+def result_of(returned: Any) -> tuple[float, dict[str, float], bool | None]:
+    """The reward, the further parts and the verdict in what a function returned. Raises BadResult."""
     if not isinstance(returned, dict):
-        return number_of(returned, "the result"), {}
+        return number_of(returned, "the result"), {}, None
     if "reward" not in returned:
         raise BadResult("wrong_type", f"returned a dictionary without 'reward'; it has {', '.join(map(repr, returned)) or 'nothing'}")
     parts = {str(key): number_of(value, repr(key)) for key, value in returned.items()}
-    return parts.pop("reward"), parts
+    correct = parts.pop("correct", None)
+    if correct not in (None, 0.0, 1.0):
+        raise BadResult("wrong_type", f"'correct' is {correct:g}; True or False (1 or 0) was expected")
+    return parts.pop("reward"), parts, None if correct is None else bool(correct)
 
 
 def number_of(value: Any, what: str) -> float:
@@ -113,18 +115,13 @@ def take_over_pipes() -> tuple[Any, Any]:
     return requests, replies
 
 
-def end_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, even in the middle of a function."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before
-        leave()
-
-
-def limit_memory(num_bytes: int) -> None:
-    """Bound the address space to what is used now and `num_bytes` more; beyond it allocations fail."""
+def limit(memory_bytes: int, file_bytes: int) -> None:
+    """Bound the address space to what is used now and `memory_bytes` more, beyond which allocations fail, and every file that
+    is written to `file_bytes`, beyond which writes fail."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, used + num_bytes))
+    resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from gspo_mega.config.schema import Config
+from gspo_mega.errors import RewardError
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 from gspo_mega.rollout.completion import SamplingParams
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.rollout.sampling import Sampler, make_trajectory
 
 _POLL_SECONDS = 0.05
+_FAILURES_SHOWN = 5
 
 
 class Prompts(Protocol):
@@ -33,7 +36,9 @@ class Collector:
 
     `score` fills a trajectory's reward fields in place and is called on the pool's thread as each response completes, so
     it must not block. `decode` turns token ids into text for it. Anything they raise ends the batch and comes out of
-    `take`; a reward that merely failed is the scorer's to record.
+    `take`; a reward that merely failed is the scorer's to record. More failures in a batch than `reward.max_failed_fraction` raise
+    RewardError as soon as that is certain, and so does a batch without any group of two rewards. A group with fewer than two is
+    not among the batch's: nothing is left to compare.
     """
 
     def __init__(
@@ -120,10 +125,12 @@ class Collector:
         wanted = self._config.batch.prompts_per_step
         allowed = int(wanted * rollout.max_oversampling) if rollout.filter_constant_groups else wanted
         params = self._params(rollout.temperature, rollout.top_p, rollout.top_k)
-        batch = _Batch(self, f"step{step:06d}", self._config.batch.group_size, params, keep)
+        most_failures = self._config.reward.max_failed_fraction * allowed * self._config.batch.group_size
+        batch = _Batch(self, f"step{step:06d}", self._config.batch.group_size, params, keep, most_failures)
         started = self._clock()
         kept: list[Group] = []
         constant: list[Group] = []
+        unscored: list[Group] = []
         num_sampled = 0
         async with _TaskGroup() as tasks:
             running: set[asyncio.Task[Group]] = set()
@@ -138,12 +145,18 @@ class Collector:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     group = task.result()
-                    filtered = rollout.filter_constant_groups and group.is_constant
-                    (constant if filtered else kept).append(group)
+                    if len(group.scored) < 2:
+                        unscored.append(group)
+                    elif rollout.filter_constant_groups and group.is_constant:
+                        constant.append(group)
+                    else:
+                        kept.append(group)
         finished = self._clock()
         counts = batch.counts()
         counts["num_prompts_sampled"] = num_sampled
+        batch.check_failures(self._config.reward.max_failed_fraction, anything_left=bool(kept or constant))
         counts["num_groups_filtered"] = len(constant)
+        counts["num_groups_unscored"] = len(unscored)
         counts["num_groups_missing"] = wanted - len(kept)
         # A step in which no group carries a signal still needs a batch: its advantages, and so its gradient, are zero.
         groups = sorted(kept or constant[:wanted], key=lambda group: group.group_id)
@@ -168,6 +181,7 @@ class _Batch:
         group_size: int,
         params: SamplingParams,
         keep: Callable[[Trajectory], None] = lambda trajectory: None,
+        most_failures: float = math.inf,
     ) -> None:
         self._sampler = Sampler(collector._config.rollout, collector._pool)
         self._collector = collector
@@ -175,6 +189,8 @@ class _Batch:
         self._group_size = group_size
         self._params = params
         self._keep = keep
+        self._most_failures = most_failures
+        self._first_failures: list[str] = []
         self._own: collections.Counter[str] = collections.Counter()
         self.last_generated = collector._clock()
 
@@ -203,16 +219,38 @@ class _Batch:
             text_ids = text_ids[:-1]  # the end token is sampled and trained on, and is no part of the text
         trajectory = make_trajectory(group, request_id, completion, collector._decode(text_ids))
         await collector._score(trajectory)
-        if trajectory.reward is None:
+        if trajectory.reward is None and trajectory.reward_error is None:
             raise RuntimeError(f"the scorer left trajectory {request_id} without a reward")
         self._count(trajectory)
         self._keep(trajectory)
+        if self._own["num_reward_failures"] > self._most_failures:
+            raise self._too_many_failures(self._collector._config.reward.max_failed_fraction)
         return trajectory
 
     def _count(self, trajectory: Trajectory) -> None:
         self._own["num_trajectories"] += 1
-        self._own["num_reward_failures"] += trajectory.reward_error is not None
+        if not trajectory.is_scored:
+            self._own["num_reward_failures"] += 1
+            if len(self._first_failures) < _FAILURES_SHOWN:
+                self._first_failures.append(f"{trajectory.trajectory_id} ({trajectory.prompt.prompt_id}): {trajectory.reward_error}")
         self._own["num_truncated"] += trajectory.finish_reason == "length"
+
+    def check_failures(self, most_fraction: float, anything_left: bool) -> None:
+        """At the end of the batch. Raises RewardError: too many scorings failed, or all that counts."""
+        num_failed, num_scored = self._own["num_reward_failures"], self._own["num_trajectories"]
+        if num_failed > most_fraction * num_scored:
+            raise self._too_many_failures(most_fraction)
+        if not anything_left:
+            raise RewardError(f"no group of the batch has two rewards; {num_failed} of {num_scored} scorings failed. The first:{self._shown_failures()}")
+
+    def _too_many_failures(self, most_fraction: float) -> RewardError:
+        return RewardError(
+            f"{self._own['num_reward_failures']} of {self._own['num_trajectories']} scorings failed, more than reward.max_failed_fraction "
+            f"{most_fraction:g} allows in a step. The first:{self._shown_failures()}"
+        )
+
+    def _shown_failures(self) -> str:
+        return "".join(f"\n  {line}" for line in self._first_failures)
 
     def counts(self) -> dict[str, float]:
         names = (

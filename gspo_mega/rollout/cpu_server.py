@@ -12,6 +12,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import multiprocessing
 import os
 import sys
 import types
@@ -139,6 +140,26 @@ def _attend_to_latents(module: types.ModuleType) -> None:
     module.AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda attention, forward_batch: module.AttnForwardMethod.MLA)
 
 
+class _ForkingMultiprocessing:
+    """`multiprocessing` as SGLang's engine sees it, with processes that are forked instead of spawned."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("fork")
+
+    def set_start_method(self, method: str, force: bool = False) -> None:
+        """SGLang asks for `spawn`, which CUDA needs."""
+
+    def __getattr__(self, name: str):
+        return getattr(self._context, name)
+
+
+def _fork_children(module: types.ModuleType) -> None:
+    """Scheduler and detokenizer begin as copies of the process that has imported everything: each would otherwise import
+    SGLang and torch again, which is two thirds of a start's work.
+    """
+    module.mp = _ForkingMultiprocessing()
+
+
 _installed = False
 
 
@@ -163,6 +184,7 @@ def activate() -> bool:
                 "sglang.srt.mem_cache.pool_host.common": _plain_host_buffers,
                 "sglang.srt.utils.weight_checker_comparator": _compare_on_host,
                 "sglang.srt.layers.attention.attention_registry": _register_attention,
+                "sglang.srt.entrypoints.engine": _fork_children,
                 "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,
             },
         ),

@@ -17,6 +17,7 @@ from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
 from gspo_mega.data.routes import packed_routes
+from gspo_mega.errors import RewardError
 from gspo_mega.plan.layout import Layout
 from gspo_mega.records import MicroBatch, RolloutBatch, Trajectory
 
@@ -37,13 +38,13 @@ class MiniBatch:
 
 
 def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
-    """Set `advantage` of every trajectory from its group's rewards (arXiv:2507.18071, Eq. 6).
+    """Set `advantage` of every trajectory of a scored batch from its group's rewards (arXiv:2507.18071, Eq. 6).
 
     With `reward.permute_in_batch` rewards are first dealt out anew over the whole batch, so that what is
     learnt cannot come from them: the control of an experiment.
     """
     trajectories = batch.trajectories
-    rewards = np.array([t.reward if t.reward is not None else 0.0 for t in trajectories])
+    rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
     if config.reward.permute_in_batch:
         rewards = np.random.default_rng((config.run.seed, step)).permutation(rewards)
     advantages = group_advantages(
@@ -54,6 +55,20 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
     )
     for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
         trajectory.advantage = advantage
+
+
+def scored_batch(batch: RolloutBatch) -> RolloutBatch:
+    """What a step trains on: the trajectories that have a reward, in groups of at least two. The others are in no statistic of
+    their group and in no denominator: unlike a response that the mismatch correction rejects, a failed scoring is no outcome of
+    the policy, and a share of the mini-batch's weight given to it would shrink the step by how ill the scorer was.
+
+    Raises RewardError where nothing is left.
+    """
+    scored = batch.scored()
+    if not scored.groups:
+        failed = [f"\n  {t.trajectory_id} ({t.prompt.prompt_id}): {t.reward_error}" for t in batch.trajectories if not t.is_scored]
+        raise RewardError(f"step {batch.step + 1}: no group of its rollout batch has two rewards. The first failures:{''.join(failed[:5])}")
+    return scored
 
 
 def plan_batch(trajectories: list[Trajectory], config: Config, layout: Layout, step: int) -> list[RankPlan]:

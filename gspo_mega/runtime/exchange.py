@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gspo_mega import beats
 from gspo_mega.engine.process_groups import Group
 from gspo_mega.errors import RankError
 from gspo_mega.runtime.wire import decode, encode
@@ -54,6 +55,7 @@ class Exchange:
 
     def send_each(self, values: Sequence[Any]) -> Any:
         """Rank 0: send `values[r]` to rank r and return `values[0]`."""
+        beats.beat()
         self._store.set(f"message/{self._sequence}", "ready")
         self._sequence += 1
         for rank in range(1, self._host.size):
@@ -66,7 +68,12 @@ class Exchange:
 
     def receive(self) -> Any:
         """Other ranks: wait for the next message of rank 0. Raises RankError when rank 0 falls silent."""
-        key = f"message/{self._sequence}"
+        with beats.during(beats.WAIT):
+            self._await(f"message/{self._sequence}")
+        self._sequence += 1
+        return decode(_receive(0, self._host))
+
+    def _await(self, key: str) -> None:
         seen, since = "", time.monotonic()
         while not self._store.check([key]):
             time.sleep(POLL_SECONDS)
@@ -76,8 +83,6 @@ class Exchange:
                     seen, since = beat, time.monotonic()
                 elif time.monotonic() - since > self._silence_seconds:
                     raise RankError(f"rank 0 gave no sign of life for {self._silence_seconds:.0f} s while this rank waited for {key}")
-        self._sequence += 1
-        return decode(_receive(0, self._host))
 
     # --- the others to rank 0 ------------------------------------------------------------------------------
 

@@ -105,7 +105,8 @@ class JournalledBatches:
             say(f"step {step + 1}: its {len(record.batch.trajectories)} trajectories are in the journal and are not sampled again")
             self._advance(record.batch, record.checksums)
             return record.batch
-        known = {} if record is None else record.complete_groups()
+        # A failed scoring says nothing about the response, and what made it fail may have been mended: such a group is sampled again.
+        known = {} if record is None else {n: g for n, g in record.complete_groups().items() if len(g.scored) == len(g.trajectories)}
         if record is not None:
             lost = sum(len(group.trajectories) for number, group in record.groups.items() if number not in known)
             torn = f", {record.num_torn_bytes} torn bytes cut off" if record.num_torn_bytes else ""

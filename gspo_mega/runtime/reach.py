@@ -12,7 +12,6 @@ from datetime import timedelta
 
 from gspo_mega.runtime.worker import rendezvous
 
-_TIMEOUT = timedelta(seconds=45)
 _NUM_ELEMENTS = 1 << 20
 
 
@@ -24,16 +23,18 @@ def main() -> None:
     parser.add_argument("--address", required=True, help="of rank 0")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--gpu", action="store_true", help="with NCCL on the first GPU, too")
+    parser.add_argument("--seconds", type=float, default=600.0, help="longest wait for the other machines")
     args = parser.parse_args()
+    timeout = timedelta(seconds=args.seconds)
 
     import torch
     import torch.distributed as dist
 
-    store = rendezvous(args.address, args.port, args.rank, args.world, _TIMEOUT, serve=args.rank == 0)
+    store = rendezvous(args.address, args.port, args.rank, args.world, timeout, serve=args.rank == 0)
     if args.gpu:
         torch.cuda.set_device(0)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if args.gpu else "gloo", store=store, rank=args.rank, world_size=args.world, timeout=_TIMEOUT
+        "cpu:gloo,cuda:nccl" if args.gpu else "gloo", store=store, rank=args.rank, world_size=args.world, timeout=timeout
     )
     worked = []
     for name, device in (("gloo", "cpu"), *((("NCCL", "cuda"),) if args.gpu else ())):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_mega.runtime.assemble import fill_advantages
+from gspo_mega.runtime.assemble import fill_advantages, scored_batch
 from gspo_mega.runtime.session import Session, StopRequested
 from gspo_mega.runtime.step_report import StepReport
 
@@ -23,6 +23,7 @@ def run_rollouts(session: Session, num_steps: int) -> dict[str, Any] | None:
             try:
                 with session.phase("rollout"):
                     batch = session.side.take(state.step, state.weight_version, session.on_wait, session.say)
+                batch = scored_batch(batch)
                 fill_advantages(batch, session.config, state.step)
             except StopRequested as request:
                 stop = str(request)

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gspo_mega import beats
 from gspo_mega.checkpoint.initial_weights import load_weights
 from gspo_mega.checkpoint.save import Saver, SaveReport
 from gspo_mega.checkpoint.state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups
-from gspo_mega.errors import NumericsError, PublishError
+from gspo_mega.errors import FolderError, NumericsError, PublishError
 from gspo_mega.metrics.timer import PhaseTimer
 from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.model.huggingface import read_model_spec
@@ -27,9 +28,10 @@ from gspo_mega.plan import resolve_layout
 from gspo_mega.run_folder import Attempt
 from gspo_mega.runtime.assemble import MiniBatch, for_ranks
 from gspo_mega.runtime.exchange import Exchange
+from gspo_mega.runtime.held_out import Evaluation
 from gspo_mega.runtime.reference import load_reference
 from gspo_mega.runtime.replay import ReplaySide
-from gspo_mega.runtime.rollouts import Evaluation, RolloutSide
+from gspo_mega.runtime.rollouts import RolloutSide
 from gspo_mega.runtime.stop import StopRequest
 from gspo_mega.runtime.worker import WorkerContext
 from gspo_mega.weights.hf_export import export_huggingface
@@ -70,6 +72,7 @@ class Session:
         self.context, self.config = context, config
         self.attempt = Attempt(context.attempt_dir)
         self.run_folder = self.attempt.run_folder
+        self.num_restarts = self.run_folder.num_restarts() if context.rank == 0 else 0
         self.timer = PhaseTimer()
         self.spec = read_model_spec(config.model.path)
         self.layout = resolve_layout(config, self.spec)
@@ -89,7 +92,9 @@ class Session:
         self.is_replay = trains_policy and config.train is not None and config.train.from_rollouts is not None
         # Rank 0 reads data and starts scorers while every rank builds the model: errors of either come early.
         self.side = self._cleanup.enter_context(self._make_side()) if context.rank == 0 else None
+        beats.beat()
         self.engine = PolicyEngine(config, self.spec, self.groups, num_optimizer_steps)
+        beats.beat()
         self.reference = load_reference(config, self.spec, self.groups) if trains_policy and config.kl.coefficient > 0 else None
         checkpoint, warnings = find_checkpoint(self.run_folder, self.groups)
         for warning in warnings:
@@ -103,6 +108,7 @@ class Session:
             self.state = TrainState()
         else:
             self.state = load_checkpoint(checkpoint, self.engine)
+        beats.beat()
         self.resumed_from = checkpoint
         self._saver = Saver(self.run_folder, self.engine, config.checkpoint)
         if checkpoint is not None:
@@ -146,7 +152,7 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        with self.timer.phase(name):
+        with self.timer.phase(name), beats.during(name):
             yield
 
     # --- rank 0 leads, the others follow ---------------------------------------------------------------------
@@ -158,10 +164,13 @@ class Session:
             server = self.config.server
             deadline_seconds = server.start_deadline_seconds * (1 + server.max_restarts)
             try:
-                self.side.pool.wait_ready(server.num_servers, deadline_seconds, self._check_stop)
+                self.side.pool.wait_ready(server.num_servers, deadline_seconds, self._wait_for_start)
+                self.publisher.check_servers(self.attempt.software_dir)
             except StopRequested as request:
                 stop = str(request)
-        return self.agree(stop)
+        stop = self.agree(stop)
+        beats.enter("other")  # the start is over
+        return stop
 
     def publish(self) -> PublishResult | None:
         """Send the engine's weights to all servers as `state.weight_version`; None where the run has none. Collective.
@@ -170,11 +179,13 @@ class Session:
         fails otherwise gets no work until it holds a committed version. Raises PublishError on every rank when none
         is left, RolloutError when none comes back.
         """
+        self.check_held()
         if self.is_replay:
             return None
         with self.phase("publish"):
             result = None
             while result is None:
+                beats.beat()
                 servers = self._servers_up()
                 try:
                     result = self.publisher.publish(self.state.weight_version, servers)
@@ -259,6 +270,11 @@ class Session:
             self.exchange.send_all({"kind": "publish_again"})
             self._publish_again(behind)
 
+    def _wait_for_start(self) -> None:
+        """Servers have a deadline of their own to start in."""
+        beats.beat()
+        self._check_stop()
+
     def _check_stop(self) -> None:
         reason = self.stop_request.check()
         if reason is not None:
@@ -279,6 +295,7 @@ class Session:
 
     def note_step(self, skipped: bool, grad_norm: float) -> None:
         """Count an optimizer step. Raises NumericsError after too many skipped ones in a row; alike on all ranks."""
+        beats.beat()
         if not skipped:
             self.state.num_optimizer_steps += 1
             self.state.skipped_in_a_row = 0
@@ -298,6 +315,7 @@ class Session:
         """
         if self.state.num_optimizer_steps == 0:
             return
+        self.check_held()
         with self.phase("checkpoint"):
             if self.side is not None:
                 self.side.batches.note(self.state)
@@ -305,6 +323,14 @@ class Session:
             if self.agree(state != self._saved_state):
                 self._note_saves(self._saver.save(self.state))
                 self._saved_state = state
+
+    def check_held(self) -> None:
+        """Rank 0: raises FolderError where the run was started elsewhere meanwhile, before something of the run is overwritten."""
+        if self.is_lead and not self.attempt.is_newest():
+            raise FolderError(
+                f"{self.run_folder.path} was taken over by a later start of the run, attempt {self.run_folder.latest_attempt().number}; this one, "
+                f"attempt {self.attempt.number}, ends and writes nothing more"
+            )
 
     def poll_checkpoint(self, wait: bool = False) -> None:
         """Commit the save that is written beside the training, once it is, or now with `wait`. Collective."""
@@ -345,6 +371,7 @@ def _to_work(message: dict[str, Any]) -> Work:
 
 def _address_for(server_host: str) -> str:
     """This machine's address as a server bound to `server_host` reaches it: what a connection to there comes from."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((server_host, 9))  # a datagram socket sends nothing on connect
+    family, kind, _, _, there = socket.getaddrinfo(server_host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)  # a datagram socket sends nothing on connect
         return probe.getsockname()[0]

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from gspo_mega.errors import GspoMegaError, RankError
@@ -54,8 +55,8 @@ def fail(error: BaseException, rank: int, attempt: Attempt) -> NoReturn:
     _exit(code)
 
 
-def leave(exit_code: int) -> NoReturn:
-    """End after the work is done: agree with the other ranks, take the process groups down, exit.
+def leave(exit_code: int, last: Sequence[Callable[[], None]] = ()) -> NoReturn:
+    """End after the work is done: agree with the other ranks, call `last`, take the process groups down, exit.
 
     Collective over all ranks, so that none tears down connections that another still reads from. The interpreter's
     own end is skipped here as well: with Megatron and its threads loaded it takes seconds and can only fail.
@@ -64,6 +65,9 @@ def leave(exit_code: int) -> NoReturn:
 
     if dist.is_initialized():
         dist.barrier()
+    for call in last:
+        call()
+    if dist.is_initialized():
         dist.destroy_process_group()
     _exit(exit_code)
 

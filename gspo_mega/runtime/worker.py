@@ -12,29 +12,33 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
-import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gspo_mega import kill_points
-from gspo_mega.config import Config, load_config
-from gspo_mega.errors import ConfigError, FolderError
+from gspo_mega import kill_points, process_death
+from gspo_mega.config import Config, LoadedConfig, load_config
+from gspo_mega.config.addresses import is_loopback
+from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, RENDEZVOUS_SECONDS
+from gspo_mega.errors import ConfigError
+from gspo_mega.plan.patience import patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
+from gspo_mega.runtime.beat_writer import BeatWriter
+from gspo_mega.runtime.gpu_variables import set_variables
+from gspo_mega.runtime.rank_log import console, redirect_output
 from gspo_mega.runtime.shutdown import fail, leave
 
 # A collective that makes no progress for so long never will: with all ranks alive the longest wait between two of
 # them is a publish or a checkpoint. (Waiting for rollouts is not a collective.)
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
 
 # Ranks start within seconds of each other; torch loaded by all nodes from one shared folder takes minutes.
-RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+RENDEZVOUS_TIMEOUT = timedelta(seconds=RENDEZVOUS_SECONDS)
 
 ENTRY_POINTS = {
     "train": ("gspo_mega.runtime.loop", "run_train"),
@@ -101,43 +105,36 @@ def main(arguments: list[str] | None = None) -> None:
     attempt = Attempt(args.attempt)
     place = RankEnvironment.read(os.environ)
     kill_points.arm(os.environ.get(kill_points.VARIABLE), place.rank)
-    _redirect_output(attempt.rank_log(place.rank))
+    # Megatron forks writers for a save: they must not wait for a killed rank.
+    process_death.forks_die_with_us()
+    redirect_output(attempt.rank_log(place.rank))
     _default_signals()
     try:
-        result = _work(args.command, args.config, attempt, place)
+        loaded = load_config(args.config, command=args.command)
+        bounds = patience(loaded.config)
+        writer = None if bounds is None else BeatWriter(attempt, place.rank, place.world_size, bounds)
+        result = _work(args.command, loaded, attempt, place)
         if result is not None and place.rank == 0:
             atomic_write_json(attempt.result_file, result)
         code = EXIT_STOPPED if result and result.get("stopped") else 0
-        leave(code)
+        leave(code, [] if writer is None else [writer.close])
     except BaseException as error:
         # Everything, SystemExit and KeyboardInterrupt too: whatever ends a rank early is the other ranks' failure.
         fail(error, place.rank, attempt)
 
 
-def _work(command: str, config_file: str, attempt: Attempt, place: RankEnvironment) -> dict[str, Any] | None:
-    loaded = load_config(config_file, command=command)
+def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvironment) -> dict[str, Any] | None:
+    _keep_to_this_machine(loaded.config)
     _init_distributed(place)
     module, function = ENTRY_POINTS[command]
     work = getattr(importlib.import_module(module), function)
     context = WorkerContext(
         config=loaded.config, attempt_dir=attempt.path, run_dir=attempt.run_folder.path,
         rank=place.rank, world_size=place.world_size, local_rank=place.local_rank,
-        notices=loaded.notices, console=_console(attempt) if place.rank == 0 else lambda line: None,
+        notices=loaded.notices, console=console(attempt) if place.rank == 0 else lambda line: None,
         open_store=_open_store,
     )  # fmt: skip
     return work(context)
-
-
-def _redirect_output(log: Path) -> None:
-    """Standard output and error, this process's and its libraries', to the rank's log, whoever started us."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
 
 
 def _default_signals() -> None:
@@ -149,8 +146,16 @@ def _default_signals() -> None:
     faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 
+def _keep_to_this_machine(config: Config) -> None:
+    """Where ranks and servers all are on this machine, gloo and NCCL listen on its loopback alone, whatever its name resolves to."""
+    if is_loopback(os.environ["MASTER_ADDR"]) and is_loopback(config.server.host):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
+
+
 def _init_distributed(place: RankEnvironment) -> None:
     """torch.distributed over all ranks: gloo for host tensors, NCCL for the GPU's where there is one. Collective."""
+    set_variables(os.environ, place.local_rank)  # before any import of torch
     import gspo_mega.engine.cpu as cpu  # before any other import of Megatron: it makes the CPU usable to it
 
     import torch
@@ -193,21 +198,6 @@ def _open_store() -> Any:
 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return dist.PrefixStore("gspo_mega", store)
-
-
-def _console(attempt: Attempt) -> Callable[[str], None]:
-    """A line for the user: appended to console.log, which the supervisor shows, and to this rank's log."""
-    logger = logging.getLogger("gspo_mega.console")
-
-    def show(line: str) -> None:
-        try:
-            with attempt.console_log.open("a", encoding="utf-8") as console:
-                console.write(line + "\n")
-        except OSError as error:
-            raise FolderError(f"{attempt.console_log}: cannot be written: {error.strerror}; the same command continues the run") from error
-        logger.info("%s", line)
-
-    return show
 
 
 if __name__ == "__main__":

@@ -22,12 +22,14 @@ from gspo_mega import kill_points
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import GspoMegaError, PublishError
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.verification import resolve_verification
 from gspo_mega.weights.broadcast import GroupSender
 from gspo_mega.weights.collectives import broadcast_json
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import export_policy, policy_digests
 from gspo_mega.weights.server_tensors import ExpectedChecksums
 from gspo_mega.weights.servers import Deadline, Fleet, ServerControl
+from gspo_mega.weights.software import check_same, here
 from gspo_mega.weights.transaction import Content, Memory, Transaction
 from gspo_mega.weights.versions import Versions
 
@@ -81,7 +83,9 @@ class Publisher:
         self._groups = groups
         self._policy = PolicyTensors(spec, groups, chunks)
         self._memory = Memory()
-        backend = "nccl" if next(iter(chunks[0].parameters())).is_cuda else "gloo"
+        on_gpu = next(iter(chunks[0].parameters())).is_cuda
+        self._verification = resolve_verification(config, on_gpu)
+        self._backend = backend = "nccl" if on_gpu else "gloo"
         settings = config.publish
         self._sender = GroupSender(address or config.server.host, backend, settings.bucket_bytes, settings.deadline_seconds)
 
@@ -117,6 +121,12 @@ class Publisher:
         content = committed or Content(weight_version)
         return self._lead_or_follow(content, servers, Deadline(self._settings.deadline_seconds), _nothing)
 
+    def check_servers(self, software_dir: Path) -> None:
+        """On rank 0, before anything is published: raises PublishError when a server has said that it has another PyTorch or
+        NCCL than this process, and weights go through NCCL. `software_dir`: what the servers said."""
+        if self._settings.method == "distributed" and self._backend == "nccl":
+            check_same(software_dir, here())
+
     def close(self) -> None:
         """Leave the servers' groups. Rank 0 waits for them a little; nothing to do elsewhere."""
         self._sender.close()
@@ -129,7 +139,7 @@ class Publisher:
         if self._settings.method == "disk":
             manifest = self._export(weight_version)
             digests = {name: tensor["sha256"] for name, tensor in manifest["tensors"].items()}
-        if self._settings.verify == "replicas":
+        if self._verification == "replicas":
             return Content(weight_version, digests=digests or policy_digests(self._policy, self._dtype))
         expected = ExpectedChecksums(self._spec)
         for name, tensor in self._policy.stream(self._dtype):

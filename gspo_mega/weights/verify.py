@@ -40,7 +40,7 @@ def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str
         found = reported[0] if len(reported) == 1 else {}
         wrong = differences(found, expected)
         if len(reported) != 1:
-            wrong = f"it has {len(reported)} ranks; checksums can be foretold for one (publish.verify: replicas is for the others)"
+            wrong = f"it has {len(reported)} ranks; checksums can be foretold for one (publish.verify: auto, or replicas, is for the others)"
         if wrong:
             fleet.fail(_server(fleet, server_id), f"{server_id}: does not hold the weights that were sent: {wrong}")
 

@@ -10,7 +10,7 @@
 : "${GSPO_SBATCH:=--exclusive --mem=0 --time=24:00:00}"    # e.g. --partition=h100 --account=research --qos=normal
 # More of them for nodes that hold servers alone. When set, the job is heterogeneous: two components.
 : "${GSPO_ROLLOUT_SBATCH:=}"                               # e.g. --partition=a100 --exclusive --mem=0 --time=24:00:00
-: "${GSPO_SIGNAL_SECONDS:=300}"
+: "${GSPO_SIGNAL_SECONDS:=0}"                               # 0: what the plan asks for, 300 at least; more is needed to save a large model
 
 # The nodes.
 : "${GSPO_GPUS_PER_NODE:=8}"                               # 0: none, everything runs on CPUs
@@ -26,8 +26,10 @@
 #   apptainer  GSPO_TRAINER_CONTAINER='apptainer exec --nv --bind /data /images/trainer.sif'
 : "${GSPO_TRAINER_CONTAINER:=}"
 : "${GSPO_TRAINER_PYTHON:=$GSPO_PYTHON}"
+# PyTorch and NCCL must be the same in both where `publish.method: distributed`. `server.python` in a YAML replaces the last one.
 : "${GSPO_SERVER_CONTAINER:=}"
 : "${GSPO_SERVER_PYTHON:=$GSPO_PYTHON}"
 
 # 1: check every node before the run starts, and do not start it where something is wrong (see gspo-mega doctor). 0: do not.
 : "${GSPO_PREFLIGHT:=1}"
+: "${GSPO_PREFLIGHT_SECONDS:=600}"                         # what that may take; imports from a slow shared folder take minutes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import torch
@@ -53,6 +54,9 @@ class Trainer:
 class Faulty:
     """The control of a real server, with one fault on the way there: what is between trainer and server goes wrong."""
 
+    # Servers that read one folder meet its fault in turn: what one puts right again the other must have read before.
+    _turn = threading.Lock()
+
     def __init__(self, control, servers: list[str], kind: str, names: str, old: str | None = None) -> None:
         self._control, self._kind, self._names, self._old = control, kind, names, old
 
@@ -60,6 +64,10 @@ class Faulty:
         return getattr(self._control, name)
 
     def update_from_disk(self, path, weight_version, *, deadline_seconds):
+        with self._turn:
+            self._update_from_disk(path, weight_version, deadline_seconds)
+
+    def _update_from_disk(self, path, weight_version, deadline_seconds):
         file = next(f for f in sorted(Path(path).glob("*.safetensors")) if any(self._names in n for n in load_file(f)))
         right = load_file(file)
         wrong = {}

@@ -85,6 +85,18 @@ def test_only_the_models_architecture_is_imported(dense_server, moe_server):
         assert "Ignore import error when loading" not in server.serve.log()
 
 
+def test_scheduler_and_detokenizer_begin_as_copies_of_the_process_that_imported_everything(dense_server):
+    head = dense_server.serve.sglang_pid()
+    children = [pid for pid, command in dense_server.serve.processes().items() if command.startswith("sglang::")]
+    assert len(children) == 2
+
+    def places(pid: int) -> set[str]:
+        """Where PyTorch's library lies in the memory of a process: drawn anew for each one that loads it itself."""
+        return {line.split()[0] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if line.endswith("libtorch_cpu.so")}
+
+    assert places(head) and all(places(child) == places(head) for child in children)
+
+
 def test_greedy_is_deterministic_and_equals_itself_batched(dense_server):
     greedy = SamplingParams(16, 0.0, 1.0, -1, (EOS_TOKEN_ID,))
     answers = generate(dense_server, greedy, [PROMPT] * 5) + generate(dense_server, greedy)
@@ -186,7 +198,7 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_stopping_leaves
     serve = Serve(run_config(tmp_path, dense_model), tmp_path / "run")
     try:
         serve.wait_for("ready")
-        assert serve.registration().weight_version == 0
+        assert serve.registration().weight_version is None
         current = RunFolder(tmp_path / "run").current_weights_file
         current.parent.mkdir()
         atomic_write_json(current, {"weight_version": 3, "path": str(moved)})

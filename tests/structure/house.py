@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # A package imports from itself and from what is named here. Top-level modules count as packages.
-_BASE = {"", "errors", "records", "run_folder", "durable", "kill_points"}
+_BASE = {"", "errors", "records", "run_folder", "durable", "kill_points", "process_death", "beats"}
 _LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan"}
 _BELOW_ENGINE = _BASE | {"config", "model"} | _LEAVES
 _BELOW_RUNTIME = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout"}
@@ -17,6 +17,8 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "records": set(),
     "kill_points": {""},
+    "process_death": {""},
+    "beats": {""},
     "durable": {"", "kill_points"},
     "run_folder": {"errors", "durable"},
     "config": _BASE,
@@ -51,14 +53,17 @@ HOMES: dict[str, set[str]] = {
     "http": {"rollout", "reward/remote.py"},
     "urllib.request": {"rollout", "reward/remote.py"},
     "pickle": {"checkpoint/safe_pickle.py"},  # which reads what others wrote so, by a list of names
-    "os.environ": {"launcher", "runtime/worker.py", "engine/cpu.py", "rollout/server_entry.py", "rollout/supervise_server.py", "rollout/cpu_server.py"},
+    "os.environ": {
+        "launcher", "runtime/worker.py", "weights/link.py", "engine/cpu.py", "rollout/server_entry.py", "rollout/supervise_server.py", "rollout/cpu_server.py",
+        "reward/process.py", "runtime/gpu_variables.py",
+    },
     "os.getenv": set(),
     "os.putenv": set(),
 }
 WITHOUT = {package: ("torch", "numpy", "transformers") for package in ("config", "model", "plan")}
 WITH_PRINT = {"commands", "tools"}
 MOST_LINES = 400
-TOP_LEVEL = {"pyproject.toml", "README.md", "gspo_mega", "launch", "configs", "tools", "tests", ".gitignore", ".ci"}
+TOP_LEVEL = {"pyproject.toml", "README.md", "docs", "gspo_mega", "launch", "configs", "tools", "tests", ".gitignore", ".ci"}
 
 # Where the product was made is no part of it.
 _WORDS = re.compile(
@@ -141,7 +146,7 @@ def check_words(root: Path) -> list[Broken]:
     """Paths of one machine, and words of how the product was made, in anything that is shipped."""
     broken = []
     files = [root / "README.md", root / "pyproject.toml"]
-    files += [path for folder in ("gspo_mega", "tools", "launch", "configs") for path in (root / folder).rglob("*")]
+    files += [path for folder in ("gspo_mega", "tools", "launch", "configs", "docs") for path in (root / folder).rglob("*")]
     for path in sorted(files):
         if not path.is_file() or path.suffix == ".pyc":
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.algorithm.advantages import group_advantages
+from gspo_mega.records import Group, Prompt, Trajectory
 
 REWARDS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(0, 3)), min_size=1, max_size=30)
 
@@ -66,3 +68,46 @@ def test_bad_input_is_refused():
         advantages([1.0, math.nan], [0, 0])
     with pytest.raises(ValueError, match=r"must be \[N\]"):
         advantages([1.0, 0.0], [0])
+
+
+def group_of(rewards):
+    prompt = Prompt("p:0", "p", (1,), "x")
+    return Group(0, prompt, [Trajectory(str(i), 0, prompt, [1], [1], [0.0], [0], "stop", reward=r) for i, r in enumerate(rewards)])
+
+
+def test_a_tenth_and_two_tenths_are_three_tenths():
+    assert 0.1 + 0.2 != 0.3
+    assert group_advantages(torch.tensor([0.1 + 0.2, 0.3], dtype=torch.float64), torch.zeros(2)).tolist() == [0.0, 0.0]
+    assert group_of([0.1 + 0.2, 0.3]).is_constant
+
+
+TERMS = st.lists(st.fractions(min_value=0, max_value=100, max_denominator=1000), min_size=1, max_size=40).filter(any)
+
+
+@given(terms=TERMS, seed=st.integers(0, 1000), sign=st.sampled_from([1, -1]), size=st.integers(2, 8), ddof=st.sampled_from([0, 1]))
+@settings(max_examples=150, deadline=None)
+def test_equal_fractions_summed_in_any_order_have_no_advantage(terms, seed, sign, size, ddof):
+    """Terms of one sign: what cancels is the pool's to judge, which knows the terms."""
+    order = random.Random(seed)
+    rewards = []
+    for _ in range(size):
+        order.shuffle(terms)
+        rewards.append(sum(sign * float(term) for term in terms))
+    assert group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.zeros(size), std_ddof=ddof).tolist() == [0.0] * size
+    assert group_of(rewards).is_constant
+
+
+@given(
+    value=st.floats(-1e12, 1e12).filter(lambda v: abs(v) > 1e-12),
+    difference=st.floats(1e-6, 1.0),
+    size=st.integers(2, 8),
+    odd=st.integers(0, 7),
+)
+@settings(max_examples=150, deadline=None)
+def test_rewards_a_millionth_apart_are_not_flattened(value, difference, size, odd):
+    rewards = [value] * size
+    rewards[odd % size] = value * (1 + difference)
+    result = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.zeros(size))
+    expected = (size - 1) ** 0.5 * (1 if value > 0 else -1)
+    assert float(result[odd % size]) == pytest.approx(expected, rel=1e-9)
+    assert not group_of(rewards).is_constant

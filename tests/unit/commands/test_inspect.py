@@ -56,6 +56,21 @@ def test_all_steps_and_one_that_was_cut_short(run, capsys):
     assert json.loads(capsys.readouterr().out)["groups"][0]["trajectories"][0]["advantage"] is None
 
 
+def test_a_failed_scoring_is_no_reward_of_zero(run, capsys):
+    journal = Journal(run.journal_dir)
+    record = journal.read(0)
+    (group,) = record.batch.groups
+    group.trajectories.append(Trajectory("g0-s2", 0, group.prompt, [5], [1], [-1.0], [0], "stop", "", reward_error="judge: it hung"))
+    with journal.write(0, 0, 3, {0: group}) as writer:
+        writer.finish(RolloutBatch(0, [group], {}, {}), {})
+    assert main(["inspect", str(run.path), "--step", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "reward 1  advantage +1.000" in text and "reward 0  advantage -1.000" in text, "as if it had not been there"
+    assert "g0-s2  reward -  advantage -" in text and "not trained on, its scoring failed: judge: it hung" in text
+    assert main(["inspect", str(run.path)]) == 0
+    assert "trajectories      3  reward 0.500  reward failures 1" in capsys.readouterr().out
+
+
 def test_what_is_not_there_is_named(run, tmp_path, capsys):
     assert main(["inspect", str(run.path), "--step", "5"]) == 8
     assert "step 5 is not recorded; recorded are steps 1 to 2" in capsys.readouterr().err

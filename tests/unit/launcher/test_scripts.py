@@ -118,10 +118,11 @@ def test_quickstart_refuses_what_it_does_not_know(root, arguments):
 def test_run_sh_shows_every_tiers_closing_summary_and_passes(root):
     ended, calls = call(root, "tests/run.sh")
     assert ended.returncode == 0
-    assert [line.split()[-1] for line in calls] == ["tests/numerics", "tests/gpu", "tests/recovery", "tests/integration", "tests/slurm"]
+    # Two at a time, so that the order of the calls is open.
+    assert {line.split()[-1] for line in calls} == {"tests/numerics", "tests/gpu", "tests/recovery", "tests/integration", "tests/slurm"} and len(calls) == 5
     last = ended.stdout.splitlines()[-6:]
     assert "passed after" in last[0]
-    assert [line.split()[0] for line in last[1:]] == ["unit", "distributed", "recovery", "integration", "slurm"]
+    assert [line.split()[0] for line in last[1:]] == ["integration", "distributed", "slurm", "unit", "recovery"]
     assert all("9 passed" in line for line in last[1:])
 
 
@@ -129,7 +130,7 @@ def host(root, *programs):
     """A PATH with what a bare machine has, and `programs`, which note their calls."""
     folder = root / "bin"
     folder.mkdir()
-    for name in ("bash", "sh", "env", "dirname", "tail", "tee", "mkdir"):
+    for name in ("bash", "sh", "env", "dirname", "tail", "tee", "mkdir", "cat", "tr"):
         (folder / name).symlink_to(shutil.which(name))
     for name in programs:
         (folder / name).write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> calls\n[[ "{name} $*" != "${{BROKEN:-nothing}}"* ]] || exit 100\n')
@@ -145,6 +146,7 @@ def test_a_failed_tier_fails_all_and_the_others_still_run(root):
     assert (ended.returncode, len(calls)) == (1, 5)
     assert "FAILED after" in ended.stdout
     assert "1 failed" in ended.stdout.splitlines()[-4] and "9 passed" in ended.stdout.splitlines()[-1]
+    assert "1 failed in 0.01s" in ended.stdout.splitlines()[:-5], "a tier's own output"
 
 
 def test_ci_installs_slurm_where_it_is_missing_and_says_when_that_fails(root):
@@ -163,6 +165,20 @@ def test_ci_installs_slurm_where_it_is_missing_and_says_when_that_fails(root):
     ended, calls = call(root, ".ci/run", PATH=path, BROKEN="apt-get")
     assert "could not install slurmctld slurmd slurm-client munge: the tests of Slurm will fail" in ended.stderr
     assert sum("pytest" in line for line in calls) == 5
+
+
+def test_two_tiers_run_side_by_side_and_never_three(root):
+    """Each waits for another one to have begun, and a third that begins beside two is noted."""
+    (root / ".venv/bin/python").write_text(
+        "#!/usr/bin/env bash\n"
+        'tier=${*##*tests/}; touch "began.$tier"\n'
+        "for _ in {1..500}; do began=(began.*); ((${#began[@]} >= 2)) && break; sleep 0.02; done\n"
+        'touch "in.$tier"; now=(in.*); ((${#now[@]} <= 2)) || echo "three" >> calls; echo "${#began[@]}" >> calls\n'
+        'rm "in.$tier"; echo "1 passed in 0.01s"\n'
+    )
+    ended, calls = call(root, "tests/run.sh")
+    assert ended.returncode == 0 and "three" not in calls
+    assert len(calls) == 5 and min(map(int, calls)) >= 2
 
 
 def test_run_sh_takes_single_tiers_and_names_them_when_wrong(root):

@@ -16,8 +16,10 @@ from gspo_mega.launcher import slurm
 from gspo_mega.launcher.launch import launch
 from gspo_mega.launcher.launch_slurm import describe_nodes
 from gspo_mega.launcher.slurm_site import Site
-from gspo_mega.launcher.slurm_size import job_size, sbatch_options
+from gspo_mega.launcher.slurm_size import job_size, sbatch_options, told_in_time
 from gspo_mega.launcher.slurm_steps import Steps
+from gspo_mega.plan import estimate, plan_run
+from gspo_mega.plan.export import plan_shell
 from gspo_mega.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).parents[3]
@@ -133,6 +135,32 @@ def test_sbatch_is_told_the_size():
     het = sbatch_options(config.config, size, site(), ["--partition=small"])
     assert het[het.index(":") + 1 :] == ["--nodes=1", "--ntasks-per-node=4", "--cpus-per-task=1", "--no-kill", "--gres=gpu:8", "--partition=small"]
     assert "--nodes=2" in het[: het.index(":")]
+
+
+def test_a_job_is_told_of_its_end_in_time_to_save(monkeypatch):
+    """Ending a step and saving take 611 s of Qwen3-235B-A22B by the plan; a signal 300 s ahead left 280 s."""
+    monkeypatch.chdir(REPOSITORY)
+    large = load_config(REPOSITORY / "configs/qwen3_235b_a22b_32nodes.yaml", (), "train")
+    figures = estimate(plan_run(large, "gpu"), large.where)
+    assert figures.save_seconds > 280
+    with pytest.raises(PlanError, match=r"launch/slurm/site.sh: GSPO_SIGNAL_SECONDS=300: .* take \d+ s by estimate: .*; at least (\d+), or leave it open") as caught:
+        told_in_time(site(GSPO_SIGNAL_SECONDS="300"), figures)
+    needed = re.search(r"at least (\d+)", str(caught.value))[1]
+    assert told_in_time(site(), figures).signal_seconds == told_in_time(site(GSPO_SIGNAL_SECONDS=needed), figures).signal_seconds == int(needed)
+    assert told_in_time(site(GSPO_SIGNAL_SECONDS="2000"), figures).signal_seconds == 2000
+    small = loaded(f"model.path={SHAPE}")
+    assert told_in_time(site(GSPO_SIGNAL_SECONDS="100"), estimate(plan_run(small), small.where)).signal_seconds == 100
+    shell = dict(line.split("=", 1) for line in plan_shell(plan_run(large, "gpu"), figures).splitlines())
+    assert shell["GSPO_SIGNAL_SECONDS"] == needed
+
+
+def test_what_plan_exports_for_a_job_script_is_read_by_it():
+    """A name of the site's file means there what it means here; one that is neither the site's nor a plain figure of the plan misleads."""
+    site_file = (REPOSITORY / "launch/slurm/site.sh").read_text()
+    small = loaded(f"model.path={SHAPE}")
+    names = {line.split("=")[0] for line in plan_shell(plan_run(small), estimate(plan_run(small))).splitlines()}
+    assert {name for name in names if name.endswith("_SECONDS")} == {"GSPO_SIGNAL_SECONDS"}
+    assert '"${GSPO_SIGNAL_SECONDS:=0}"' in site_file
 
 
 def test_the_size_as_shell_and_refusals_as_lines():

@@ -13,13 +13,16 @@ import pytest
 
 from gspo_mega.config import load_config
 from gspo_mega.errors import RankError
-from gspo_mega.launcher import slurm_job
+from gspo_mega.launcher import slurm_answers
 from gspo_mega.launcher.slurm import Allocation, NoAnswerError, Node
-from gspo_mega.launcher.slurm_job import SlurmJob
+from gspo_mega.launcher.slurm_answers import Answers
+from gspo_mega.launcher.slurm_job import SlurmJob, Standing
 from gspo_mega.launcher.slurm_site import Site
 from gspo_mega.launcher.slurm_size import job_size
 from gspo_mega.launcher.slurm_steps import Steps
+from gspo_mega.launcher.slurm_stop import SIGNALS
 from gspo_mega.launcher.state import StateKeeper, read_state
+from gspo_mega.launcher.supervisor import signals_taken
 from gspo_mega.run_folder import RunFolder
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -88,14 +91,18 @@ class Here:
         site = Site.read({"GSPO_GPUS_PER_NODE": "8", "GSPO_SERVER_PYTHON": sys.executable})
         allocation = Allocation(job_id, 0, nodes, nodes)
         size = job_size(load_config(CONFIG, ["cluster.num_nodes=2", "publish.verify=replicas"]), site)
-        return SlurmJob(attempt, allocation, Steps(allocation, size, site, attempt, 1), state, self.said.append, signal_seconds, seconds_left)
+        standing = Standing(allocation, signal_seconds, self.said.append, Answers(self.said.append), 600)
+        self.signals = standing.signals
+        return SlurmJob(attempt, standing, Steps(allocation, size, site, attempt, 1), state, seconds_left)
 
     def run(self, ranks: str, job_id: str = "7", seconds_left: float | None = None) -> int:
         """An attempt whose ranks do that before they wait to be stopped."""
         attempt = self.run_folder.new_attempt()
         os.environ |= {"RANKS": ranks, "ATTEMPT": str(attempt.path), "SUPERVISOR": str(os.getpid())}
         with StateKeeper(attempt, job_id) as state:
-            return self.job(state, attempt, job_id=job_id, seconds_left=seconds_left).run("train", 1, 14_000, [])
+            job = self.job(state, attempt, job_id=job_id, seconds_left=seconds_left)
+            with signals_taken(SIGNALS, self.signals):
+                return job.run("train", [0], 14_000, [])
 
     def look(self, job: SlurmJob) -> bool:
         job._look_again = 0
@@ -135,7 +142,7 @@ def test_a_run_goes_on_while_slurms_controller_is_restarted(here, monkeypatch):
         # Only silence in a row counts.
         here.slurm(answers=False)
         assert not here.look(job)
-        monkeypatch.setattr(slurm_job, "_NO_ANSWER_SECONDS", 0.0)
+        monkeypatch.setattr(slurm_answers, "NO_ANSWER_SECONDS", 0.0)
         with pytest.raises(NoAnswerError, match="Unable to contact slurm controller"):
             here.look(job)
 
@@ -172,8 +179,8 @@ def test_a_cancellation_just_before_the_job_is_queued_again(here, monkeypatch):
         job = here.job(state, attempt)
         here.program("scontrol", SCONTROL.replace("cat job ;;", 'cat job; kill -TERM "$SUPERVISOR" ;;'))
         monkeypatch.setenv("SUPERVISOR", str(os.getpid()))
-        with slurm_job.signals_taken([signal.SIGTERM], job._signals):
-            assert not job._still_runs()
+        with signals_taken([signal.SIGTERM], here.signals):
+            assert not job.stop.still_runs()
 
 
 def test_a_job_that_comes_to_its_time_limit_twice_without_a_step_is_not_queued_a_third_time(here):

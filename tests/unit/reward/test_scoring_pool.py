@@ -39,6 +39,7 @@ FAILURES = [
     ("'1'", "wrong_type", "the result is '1' (str)"),
     ("{'format': 1}", "wrong_type", "without 'reward'; it has 'format'"),
     ("{'reward': 1, 'format': 'x'}", "wrong_type", "'format' is 'x' (str)"),
+    ("{'reward': 1, 'correct': 0.5}", "wrong_type", "'correct' is 0.5; True or False"),
     ("bytearray(10**12)", "memory", "MemoryError"),
     ("os._exit(7)", "crash", "the scoring process ended (exit code 7)"),
     ("os.kill(os.getpid(), 11)", "crash", "the scoring process ended (signal SIGSEGV)"),
@@ -48,7 +49,8 @@ FAILURES = [
 @pytest.mark.parametrize(("response", "kind", "why"), FAILURES)
 def test_a_failure_is_that_trajectorys_alone(response, kind, why):
     trajectories, pool = score(BEHAVE, "1", response, "2")
-    assert [t.reward for t in trajectories] == [1.0, 0.0, 2.0]
+    assert [t.reward for t in trajectories] == [1.0, None, 2.0]
+    assert [t.is_scored for t in trajectories] == [True, False, True]
     assert why in trajectories[1].reward_error and len(trajectories[1].reward_error) < 700
     assert trajectories[0].reward_error is None and trajectories[2].reward_error is None
     assert pool.failure_counts == dict.fromkeys(FAILURE_KINDS, 0) | {kind: 1}
@@ -58,7 +60,7 @@ def test_a_hang_is_ended_from_outside_and_costs_nobody_else():
     reward = settings("user_rewards:behave", deadline_seconds=1.5)
     start = time.monotonic()
     trajectories, pool = score(reward, *["1"] * 20, "stuck()", *["2"] * 20)
-    assert [t.reward for t in trajectories] == [1.0] * 20 + [0.0] + [2.0] * 20
+    assert [t.reward for t in trajectories] == [1.0] * 20 + [None] + [2.0] * 20
     assert trajectories[20].reward_error == "user_rewards:behave: no result within 1.5 s"
     assert pool.failure_counts["deadline"] == 1
     assert time.monotonic() - start < 30
@@ -90,7 +92,7 @@ def test_a_functions_child_goes_with_it(folder):
 
 def test_a_fork_that_returns_twice_is_noticed():
     trajectories, pool = score(settings("user_rewards:fork_and_return_twice"), "a", "b", "c")
-    assert pool.failure_counts["crash"] >= 1 and all(t.reward in (0.0, 1.0) for t in trajectories)
+    assert pool.failure_counts["crash"] >= 1 and all(t.reward in (None, 1.0) for t in trajectories)
 
 
 def test_a_function_that_closes_our_pipes(monkeypatch):
@@ -118,16 +120,16 @@ def test_several_functions_are_a_weighted_sum_with_their_parts():
     }
 
 
-def test_one_failing_function_makes_the_reward_zero_and_keeps_the_other_part():
+def test_one_failing_function_leaves_no_reward_and_keeps_the_other_part():
     [t], pool = score(settings("user_rewards:length", "user_rewards:behave"), "raise_('no')")
-    assert t.reward == 0.0 and t.reward_parts == {"user_rewards:length": 12.0}
+    assert t.reward is None and t.reward_parts == {"user_rewards:length": 12.0}
     assert t.reward_error.startswith("user_rewards:behave: ValueError: no")
     assert sum(pool.failure_counts.values()) == 1
 
 
 def test_a_sum_that_overflows_is_a_failure():
     [t], pool = score(settings(RewardFunction(function="user_rewards:behave", weight=1e300)), "1e300")
-    assert t.reward == 0.0 and "weighted sum" in t.reward_error and pool.failure_counts["not_finite"] == 1
+    assert t.reward is None and "weighted sum" in t.reward_error and pool.failure_counts["not_finite"] == 1
 
 
 def test_a_source_may_have_its_own_reward():
@@ -160,7 +162,7 @@ def test_a_process_is_replaced_after_its_share():
 def test_memory_is_bounded_beyond_what_loading_took():
     reward = settings("user_rewards:behave", memory_bytes=128 * 1024**2)
     trajectories, pool = score(reward, "len(bytearray(32 * 2**20)) > 0", "len(bytearray(512 * 2**20)) > 0", "1")
-    assert [t.reward for t in trajectories] == [1.0, 0.0, 1.0]
+    assert [t.reward for t in trajectories] == [1.0, None, 1.0]
     assert pool.failure_counts["memory"] == 1
 
 
@@ -173,3 +175,40 @@ def test_a_large_batch_is_scored_one_by_one():
 def test_slow_functions_are_spread_over_the_processes():
     trajectories, _ = score(settings("user_rewards:behave", num_workers=4), *["time.sleep(0.5) or os.getpid()"] * 8)
     assert len({t.reward for t in trajectories}) == 4
+
+
+@pytest.mark.parametrize(
+    ("functions", "response", "correct"),
+    [
+        (("exact_match",), "right", True),
+        (("exact_match",), "wrong", False),
+        (("exact_match", "user_rewards:penalty"), "right", True),
+        (("exact_match", "user_rewards:penalty"), "wrong", False),
+        (("user_rewards:penalty",), "right", None),
+        (("user_rewards:judge",), "right", True),
+        (("user_rewards:judge",), "wrong", False),
+        (("exact_match", "user_rewards:judge"), "right", True),
+        (("exact_match", "user_rewards:judge"), "right!", False),
+        (("exact_match", "user_rewards:none"), "right", None),
+    ],
+)
+def test_what_is_correct_is_declared_and_not_read_off_the_reward(folder, functions, response, correct):
+    source = (folder / "user_rewards.py").read_text()
+    (folder / "user_rewards.py").write_text(
+        source + "\ndef penalty(**_): return -0.1\ndef none(**_): return None\n"
+        "def judge(*, response, **_): return {'reward': -3, 'correct': response[:5] == 'right', 'style': 2}\n"
+    )
+    [t], _ = score(settings(*functions), trajectory(response, answer="right"))
+    assert t.correct is correct
+    assert not any("correct" in name for name in t.reward_parts)
+
+
+def test_a_sum_is_the_same_in_any_order_and_zero_where_it_cancels():
+    def reward_of(*weights):
+        functions = [RewardFunction(function="user_rewards:behave", weight=weight) for weight in weights]
+        [t], _ = score(settings(*functions), "1")
+        return t.reward
+
+    assert reward_of(0.1, 0.2, 0.3) == reward_of(0.3, 0.2, 0.1) == reward_of(0.2, 0.3, 0.1)
+    assert reward_of(0.1, 0.2, -0.3) == 0.0
+    assert reward_of(1.0, -1.0 + 1e-6) == pytest.approx(1e-6)

@@ -101,6 +101,59 @@ def test_a_pool_whose_functions_cannot_be_loaded_leaves_nothing():
         asyncio.run(run())
 
 
+SESSIONS = "[subprocess.Popen(['sleep', '60'], start_new_session=True).pid for _ in range(5)]"
+KEEP_PIDS = f"Path('pids').write_text(' '.join(map(str, {SESSIONS}))) and 1"
+
+
+def none_lives(pids):
+    """Within half a minute; asked as often as is needed."""
+    deadline = time.monotonic() + 30
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("after", ["", " and stuck()", " and os._exit(3)", " and os.kill(os.getpid(), 9)", " and os.killpg(0, 9)"])
+def test_children_in_sessions_of_their_own_end_with_the_pool(folder, after):
+    """However the scoring that started them ends: with a result, at its deadline, or with its process."""
+    [t], _ = score(settings("user_rewards:behave", deadline_seconds=2.0), KEEP_PIDS + after)
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+    assert len(pids) == 5 and (t.reward == 1.0) == (after == "")
+    assert none_lives(pids)
+
+
+def test_children_in_sessions_of_their_own_end_when_their_process_is_replaced(folder):
+    ended = "not any(Path(f'/proc/{pid}').exists() for pid in Path('pids').read_text().split())"
+    trajectories, _ = score(settings("user_rewards:behave", recycle_after=1), KEEP_PIDS, ended)
+    assert [t.reward for t in trajectories] == [1.0, 1.0]
+
+
+def test_children_in_sessions_of_their_own_end_with_the_pools_parent(folder):
+    """The parent is killed without a chance to clean up."""
+    (folder / "parent.py").write_text(
+        "import asyncio, sys, time\n"
+        "from gspo_mega.config.schema import Reward, RewardFunction\n"
+        "from gspo_mega.records import Prompt, Trajectory\n"
+        "from gspo_mega.reward.pool import ScoringPool\n"
+        "async def main():\n"
+        "    pool = ScoringPool(Reward(functions=(RewardFunction(function='user_rewards:behave'),), num_workers=1))\n"
+        "    await pool.start()\n"
+        f"    t = Trajectory('0', 0, Prompt('p', 's', (), '', None), [], [], [], [], 'stop', response_text={KEEP_PIDS!r})\n"
+        "    await pool.score(t)\n"
+        "    print(t.reward, flush=True)\n"
+        "    time.sleep(1000)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "parent.py"], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "1.0\n"
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+    assert len(pids) == 5 and all(alive(pid) for pid in pids)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert none_lives(pids)
+
+
 def test_processes_die_with_their_parent_even_inside_a_function(folder):
     """The parent is killed without a chance to clean up while one process hangs and another is idle."""
     (folder / "parent.py").write_text(
@@ -132,7 +185,7 @@ def test_a_process_ends_with_its_stdin():
     worker = subprocess.Popen(
         [sys.executable, "-m", "gspo_mega.reward.worker", str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    worker.stdin.write(b'{"functions": {}, "memory_bytes": 1000000000}\n')
+    worker.stdin.write(b'{"functions": {}, "memory_bytes": 1000000000, "file_bytes": 1000, "network": true}\n')
     worker.stdin.flush()
     assert worker.stdout.readline() == b'{"ready": true}\n'
     worker.stdin.close()

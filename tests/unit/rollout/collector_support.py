@@ -15,6 +15,7 @@ from gspo_mega.rollout.collector import Collector
 
 def make_config(**rollout) -> Config:
     batch = {name: rollout.pop(name) for name in ("prompts_per_step", "group_size") if name in rollout}
+    reward = {name: rollout.pop(name) for name in ("max_failed_fraction",) if name in rollout}
     settings = {"max_new_tokens": 6, "request_deadline_seconds": 1.0, "no_server_deadline_seconds": 5.0, **rollout}
     return Config.model_validate(
         {
@@ -24,7 +25,7 @@ def make_config(**rollout) -> Config:
             "batch": {"prompts_per_step": 6, "group_size": 4, "micro_batch_tokens": 100, **batch},
             "optimizer": {"lr": 1e-4},
             "data": {"max_prompt_tokens": 8, "path": "p.jsonl"},
-            "reward": {"functions": ({"function": "exact_match"},)},
+            "reward": {"functions": ({"function": "exact_match"},), **reward},
             "rollout": settings,
         }
     )

@@ -170,11 +170,12 @@ def test_a_failed_reward_is_counted_and_one_that_raises_ends_the_batch(fakes, co
     fakes("server-0")
 
     async def score(trajectory):
-        trajectory.reward = 0.0
         if trajectory.trajectory_id.endswith("s001"):
             trajectory.reward_error = "it hung"
+        else:
+            trajectory.reward = 0.0
 
-    collector, _ = collect(score=score)
+    collector, _ = collect(score=score, max_failed_fraction=0.25)
     assert collector.take(0).counts["num_reward_failures"] == 6
 
     async def broken(trajectory):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from collector_support import Stream
+
+from gspo_mega.errors import RewardError
 
 
 def constant_first(num_constant):
@@ -49,3 +52,76 @@ def test_without_the_filter_constant_groups_stay(fakes, collect):
     collector, _ = collect(score=constant_first(99))
     batch = collector.take(0)
     assert len(batch.groups) == 6 and batch.counts["num_groups_filtered"] == 0
+
+
+def failing(fails):
+    """Scoring fails where `fails(group_id, sample)`; else rewards differ."""
+    counter = itertools.count()
+
+    async def score(trajectory):
+        sample = int(trajectory.trajectory_id[-3:])
+        if fails(trajectory.group_id, sample):
+            trajectory.reward_error = f"judge: it hung on {trajectory.trajectory_id}"
+        else:
+            trajectory.reward = float(next(counter))
+
+    return score
+
+
+def test_a_failed_scoring_leaves_its_group(fakes, collect):
+    fakes("server-0")
+    kept = []
+    collector, _ = collect(score=failing(lambda group, sample: group == 2 and sample == 1), max_failed_fraction=0.1)
+    collector.start(0, keep=kept.append)
+    batch = collector.take(0)
+    assert [len(g.trajectories) for g in batch.groups] == [4] * 6 and len(kept) == 24, "the record has it"
+    assert [len(g.trajectories) for g in batch.scored().groups] == [4, 4, 3, 4, 4, 4]
+    assert (batch.counts["num_reward_failures"], batch.counts["num_groups_unscored"], batch.counts["num_groups_missing"]) == (1, 0, 0)
+
+
+def test_a_group_with_fewer_than_two_rewards_leaves_the_batch(fakes, collect):
+    fakes("server-0")
+    collector, _ = collect(score=failing(lambda group, sample: group == 3 and sample > 0), max_failed_fraction=0.2)
+    batch = collector.take(0)
+    assert [g.group_id for g in batch.groups] == [0, 1, 2, 4, 5]
+    assert (batch.counts["num_reward_failures"], batch.counts["num_groups_unscored"], batch.counts["num_groups_missing"]) == (3, 1, 1)
+
+
+def test_with_the_filter_such_a_group_is_replaced_and_is_no_constant_one(fakes, collect):
+    fakes("server-0")
+    fails = failing(lambda group, sample: group == 3 and sample > 0)
+    collector, _ = collect(score=fails, max_failed_fraction=0.2, filter_constant_groups=True, max_oversampling=2.0)
+    batch = collector.take(0)
+    assert [g.group_id for g in batch.groups] == [0, 1, 2, 4, 5, 6]
+    assert (batch.counts["num_groups_unscored"], batch.counts["num_groups_filtered"], batch.counts["num_groups_missing"]) == (1, 0, 0)
+
+
+def test_too_many_failures_stop_the_run_with_the_first_of_them(fakes, collect):
+    fakes("server-0")
+    collector, _ = collect(score=failing(lambda group, sample: sample == 0 and group < 3), max_failed_fraction=0.1)
+    with pytest.raises(RewardError, match=r"3 of \d+ scorings failed, more than reward.max_failed_fraction 0.1 allows.*\n.*judge: it hung on step000000-g00000-s000"):
+        collector.take(0)
+
+
+def test_a_reward_that_always_fails_stops_early(fakes, collect):
+    """Not after the deadline of every scoring of the batch."""
+    fakes("server-0")
+    asked = []
+
+    async def score(trajectory):
+        asked.append(trajectory)
+        trajectory.reward_error = "judge: no result within 10 s"
+
+    collector, _ = collect(score=score, max_failed_fraction=0.1, prompts_per_step=20, max_concurrent_requests=4)
+    with pytest.raises(RewardError, match="9 of"):
+        collector.take(0)
+    assert len(asked) < 20
+
+
+def test_with_every_failure_allowed_a_batch_needs_one_group(fakes, collect):
+    fakes("server-0")
+    collector, _ = collect(score=failing(lambda group, sample: True), max_failed_fraction=1.0)
+    with pytest.raises(RewardError, match="no group of the batch has two rewards; 24 of 24 scorings failed"):
+        collector.take(0)
+    collector, _ = collect(score=failing(lambda group, sample: group > 0), max_failed_fraction=1.0)
+    assert [g.group_id for g in collector.take(0).groups] == [0]

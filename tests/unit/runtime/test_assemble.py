@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import Demonstration
+from gspo_mega.errors import RewardError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.runtime.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages, for_ranks
+from gspo_mega.runtime.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages, for_ranks, scored_batch
 from gspo_mega.runtime.wire import decode, encode
 
 SHAPE = dict(
@@ -107,6 +108,39 @@ def test_advantages_are_by_group_and_known(spec):
     got = [t.advantage for t in batch.trajectories]
     # mean 1/4, population variance 3/16
     assert np.allclose(got, [math.sqrt(3), *[-1 / math.sqrt(3)] * 3, 0, 0, 0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean_token_mean", "token_mean", "group_mean_token_mean"])
+def test_a_failed_scoring_is_trained_on_as_if_it_had_not_been_sampled(spec, aggregation):
+    """Seven rewards of -1 and a crash are a constant group; the crash is in no statistic, no pack and no denominator."""
+    config = make_config(algorithm="custom", objective=dict(ratio="sequence", aggregation=aggregation), batch=dict(prompts_per_step=3, group_size=8, num_mini_batches=1, micro_batch_tokens=128))  # fmt: skip
+    layout = resolve_layout(config, spec)
+    with_failures, without = (make_batch([8, 3, 2], np.random.default_rng(5)) for _ in range(2))
+    for batch in (with_failures, without):
+        for t, reward in zip(batch.trajectories, [-1] * 8 + [0, 1, 0, 1, 0]):
+            t.reward = float(reward)
+    failed = {"0-3", "1-2", "2-0"}  # of the last group one is left: nothing to compare it with
+    for t in with_failures.trajectories:
+        if t.trajectory_id in failed:
+            t.reward, t.reward_error = None, "judge: the scoring process ended (signal SIGSEGV)"
+    without.groups.pop()
+    for group in without.groups:
+        group.trajectories = [t for t in group.trajectories if t.trajectory_id not in failed]
+    trained = scored_batch(with_failures)
+    assert [len(g.trajectories) for g in trained.groups] == [7, 2] and len(with_failures.trajectories) == 13
+    for batch in (trained, without):
+        fill_advantages(batch, config, 0)
+    assert [t.advantage for t in trained.trajectories] == [0.0] * 7 + [-1.0, 1.0]
+    one, other = (encode(for_ranks(assemble(batch, config, layout, 0), layout)) for batch in (trained, without))
+    assert one == other, "shards and denominators, to the bit"
+
+
+def test_a_batch_without_rewards_is_refused():
+    batch = make_batch([2, 2], np.random.default_rng(6))
+    for t in batch.trajectories[1:]:
+        t.reward_error = "judge: it hung"  # as an older record has it: with a reward of 0
+    with pytest.raises(RewardError, match=r"step 1: no group of its rollout batch has two rewards.*\n  0-1 .s:0.: judge: it hung"):
+        scored_batch(batch)
 
 
 def test_permuted_rewards_keep_the_batch_and_lose_the_trajectory(spec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,10 +32,11 @@ class Order:
 
 
 class Source:
-    """Samples three groups of two; every sample is another one. `fail_after`: trajectories until it breaks down."""
+    """Samples three groups of two; every sample is another one. `fail_after`: trajectories until it breaks down; `unscored`:
+    which samples, counted from 1, cannot be scored."""
 
-    def __init__(self, order, fail_after=None):
-        self.order, self.fail_after, self.num_sampled = order, fail_after, 0
+    def __init__(self, order, fail_after=None, unscored=()):
+        self.order, self.fail_after, self.unscored, self.num_sampled = order, fail_after, unscored, 0
         self.made = {"rewards": "r", "sampling": "s"}
         self.answers, self.routes = {}, False
 
@@ -59,6 +61,8 @@ class Source:
                 one = Trajectory(f"s{step}-g{number}-{sample}", number, group.prompt, [self.num_sampled], [1], [-0.5], [step], "stop", reward=1.0)
                 if self.routes:
                     one.routed_experts = np.zeros((1, 10, 100), dtype=np.int32)
+                if self.num_sampled in self.unscored:
+                    one.reward, one.reward_error, one.reward_parts = None, "judge: it hung", {"length": 3.0}
                 group.trajectories.append(one)
                 keep(one)
             groups.append(group)
@@ -72,9 +76,9 @@ def tokens(batch):
 
 @pytest.fixture
 def run(tmp_path):
-    def make(*, position=0, fail_after=None, offset=0, first="f", **options):
+    def make(*, position=0, fail_after=None, offset=0, first="f", unscored=(), **options):
         order = Order(position)
-        source = Source(order, fail_after)
+        source = Source(order, fail_after, unscored)
         source.num_sampled = offset
         batches = JournalledBatches(Journal(tmp_path), order, source, 2, first_weights=lambda: first, **options)
         batches.restore(TrainState())
@@ -104,6 +108,24 @@ def test_only_what_is_missing_is_sampled(run):
     assert again.said == ["step 1: 2 complete groups of the journal are taken over; 1 trajectories of others are sampled again"]
     third = run(offset=200)
     assert tokens(third.take(0)) == [[1], [2], [3], [4], [101], [102]], "the repaired step is complete"
+
+
+def test_a_failed_scoring_is_recorded_and_taken_as_it_was_with_its_batch(run):
+    """To the field: what a resumed step, or a replay, trains on is what the first one did."""
+    first = run(unscored=(2,)).take(0)
+    again = run(offset=100).take(0)
+    assert [asdict(t) for t in again.trajectories] == [asdict(t) for t in first.trajectories]
+    assert [t.is_scored for t in again.trajectories] == [True, False, True, True, True, True]
+    assert tokens(again.scored()) == tokens(first.scored()) == [[3], [4], [5], [6]], "one is left of the first group"
+
+
+def test_of_an_incomplete_batch_a_group_with_a_failed_scoring_is_sampled_again(run):
+    with pytest.raises(InterruptedError):
+        run(fail_after=5, unscored=(2,)).take(0)
+    again = run(offset=100)
+    batch = again.take(0)
+    assert tokens(batch) == [[101], [102], [3], [4], [103], [104]] and all(t.is_scored for t in batch.trajectories)
+    assert again.said == ["step 1: 1 complete groups of the journal are taken over; 3 trajectories of others are sampled again"]
 
 
 @pytest.mark.parametrize(("change", "reason"), [(dict(version=7), "weight version 0 sampled them, and the run holds 7"), (dict(position=1), "other prompts")])

@@ -1,0 +1,71 @@
+"""Which deadline must be shorter than which: one table for all that a configuration can set.
+
+Owns those relations, and the fixed deadlines of a run that they meet. Relations that need an estimate are
+`plan/deadlines.py`'s, those of a Slurm job's time `launcher/slurm_size.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gspo_mega.config.schema import Config
+
+# A collective that makes no progress for so long never will.
+COLLECTIVE_SECONDS = 1800.0
+# Ranks start within seconds of each other; torch loaded by all nodes from one shared folder takes minutes.
+RENDEZVOUS_SECONDS = 600.0
+
+
+class Relation(NamedTuple):
+    """`shorter` must be below `longer`, dotted keys or seconds. `blame`: the key that is named when it is not; `why`: what happens then."""
+
+    shorter: str
+    longer: str | float
+    blame: str
+    why: str
+
+
+RELATIONS = (
+    Relation(
+        "server.start_deadline_seconds", "rollout.no_server_deadline_seconds", "rollout.no_server_deadline_seconds",
+        "a server that is started again may take that long, and a run with no other would end before it is back",
+    ),
+    Relation(
+        "rollout.no_server_deadline_seconds", COLLECTIVE_SECONDS, "rollout.no_server_deadline_seconds",
+        "rank 0 waits so long for a server before it publishes, and the other ranks wait for rank 0 in a collective",
+    ),
+    Relation(
+        "publish.deadline_seconds", COLLECTIVE_SECONDS, "publish.deadline_seconds",
+        "the other ranks wait in a collective while rank 0 publishes",
+    ),
+    *(
+        Relation(shorter, f"watchdog.{phase}_seconds", f"watchdog.{phase}_seconds", "the run would end as stuck before that deadline, which mends it, can")
+        for shorter, phase in (
+            ("server.start_deadline_seconds", "start"),
+            ("rollout.no_server_deadline_seconds", "rollout"), ("reward.deadline_seconds", "rollout"),
+            ("rollout.no_server_deadline_seconds", "eval"), ("reward.deadline_seconds", "eval"),
+            ("rollout.no_server_deadline_seconds", "publish"), ("publish.deadline_seconds", "publish"),
+        )
+    ),
+)  # fmt: skip
+
+
+def broken_relations(config: Config) -> Iterator[tuple[str, str]]:
+    """(key to blame, what is wrong and what is valid) of each relation that does not hold. A deadline that is absent breaks none."""
+    for relation in RELATIONS:
+        shorter, longer = _value(config, relation.shorter), _value(config, relation.longer)
+        if shorter is None or longer is None or shorter < longer:
+            continue
+        if relation.blame == relation.longer:
+            yield relation.blame, f"{longer:g} s is not longer than {relation.shorter} {shorter:g}: {relation.why}; above {shorter:g}"
+        else:
+            than = f"{relation.longer} {longer:g}" if isinstance(relation.longer, str) else f"the {longer:g} s after which a collective is given up"
+            yield relation.blame, f"{shorter:g} s is not shorter than {than}: {relation.why}; below {longer:g}"
+
+
+def _value(config: Config, of: str | float) -> float | None:
+    if not isinstance(of, str):
+        return of
+    section, key = of.split(".")
+    return getattr(getattr(config, section), key)

@@ -1,0 +1,71 @@
+"""How long a phase of a run may go without anything getting done, before its ranks count as stuck.
+
+Owns the bounds: `watchdog` of the configuration, else derived from the deadlines that the phase has of its own and, where there is
+one, the plan's estimate. They are for gaps between two things that get done (a micro-batch, a trajectory), not for the whole phase.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_mega.config.schema import Config
+from gspo_mega.plan.estimate import Estimate
+
+# What a phase is a part of; one that is not named here is "other".
+_KIND = {
+    "start": "start", "rollout": "rollout", "eval": "eval", "publish": "publish", "checkpoint": "checkpoint",
+    "train": "train", "old_log_probs": "train", "reference_log_probs": "train",
+}  # fmt: skip
+# For what no deadline bounds: weights read from a slow disk and a first step's compilers, a save, a batch packed.
+_START_SECONDS, _TRAIN_SECONDS, _CHECKPOINT_SECONDS, _OTHER_SECONDS = 3600.0, 900.0, 1800.0, 900.0
+# On top of a phase's own deadlines, which are to speak first.
+_MARGIN_SECONDS = 300.0
+# An estimate may be wrong by so much.
+_ESTIMATE_FACTOR = 10.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """`bounds`: seconds by kind of phase; `silence`: seconds without a sign of life from a rank's process."""
+
+    bounds: dict[str, float]
+    silence: float
+
+    def bound(self, phase: str) -> float:
+        """Of a phase, by any name."""
+        return self.bounds[_KIND.get(phase, "other")]
+
+    @property
+    def longest(self) -> float:
+        """Where every rank waits for another, nobody's phase is known."""
+        return max(self.bounds.values())
+
+    def key(self, phase: str) -> str:
+        """The configuration's key of that bound."""
+        return f"watchdog.{_KIND.get(phase, 'other')}_seconds"
+
+    def interval(self, num_ranks: int) -> float:
+        """Seconds between two looks, and two writings of a rank: some 50 a second from all ranks together at most."""
+        return max(0.05, min(5.0, self.silence / 10, min(self.bounds.values()) / 10), num_ranks / 50)
+
+
+def patience(config: Config, figures: Estimate | None = None) -> Patience | None:
+    """The bounds of a run; None where the watchdog is off. `figures`: the plan's, where it has any."""
+    watchdog, rollout = config.watchdog, config.rollout
+    if not watchdog.enabled:
+        return None
+    # A sample that no server completes is tried again elsewhere, and the run stops by itself in the end.
+    sampling = rollout.max_attempts * rollout.request_deadline_seconds + rollout.no_server_deadline_seconds + config.reward.deadline_seconds
+    time = figures.time if figures is not None else None
+    derived: dict[str, float] = {
+        "start": _START_SECONDS,
+        "rollout": sampling + _MARGIN_SECONDS,
+        "eval": sampling + _MARGIN_SECONDS,
+        "train": max(_TRAIN_SECONDS, time.train.total if time is not None else 0.0),
+        "publish": max(2 * config.publish.deadline_seconds + rollout.no_server_deadline_seconds + _MARGIN_SECONDS, _ESTIMATE_FACTOR * time.publish if time is not None else 0.0),
+        "checkpoint": max(_CHECKPOINT_SECONDS, _ESTIMATE_FACTOR * figures.save_seconds if figures is not None else 0.0),
+        "other": _OTHER_SECONDS,
+    }  # fmt: skip
+    chosen: dict[str, Any] = {kind: getattr(watchdog, f"{kind}_seconds") for kind in derived}
+    return Patience({kind: chosen[kind] or seconds for kind, seconds in derived.items()}, watchdog.silence_seconds)

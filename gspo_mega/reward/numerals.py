@@ -1,0 +1,177 @@
+"""Numbers as people and models write them, read as exact rationals. Nothing is evaluated: an expression is no number.
+
+Owns the notations that are one number, and where in a text the final one is:
+
+    18   -3   - 3   +3   1,200   1 200   1.5   .5   $1,200.50   -$5   50% (fifty)   1e3   3/4   1 1/2   \\frac{3}{4}
+
+with Unicode's minus signs and dashes for a sign, its thin and no-break spaces between thousands, full-width digits, and LaTeX's
+spacing. What an operator joins (2^10, 3*4, 10-3, 3:45, a decimal comma) is no number, and neither is one of over 400 digits.
+Every pattern takes time linear in its input.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MARK = "####"
+_BOX = "\\boxed{"
+_MOST_DIGITS = 400
+_CONTEXT = 40  # characters before a number in which an operator is looked for
+
+_CHARACTERS = str.maketrans(
+    {
+        **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
+        **dict.fromkeys("\u2212\uff0d\ufe63\u2010\u2011\u2013", "-"),  # minus signs, hyphens, en dash
+        **dict.fromkeys("\u00a0\u2006\u2007\u2008\u2009\u200a\u202f", "\u00a0"),  # spaces that do not break, or are thin
+        **dict.fromkeys("\u200b\u2060\ufeff", ""),
+        **{"\uff0b": "+", "\uff0e": ".", "\uff0c": ",", "\uff0f": "/", "\u2044": "/", "\u2215": "/", "\uff05": "%", "\uff04": "$", "\uff03": "#"},
+        **{"\u00bc": " 1/4", "\u00bd": " 1/2", "\u00be": " 3/4", "\u2153": " 1/3", "\u2154": " 2/3", "\u215b": " 1/8", "\u00b0": ""},
+    }
+)
+# LaTeX and Markdown that changes how a number looks and not what it is.
+_LOOKS = (
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\!"), ""),
+    (re.compile(r"\\[,;: ]"), "\u00a0"),
+    (re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])"), ""),
+    (re.compile(r"\\q?quad(?![A-Za-z])|\\[()\[\]]"), " "),
+    (re.compile(r"\\([$%])"), r"\1"),
+    (re.compile(r"\^\s?(?:\\circ|\{\s?\\circ\s?\})"), ""),
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}(?:\^\{?[0-9]\}?)?"), r" \1 "),
+    (re.compile(r"(?<![\w)\]}*])(\*{1,3})([^*\n]+)\1(?![\w(*])"), r" \2 "),
+)
+
+_PLAIN = r"(?:(?:{thousands}[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+(?![0-9A-Za-z]))?"
+_COMMAS = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:\u00a0[0-9]{3})+(?![0-9])|"
+_SPACES = r"[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|"
+_QUANTITY = (
+    r"(?P<sign>(?<![\w.)\]}])[-+]{sign_space})?(?:[$\u20ac\u00a3\u00a5]\s?)?(?P<inner>(?<=[$\u20ac\u00a3\u00a5])[-+])?"
+    r"(?:(?:(?P<whole>[0-9]+)[ \u00a0]?)?\\frac\s?\{\s?(?P<top>{plain})\s?\}\s?\{\s?(?P<bottom>{plain})\s?\}"
+    r"|(?P<mixed>[0-9]+)[ \u00a0](?P<over>[0-9]+)/(?P<under>[0-9]+)"
+    r"|(?P<value>{plain})(?:[ \u00a0]?/[ \u00a0]?(?P<divisor>{plain}))?)"
+)
+
+
+def _quantity(thousands: str, sign_space: str) -> re.Pattern[str]:
+    return re.compile(_QUANTITY.replace("{plain}", _PLAIN.replace("{thousands}", thousands)).replace("{sign_space}", sign_space))
+
+
+# In running text "10 200 gram bags" are two numbers, and "- 5 apples" is an entry of a list.
+_IN_TEXT = _quantity(_COMMAS, "")
+_ALONE = _quantity(_COMMAS + _SPACES, "[ \u00a0]?")
+
+# What joins a number to something else: it is a part of an expression, of a date, of a number in a notation that is not read.
+_JOINED_AFTER = re.compile(
+    r"[ \u00a0]?(?:[\^!*\u00d7\u00f7\u00b7]|\\(?:times|cdot|div|pm|sqrt|pi|over|frac|%)(?![A-Za-z])|[xX]\s?[0-9]|/[ \u00a0]?[0-9({\\.]|[-+:][ \u00a0]?[$]?[0-9({\\.])"
+    r"|,\s?[0-9]|\.[0-9]|['\u2019_][0-9]|[\u00b2\u00b3\u00b9\u2070-\u207e]|[eE][-+]?[0-9]|[xyzn](?![A-Za-z])"
+)
+_JOINED_BEFORE = re.compile(
+    r"(?:(?:[*/\u00d7\u00f7\u00b7^_]|[\^_]\{|\\sqrt\{?|\\(?:times|cdot|div|pm)|[\w)\]}%][ \u00a0]?[-+]|[0-9)\]}%][ \u00a0]?[xX])[ \u00a0]?|[0-9][.,:'\u2019])[$]?$"
+)
+_SUBTRACTED_FROM = re.compile(r"[0-9)\]}%][ \u00a0]?$")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number that a response ends up with, or None.
+
+    Behind the last `####`, the first number of the line; without such a mark the number in the last `\\boxed{...}` (behind its
+    last `=`), which has to be the only one; without a box the last number of all. None where that is not a number alone.
+    """
+    text = _normalised(text)
+    segment = _marked(text)
+    if segment is not None:
+        found = _ALONE.search(segment)
+        return None if found is None else _value(found)
+    box = _last_box(text)
+    if box is not None:
+        return _only_number(box)
+    found = None
+    for found in _IN_TEXT.finditer(text):
+        pass
+    return None if found is None else _value(found)
+
+
+def gold_number(answer: str) -> Fraction:
+    """The number that a data file's answer is. Raises ValueError, with what is wrong, where it is not exactly one.
+
+    Behind the last `####`, or in the last box, or in the whole of a text without either.
+    """
+    text = _normalised(answer)
+    segment = _marked(text)
+    if segment is None:
+        segment = _last_box(text)
+    if segment is None:
+        segment = text
+    number = _only_number(segment)
+    if number is not None:
+        return number
+    count = sum(1 for _ in _ALONE.finditer(segment))
+    if count == 0:
+        raise ValueError(f"no number in the answer {answer[-100:]!r}")
+    what = "several numbers" if count > 1 else "more than a number"
+    raise ValueError(f"{what} in the answer {segment.strip()[-100:]!r}; one is expected, in such a notation as 1,200.5 or -3/4 or 1e6, behind `{MARK}` in a longer text")
+
+
+def _normalised(text: str) -> str:
+    text = text.translate(_CHARACTERS)
+    for pattern, plain in _LOOKS:
+        text = pattern.sub(plain, text)
+    return text
+
+
+def _marked(text: str) -> str | None:
+    """The first line with anything in it behind the last mark; None without a mark."""
+    _, mark, tail = text.rpartition(MARK)
+    return tail.strip().partition("\n")[0] if mark else None
+
+
+def _only_number(segment: str) -> Fraction | None:
+    segment = segment.rpartition("=")[2]
+    found = list(_ALONE.finditer(segment))
+    if len(found) != 1 or _COMMAND.search(segment[: found[0].start()] + segment[found[0].end() :]):
+        return None
+    return _value(found[0])
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    """The number of a match, or None where it is joined to something else, has no value, or is too long."""
+    text = found.string
+    before, part = text[max(0, found.start() - _CONTEXT) : found.start()], found.groupdict()
+    if _JOINED_AFTER.match(text, found.end()) or _JOINED_BEFORE.search(before) or (part["sign"] and _SUBTRACTED_FROM.search(before)):
+        return None
+    pieces = [_rational(part[name] or default) for name, default in (
+        ("whole", "0"), ("mixed", "0"), ("top", "0"), ("bottom", "1"), ("over", "0"), ("under", "1"), ("value", "0"), ("divisor", "1"),
+    )]  # fmt: skip
+    if any(piece is None for piece in pieces):
+        return None
+    whole, mixed, top, bottom, over, under, value, divisor = pieces
+    if bottom == 0 or under == 0 or divisor == 0:
+        return None
+    negative = (part["sign"] or "").startswith("-") != (part["inner"] == "-")
+    number = whole + mixed + top / bottom + over / under + value / divisor
+    return -number if negative else number
+
+
+def _rational(digits: str) -> Fraction | None:
+    digits = re.sub("[, \u00a0]", "", digits)
+    mantissa, _, exponent = digits.lower().partition("e")
+    if len(mantissa) > _MOST_DIGITS or len(exponent) > 4 or abs(int(exponent or 0)) > _MOST_DIGITS:
+        return None
+    return Fraction(digits if not digits.startswith(".") else "0" + digits)
+
+
+def _last_box(text: str) -> str | None:
+    """What is inside the last `\\boxed{...}`, up to its closing brace or the end of the text."""
+    start = text.rfind(_BOX)
+    if start < 0:
+        return None
+    start += len(_BOX)
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position]
+    return text[start:]

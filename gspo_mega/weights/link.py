@@ -1,0 +1,212 @@
+"""The process group of the trainer's rank 0 and one server, and broadcasts through it that nobody has to wait out.
+
+Owns making such a group, sending through it, and leaving it. A broadcast may never end: NCCL's first one connects and
+returns only when the server is in it, too, which a server that refused or died never will be; and a group's timeout
+applies to none of that. So a broadcast runs in a thread of its own, which is left behind when it does not end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group, _new_process_group_helper, _world
+
+from gspo_mega.errors import GspoMegaError, PublishError
+from gspo_mega.weights.servers import ServerControl
+
+_LEAVE_SECONDS = 5.0
+# What is left of a broadcast when the server says that it has received everything.
+_LEAST_WAIT_SECONDS = 1.0
+
+
+class Broadcast:
+    """Tensors on their way through one group."""
+
+    def __init__(self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+        """Returns at once. `tensors` stay as they are until `wait` has returned; on a GPU what fills them is done before
+        `stream` goes on."""
+        self._ended = threading.Event()
+        self._problem: Exception | None = None
+        threading.Thread(target=self._run, args=(group, tensors, stream), daemon=True, name="broadcast").start()
+
+    def _run(self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+        try:
+            # The stream brings its device along, which a new thread does not have; and only it waits for a broadcast
+            # that does not end, not the trainer's own.
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                for work in [group.broadcast(tensor, 0) for tensor in tensors]:
+                    work.wait()
+            if stream is not None:
+                stream.synchronize()
+        except Exception as error:  # whatever it is: `wait` raises it
+            self._problem = error
+        finally:
+            self._ended.set()
+
+    def wait(self, seconds: float) -> None:
+        """Until all is sent. Raises PublishError when it is not within `seconds`, or was cut off."""
+        if not self._ended.wait(max(seconds, _LEAST_WAIT_SECONDS)):
+            raise PublishError(f"the broadcast has not ended after {seconds:g} s")
+        if isinstance(self._problem, RuntimeError):  # torch's own, for what goes wrong in a group
+            raise PublishError(str(self._problem)) from self._problem
+        if self._problem is not None:
+            raise self._problem
+
+
+def stream_beside(tensor: torch.Tensor) -> torch.cuda.Stream | None:
+    """A stream on the tensor's GPU that goes on from where the current one is; None without a GPU."""
+    if not tensor.is_cuda:
+        return None
+    stream = torch.cuda.Stream(tensor.device)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    return stream
+
+
+class Link:
+    """The group of the trainer's rank 0 and one start of one server; rank 0 is its first rank."""
+
+    def __init__(self, server: ServerControl, address: str, backend: str, timeout_seconds: float, seconds: float) -> None:
+        """`timeout_seconds` bounds one broadcast of gloo. Raises GspoMegaError when the server does not join within `seconds`."""
+        self.server = server
+        self.generation = server.generation
+        # Servers remember groups by name, and may outlive a trainer.
+        self.name = f"weights-{secrets.token_hex(8)}"
+        self._aborted = False
+        until = time.monotonic() + seconds
+        size = 1 + server.tensor_parallel
+        # The store listens on the job's own address only.
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            address, port, size, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+        making = _Making(self.name, size, backend, store, timeout_seconds)
+        try:
+            server.init_group(
+                master_address=address, master_port=port, rank_offset=1, world_size=size, group_name=self.name, backend=backend,
+                deadline_seconds=seconds,
+            )  # fmt: skip
+            self._group = making.result(until - time.monotonic())
+        except RuntimeError as error:
+            making.give_up()
+            raise PublishError(f"{server.server_id}: says that it joined the weight group, and is not in it: {error}") from error
+        except BaseException:
+            making.give_up()
+            raise
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> Broadcast:
+        """Begin to send `tensors`, in this order, to all ranks of the server."""
+        return Broadcast(self._group, tensors, stream)
+
+    def abort(self) -> None:
+        """End what is under way through the group, as far as its backend can; the link is of no more use then."""
+        if not self._aborted:
+            self._aborted = True
+            # It may wait for what it is to end.
+            threading.Thread(target=_abort, args=(self._group,), daemon=True, name="abort").start()
+
+    def close(self) -> None:
+        """Leave the group on both sides; a server that is gone or hangs keeps nobody waiting for long."""
+        if self.generation == self.server.generation:
+            with contextlib.suppress(GspoMegaError):  # it may be why the link is closed
+                self.server.destroy_group(self.name, deadline_seconds=_LEAVE_SECONDS)
+        if not self._aborted:
+            self._aborted = True
+            leaving = threading.Thread(target=_leave, args=(self._group,), daemon=True, name="leave")
+            leaving.start()
+            leaving.join(_LEAVE_SECONDS)
+        # Letting go of a group waits for its unfinished broadcasts.
+        last_reference = [self._group]
+        del self._group
+        threading.Thread(target=last_reference.clear, daemon=True).start()
+
+
+class _Making:
+    """Our side of a new group, made in a thread: gloo waits there for the server, which may answer that it will not come."""
+
+    def __init__(self, name: str, size: int, backend: str, store: dist.Store, timeout_seconds: float) -> None:
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._group: dist.ProcessGroup | None = None
+        self._problem: RuntimeError | None = None
+        self._is_wanted = True
+        threading.Thread(target=self._run, args=(name, size, backend, store, timeout_seconds), daemon=True, name="join").start()
+
+    def _run(self, name: str, size: int, backend: str, store: dist.Store, timeout_seconds: float) -> None:
+        try:
+            # SGLang makes its side with the same function, so both agree on the store's keys. There is no public
+            # way to make a group with processes outside this one's world.
+            with errors_left_to_us(backend):
+                group, _ = _new_process_group_helper(
+                    size, 0, [], dist.Backend(backend), PrefixStore(name, store), group_name=name,
+                    timeout=timedelta(seconds=timeout_seconds),
+                )  # fmt: skip
+            _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+            with self._lock:
+                is_wanted = self._is_wanted
+                if is_wanted:
+                    self._group = group
+            if not is_wanted:
+                _leave(group)
+        except RuntimeError as error:
+            self._problem = error
+        finally:
+            self._ended.set()
+
+    def result(self, seconds: float) -> dist.ProcessGroup:
+        """Raises RuntimeError where there is none after so long."""
+        self._ended.wait(max(0.0, seconds))
+        if self._group is None:
+            raise self._problem or RuntimeError("no answer")
+        return self._group
+
+    def give_up(self) -> None:
+        """Nobody will use the group: leave it, now or when it is there."""
+        with self._lock:
+            self._is_wanted = False
+            group, self._group = self._group, None
+        if group is not None:
+            _leave(group)
+
+
+@contextlib.contextmanager
+def errors_left_to_us(backend: str) -> Iterator[None]:
+    """NCCL groups made meanwhile end nothing but themselves when a server dies in a broadcast.
+
+    torch's watchdog of a group takes the whole process down for an error or a timeout in it: right among the trainer's ranks,
+    wrong towards a server. It is told when a group is made, by the environment alone.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    if backend != "nccl":
+        yield
+        return
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # it may have met the server's end itself, or have been left meanwhile
+        _abort_process_group(group)
+
+
+def _leave(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):
+        dist.destroy_process_group(group)

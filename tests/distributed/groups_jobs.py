@@ -1,0 +1,36 @@
+"""What ranks run in the tests of the end of process groups."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import torch.distributed as dist
+from layout_jobs import run_layout
+from reference_jobs import kl_run
+
+from gspo_mega.engine.process_groups import create_groups, destroy_groups
+
+
+def threads_after(folder: str, layouts: list[dict]) -> dict:
+    """This rank's number of threads before any layout, in the first one, and after each; and its groups at the end."""
+    gc.collect()
+    counts = dict(before=_threads(), after=[])
+    groups = create_groups(**{k: v for k, v in layouts[0].items() if k != "optimizer"})
+    counts["within"] = _threads()
+    destroy_groups()
+    del groups
+    for layout in layouts:
+        optimizer = dict(lr=1e-3, **layout.get("optimizer", {}))
+        run_layout(folder, {k: v for k, v in layout.items() if k != "optimizer"}, optimizer=optimizer)
+        gc.collect()
+        counts["after"].append(_threads())
+    kl_run(folder, folder, {}, steps=1)  # with a second, frozen model
+    gc.collect()
+    counts["after"].append(_threads())
+    counts["groups"] = len(dist.distributed_c10d._world.pg_map)
+    return counts
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))

@@ -1,0 +1,78 @@
+"""Which failed runs are started again by themselves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gspo_mega.errors import DataError, NumericsError, RankError, RolloutError
+from gspo_mega.launcher.restarts import WINDOW_SECONDS, Furthest, Restarts, furthest, last_restart
+from gspo_mega.run_folder import RunFolder
+
+
+def test_as_often_as_allowed_while_it_gets_further():
+    restarts = Restarts(2, Furthest())
+    decisions = [restarts.decide(RankError("rank 1 was killed"), Furthest(saved=step), now=step) for step in (1, 2, 3)]
+    assert [decision.again for decision in decisions] == [True, True, False]
+    assert "from the checkpoint of step 2 (restart 2 of 2" in decisions[1].why
+    assert "2 restarts in 24 h (train.max_restarts)" in decisions[2].why
+
+
+def test_never_twice_from_the_same_place():
+    restarts = Restarts(5, Furthest())
+    first = restarts.decide(RankError("x"), Furthest(saved=4, trained=5, sampled=5), 0.0)
+    assert first.again
+    # The new start took the line of step 5 back, trained it and failed before it was further than ever.
+    assert not restarts.decide(RankError("x"), Furthest(saved=4, trained=5, sampled=5), 1.0).again
+    assert not restarts.decide(RankError("x"), Furthest(saved=4, trained=4, sampled=5), 1.0).again
+    assert restarts.decide(RankError("x"), Furthest(saved=4, trained=6, sampled=5), 1.0).again
+    # What was reached once stays reached, though lines of metrics were taken back since.
+    assert not restarts.decide(RankError("x"), Furthest(saved=4, trained=5, sampled=5), 2.0).again
+
+
+def test_a_run_that_never_came_anywhere_is_not_started_again():
+    decision = Restarts(3, Furthest()).decide(RankError("x"), Furthest(), 0.0)
+    assert not decision.again and "came no further" in decision.why
+
+
+@pytest.mark.parametrize("error, again", [(DataError("x"), False), (NumericsError("x"), False), (RolloutError("x"), True), (RankError("x"), True)])
+def test_what_only_a_person_can_mend_is_left_to_a_person(error, again):
+    assert Restarts(3, Furthest()).decide(error, Furthest(saved=1), 0.0).again is again
+
+
+def test_old_restarts_are_forgiven_and_none_at_all_is_a_choice():
+    restarts = Restarts(1, Furthest())
+    assert restarts.decide(RankError("x"), Furthest(saved=1), 0.0).again
+    assert not restarts.decide(RankError("x"), Furthest(saved=2), WINDOW_SECONDS - 1).again
+    assert restarts.decide(RankError("x"), Furthest(saved=2), WINDOW_SECONDS + 1).again
+    assert not Restarts(0, Furthest()).decide(RankError("x"), Furthest(saved=9), 0.0).again
+
+
+def test_the_budget_goes_on_in_a_job_that_was_queued_again_and_not_for_a_person(tmp_path):
+    folder = RunFolder(tmp_path)
+    attempt = folder.new_attempt()
+    restarts = Restarts.begin(folder, 1)
+    (folder.path / "metrics.jsonl").write_text(json.dumps({"step": 7}) + '\n{"step": 8, "tor')
+    decision = restarts.decide(RankError("rank 1 failed:\n\nTraceback (most recent call last):\nKeyError: 3\n\n(all of its output: there)"), furthest(folder), 5.0)
+    restarts.record(attempt, decision)
+    record = last_restart(folder)
+    assert (record.again, record.cause, record.restarted_at, record.furthest) == (True, "rank 1 failed: KeyError: 3", [5.0], Furthest(trained=7))
+    folder.metrics_file.write_text(json.dumps({"step": 9}) + "\n")
+    assert not Restarts.carry_on(folder, 1).decide(RankError("x"), furthest(folder), 6.0).again
+    assert not Restarts.carry_on(folder, 2).decide(RankError("x"), Furthest(trained=7), 6.0).again
+    assert Restarts.carry_on(folder, 2).decide(RankError("x"), furthest(folder), 6.0).again
+    assert not Restarts.begin(folder, 1).decide(RankError("x"), furthest(folder), 6.0).again
+    folder.metrics_file.write_text(json.dumps({"step": 10}) + "\n")
+    assert Restarts(1, Furthest(trained=9)).decide(RankError("x"), furthest(folder), 6.0).again
+
+
+def test_how_far_a_run_came(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert furthest(folder) == Furthest()
+    folder.checkpoints_dir.mkdir()
+    folder.latest_checkpoint_file.write_text("step_00000006\n")
+    folder.journal_dir.mkdir()
+    for step in (6, 7):
+        (folder.journal_dir / f"step_{step:08d}").touch()
+    assert furthest(folder) == Furthest(saved=6, sampled=7)
