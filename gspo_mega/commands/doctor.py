@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are (default: runs)")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs that must be here; as many as there are devices by default")
     parser.add_argument("--fp8", action="store_true", help="the run wants FP8 layers")
+    parser.add_argument("--requests", type=int, default=1024, metavar="N", help="requests open at once: servers x rollout.max_concurrent_requests (default: 1024)")
     parser.add_argument("--address", metavar="A", help="this machine's own address, to bind")
     parser.add_argument("--patience", type=float, default=PATIENCE_SECONDS, metavar="S", help="seconds that all of it may take (default: %(default)g)")
     several = parser.add_argument_group("several machines, one doctor on each")
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if args.gpus is None else args.gpus
     patience = Patience(args.patience)
-    findings = list(check_machine(tuple(args.role or ("trainer", "server")), args.folder, gpus, args.fp8, args.address, patience))
+    findings = list(check_machine(tuple(args.role or ("trainer", "server")), args.folder, gpus, args.fp8, args.address, patience, args.requests))
     if args.machines is not None:
         address, _, port = args.master.rpartition(":")
         findings += check_together(Place(args.index, args.machines, (address.strip("[]"), int(port))), args.meet, gpus, patience)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from gspo_mega import descriptors
 from gspo_mega.config import load_config
 from gspo_mega.config.addresses import address_problem
 from gspo_mega.errors import ConfigError, PublishError
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         with hold(folder):  # unless a run is just starting
             attempt = folder.new_attempt()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    descriptors.raise_limit()  # the server's own processes inherit it: a connection for every open request
     if config.publish.method == "distributed" and device_here() == "gpu":
         # Beside the server's start, which takes longer.
         threading.Thread(target=_say_software, args=(attempt, index), daemon=True, name="software").start()

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.errors import ConfigError
+from gspo_mega.errors import ConfigError, RolloutError
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart
 from gspo_mega.launcher.state import RunState, read_state
 from gspo_mega.rollout.registration import read_registrations
@@ -88,7 +88,10 @@ def _speed(last: dict[str, Any] | None) -> str | None:
 
 def _servers(attempt: Attempt) -> str | None:
     """How many are in which state, and why those that were given up were; as the servers say."""
-    servers = read_registrations(attempt.servers_dir)
+    try:
+        servers = read_registrations(attempt.servers_dir)
+    except RolloutError as error:
+        return str(error)
     counts = Counter("given up" if server.state == "failed" else server.state for server in servers)
     given_up = [f"{server.server_id}: {(server.error or 'no reason').strip().splitlines()[0]}" for server in servers if server.state == "failed"]
     text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) + (f" ({'; '.join(given_up)})" if given_up else "")

@@ -26,6 +26,7 @@ OWN = {
     "weight_version": "(kept by the run)",
     "random_seed": "run.seed, with the attempt, the server and the number of its start: no start repeats the samples of another",
     "enable_return_routed_experts": "rollout.return_routed_experts",
+    "incremental_streaming_output": "(how responses are read)",
     "skip_tokenizer_init": "(token ids in, token ids out)",
     "disable_shared_experts_fusion": "(publishing names every expert)",
 }

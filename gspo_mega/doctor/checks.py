@@ -7,6 +7,7 @@ dies takes nothing else along.
 from __future__ import annotations
 
 import ipaddress
+import resource
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from gspo_mega import descriptors
 from gspo_mega.doctor.findings import Finding
 from gspo_mega.doctor.patience import SLOW_SECONDS, Patience
 
@@ -34,9 +36,12 @@ _LEAST_FREE_BYTES = 1024**3
 _FEW_FREE_BYTES = 50 * 1024**3
 
 
-def check_machine(roles: tuple[str, ...], folder: Path, gpus: int, fp8: bool, address: str | None, patience: Patience) -> Iterator[Finding]:
+def check_machine(
+    roles: tuple[str, ...], folder: Path, gpus: int, fp8: bool, address: str | None, patience: Patience, requests: int = 1024
+) -> Iterator[Finding]:
     """`roles`: trainer, server. `gpus`: expected here, 0 where none are used. `fp8`: the run wants it. `address`: this
-    machine's own, which servers and rank 0 bind. `patience`: for this and what is looked at after it."""
+    machine's own, which servers and rank 0 bind. `patience`: for this and what is looked at after it. `requests`: open at
+    once, of all servers."""
     yield _python()
     for role in roles:
         yield from _packages(role)
@@ -45,6 +50,7 @@ def check_machine(roles: tuple[str, ...], folder: Path, gpus: int, fp8: bool, ad
         yield _gpus(gpus, patience)
         if "trainer" in roles:
             yield from _transformer_engine(fp8, patience)
+    yield _descriptors(requests)
     yield _disk("folder", folder)
     yield _disk("temporary", Path(tempfile.gettempdir()))
     if address is not None:
@@ -116,6 +122,15 @@ def _transformer_engine(fp8: bool, patience: Patience) -> Iterator[Finding]:
     yield Finding("wrong", "TE", f"fp8 is asked for: {found.text}") if fp8 and lacking else found
     apex = _version("apex")
     yield Finding("ok", "apex", apex) if apex else Finding("note", "apex", "not installed; Megatron does without")
+
+
+def _descriptors(requests: int) -> Finding:
+    """A run raises the soft limit itself; the hard one only an administrator can."""
+    limit = descriptors.allowed()
+    text = f"{limit} may be open in one process (ulimit -Hn)" if limit != resource.RLIM_INFINITY else "any number may be open"
+    if not descriptors.enough_for(requests):
+        return Finding("wrong", "files", f"{text}; {requests} requests open at once need {requests + descriptors.SPARE}")
+    return Finding("ok", "files", text)
 
 
 def _disk(what: str, folder: Path) -> Finding:

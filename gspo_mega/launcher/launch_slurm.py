@@ -97,7 +97,8 @@ class _Attempts:
             say(f"job      {job_id}, restarted {allocation.num_restarts} times; {describe_nodes(allocation, self._size)}")
             left = standing.answers.demand(lambda: seconds_left(job_id))
             # Before the first attempt alone: what it looks at does not change with a failed rank.
-            doctors = steps.doctors(free_port(here), config.precision == "fp8") if site.preflight and is_first else []
+            requests = self._size.num_servers * config.rollout.max_concurrent_requests
+            doctors = steps.doctors(free_port(here), config.precision == "fp8", requests) if site.preflight and is_first else []
             return SlurmJob(attempt, standing, steps, state, left).run(self._command, servers, free_port(here), doctors)
 
 

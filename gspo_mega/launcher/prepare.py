@@ -20,7 +20,7 @@ from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 # learned from a step (another layout: to rounding). A trailing dot means the whole section.
 MAY_CHANGE = (
     "run.dir", "cluster.", "parallel.", "train.num_steps", "train.max_restarts", "sft.max_steps", "eval.every_steps", "checkpoint.", "journal.", "metrics.", "watchdog.", "server.", "publish.",
-    "rollout.max_concurrent_requests", "rollout.request_deadline_seconds", "rollout.max_attempts",
+    "rollout.max_concurrent_requests", "rollout.progress_deadline_seconds", "rollout.request_deadline_seconds", "rollout.max_attempts",
     "rollout.no_server_deadline_seconds", "reward.deadline_seconds", "reward.num_workers", "reward.recycle_after",
     "reward.memory_bytes", "mismatch.budget", "data.accept_changed",
 )  # fmt: skip

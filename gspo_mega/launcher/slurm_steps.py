@@ -66,8 +66,8 @@ class Steps:
     def _serves(self, node: Node) -> bool:
         return node in (self.server_node(index) for index in range(self._size.num_servers))
 
-    def doctors(self, master_port: int, fp8: bool) -> list[tuple[Node, ChildSpec]]:
-        """A step a node, in the environment of what will run there."""
+    def doctors(self, master_port: int, fp8: bool, requests: int = 1024) -> list[tuple[Node, ChildSpec]]:
+        """A step a node, in the environment of what will run there. `requests`: of the run, open at once."""
         allocation, site, attempt = self._allocation, self._site, self._attempt
         nodes, steps = allocation.nodes, []
         for index, node in enumerate(nodes):
@@ -78,7 +78,7 @@ class Steps:
             if trains and self._serves(node) and site.trainer == site.server:
                 roles.append("server")
             words = [word for role in roles for word in ("--role", role)] + (["--fp8"] if fp8 else [])
-            words += ["--folder", str(attempt.run_folder.path), "--gpus", str(site.gpus_per_node), "--address", node.address]
+            words += ["--folder", str(attempt.run_folder.path), "--gpus", str(site.gpus_per_node), "--address", node.address, "--requests", str(requests)]
             words += ["--machines", str(len(nodes)), "--index", str(index), "--master", f"{nodes[0].address}:{master_port}"]
             doctor = environment.command("-m", "gspo_mega", "doctor", *words, "--meet", str(attempt.path / "meeting"), "--patience", str(site.preflight_seconds))
             options = [*self._one_task(node), *environment.srun_options]

@@ -92,7 +92,11 @@ _ROLLOUT_COUNTS = {
     "num_retries": ("requests", "requests tried again"),
     "num_request_failures": ("requests", "requests that failed, all kinds"),
     "num_request_failures_<kind>": ("requests", "requests that failed, by kind"),
-    "num_aborted_requests": ("requests", "partial answers thrown away"),
+    "num_aborted_requests": ("requests", "requests cut short by their server, continued from their tokens"),
+    "num_moved_responses": ("responses", "responses taken from a slow server and continued, from their tokens, on another; each time it happens"),
+    "num_continued_requests": ("requests", "requests that went on with a response from tokens it had, for any reason"),
+    "num_discarded_tokens": ("tokens", "tokens so far of responses that could not be continued exactly: of other weights, or their experts not returned"),
+    "num_registration_errors": ("readings", "readings of a server's registration that the file system failed"),
     "num_reward_failures": ("trajectories", "trajectories whose scoring failed (exception, NaN, deadline, crash) and that are not trained on"),
     "num_servers_given_up": ("servers", "servers that failed more often than server.max_restarts allows and are not started again"),
 }

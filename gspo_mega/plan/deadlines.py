@@ -32,12 +32,11 @@ def _broken(config: Config, time: StepTime | None, save_seconds: float) -> Itera
     if time is None:
         return
     total = config.rollout.request_deadline_seconds
-    # The default is none of the user's: it is for models whose rollouts take seconds.
-    if total is not None and "request_deadline_seconds" in config.rollout.model_fields_set and total <= time.rollout:
+    if total is not None and total <= time.rollout:
         yield (
             "rollout.request_deadline_seconds",
-            f"{total:g} s, and a rollout takes {time.rollout:.0f} s by estimate: the longest responses would be left out, and the policy would learn to be "
-            f"short; above {time.rollout:.0f}, or leave it out",
+            f"{total:g} s, and a rollout takes {time.rollout:.0f} s by estimate: the run would stop at the first response that takes longer; "
+            f"above {time.rollout:.0f}, or leave it out",
         )
     if config.publish.deadline_seconds <= time.publish and _publishes(config):
         yield (

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import secrets
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import aiohttp
 
 from gspo_mega.errors import RolloutError
-from gspo_mega.rollout.completion import Completion, NonsenseAnswer, RoutingShape, SamplingParams, parse_completion
+from gspo_mega.rollout.completion import Answer, Completion, NonsenseAnswer, RefusedAnswer, RoutingShape, SamplingParams
+from gspo_mega.rollout.event_stream import IDENTITY, answer_bytes, read_body, read_events
+from gspo_mega.rollout.flight import Flight
 from gspo_mega.rollout.secret import Secret
 
+logger = logging.getLogger(__name__)
 PauseMode = Literal["abort", "retract", "in_place"]
 
 # The server closes a connection that was idle for 5 s. Giving it up well before is what keeps a request from being
 # written to one that is just going away, which cannot be told from a server that dies.
 _KEEPALIVE_SECONDS = 2.0
+
+# Answers of control calls; the longest are the checksums of all tensors of all ranks of one server.
+_MOST_CONTROL_BYTES = 64 * 1024**2
+# Between the end of an answer and the end of its connection's use.
+_TAIL_SECONDS = 1.0
 
 
 class ServerError(RolloutError):
@@ -47,6 +57,7 @@ class ServerClient:
         self._vocab_size = vocab_size
         self._routing = routing
         self._session: aiohttp.ClientSession | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         if self._session is not None:
@@ -54,27 +65,86 @@ class ServerClient:
             self._session = None
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, request_id: str, deadline_seconds: float
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        deadline_seconds: float,
+        report_tokens: int = 32,
+        flight: Flight | None = None,
     ) -> Completion:
-        """Sample one response to `input_ids`. Cancelling it aborts the request on the server."""
+        """Sample one response to `input_ids`, streamed: the server reports the first token, and then every `report_tokens`.
+
+        There is no bound on the whole: a request is ended, and ServerError raised, where for `deadline_seconds` it got no
+        new token. The answer is bound to this very request: it must name an id that no other request has. `flight` is kept up
+        to date, has what was reported where the request fails, and ends it early: finish_reason is then `abort`, as it is where
+        the server cuts it short. Cancelling the call aborts the request on the server.
+        """
+        flight = flight or Flight(deadline_seconds)
+        # Of one length behind the name, so that none begins with another: SGLang aborts what begins with the id it is given.
+        unique_id = f"{request_id}.{secrets.token_hex(8)}"
         body = {
+            "rid": unique_id,
             "input_ids": list(input_ids),
-            "sampling_params": params.as_json(),
+            "sampling_params": params.as_json() | {"stream_interval": report_tokens},
             "return_logprob": True,
             "return_routed_experts": self._routing is not None,
+            "stream": True,
         }
         what = f"generate {request_id}"
-        answer = await self._call("/generate", body, deadline_seconds, what=what)
+        answer = Answer(
+            request_id=unique_id, num_prompt_tokens=len(input_ids), params=params, vocab_size=self._vocab_size, routing=self._routing
+        )
+        limit_bytes = answer_bytes(len(input_ids), params.max_new_tokens, report_tokens, self._routing)
         try:
-            return parse_completion(
-                answer,
-                num_prompt_tokens=len(input_ids),
-                params=params,
-                vocab_size=self._vocab_size,
-                routing=self._routing,
-            )
-        except NonsenseAnswer as error:
-            raise ServerError(self.server_id, what, "nonsense", str(error)) from error
+            async with asyncio.timeout(None) as limit:
+                flight.begin(answer, limit, lambda: self._abort(unique_id, flight.grace_seconds))
+                await self._stream("/generate", body, answer, flight, limit, limit_bytes)
+        except TimeoutError as error:
+            if answer.completion is None:
+                raise ServerError(self.server_id, what, "deadline", _silence(flight, deadline_seconds)) from error
+        except (NonsenseAnswer, RefusedAnswer) as error:
+            raise ServerError(self.server_id, what, "status" if isinstance(error, RefusedAnswer) else "nonsense", str(error)) from error
+        except aiohttp.ClientResponseError as error:
+            raise ServerError(self.server_id, what, "status", f"HTTP {error.status}: {error.message}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            if answer.completion is None:
+                raise ServerError(self.server_id, what, "connection", f"{type(error).__name__}: {error}") from error
+        finally:
+            flight.close()
+        if answer.completion is None:
+            raise ServerError(self.server_id, what, "nonsense", "the answer has no end")
+        if flight.made_no_progress and answer.completion.finish_reason == "abort":
+            raise ServerError(self.server_id, what, "deadline", _silence(flight, deadline_seconds))
+        return answer.completion
+
+    async def _stream(
+        self, path: str, body: dict, answer: Answer, flight: Flight, limit: asyncio.Timeout, limit_bytes: int
+    ) -> None:
+        async with self._request("POST", path, body) as response:
+            if response.status != 200:
+                text = (await read_body(response, _MOST_CONTROL_BYTES)).decode(errors="replace")
+                raise aiohttp.ClientResponseError(response.request_info, (), status=response.status, message=_message(text))
+            async for report in read_events(response, limit_bytes):
+                if (count := answer.add(report)) > 0:
+                    flight.report(count)
+                if answer.completion is not None:
+                    # Read on to the end of the stream, so that the connection can be used again.
+                    limit.reschedule(asyncio.get_running_loop().time() + _TAIL_SECONDS)
+
+    def _abort(self, unique_id: str, deadline_seconds: float) -> None:
+        """Ask the server to end this request. Its answer ends then, with what it has; nobody waits for this call's own."""
+
+        async def ask() -> None:
+            try:
+                await self._call("/abort_request", {"rid": unique_id}, deadline_seconds)
+            except ServerError as error:
+                logger.info("%s", error)
+
+        task = asyncio.ensure_future(ask())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     async def health(self, *, deadline_seconds: float) -> None:
         """Returns when the server is up; raises otherwise."""
@@ -197,19 +267,15 @@ class ServerClient:
     ) -> Any:
         """Returns the decoded JSON answer, or its text if it is none and the path's answers are not JSON."""
         what = what or path
-        if self._session is None:
-            # Concurrency is bounded by the pool; a second bound here would only hide requests in a queue.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS), headers={"Authorization": f"Bearer {self._api_key}"}
-            )
         try:
             async with asyncio.timeout(deadline_seconds):
-                timeout = aiohttp.ClientTimeout(total=None)
-                async with self._session.request(method, self.address + path, json=body, timeout=timeout) as response:
-                    text = await response.text()
+                async with self._request(method, path, body) as response:
+                    text = (await read_body(response, _MOST_CONTROL_BYTES)).decode()
                     status = response.status
         except TimeoutError as error:
             raise ServerError(self.server_id, what, "deadline", f"no answer within {deadline_seconds:g} s") from error
+        except NonsenseAnswer as error:
+            raise ServerError(self.server_id, what, "nonsense", str(error)) from error
         except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
             raise ServerError(self.server_id, what, "connection", f"{type(error).__name__}: {error}") from error
         if status != 200:
@@ -220,6 +286,26 @@ class ServerClient:
             return json.loads(text)
         except ValueError as error:
             raise ServerError(self.server_id, what, "nonsense", f"not JSON: {text[:200]!r}") from error
+
+    def _request(self, method: str, path: str, body: dict | None):
+        """The request, to be entered with `async with`; no bound on its time but the caller's."""
+        if self._session is None:
+            # Concurrency is bounded by the pool; a second bound here would only hide requests in a queue.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+                headers={"Authorization": f"Bearer {self._api_key}", **IDENTITY},
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            )
+        return self._session.request(method, self.address + path, json=body)
+
+
+def _silence(flight: Flight, deadline_seconds: float) -> str:
+    return (
+        f"no new token within {deadline_seconds:g} s, after {flight.num_tokens}"
+        if flight.cause != "moved"
+        else f"did not give up a request within {flight.grace_seconds:g} s"
+    )
 
 
 _TEXT_ANSWERS = frozenset({"/health", "/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"})

@@ -12,7 +12,7 @@ import concurrent.futures
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import RewardError
@@ -22,6 +22,7 @@ from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.rollout.sampling import Sampler, make_trajectory
 
 _POLL_SECONDS = 0.05
+_LEAST_RUNNING = 64
 _FAILURES_SHOWN = 5
 
 
@@ -81,7 +82,7 @@ class Collector:
         if started != step:
             raise RuntimeError(f"step {step} asked for, step {started} was started")
         try:
-            return _wait(future, on_wait)
+            return self._wait(future, on_wait)
         finally:
             self._running = None
 
@@ -100,14 +101,33 @@ class Collector:
         """
         params = self._params(temperature, top_p=1.0, top_k=-1)
         future = self._pool.loop.submit(self._sample_all(prompts, samples_per_prompt, params, name))
-        return _wait(future, on_wait)
+        return self._wait(future, on_wait)
 
     def close(self) -> None:
         """Drop the batch that is running, if any."""
         if self._running is not None:
-            self._running[1].cancel()
-            concurrent.futures.wait([self._running[1]])
+            self._drop(self._running[1])
             self._running = None
+
+    def _wait(self, future: concurrent.futures.Future, on_wait: Callable[[], None]) -> Any:
+        """The batch's result. What ends the pool's own work ends the batch, too: it might wait for ever."""
+        try:
+            while True:
+                try:
+                    return future.result(timeout=_POLL_SECONDS)
+                except concurrent.futures.TimeoutError:
+                    if future.done():
+                        raise  # the batch itself raised it
+                    self._pool.check()
+                    on_wait()
+        finally:
+            if not future.done():
+                self._drop(future)
+
+    def _drop(self, future: concurrent.futures.Future) -> None:
+        future.cancel()
+        while not concurrent.futures.wait([future], timeout=_POLL_SECONDS).done:
+            self._pool.loop.check()
 
     def _params(self, temperature: float, top_p: float, top_k: int) -> SamplingParams:
         return SamplingParams(self._config.rollout.max_new_tokens, temperature, top_p, top_k, self._eos_token_ids)
@@ -132,25 +152,30 @@ class Collector:
         constant: list[Group] = []
         unscored: list[Group] = []
         num_sampled = 0
+        # Groups come through a queue: a wait for the first of all that run costs as much as there are, once for each of them.
+        done: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
+        num_running = 0
         async with _TaskGroup() as tasks:
-            running: set[asyncio.Task[Group]] = set()
             while True:
-                while len(kept) + len(running) < wanted and num_sampled < allowed:
+                # Groups that could only wait for a server are not started yet: the garbage collector looks at everything that waits.
+                most = max(_LEAST_RUNNING, 2 * self._pool.capacity // self._config.batch.group_size)
+                while len(kept) + num_running < wanted and num_sampled < allowed and num_running < most:
                     prompt = self._prompts.next()
                     there = known.get(num_sampled)
-                    running.add(tasks.create_task(batch.group(num_sampled, prompt) if there is None else batch.known(there)))
+                    task = tasks.create_task(batch.group(num_sampled, prompt) if there is None else batch.known(there))
+                    task.add_done_callback(done.put_nowait)
                     num_sampled += 1
-                if not running:
+                    num_running += 1
+                if not num_running:
                     break
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    group = task.result()
-                    if len(group.scored) < 2:
-                        unscored.append(group)
-                    elif rollout.filter_constant_groups and group.is_constant:
-                        constant.append(group)
-                    else:
-                        kept.append(group)
+                group = (await done.get()).result()
+                num_running -= 1
+                if len(group.scored) < 2:
+                    unscored.append(group)
+                elif rollout.filter_constant_groups and group.is_constant:
+                    constant.append(group)
+                else:
+                    kept.append(group)
         finished = self._clock()
         counts = batch.counts()
         counts["num_prompts_sampled"] = num_sampled
@@ -192,6 +217,7 @@ class _Batch:
         self._most_failures = most_failures
         self._first_failures: list[str] = []
         self._own: collections.Counter[str] = collections.Counter()
+        self._registration_errors = collector._pool.num_registration_errors
         self.last_generated = collector._clock()
 
     async def group(self, group_id: int, prompt: Prompt) -> Group:
@@ -255,25 +281,12 @@ class _Batch:
     def counts(self) -> dict[str, float]:
         names = (
             "num_trajectories", "num_reward_failures", "num_truncated", "num_retries", "num_request_failures",
-            "num_aborted_requests", "num_generated_tokens",
+            "num_aborted_requests", "num_moved_responses", "num_continued_requests", "num_discarded_tokens", "num_generated_tokens",
+            "num_registration_errors",
         )  # fmt: skip
+        self._own["num_registration_errors"] = self._collector._pool.num_registration_errors - self._registration_errors
         counted = self._own + self._sampler.counts
         return {name: 0 for name in names} | dict(counted)
-
-
-def _wait(future: concurrent.futures.Future, on_wait: Callable[[], None]):
-    try:
-        while True:
-            try:
-                return future.result(timeout=_POLL_SECONDS)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise  # the batch itself raised it
-                on_wait()
-    finally:
-        if not future.done():
-            future.cancel()
-            concurrent.futures.wait([future])
 
 
 class _TaskGroup(asyncio.TaskGroup):

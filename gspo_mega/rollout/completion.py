@@ -1,4 +1,4 @@
-"""A server's answer to one generate request: parsed, and refused if it makes no sense.
+"""A server's answer to one generate request: put together from its reports, and refused if it makes no sense.
 
 Owns what a well-formed answer is. A wrong token id, log-prob or weight version here would train a wrong policy
 without a sign, so every field is checked against every other one and against the request. No HTTP here.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,10 @@ _LOG_PROB_ROUNDING = 1e-5
 
 class NonsenseAnswer(RolloutError):
     """A server answered with something that cannot be true."""
+
+
+class RefusedAnswer(RolloutError):
+    """A server says that it will not serve this request."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,10 @@ class SamplingParams:
             params["top_k"] = self.top_k
         return params
 
+    def after(self, num_tokens: int) -> SamplingParams:
+        """How to sample what is left of a response that has `num_tokens` already."""
+        return replace(self, max_new_tokens=self.max_new_tokens - num_tokens)
+
 
 @dataclass(frozen=True)
 class RoutingShape:
@@ -64,12 +72,13 @@ class RoutingShape:
 
 @dataclass(frozen=True)
 class Completion:
-    """One response. Lists have one entry a response token.
+    """One response, or the beginning of one. Lists have one entry per response token.
 
     `log_probs` are nats, of the sampled token. `weight_versions` says which weights made each token.
-    `finish_reason` is `stop` (its last token is a stop token), `length`, or `abort`: cut short by the server, which
-    leaves nothing to train on, so its lists are empty. `routed_experts`: int32
-    [prompt + response - 1, layers, experts_per_token], -1 in layers without experts, or None if not asked for.
+    `finish_reason` is `stop` (its last token is a stop token), `length`, or `abort`: cut short, and these are its
+    tokens so far, sampled as all others are. `routed_experts`: int32 [prompt + response - 1, layers, experts_per_token],
+    -1 in layers without experts, or None if not asked for; None as well where a response was cut short and the server
+    did not return them.
     """
 
     token_ids: list[int]
@@ -79,32 +88,129 @@ class Completion:
     routed_experts: np.ndarray | None = None
 
 
-def parse_completion(
-    answer: Any, *, num_prompt_tokens: int, params: SamplingParams, vocab_size: int, routing: RoutingShape | None
-) -> Completion:
-    """Check and convert one element of SGLang's /generate answer. Raises NonsenseAnswer saying what is wrong."""
-    meta = _field(answer, "meta_info", dict)
-    finish = _field(meta, "finish_reason", dict)
-    reason = finish.get("type")
-    if reason == "abort":
-        return Completion([], [], [], "abort")
-    if reason not in ("stop", "length"):
-        raise NonsenseAnswer(f"finish_reason {finish!r}; stop, length or abort expected")
+class Answer:
+    """One answer of SGLang's streaming /generate while it comes, with disjoint reports (`incremental_streaming_output`).
 
-    token_ids = _token_ids(_field(answer, "output_ids", list), vocab_size)
-    count = len(token_ids)
-    if meta.get("prompt_tokens") != num_prompt_tokens:
-        raise NonsenseAnswer(f"{meta.get('prompt_tokens')} prompt tokens; {num_prompt_tokens} were sent")
-    if meta.get("completion_tokens") != count:
-        raise NonsenseAnswer(f"completion_tokens {meta.get('completion_tokens')} beside {count} token ids")
-    _check_end(token_ids, reason, params)
-    return Completion(
-        token_ids,
-        _log_probs(_field(meta, "output_token_logprobs", list), token_ids),
-        _weight_versions(meta, count),
-        reason,
-        None if routing is None else _routed_experts(meta, num_prompt_tokens + count - 1, routing),
-    )
+    `request_id` and `num_prompt_tokens` are what was sent: an answer to another request is nonsense, however well formed.
+    `completion` is None until the last report.
+    """
+
+    def __init__(
+        self, *, request_id: str, num_prompt_tokens: int, params: SamplingParams, vocab_size: int, routing: RoutingShape | None
+    ) -> None:
+        self._request_id = request_id
+        self._num_prompt_tokens = num_prompt_tokens
+        self._params = params
+        self._vocab_size = vocab_size
+        self._routing = routing
+        self._token_ids: list[int] = []
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+        self.completion: Completion | None = None
+
+    def add(self, report: Any) -> int:
+        """Take in one report; returns how many tokens it brought.
+
+        Raises NonsenseAnswer saying what is wrong, RefusedAnswer with the server's words. Nothing of the answer may be
+        used then, the earlier reports neither.
+        """
+        if self.completion is not None:
+            raise NonsenseAnswer(f"the answer went on after its end: {str(report)[:200]!r}")
+        if isinstance(report, dict) and "error" in report:
+            raise RefusedAnswer(_words(report["error"]))
+        meta = _field(report, "meta_info", dict)
+        if meta.get("id") != self._request_id:
+            raise NonsenseAnswer(f"the answer is to request {meta.get('id')!r}; {self._request_id!r} was sent")
+        finish = meta.get("finish_reason")
+        reason = finish.get("type") if isinstance(finish, dict) else None
+        if finish is not None and reason not in ("stop", "length", "abort"):
+            raise NonsenseAnswer(f"finish_reason {finish!r}; stop, length or abort expected")
+        if reason == "abort" and finish.get("status_code") is not None:
+            raise RefusedAnswer(f"{finish['status_code']}: {finish.get('message')}")
+        # A request that is cut short while it waits in the server's queue is answered without a prompt.
+        if meta.get("prompt_tokens") != self._num_prompt_tokens and not (reason == "abort" and "prompt_tokens" not in meta):
+            raise NonsenseAnswer(f"{meta.get('prompt_tokens')} prompt tokens; {self._num_prompt_tokens} were sent")
+        count = self._take_tokens(report, meta, reason)
+        if reason is not None:
+            self.completion = self._end(meta, reason)
+        return count
+
+    def so_far(self) -> Completion:
+        """The tokens that were reported, as a response that was cut short. Raises NonsenseAnswer."""
+        _check_middle(self._token_ids, self._params)
+        return Completion(list(self._token_ids), list(self._log_probs), list(self._versions), "abort")
+
+    def _take_tokens(self, report: dict, meta: dict, reason: str | None) -> int:
+        token_ids, total = _field(report, "output_ids", list), meta.get("completion_tokens")
+        before = len(self._token_ids)
+        count = len(token_ids)
+        if reason == "abort" and type(total) is int and 0 <= total - before < count:
+            count = total - before  # it then repeats the last token that was reported before
+            token_ids = token_ids[:count]
+        if total != before + count:
+            raise NonsenseAnswer(f"completion_tokens {total} after {before} token ids and {count} more")
+        if total > self._params.max_new_tokens:
+            raise NonsenseAnswer(f"{total} tokens; 1 to {self._params.max_new_tokens} were asked for")
+        entries = _field(meta, "output_token_logprobs", list) if count or reason in ("stop", "length") else []
+        if reason == "abort":
+            entries = entries[:count]
+        self._token_ids += _token_ids(token_ids, self._vocab_size)
+        self._log_probs += _log_probs(entries, token_ids)
+        if count:
+            self._versions += [_version(meta.get("weight_version"))] * count
+        return count
+
+    def _end(self, meta: dict, reason: str) -> Completion:
+        count = len(self._token_ids)
+        if reason == "abort":
+            _check_middle(self._token_ids, self._params)
+        else:
+            _check_end(self._token_ids, reason, self._params)
+        versions = self._versions
+        if reason != "abort" or "weight_versions" in meta:
+            versions = _weight_versions(meta, count)
+        routes = None
+        if self._routing is not None and count and (reason != "abort" or "routed_experts" in meta):
+            routes = _routed_experts(meta, self._num_prompt_tokens + count - 1, self._routing)
+        return Completion(self._token_ids, self._log_probs, versions, reason, routes)
+
+
+class Response:
+    """One response as it grows, over the servers that sampled it: the parts' tokens and their records, end to end."""
+
+    def __init__(self, num_prompt_tokens: int, params: SamplingParams, with_routes: bool) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._params = params
+        self._with_routes = with_routes
+        self.whole = Completion([], [], [], "abort")
+
+    def __len__(self) -> int:
+        return len(self.whole.token_ids)
+
+    def add(self, part: Completion) -> bool:
+        """Put the next part behind what is there; its request had all of it as prompt. False, and nothing is changed,
+        where the part has tokens whose experts are not known and must be."""
+        if not part.token_ids:
+            return True
+        routes = part.routed_experts
+        if self._with_routes:
+            if routes is None:
+                return False
+            if self.whole.routed_experts is not None:
+                # The rows of the earlier tokens are those they were sampled with, not those of reading them again.
+                mine = self.whole.routed_experts
+                routes = np.concatenate([mine, routes[len(mine) :]])
+        whole = self.whole
+        token_ids = whole.token_ids + part.token_ids
+        reason = part.finish_reason
+        if reason == "abort" and token_ids[-1] in self._params.stop_token_ids:
+            reason = "stop"
+        elif reason == "abort" and len(token_ids) == self._params.max_new_tokens:
+            reason = "length"
+        self.whole = Completion(
+            token_ids, whole.log_probs + part.log_probs, whole.weight_versions + part.weight_versions, reason, routes
+        )
+        return True
 
 
 def _field(mapping: Any, name: str, kind: type) -> Any:
@@ -122,12 +228,16 @@ def _token_ids(values: list, vocab_size: int) -> list[int]:
 
 def _check_end(token_ids: list[int], reason: str, params: SamplingParams) -> None:
     count = len(token_ids)
-    if not 1 <= count <= params.max_new_tokens:
-        raise NonsenseAnswer(f"{count} tokens; 1 to {params.max_new_tokens} were asked for")
+    if not count:
+        raise NonsenseAnswer(f"0 tokens; 1 to {params.max_new_tokens} were asked for")
     if reason == "length" and count != params.max_new_tokens:
         raise NonsenseAnswer(f"ended for length after {count} tokens of {params.max_new_tokens}")
     if reason == "stop" and token_ids[-1] not in params.stop_token_ids:
         raise NonsenseAnswer(f"stopped at token {token_ids[-1]}, which is none of {params.stop_token_ids}")
+    _check_middle(token_ids, params)
+
+
+def _check_middle(token_ids: list[int], params: SamplingParams) -> None:
     for position, token in enumerate(token_ids[:-1]):
         if token in params.stop_token_ids:
             raise NonsenseAnswer(f"went on after the stop token {token} at position {position}")
@@ -146,6 +256,13 @@ def _log_probs(entries: list, token_ids: list[int]) -> list[float]:
             raise NonsenseAnswer(f"log-prob {value!r} of token {token} at position {position}; a finite number <= 0 expected")
         log_probs.append(float(value))
     return log_probs
+
+
+def _version(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise NonsenseAnswer(f"weight_version {value!r}; a number expected") from error
 
 
 def _weight_versions(meta: dict, count: int) -> list[int]:
@@ -177,3 +294,7 @@ def _routed_experts(meta: dict, num_rows: int, routing: RoutingShape) -> np.ndar
     routes = flat.reshape(shape).astype(np.int32)
     routes[:, : routing.num_dense_layers] = -1
     return routes
+
+
+def _words(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]

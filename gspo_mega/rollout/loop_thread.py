@@ -1,6 +1,7 @@
 """One thread with one asyncio event loop, for everything that talks to servers.
 
-Owns the thread. The trainer's own threads hand coroutines to it and wait for results.
+Owns the thread. The trainer's own threads hand coroutines to it and wait for results; a thread that has ended is their error, for
+nothing would ever answer.
 """
 
 from __future__ import annotations
@@ -11,29 +12,61 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
+from gspo_mega.errors import RolloutError
+
+_LOOK_SECONDS = 1.0
+
 
 class LoopThread:
     """Starts at construction; `close()` ends it, cancelling what still runs."""
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._error: BaseException | None = None
         self._thread.start()
 
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a task end the loop
+            self._error = error
+
+    def check(self) -> None:
+        """Raises RolloutError where the thread has ended."""
+        if not self._thread.is_alive():
+            raise RolloutError(f"the thread {self._name!r} has ended: {self._error!r}") from self._error
+
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
-        """Run `coroutine` on the loop; the future may be waited for and cancelled from any other thread."""
+        """Run `coroutine` on the loop; the future may be waited for and cancelled from any other thread. Raises RolloutError."""
+        try:
+            self.check()
+        except RolloutError:
+            coroutine.close()
+            raise
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run `coroutine` on the loop and wait. The coroutine brings its own deadline. Never call it from the loop."""
-        return self.submit(coroutine).result()
+        future = self.submit(coroutine)
+        while True:
+            try:
+                return future.result(timeout=_LOOK_SECONDS)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise  # the coroutine itself raised it
+                self.check()
 
     def close(self) -> None:
-        if not self._thread.is_alive():
+        if self._loop.is_closed():
             return
-        self.run(self._cancel_rest())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        if self._thread.is_alive():
+            self.run(self._cancel_rest())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        else:  # what it left behind is ended here
+            self._loop.run_until_complete(self._cancel_rest())
         self._loop.close()
 
     async def _cancel_rest(self) -> None:

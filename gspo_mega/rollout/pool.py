@@ -1,15 +1,16 @@
 """The servers of an attempt: which there are, which may work, how much each has open.
 
 Owns discovery (it reads registrations, it never starts a server), the rule that only a server known to hold the
-committed weights is given work, and the bound on open requests. Retrying is the collector's; sending weights is the
-publisher's, through `controls()`.
+committed weights is given work, the bound on open requests, and taking requests from a slow server. Retrying is the
+collector's; sending weights is the publisher's, through `controls()`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -21,8 +22,10 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.rollout.client import ServerClient, ServerError
 from gspo_mega.rollout.completion import RoutingShape
 from gspo_mega.rollout.control import HttpServerControl
+from gspo_mega.rollout.load import Load, least_loaded, to_move
 from gspo_mega.rollout.loop_thread import LoopThread
-from gspo_mega.rollout.registration import Registration, read_registrations
+from gspo_mega.rollout.registration import Registration
+from gspo_mega.rollout.roster import Roster
 from gspo_mega.rollout.secret import read_secret
 from gspo_mega.run_folder import Attempt
 
@@ -30,7 +33,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.25
-_STALE_SECONDS = 60.0
 _NONSENSE_LIMIT = 3
 _MAX_REST_SECONDS = 5.0
 
@@ -48,6 +50,7 @@ class Entry:
         self.verified_version: int | None = registration.weight_version
         self.gone = asyncio.Event()
         self.num_open = 0
+        self.load = Load()
         self.num_failures = 0
         self.num_nonsense = 0
         self.rest_until = 0.0
@@ -63,6 +66,7 @@ class ServerPool:
     def __init__(self, config: Config, spec: ModelSpec, attempt: Attempt) -> None:
         self._config = config
         self._servers_dir = attempt.servers_dir
+        self._roster = Roster(attempt.servers_dir)
         self._api_key = read_secret(attempt.api_key_file)
         self._vocab_size = spec.vocab_size
         self._routing = None
@@ -72,16 +76,19 @@ class ServerPool:
             self._routing = RoutingShape(spec.num_layers, spec.moe.experts_per_token, spec.moe.num_experts, spec.moe.num_dense_layers)
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
-        self._registrations: list[Registration] = []
-        self._heard: dict[str, tuple[float, float]] = {}  # server: its latest heartbeat, and our monotonic time when it came
         self._committed_version = 0
         self._problem: RolloutError | None = None
         self._lonely_since: float | None = None
         self._closed = False
         self.loop = LoopThread("rollout")
-        self._changed = self.loop.run(_make(asyncio.Condition))
-        self.loop.run(self._refresh())
-        self.loop.submit(self._watch())
+        try:
+            self._changed = self.loop.run(_make(asyncio.Condition))
+            self.loop.run(self._refresh())
+        except BaseException:
+            self.loop.close()
+            raise
+        self._watching = self.loop.submit(self._watch())
+        self._watching.add_done_callback(self._watch_ended)
 
     def __enter__(self) -> ServerPool:
         return self
@@ -93,13 +100,35 @@ class ServerPool:
         """End the pool's thread and connections; open requests are dropped."""
 
         async def close_clients():
-            for entry in self._entries.values():
+            await asyncio.sleep(0)  # the watch ends first: it would add servers
+            for entry in list(self._entries.values()):
                 await entry.client.close()
 
         if not self._closed:
             self._closed = True
-            self.loop.run(close_clients())
+            self._watching.cancel()
+            with contextlib.suppress(RolloutError):  # its thread has ended, and was reported
+                self.loop.run(close_clients())
             self.loop.close()
+
+    @property
+    def num_registration_errors(self) -> int:
+        """How often the file system did not give a server's registration, so far."""
+        return self._roster.num_errors
+
+    @property
+    def returns_routed_experts(self) -> bool:
+        return self._routing is not None
+
+    @property
+    def capacity(self) -> int:
+        """Requests that all servers together take at once."""
+        return len(self._ready_entries()) * self._config.rollout.max_concurrent_requests
+
+    def check(self) -> None:
+        """Raise what ended the pool's own work, if something did: nobody would be told otherwise that servers come and go."""
+        self._raise_problem()
+        self.loop.check()
 
     @property
     def committed_version(self) -> int:
@@ -123,7 +152,7 @@ class ServerPool:
     @property
     def num_given_up(self) -> int:
         """Servers of this attempt that failed more often than allowed, or refused their configuration, and are not started again."""
-        return sum(registration.state == "failed" for registration in self._registrations)
+        return sum(registration.state == "failed" for registration in self._roster.registrations)
 
     def controls(self) -> list[HttpServerControl]:
         """A control of every server that is up, whatever weights it holds; for the publisher."""
@@ -134,12 +163,12 @@ class ServerPool:
         return [HttpServerControl(self, e) for e in self._ready_entries() if e.verified_version != self._committed_version]
 
     def wait_ready(self, num_servers: int, deadline_seconds: float, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Block until `num_servers` are up, or all of them but those that gave up and at least one, calling `on_wait` meanwhile.
+        """Block until `num_servers` are up, or all of them but those that gave up or were stopped and at least one, calling `on_wait` meanwhile.
         Raises RolloutError at the deadline, or as soon as all have given up."""
         deadline = time.monotonic() + deadline_seconds
-        while len(self._ready_entries()) < max(1, num_servers - self.num_given_up):
-            self._raise_problem()
-            if len(self._registrations) >= num_servers:
+        while len(self._ready_entries()) < max(1, num_servers - sum(r.state in ("failed", "stopped") for r in self._roster.registrations)):
+            self.check()
+            if len(self._roster.registrations) >= num_servers:
                 self._raise_if_all_failed()
             if time.monotonic() > deadline:
                 raise RolloutError(
@@ -155,9 +184,10 @@ class ServerPool:
 
     # From here on: on the loop.
 
-    async def acquire(self, avoid: frozenset[str] = frozenset()) -> Entry:
-        """Wait for a server that may work and has room, rather none of `avoid`; the least loaded. Give it back with
-        `release`. Raises RolloutError when for `rollout.no_server_deadline_seconds` none may work."""
+    async def acquire(self, avoid: frozenset[str] = frozenset(), num_tokens: int = 0) -> Entry:
+        """Wait for a server that may work and has room, rather none of `avoid`; the least loaded by tokens in flight and speed.
+        `num_tokens`: of the request's prompt. Give it back with `release`. Raises RolloutError when for
+        `rollout.no_server_deadline_seconds` none may work."""
         limit = self._config.rollout.no_server_deadline_seconds
         started = time.monotonic()
         async with self._changed:
@@ -165,10 +195,11 @@ class ServerPool:
                 self._raise_problem()
                 now = time.monotonic()
                 able = self._able(now)
-                room = [e for e in able if e.num_open < self._config.rollout.max_concurrent_requests]
+                room = {e.server_id: e for e in able if e.num_open < self._config.rollout.max_concurrent_requests}
                 if room:
-                    entry = min(room, key=lambda e: (e.server_id in avoid, e.num_open, random.random()))
+                    entry = room[least_loaded({name: e.load for name, e in room.items()}, avoid)]
                     entry.num_open += 1
+                    entry.load.num_tokens += num_tokens + 1
                     return entry
                 if not able:
                     self._raise_if_all_failed()
@@ -179,9 +210,11 @@ class ServerPool:
                         )
                 await self._changed.wait()
 
-    async def release(self, entry: Entry, error: ServerError | None = None) -> None:
-        """Give `entry` back; with the error of the request, if it failed. A failing server rests, longer each time."""
+    async def release(self, entry: Entry, error: ServerError | None = None, num_tokens: int = 0) -> None:
+        """Give `entry` back; with the error of the request, if it failed. A failing server rests, longer each time. `num_tokens`:
+        of the prompt and the response."""
         entry.num_open -= 1
+        entry.load.num_tokens -= num_tokens + 1
         if error is None:
             entry.num_failures = entry.num_nonsense = 0
         else:
@@ -215,17 +248,18 @@ class ServerPool:
         return [e for e in self._ready_entries() if e.verified_version == self._committed_version and e.rest_until <= now]
 
     def _raise_if_all_failed(self) -> None:
-        if self._registrations and all(r.state == "failed" for r in self._registrations):
-            raise RolloutError(_failed_text(self._registrations))
+        if self._roster.registrations and all(r.state == "failed" for r in self._roster.registrations):
+            raise RolloutError(_failed_text(self._roster.registrations))
 
     def _raise_problem(self) -> None:
         if self._problem is not None:
             raise self._problem
 
     def _describe(self) -> str:
-        if not self._registrations:
-            return f"none is registered in {self._servers_dir}"
-        return "; ".join(map(self._describe_one, self._registrations))
+        unread = f"; {self._roster.last_error}" if self._roster.last_error else ""
+        if not self._roster.registrations:
+            return f"none is registered in {self._servers_dir}{unread}"
+        return "; ".join(map(self._describe_one, self._roster.registrations)) + unread
 
     def _describe_one(self, registration: Registration) -> str:
         with self._lock:
@@ -233,9 +267,19 @@ class ServerPool:
         if entry is not None:
             what = f"holds version {entry.verified_version} of {self._committed_version}"
         else:
-            what = f"last heard of {time.monotonic() - self._heard[registration.server_id][1]:.0f} s ago"
+            what = f"last heard of {self._roster.silent_seconds(registration.server_id):.0f} s ago"
         error = f" ({registration.error})" if registration.error else ""
         return f"{registration.server_id}: {registration.state}, {what}{error}"
+
+    def _watch_ended(self, watch: concurrent.futures.Future) -> None:
+        """Called on the loop when `_watch` is over, which it never is but for `close`: whoever waits for samples is told."""
+        error = None if watch.cancelled() else watch.exception()
+        if error is not None and not isinstance(error, RolloutError):
+            logger.error("the watch over the servers ended", exc_info=error)
+            problem = RolloutError(f"the watch over the servers ended: {type(error).__name__}: {error}")
+            problem.__cause__ = error
+            error = problem
+        self._problem = error
 
     async def _watch(self) -> None:
         """Keeps the list of servers, and wakes those who wait for one when time alone has changed something."""
@@ -247,8 +291,9 @@ class ServerPool:
             except RolloutError as problem:  # a file that is no registration: tell whoever waits for servers
                 self._problem = problem
                 await self._notify()
-                return
+                raise
             now = time.monotonic()
+            self._balance()
             rested = any(last < e.rest_until <= now for e in self._ready_entries())
             last = now
             if self._able(now):
@@ -259,12 +304,21 @@ class ServerPool:
             if rested or (self._lonely_since is not None and now - self._lonely_since > limit):
                 await self._notify()
 
+    def _balance(self) -> None:
+        """Measure all servers, and take from the slow ones what others have room for."""
+        entries, now = self._ready_entries(), asyncio.get_running_loop().time()
+        for entry in entries:
+            entry.load.measure(now, self._config.rollout.progress_deadline_seconds)
+        able, limit = self._able(time.monotonic()), self._config.rollout.max_concurrent_requests
+        room = {place: limit - e.num_open for place, e in enumerate(entries) if e in able}
+        for flight in to_move([e.load for e in entries], room, now):
+            flight.end("moved")
+
     async def _refresh(self) -> None:
-        registrations = await asyncio.to_thread(read_registrations, self._servers_dir)
-        changed = [r.state for r in registrations] != [r.state for r in self._registrations]
-        fresh = {r.server_id: r for r in registrations if self._is_heard(r) and r.state == "ready"}
+        before = [r.state for r in self._roster.registrations]
+        fresh = {r.server_id: r for r in await asyncio.to_thread(self._roster.read)}
+        changed = before != [r.state for r in self._roster.registrations]
         with self._lock:
-            self._registrations = registrations
             replaced = []
             for server_id, entry in list(self._entries.items()):
                 seen = fresh.get(server_id)
@@ -282,14 +336,6 @@ class ServerPool:
             await entry.client.close()
         if changed or replaced or added:
             await self._notify()
-
-    def _is_heard(self, registration: Registration) -> bool:
-        """Whether the server's heartbeat goes on. Clocks of two machines differ, and one may be set: its changes count, by our own
-        monotonic time; only a heartbeat that is seen for the first time is compared with the clock on the wall."""
-        now, beat = time.monotonic(), registration.heartbeat
-        last = self._heard.get(registration.server_id, (beat, now - max(0.0, time.time() - beat)))
-        self._heard[registration.server_id] = last if last[0] == beat else (beat, now)
-        return now - self._heard[registration.server_id][1] < _STALE_SECONDS
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -7,6 +7,8 @@ any earlier state of it, never a torn one.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,16 +42,24 @@ class Registration:
         atomic_write_json(servers_dir / f"{self.server_id}.json", asdict(self))
 
 
-def read_registrations(servers_dir: Path) -> list[Registration]:
-    """All registrations of an attempt, by server id. Raises RolloutError for a file that is none."""
+def read_registrations(servers_dir: Path, on_error: Callable[[Path, OSError], object] | None = None) -> list[Registration]:
+    """All registrations of an attempt, by server id. Raises RolloutError for a file that is none.
+
+    A file that the file system does not give is handed to `on_error` and left out; without it, and for the folder, OSError.
+    """
     found = []
-    for path in sorted(servers_dir.glob("*.json")):
+    names = sorted(os.listdir(servers_dir)) if servers_dir.exists() else []
+    for path in (servers_dir / name for name in names if name.endswith(".json")):
         if path.name.startswith("."):  # a half-written neighbour of an atomic write
             continue
         try:
             found.append(Registration(**json.loads(path.read_text(encoding="utf-8"))))
         except FileNotFoundError:
             continue
+        except OSError as error:
+            if on_error is None:
+                raise
+            on_error(path, error)
         except (ValueError, TypeError) as error:
             raise RolloutError(f"{path}: not a server's registration: {error}") from error
     return found

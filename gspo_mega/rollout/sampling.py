@@ -1,6 +1,9 @@
-"""One sample, whatever happens to servers: try, back off, try elsewhere, and say why if it cannot be had.
+"""One sample, whatever happens to servers: try, go on elsewhere with the tokens so far, and say why if it cannot be had.
 
 Owns retries and their counts. Which prompts are sampled and what becomes of the responses is the collector's.
+
+Nothing here prefers short responses: no request is ended for being long, and one that is ended early, by a slow, stalled or
+dying server, goes on from the tokens that were sampled, which are a draw from the policy like any others.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from gspo_mega.config.schema import Rollout
 from gspo_mega.errors import RolloutError
 from gspo_mega.records import Group, Prompt, Trajectory
 from gspo_mega.rollout.client import ServerError
-from gspo_mega.rollout.completion import Completion, SamplingParams
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.completion import Completion, Response, SamplingParams
+from gspo_mega.rollout.flight import Flight
+from gspo_mega.rollout.pool import Entry, ServerPool
 
 _BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 10.0
@@ -24,7 +28,7 @@ class Sampler:
     """Draws single responses from a pool. Runs on the pool's loop.
 
     `counts` adds up: num_request_failures (and _connection, _deadline, _status, _nonsense), num_retries,
-    num_aborted_requests, num_generated_tokens (of answers kept).
+    num_aborted_requests, num_moved_responses, num_continued_requests, num_discarded_tokens, num_generated_tokens (of answers kept).
     """
 
     def __init__(self, settings: Rollout, pool: ServerPool) -> None:
@@ -35,48 +39,102 @@ class Sampler:
     async def sample(self, prompt: Prompt, params: SamplingParams, request_id: str) -> Completion:
         """One complete response, all of it from the committed weights.
 
-        A request that fails, times out, is cut short by the server or comes back wrong is tried again, on another server
-        if there is one. Raises RolloutError after `rollout.max_attempts` tries, or if no server is left.
+        A request that fails, stalls, is cut short by the server or taken from a slow one is continued, on another server if there
+        is one; one that comes back wrong is tried again. Raises RolloutError after `rollout.max_attempts` tries in a row that
+        brought no token, if no server is left, or at `rollout.request_deadline_seconds` where that is set.
         """
-        avoid: frozenset[str] = frozenset()
-        for attempt in range(1, self._settings.max_attempts + 1):
-            if attempt > 1:
-                self.counts["num_retries"] += 1
-                delay = min(_MAX_BACKOFF_SECONDS, _BACKOFF_SECONDS * 2 ** (attempt - 2))
-                await asyncio.sleep(delay * random.uniform(0.5, 1.5))
-            entry = await self._pool.acquire(avoid)
-            failure: ServerError | None = None
-            try:
-                completion = await self._pool.run_on(
-                    entry,
-                    entry.client.generate(
-                        prompt.token_ids, params, request_id=request_id,
-                        deadline_seconds=self._settings.request_deadline_seconds,
-                    ),
-                )  # fmt: skip
-                if completion.finish_reason != "abort":
-                    self._check_version(completion, entry.server_id, request_id)
-                    self.counts["num_generated_tokens"] += len(completion.token_ids)
-                    return completion
-                self.counts["num_aborted_requests"] += 1
-                last_error = f"{entry.server_id}: generate {request_id}: cut short by the server"
-            except ServerError as error:
-                failure = error
-                last_error = str(error)
-                avoid = frozenset({entry.server_id})
-                self.counts["num_request_failures"] += 1
-                self.counts[f"num_request_failures_{error.kind}"] += 1
-            finally:
-                await self._pool.release(entry, failure)
-        raise RolloutError(
-            f"prompt {prompt.prompt_id}: no answer in {self._settings.max_attempts} attempts (rollout.max_attempts);"
-            f" the last: {last_error}"
-        )
+        response = Response(len(prompt.token_ids), params, self._pool.returns_routed_experts)
+        try:
+            async with asyncio.timeout(None) as limit:
+                await self._complete(response, prompt, params, request_id, limit)
+        except TimeoutError:
+            raise RolloutError(
+                f"prompt {prompt.prompt_id}: no whole response within {self._settings.request_deadline_seconds:g} s"
+                f" (rollout.request_deadline_seconds), {len(response)} of at most {params.max_new_tokens} tokens so far. To leave such"
+                " responses out would train on short ones only: raise it, or leave it out, for rollout.progress_deadline_seconds"
+                " alone finds servers that hang"
+            ) from None
+        self.counts["num_generated_tokens"] += len(response)
+        return response.whole
 
-    def _check_version(self, completion: Completion, server_id: str, request_id: str) -> None:
+    async def _complete(
+        self, response: Response, prompt: Prompt, params: SamplingParams, request_id: str, limit: asyncio.Timeout
+    ) -> None:
+        """Sample until the response is whole. `limit` begins to count when a server takes it."""
+        avoid: frozenset[str] = frozenset()
+        tries, last_error, total = 0, "", self._settings.request_deadline_seconds
+        while response.whole.finish_reason == "abort":
+            if tries == self._settings.max_attempts:
+                raise RolloutError(
+                    f"prompt {prompt.prompt_id}: no answer in {tries} attempts (rollout.max_attempts); the last: {last_error}"
+                )
+            if tries > 0:
+                self.counts["num_retries"] += 1
+                delay = min(_MAX_BACKOFF_SECONDS, _BACKOFF_SECONDS * 2 ** (tries - 1))
+                await asyncio.sleep(delay * random.uniform(0.5, 1.5))
+            before = len(response)
+            entry = await self._pool.acquire(avoid, len(prompt.token_ids) + before)
+            if total is not None and limit.when() is None:
+                limit.reschedule(asyncio.get_running_loop().time() + total)
+            what = await self._go_on(response, entry, prompt, params, request_id)
+            avoid = frozenset({entry.server_id})
+            if what is None or len(response) > before:
+                tries = 0
+            else:
+                last_error, tries = what, tries + 1
+
+    async def _go_on(self, response: Response, entry: Entry, prompt: Prompt, params: SamplingParams, request_id: str) -> str | None:
+        """One request to `entry`'s server, for what the response lacks. Returns what went wrong, if something did."""
+        before = len(response)
+        self.counts["num_continued_requests"] += before > 0
+        flight = Flight(self._settings.progress_deadline_seconds, entry.load)
+        entry.load.flights.add(flight)
+        failure: ServerError | None = None
+        try:
+            part = await self._pool.run_on(
+                entry,
+                entry.client.generate(
+                    [*prompt.token_ids, *response.whole.token_ids], params.after(before), request_id=request_id,
+                    deadline_seconds=self._settings.progress_deadline_seconds,
+                    report_tokens=entry.load.report_tokens(self._settings.progress_deadline_seconds), flight=flight,
+                ),
+            )  # fmt: skip
+            self._check_version(part, entry.server_id, request_id)
+            self._add(response, part)
+            if response.whole.finish_reason != "abort":
+                return None
+            if flight.cause == "moved":
+                self.counts["num_moved_responses"] += 1
+                return None
+            self.counts["num_aborted_requests"] += 1
+            return f"{entry.server_id}: generate {request_id}: cut short by the server"
+        except ServerError as error:
+            failure = error
+            self.counts["num_request_failures"] += 1
+            self.counts[f"num_request_failures_{error.kind}"] += 1
+            if error.kind != "nonsense":
+                self._keep(response, flight, entry)
+            return str(error)
+        finally:
+            entry.load.flights.discard(flight)
+            await self._pool.release(entry, failure, len(prompt.token_ids) + before + flight.num_tokens)
+
+    def _keep(self, response: Response, flight: Flight, entry: Entry) -> None:
+        """What a failed request had reported before is as good as any other part, if it is of the committed weights."""
+        part = flight.so_far()
+        if set(part.weight_versions) <= {self._pool.committed_version}:
+            self._add(response, part)
+        else:
+            self.counts["num_discarded_tokens"] += len(part.token_ids)
+
+    def _add(self, response: Response, part: Completion) -> None:
+        if not response.add(part):
+            self.counts["num_discarded_tokens"] += len(part.token_ids)
+
+    def _check_version(self, part: Completion, server_id: str, request_id: str) -> None:
         committed = self._pool.committed_version
-        made_by = sorted(set(completion.weight_versions))
-        if made_by != [committed]:
+        made_by = sorted(set(part.weight_versions))
+        if made_by not in ([committed], []):
             raise ServerError(
                 server_id, f"generate {request_id}", "nonsense", f"tokens of weight versions {made_by}; {committed} is committed"
             )

@@ -141,6 +141,8 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
         "random_seed": spec.seed,
         # Token ids in, token ids out: the server needs no tokenizer, and published weights carry none for it.
         "skip_tokenizer_init": True,
+        # Reports of a response's progress have its new tokens, not all of them each time.
+        "incremental_streaming_output": True,
         # A shared expert fused with the others would be one of `routed_experts`, and checked under another name.
         "disable_shared_experts_fusion": True,
         # A model folder is data; code inside one is never run.

@@ -51,8 +51,8 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
             context.console(line)
         try:
             side.pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start)
-            beats.enter("eval")
             on_wait()
+            beats.enter("eval")
             return asdict(side.evaluate(on_wait))
         except StopRequested as request:
             return {"stopped": str(request)}

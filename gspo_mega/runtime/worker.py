@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gspo_mega import kill_points, process_death
+from gspo_mega import descriptors, kill_points, process_death
 from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.config.addresses import is_loopback
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, RENDEZVOUS_SECONDS
@@ -109,6 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     process_death.forks_die_with_us()
     redirect_output(attempt.rank_log(place.rank))
     _default_signals()
+    descriptors.raise_limit()  # rank 0 has a connection for every open request of every server
     try:
         loaded = load_config(args.config, command=args.command)
         bounds = patience(loaded.config)

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
@@ -36,14 +35,18 @@ if "refuse" in behaviour:
     sys.exit(2)
 if "ignore_term" in behaviour:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-started = time.time()
+num_probes = 0
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        global num_probes
+        num_probes += self.path == "/health_generate"
         healthy = "never_healthy" not in behaviour and not (self.path == "/health_generate" and "wedged" in behaviour)
         self.send_response(200 if healthy else 503)
         self.end_headers()
+        if "die_after_probes" in behaviour and num_probes == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def log_message(self, *_):
         """Quiet."""

@@ -206,6 +206,12 @@ def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(supervised):
     assert not alive(one.children()) and len(one.children()) == 3
 
 
+def test_restarts_are_forgiven_by_time_in_health(supervised):
+    """More crashes than server.max_restarts, each after it had served for long enough."""
+    one = supervised("die_after_probes", max_restarts=1, restart_forgiven_after_seconds=0.05)
+    assert one.until(lambda r: r.generation == 4 or r.state == "failed").state != "failed"
+
+
 def test_a_refused_configuration_is_not_tried_again(supervised):
     one = supervised("refuse")
     output, _ = one.process.communicate(timeout=90)

@@ -1,5 +1,6 @@
 """A whole `gspo-mega train` run with real parts: what it shows, what it writes, and that both are true."""
 
+import json
 import math
 import re
 import sys
@@ -11,6 +12,7 @@ from run_support import REPOSITORY, Command, ScoreLog, small_overrides
 from gspo_mega.config import load_config
 from gspo_mega.metrics.catalogue import CATALOGUE, PHASES, find_metric
 from gspo_mega.metrics.writer import read_metrics
+from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import RunFolder, read_json
 
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
@@ -162,3 +164,17 @@ NOT_OF_A_PLAIN_RUN = {
 def test_every_other_name_of_the_catalogue_is_computed(lines):
     computed = {find_metric(name).name for line in lines for name in line.keys() - {"step", "time"}}
     assert CATALOGUE.keys() - computed == NOT_OF_A_PLAIN_RUN
+
+
+def test_the_result_is_evaluated_by_servers_that_nobody_publishes_to(whole_run):
+    """They load the folder themselves, and no trainer is there that could vouch for what they hold."""
+    _, run, _ = whole_run
+    command = Command(run.path.parent, "eval", str(run.path), "--json", "reward=arithmetic", "eval.num_prompts=4")
+    try:
+        assert command.finish() == 0, command.err
+        result = json.loads(command.out)
+        assert (result["num_prompts"], result["model"]) == (4, str(run.huggingface_dir))
+        (registration,) = read_registrations(RunFolder(run.path / "eval").latest_attempt().servers_dir)
+        assert registration.weight_version is None
+    finally:
+        command.end()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # A package imports from itself and from what is named here. Top-level modules count as packages.
-_BASE = {"", "errors", "records", "run_folder", "durable", "kill_points", "process_death", "beats"}
+_BASE = {"", "errors", "records", "run_folder", "durable", "kill_points", "process_death", "beats", "descriptors"}
 _LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan"}
 _BELOW_ENGINE = _BASE | {"config", "model"} | _LEAVES
 _BELOW_RUNTIME = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout"}
@@ -17,12 +17,13 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "records": set(),
     "kill_points": {""},
+    "descriptors": {""},
     "process_death": {""},
     "beats": {""},
     "durable": {"", "kill_points"},
     "run_folder": {"errors", "durable"},
     "config": _BASE,
-    "doctor": {""},
+    "doctor": {"", "descriptors"},
     "model": _BASE | {"config"},
     **{leaf: _BASE | {"config", "model"} for leaf in _LEAVES},
     "engine": _BELOW_ENGINE,

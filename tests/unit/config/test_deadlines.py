@@ -51,6 +51,7 @@ def test_every_deadline_of_the_schema_is_in_the_table_or_has_a_reason_not_to_be(
         "watchdog.checkpoint_seconds",  # against the plan's estimate
         "reward.deadline_seconds",  # of one scoring, in a process of its own; nobody waits for it in a collective
         "rollout.request_deadline_seconds",  # against the plan's estimate
+        "rollout.progress_deadline_seconds",  # of the time between two tokens; what is cut goes on
     }
     named = {side for relation in RELATIONS for side in (relation.shorter, relation.longer) if isinstance(side, str)}
     keys = {

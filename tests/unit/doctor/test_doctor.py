@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -76,6 +77,26 @@ def test_what_cannot_be_bound_or_locked_is_said():
         assert checks._network(public).level == "note" and "is a public address" in checks._network(public).text
     said = [finding.what for finding in checks.check_machine((), Path("."), 0, False, "127.0.0.1", Patience())]
     assert said[-2:] == ["address", "network"]
+
+
+def test_a_limit_of_open_files_below_what_the_run_needs_is_wrong(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    assert checks._descriptors(1024).level == "ok"
+    finding = checks._descriptors(64 * 256)
+    assert finding.level == "wrong" and finding.text.endswith("4096 may be open in one process (ulimit -Hn); 16384 requests open at once need 16896")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, resource.RLIM_INFINITY))
+    assert checks._descriptors(10**6) == Finding("ok", "files", "any number may be open")
+
+
+def test_a_process_takes_the_limit_it_may_have():
+    """In a process of its own, whose soft limit is the usual 1024 or less."""
+    code = (
+        "import resource; from gspo_mega import descriptors;"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); descriptors.raise_limit();"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 
 def test_a_machine_that_does_not_see_the_folder_is_named(tmp_path):

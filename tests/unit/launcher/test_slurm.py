@@ -254,6 +254,6 @@ def test_ranks_and_servers_divide_a_nodes_gpus(steps):
 def test_no_command_line_holds_the_key(steps):
     doctors = [spec for _, spec in steps.doctors(14_001, fp8=True)]
     specs = [steps.ranks("train", 14_000), steps.server(0), *doctors]
-    assert len(doctors) == 2 and "--fp8" in doctors[0].command and "--index 1" in " ".join(doctors[1].command)
+    assert " --requests 1024 " in f"{' '.join(doctors[0].command)} " and len(doctors) == 2 and "--fp8" in doctors[0].command and "--index 1" in " ".join(doctors[1].command)
     key = Path(next(word for word in specs[0].command if "attempts" in word)).parent / "api_key"
     assert key.read_text() not in " ".join(word for spec in specs for word in (*spec.command, *spec.environment.values()))

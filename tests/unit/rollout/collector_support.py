@@ -16,7 +16,7 @@ from gspo_mega.rollout.collector import Collector
 def make_config(**rollout) -> Config:
     batch = {name: rollout.pop(name) for name in ("prompts_per_step", "group_size") if name in rollout}
     reward = {name: rollout.pop(name) for name in ("max_failed_fraction",) if name in rollout}
-    settings = {"max_new_tokens": 6, "request_deadline_seconds": 1.0, "no_server_deadline_seconds": 5.0, **rollout}
+    settings = {"max_new_tokens": 6, "progress_deadline_seconds": 1.0, "no_server_deadline_seconds": 5.0, **rollout}
     return Config.model_validate(
         {
             "run": {"name": "r"},

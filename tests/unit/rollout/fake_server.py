@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
+import gzip
 import json
 import random
 import threading
 import time
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -17,16 +20,18 @@ from gspo_mega.rollout.registration import Registration
 
 EOS = 2
 VOCAB = 64
+PROMPT_TOKENS = 3  # of the tests' prompts
 
 
-def good_answer(input_ids, params, version="0", rng=random, experts=None) -> dict:
-    """One answer of the real server's form (0.5.23, without a tokenizer)."""
-    count = rng.randint(1, params["max_new_tokens"])
+def good_answer(input_ids, params, version="0", rng=random, experts=None, rid="the-request", count=None) -> dict:
+    """One answer of the real server's form (0.5.23, without a tokenizer), whole. `count`: its length instead of a random one."""
+    count = count or rng.randint(1, params["max_new_tokens"])
     ids = [rng.randint(3, VOCAB - 1) for _ in range(count)]
     if count < params["max_new_tokens"]:
         ids[-1] = EOS
     finish = {"type": "stop", "matched": EOS} if ids[-1] == EOS else {"type": "length", "length": count}
     meta = {
+        "id": rid,
         "finish_reason": finish,
         "prompt_tokens": len(input_ids),
         "completion_tokens": count,
@@ -41,22 +46,66 @@ def good_answer(input_ids, params, version="0", rng=random, experts=None) -> dic
     return {"output_ids": ids, "meta_info": meta}
 
 
+def part_of(answer: dict, start: int, end: int, finish: dict | None = None) -> dict:
+    """The report of tokens `start` to `end` of an answer; `finish`: how it ends there, earlier than the whole."""
+    whole = answer["meta_info"]
+    total = len(answer["output_ids"])
+    is_last = end == total or finish is not None
+    meta = {name: whole[name] for name in ("id", "prompt_tokens", "weight_version")}
+    meta |= {"finish_reason": (finish or whole["finish_reason"]) if is_last else None, "completion_tokens": end}
+    meta["output_token_logprobs"] = whole["output_token_logprobs"][start:end]
+    if is_last:
+        meta["weight_versions"] = [{"version": whole["weight_version"], "start": 0, "end": end}]
+        if "routed_experts" in whole and end:
+            rows = whole["prompt_tokens"] + end - 1
+            data = base64.b64decode(whole["routed_experts"])
+            each = len(data) // (whole["prompt_tokens"] + total - 1)
+            meta["routed_experts"] = base64.b64encode(data[: rows * each]).decode()
+    return {"output_ids": answer["output_ids"][start:end], "meta_info": meta}
+
+
+def event(value) -> bytes:
+    return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
+
+
+@functools.cache
+def gzip_bomb() -> bytes:
+    """A fifth of a megabyte that is 200 MB of an answer's beginning."""
+    packer = zlib.compressobj(wbits=31)
+    return b"".join([packer.compress(b"data: "), *(packer.compress(b" " * 1_000_000) for _ in range(200)), packer.flush()])
+
+
 class FakeServer:
     """Serves on its own thread. `fault(num_generate_calls_before, input_ids)` returns None for a good answer, or what
-    to do: an answer dict, an int (HTTP status), "hang", "reset", "truncated", "not json", "abort"."""
+    to do: an answer dict or a function from the good answer to one, an int (HTTP status), a name of `FAULTS`.
+
+    `token_seconds`: time of one token of a request. `length(prompt)`: how long the response to it is; random without it.
+    """
+
+    FAULTS = (
+        "hang", "reset", "truncated", "not json", "abort", "stall", "die midway", "gzip", "gzip bomb", "giant", "endless", "trickle",
+        "no done", "after done", "plain json", "refused", "same twice", "wrong length headers", "late", "swap",
+    )  # fmt: skip
 
     def __init__(self, server_id: str, servers_dir, *, version: int = 0, delay: float = 0.0, tensor_parallel: int = 1):
         self.server_id = server_id
         self.servers_dir = servers_dir
         self.version = version
         self.delay = delay
+        self.token_seconds = 0.0
+        self.length: Callable[[list[int]], int] | None = None
+        self.answers_aborts = True
         self.tensor_parallel = tensor_parallel
         self.fault: Callable[[int, list[int]], object] = lambda call, ids: None
         self.calls: list[tuple[str, dict | None]] = []
         self.num_open = 0
         self.most_open = 0
         self.num_generated = 0
+        self.num_tokens = 0
         self.generation = 0
+        self.sent: dict[str, dict] = {}
+        self._aborted: dict[str, asyncio.Event] = {}
+        self._held: list[bytes] = []
         self._rng = random.Random(server_id)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -71,7 +120,7 @@ class FakeServer:
         self.register("ready")
 
     async def _start(self) -> None:
-        app = web.Application()
+        app = web.Application(client_max_size=1024**3)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
@@ -120,6 +169,12 @@ class FakeServer:
     def control(self, path: str, body: dict | None) -> web.Response:
         if path == "/model_info":
             return web.json_response({"weight_version": str(self.version)})
+        if path == "/abort_request":
+            if self.answers_aborts:
+                for rid, aborted in self._aborted.items():
+                    if rid.startswith(body.get("rid", "")):
+                        aborted.set()
+            return web.Response(text="")
         if path == "/update_weights_from_disk":
             self.version = int(body["weight_version"])
             return web.json_response({"success": True, "message": "done"})
@@ -131,32 +186,112 @@ class FakeServer:
         return web.json_response({"success": True, "message": "ok"})
 
     async def _generate(self, request: web.Request, body: dict) -> web.StreamResponse:
-        ids = body["input_ids"]
+        ids, params = body["input_ids"], body["sampling_params"]
         call = self.num_generated
         self.num_generated += 1
         await asyncio.sleep(self.delay * self._rng.random())
         fault = self.fault(call, ids)
-        if fault is None:
-            experts = (2, 2, 4) if body["return_routed_experts"] else None
-            return web.json_response(good_answer(ids, body["sampling_params"], str(self.version), self._rng, experts))
+        rid = body.get("rid", "the-request")
+        answer = self.answer(rid, ids, params, (2, 2, 4) if body["return_routed_experts"] else None)
         if isinstance(fault, int):
             return web.json_response({"error": {"message": "as asked"}}, status=fault)
-        if isinstance(fault, dict):
-            return web.json_response(fault)
-        if fault == "hang":
-            await asyncio.sleep(3600)
         if fault == "reset":
             request.transport.abort()
             return web.Response()
-        if fault == "truncated":
-            text = json.dumps(good_answer(ids, body["sampling_params"], str(self.version), self._rng))
-            response = web.StreamResponse(headers={"Content-Length": str(len(text))})
-            await response.prepare(request)
-            await response.write(text[: len(text) // 2].encode())
-            request.transport.close()
-            return response
+        if fault == "hang":
+            await self._wait_aborted(rid, 3600)
+            return await self._send(request, body, [part_of(answer, 0, 0, {"type": "abort", "message": "m"})])
         if fault == "not json":
             return web.Response(text='{"output_ids": [3, 4')
-        if fault == "abort":
-            return web.json_response({"output_ids": [5, 6], "meta_info": {"finish_reason": {"type": "abort", "message": "x"}}})
-        raise AssertionError(fault)
+        if fault == "plain json":
+            return web.json_response(answer)
+        if fault == "gzip":
+            data = gzip.compress(event(answer) + event(b"[DONE]"))
+            return web.Response(body=data, headers={"Content-Encoding": "gzip"}, content_type="text/event-stream")
+        if fault == "gzip bomb":
+            data = gzip_bomb()
+            return web.Response(body=data, headers={"Content-Encoding": "gzip"}, content_type="text/event-stream")
+        if fault == "late":  # the answer of the request before it
+            self._held.append(event(answer) + event(b"[DONE]"))
+            data = self._held.pop(0) if len(self._held) > 1 else event(b"[DONE]")
+            return web.Response(body=data, content_type="text/event-stream")
+        if fault is not None and fault not in ("truncated", "abort", "stall", "die midway", "endless", "giant", "trickle", "no done", "after done",
+                                               "refused", "same twice", "swap") and not isinstance(fault, dict) and not callable(fault):  # fmt: skip
+            raise AssertionError(fault)
+        if isinstance(fault, dict) or callable(fault):
+            answer = fault(answer) if callable(fault) else fault
+            return await self._send(request, body, [answer])
+        if fault == "swap":  # with whoever else is open
+            self.sent[rid] = answer
+            others = [other for name, other in self.sent.items() if name != rid]
+            return await self._send(request, body, [others[-1] if others else answer])
+        if not body.get("stream"):
+            return web.json_response(answer)
+        return await self._speak(request, body, answer, fault)
+
+    def answer(self, rid: str, ids: list[int], params: dict, experts: tuple | None) -> dict:
+        """The good answer to a request, whole."""
+        count = None
+        if self.length is not None:  # of the whole response: a request may have the beginning of it behind its prompt
+            count = max(1, min(self.length(ids[:PROMPT_TOKENS]) - (len(ids) - PROMPT_TOKENS), params["max_new_tokens"]))
+        return good_answer(ids, params, str(self.version), self._rng, experts, rid, count)
+
+    async def _wait_aborted(self, rid: str, seconds: float) -> bool:
+        aborted = self._aborted.setdefault(rid, asyncio.Event())
+        try:
+            await asyncio.wait_for(aborted.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _send(self, request: web.Request, body: dict, reports: list) -> web.StreamResponse:
+        if not body.get("stream"):
+            return web.json_response(reports[-1])
+        data = b"".join(map(event, reports)) + event(b"[DONE]")
+        return web.Response(body=data, content_type="text/event-stream")
+
+    async def _speak(self, request: web.Request, body: dict, answer: dict, fault: object) -> web.StreamResponse:
+        """The answer as it is generated: the first token, then a report after every `stream_interval`."""
+        rid, total = body["rid"], len(answer["output_ids"])
+        interval = body["sampling_params"].get("stream_interval", 1)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        sent, start = 0, time.monotonic()
+        for done in range(1, total + 1):
+            if self.token_seconds:
+                due = start + done * self.token_seconds - time.monotonic()
+                if due > 0 and await self._wait_aborted(rid, due):
+                    await response.write(event(part_of(answer, sent, done - 1, {"type": "abort", "message": "m"})) + event(b"[DONE]"))
+                    return response
+            self.num_tokens += 1
+            if fault == "stall" and done == 2:
+                if await self._wait_aborted(rid, 3600):
+                    await response.write(event(part_of(answer, sent, sent, {"type": "abort", "message": "m"})) + event(b"[DONE]"))
+                return response
+            if fault in ("truncated", "die midway") and (done == max(2, total // 2) or total == 1):
+                await response.write(event(part_of(answer, sent, done))[:-20] if fault == "truncated" else b"")
+                request.transport.abort()
+                return response
+            if fault == "abort" and done == max(1, total // 2):
+                await response.write(event(part_of(answer, sent, done, {"type": "abort", "message": "m"})) + event(b"[DONE]"))
+                return response
+            if done == 1 or done - sent >= interval or done == total:
+                report = event(part_of(answer, sent, done))
+                await response.write(report + (report if fault == "same twice" else b""))
+                sent = done
+            if fault == "refused" and done == 1:
+                await response.write(event({"error": {"message": "as asked", "code": 400}}) + event(b"[DONE]"))
+                return response
+        if fault in ("endless", "giant"):
+            for _ in range(10_000):
+                await response.write(event(b" " * 100_000) if fault == "giant" else b": ping\n\n" * 1000)
+        if fault == "trickle":
+            for _ in range(100_000):
+                await response.write(b": ping\n\n")
+                await asyncio.sleep(0.02)
+        if fault != "no done":
+            await response.write(event(b"[DONE]"))
+        if fault == "after done":
+            await response.write(event(answer))
+        return response

@@ -9,27 +9,36 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_server import EOS, VOCAB, good_answer
+from fake_server import EOS, VOCAB, good_answer, part_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_mega.rollout.completion import NonsenseAnswer, RoutingShape, SamplingParams, parse_completion
+from gspo_mega.rollout.completion import Answer, NonsenseAnswer, RefusedAnswer, Response, RoutingShape, SamplingParams
 
 PARAMS = SamplingParams(6, 1.0, 1.0, -1, (EOS,))
 ROUTING = RoutingShape(num_layers=2, experts_per_token=2, num_experts=4)
 
 
-def parse(answer, params=PARAMS, routing=None, prompt=3):
-    return parse_completion(answer, num_prompt_tokens=prompt, params=params, vocab_size=VOCAB, routing=routing)
+def reader(params=PARAMS, routing=None, prompt=3):
+    return Answer(request_id="the-request", num_prompt_tokens=prompt, params=params, vocab_size=VOCAB, routing=routing)
+
+
+def parse(*reports, params=PARAMS, routing=None, prompt=3):
+    answer = reader(params, routing, prompt)
+    for report in reports:
+        answer.add(report)
+    return answer.completion
 
 
 def answer_of(ids, finish="length", **meta):
     return {
         "output_ids": ids,
         "meta_info": {
+            "id": "the-request",
             "finish_reason": {"type": finish},
             "prompt_tokens": 3,
             "completion_tokens": len(ids),
+            "weight_version": "7",
             "weight_versions": [{"version": "7", "start": 0, "end": len(ids)}],
             "output_token_logprobs": [[-0.5, token, None] for token in ids],
             **meta,
@@ -59,9 +68,82 @@ def test_weight_version_spans_are_expanded_per_token():
     assert parse(answer_of(SIX, weight_versions=spans)).weight_versions == [7, 7, 8, 8, 8, 8]
 
 
-def test_an_aborted_answer_carries_nothing():
-    completion = parse({"output_ids": [5], "meta_info": {"finish_reason": {"type": "abort", "message": "m"}}})
-    assert (completion.finish_reason, completion.token_ids, completion.log_probs) == ("abort", [], [])
+@given(st.integers(0, 10**6), st.data())
+def test_reports_add_up_to_the_answer_however_it_is_cut(seed, data):
+    answer = good_answer([3, 4, 5], PARAMS.as_json(), "9", random.Random(seed), (2, 2, 4))
+    total = len(answer["output_ids"])
+    cuts = sorted(data.draw(st.lists(st.integers(0, total - 1), max_size=4)))
+    reader_ = reader(routing=ROUTING)
+    counts = [reader_.add(part_of(answer, start, end)) for start, end in zip([0, *cuts], [*cuts, total])]
+    whole = parse(answer, routing=ROUTING)
+    assert sum(counts) == total
+    assert replace(reader_.completion, routed_experts=None) == replace(whole, routed_experts=None)
+    np.testing.assert_array_equal(reader_.completion.routed_experts, whole.routed_experts)
+
+
+@given(st.integers(0, 10**6))
+def test_a_response_in_parts_has_the_records_it_was_sampled_with(seed):
+    """Each part continues the ones before it; the rows of experts of earlier tokens are the earlier part's, not read again."""
+    rng = random.Random(seed)
+    long = SamplingParams(24, 1.0, 1.0, -1, (EOS,))
+    prompt, response = [3, 4, 5], Response(3, long, True)
+    token_ids, log_probs, rows = [], [], []
+    while response.whole.finish_reason == "abort":
+        left = long.after(len(token_ids))
+        answer = good_answer([*prompt, *token_ids], left.as_json(), "9", rng, (2, 2, 4))
+        total = len(answer["output_ids"])
+        end = rng.randint(0, total)
+        finish = None if end == total else {"type": "abort", "message": "m"}
+        part = parse(part_of(answer, 0, end, finish), params=left, routing=ROUTING, prompt=3 + len(token_ids))
+        assert response.add(part)
+        token_ids += part.token_ids
+        log_probs += part.log_probs
+        if part.token_ids:
+            rows += list(part.routed_experts[len(rows) :])
+    assert response.whole.token_ids == token_ids and response.whole.log_probs == log_probs
+    assert response.whole.weight_versions == [9] * len(token_ids)
+    assert response.whole.finish_reason == ("stop" if token_ids[-1] == EOS else "length")
+    np.testing.assert_array_equal(response.whole.routed_experts, np.array(rows))
+    assert len(response.whole.routed_experts) == 3 + len(token_ids) - 1
+
+
+def test_a_part_whose_experts_are_not_known_is_not_taken():
+    response = Response(3, PARAMS, True)
+    part = parse(answer_of([5, 6], "abort"), routing=ROUTING)
+    assert part.routed_experts is None and not response.add(part) and len(response) == 0
+    assert Response(3, PARAMS, False).add(part)
+
+
+def test_a_part_that_was_cut_at_its_very_end_is_whole():
+    for token_ids, reason in (([5, 6, EOS], "stop"), (SIX, "length")):
+        response = Response(3, PARAMS, False)
+        assert response.add(parse(answer_of(token_ids, "abort"))) and response.whole.finish_reason == reason
+
+
+def test_an_aborted_answer_carries_its_tokens_so_far():
+    first = part_of(answer_of([5, 6, 7, 8, 9, 10]), 0, 2)
+    completion = parse(first, answer_of([7], "abort", completion_tokens=3, weight_versions=[{"version": "7", "start": 0, "end": 3}]))
+    assert (completion.finish_reason, completion.token_ids, completion.weight_versions) == ("abort", [5, 6, 7], [7] * 3)
+    # Cut short while it waits in the queue again: no prompt, the last token a second time, every log-prob once more.
+    queued = answer_of([6], "abort", completion_tokens=2, output_token_logprobs=[[-0.5, 5, None], [-0.5, 6, None]])
+    del queued["meta_info"]["prompt_tokens"], queued["meta_info"]["weight_versions"]
+    assert parse(first, queued).token_ids == [5, 6]
+    nothing = {"output_ids": [], "meta_info": {"id": "the-request", "finish_reason": {"type": "abort"}, "completion_tokens": 0}}
+    assert parse(nothing).token_ids == []
+
+
+def test_what_the_server_refuses_is_in_its_words():
+    with pytest.raises(RefusedAnswer, match="too long"):
+        parse({"error": {"message": "too long", "code": 400}})
+    with pytest.raises(RefusedAnswer, match="503: queue full"):
+        parse(answer_of([], finish_reason={"type": "abort", "status_code": 503, "message": "queue full"}))
+
+
+def test_tokens_so_far_are_there_without_an_end():
+    answer = reader()
+    answer.add(part_of(answer_of(SIX), 0, 4))
+    assert answer.completion is None
+    assert (answer.so_far().token_ids, answer.so_far().weight_versions) == (SIX[:4], [7] * 4)
 
 
 def test_rounding_of_a_certain_token_is_no_nonsense():
@@ -75,7 +157,7 @@ def test_rounding_of_a_certain_token_is_no_nonsense():
         (None, "meta_info"),
         ([], "meta_info"),
         ({"output_ids": SIX}, "meta_info"),
-        (answer_of(SIX, finish_reason=None), "finish_reason"),
+        (answer_of(SIX, finish_reason="stop"), "finish_reason 'stop'"),
         (answer_of(SIX, finish_reason={"type": "tired"}), "tired"),
         (answer_of(SIX) | {"output_ids": "5"}, "output_ids"),
         (answer_of([5, 6, 7, 8, 9, VOCAB]), f"token {VOCAB} at position 5"),
@@ -88,6 +170,9 @@ def test_rounding_of_a_certain_token_is_no_nonsense():
         (answer_of([5, 6], "stop"), "stopped at token 6"),
         (answer_of([5, EOS, 7, 8, 9, 10]), "went on after the stop token"),
         (answer_of(SIX, prompt_tokens=4), "4 prompt tokens; 3 were sent"),
+        (answer_of(SIX, id="another-request"), "the answer is to request 'another-request'"),
+        (answer_of(SIX, id=None), "the answer is to request None"),
+        (answer_of(SIX, weight_version="default"), "weight_version 'default'"),
         (answer_of(SIX, completion_tokens=5), "completion_tokens 5"),
         (answer_of(SIX, output_token_logprobs=[[-1.0, 5, None]]), "1 log-probs for 6 tokens"),
         (answer_of(SIX, output_token_logprobs=None), "output_token_logprobs"),
@@ -107,6 +192,19 @@ def test_nonsense_is_named(answer, says):
     with pytest.raises(NonsenseAnswer) as error:
         parse(answer)
     assert says in str(error.value)
+
+
+def test_reports_that_do_not_follow_each_other_are_nonsense():
+    first = part_of(answer_of(SIX), 0, 2)
+    for second, says in (
+        (first, "completion_tokens 2 after 2 token ids and 2 more"),
+        (part_of(answer_of(SIX), 3, 6), "completion_tokens 6 after 2"),
+        (part_of(answer_of(SIX, id="b"), 2, 6), "request 'b'"),
+    ):
+        with pytest.raises(NonsenseAnswer, match=says):
+            parse(first, second)
+    with pytest.raises(NonsenseAnswer, match="went on after its end"):
+        parse(answer_of(SIX), answer_of(SIX))
 
 
 @pytest.mark.parametrize(

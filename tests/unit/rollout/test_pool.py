@@ -121,7 +121,7 @@ def test_a_heartbeat_that_goes_on_counts_whatever_the_clocks_say(fakes, pools, m
     server.register("ready", heartbeat=time.time() - 3595)
     pool.wait_ready(1, deadline_seconds=5)
 
-    monkeypatch.setattr("gspo_mega.rollout.pool._STALE_SECONDS", 1.0)
+    monkeypatch.setattr("gspo_mega.rollout.roster.STALE_SECONDS", 1.0)
     server.register("ready", heartbeat=time.time() + 3600)  # a clock that was set forward, and the server fell silent
     deadline = time.monotonic() + 5
     while pool.controls() and time.monotonic() < deadline:
@@ -138,6 +138,22 @@ def test_failed_servers_are_quoted(fakes, pools):
         acquire(pool)
     with pytest.raises(RolloutError, match="no such model"):
         pool.wait_ready(1, 60)
+
+
+def test_a_server_that_gave_up_is_not_waited_for(fakes, pools):
+    """Nor does it end the wait while another one may still come."""
+    gone = fakes("server-1")
+    gone.register("failed", error="too often")
+    pool = pools()
+    assert pool.num_given_up == 1
+    with pytest.raises(RolloutError, match="0 of 2 servers ready after 0.2 s"):
+        pool.wait_ready(2, 0.2)  # server-0 has not registered yet
+    fakes("server-0")
+    pool.wait_ready(2, 5)
+    assert acquire(pool).server_id == "server-0"
+    fakes("server-2").register("stopped", error="node 2 is lost")
+    until(lambda: len(pool._registrations) == 3)
+    pool.wait_ready(3, 5)
 
 
 def test_waiting_for_servers_has_an_end_and_a_heartbeat(pools):

@@ -43,7 +43,7 @@ def test_a_spec_survives_its_file(tmp_path):
 def test_on_cpu(tmp_path):
     a = arguments(spec_of(tmp_path))
     assert (a["device"], a["attention_backend"], a["sampling_backend"], a["sleep_on_idle"]) == ("cpu", "batched", "pytorch", True)
-    assert (a["dtype"], a["weight_version"], a["skip_tokenizer_init"], a["trust_remote_code"]) == ("float32", "5", True, False)
+    assert (a["incremental_streaming_output"], a["dtype"], a["weight_version"], a["skip_tokenizer_init"], a["trust_remote_code"]) == (True, "float32", "5", True, False)
     assert a["context_length"] > 8 + 6 and a["max_total_tokens"] >= a["max_running_requests"] * (8 + 6)
     assert "api_key" not in a
     assert arguments(spec_of(tmp_path, attention_backend="torch_native"))["attention_backend"] == "torch_native"

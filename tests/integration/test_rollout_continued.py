@@ -1,0 +1,114 @@
+"""Responses that change servers in the middle, on the real server: cut by its abort, continued from their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from servers import Serve
+from test_rollout_server import reference_log_probs
+from tiny_models import EOS_TOKEN_ID
+
+from gspo_mega.records import Prompt
+from gspo_mega.rollout.completion import Response, SamplingParams
+from gspo_mega.rollout.flight import Flight
+from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.sampling import Sampler
+
+PARAMS = SamplingParams(64, 1.0, 1.0, -1, (EOS_TOKEN_ID,))
+PROMPT = tuple(range(40, 52))
+
+
+async def cut_after(entry, response: Response, num_tokens: int) -> None:
+    """One request for what the response lacks, ended early after `num_tokens`."""
+    flight = Flight(60.0)
+    flight._meter = type("Meter", (), {"note": lambda self, count, seconds, first: flight.num_tokens + count >= num_tokens and flight.end("moved")})()
+    part = await entry.client.generate(
+        [*PROMPT, *response.whole.token_ids], PARAMS.after(len(response)), request_id="cut", deadline_seconds=60.0, report_tokens=4, flight=flight
+    )
+    assert response.add(part)
+
+
+@pytest.mark.parametrize("which", ["dense_server", "moe_server"])
+def test_a_response_in_parts_is_one_response(request, which):
+    """Cut twice and continued: every token's log-prob, and the experts it was sampled with, are what the model computes."""
+    server = request.getfixturevalue(which)
+
+    async def in_parts(pool):
+        response = Response(len(PROMPT), PARAMS, pool.returns_routed_experts)
+        entry = await pool.acquire()
+        lengths = []
+        for num_tokens in (5, 9, 10_000):
+            if response.whole.finish_reason == "abort":
+                await cut_after(entry, response, num_tokens)
+                lengths.append(len(response))
+        await pool.release(entry)
+        return response.whole, lengths
+
+    with server.pool() as pool:
+        pool.wait_ready(1, 60)
+
+        async def several():
+            return await asyncio.gather(*(in_parts(pool) for _ in range(8)))
+
+        results = pool.loop.run(several())
+    assert sum(len(lengths) == 3 for _, lengths in results) >= 3, [lengths for _, lengths in results]
+    for whole, lengths in results:
+        assert whole.finish_reason == ("stop" if whole.token_ids[-1] == EOS_TOKEN_ID else "length")
+        assert len(whole.token_ids) == len(whole.log_probs) == len(whole.weight_versions) == lengths[-1]
+        assert set(whole.weight_versions) == {0}
+        expected = reference_log_probs(server.model, PROMPT, whole.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(whole.log_probs).double(), expected, rtol=0, atol=2e-5)
+        if which == "moe_server":
+            assert whole.routed_experts.shape == (len(PROMPT) + len(whole.token_ids) - 1, 3, 2)
+    if which == "moe_server":
+        for whole, _ in results[:3]:
+            again = read_again(server, whole)
+            assert (np.sort(again) == np.sort(whole.routed_experts)).all()
+
+
+def read_again(server, whole):
+    """The experts of all these tokens, as the server routes them when it reads them as a prompt."""
+    with server.pool() as pool:
+        pool.wait_ready(1, 60)
+
+        async def once():
+            entry = await pool.acquire()
+            try:
+                one = SamplingParams(1, 1.0, 1.0, -1, (EOS_TOKEN_ID,))
+                return await entry.client.generate([*PROMPT, *whole.token_ids], one, request_id="again", deadline_seconds=60.0)
+            finally:
+                await pool.release(entry)
+
+        return pool.loop.run(once()).routed_experts[: len(PROMPT) + len(whole.token_ids) - 1]
+
+
+def test_a_response_goes_on_at_another_server(dense_server, tmp_path):
+    """Two real servers of one run; the one that has the request gives it up, and the other ends it."""
+    second = Serve(dense_server.config_path, dense_server.attempt.run_folder.path, index=1, attempt=dense_server.attempt)
+    try:
+        second.wait_for("ready")
+        with ServerPool(dense_server.config, dense_server.spec, dense_server.attempt) as pool:
+            pool.wait_ready(2, 60)
+            sampler = Sampler(dense_server.config.rollout, pool)
+
+            async def sample_all():
+                prompt = Prompt("p", "p", PROMPT, "text")
+                tasks = [asyncio.ensure_future(sampler.sample(prompt, PARAMS, f"r{i}")) for i in range(16)]
+                first = next(e for e in pool._ready_entries() if e.server_id == "server-0")
+                while not any(flight.num_tokens for flight in first.load.flights):
+                    await asyncio.sleep(0.002)
+                for flight in list(first.load.flights):
+                    flight.end("moved")
+                return await asyncio.gather(*tasks)
+
+            completions = pool.loop.run(sample_all())
+        assert sampler.counts["num_moved_responses"] >= 2, sampler.counts
+        assert sampler.counts["num_request_failures"] == 0 and sampler.counts["num_discarded_tokens"] == 0
+        for completion in completions:
+            expected = reference_log_probs(dense_server.model, PROMPT, completion.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, rtol=0, atol=2e-5)
+    finally:
+        second.stop()

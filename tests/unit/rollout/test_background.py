@@ -1,0 +1,131 @@
+"""What runs in the background may fail; it may not fail in silence, nor leave a batch waiting for ever."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pathlib
+import time
+
+import pytest
+from collector_support import Stream, check_whole
+
+from gspo_mega.errors import RolloutError
+from gspo_mega.rollout.loop_thread import LoopThread
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def failing_reads(monkeypatch):
+    """Reading a registration fails with these errors, one after another; then it works again."""
+    errors: list[int] = []
+    read_text = pathlib.Path.read_text
+
+    def read(self, *args, **kwargs):
+        if self.parent.name == "servers" and errors:
+            number = errors.pop()
+            raise OSError(number, os.strerror(number), str(self))
+        return read_text(self, *args, **kwargs)
+
+    monkeypatch.setattr(pathlib.Path, "read_text", read)
+    return errors
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES], ids=errno.errorcode.get)
+def test_a_registration_that_cannot_be_read_for_a_while_stops_nothing(fakes, collect, failing_reads, number, caplog):
+    server = fakes("server-0", delay=0.01)
+    stream = Stream()
+    collector, pool = collect(stream=stream)
+    pool.wait_ready(1, 5)
+    with caplog.at_level(logging.WARNING):
+        failing_reads += [number] * 3
+        collector.start(0)
+        until(lambda: not failing_reads)
+        batch = collector.take(0)
+        check_whole(batch, stream)
+    said = [r.getMessage() for r in caplog.records if "cannot be read" in r.getMessage()]
+    assert len(said) == 1 and os.strerror(number) in said[0] and "server-0.json" in said[0]
+    assert pool.num_registration_errors == 3
+    assert server.num_generated == 24  # its requests were not taken from it meanwhile
+    later = fakes("server-1")  # and the watch goes on
+    pool.wait_ready(2, 5)
+    assert later.num_generated == 0
+
+
+def test_a_folder_among_the_registrations_stops_nothing(fakes, collect, attempt, caplog):
+    (attempt.servers_dir / "server-9.json").mkdir(parents=True)
+    fakes("server-0")
+    stream = Stream()
+    collector, pool = collect(stream=stream)
+    pool.wait_ready(1, 5)
+    check_whole(collector.take(0), stream)
+    until(lambda: pool.num_registration_errors >= 3)
+    assert sum("server-9.json: cannot be read: Is a directory" in r.getMessage() for r in caplog.records) == 1
+    fakes("server-1")
+    pool.wait_ready(2, 5)
+
+
+def test_registrations_that_are_never_readable_end_the_wait_by_name(fakes, pools, monkeypatch):
+    monkeypatch.setattr("gspo_mega.rollout.roster.STALE_SECONDS", 0.3)
+    fakes("server-0")
+    pool = pools(no_server_deadline_seconds=0.3)
+    pool.wait_ready(1, 5)
+
+    def unreadable(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr("os.listdir", unreadable)
+    until(lambda: pool.controls() == [])
+    with pytest.raises(RolloutError, match="no server could take a request for 0.3 s.*Stale file handle"):
+        pool.loop.run(pool.acquire())
+
+
+def test_readings_that_failed_are_counted_with_the_batch(fakes, collect, failing_reads):
+    fakes("server-0", delay=0.4)
+    collector, _ = collect()
+    failing_reads.append(errno.EIO)
+    assert collector.take(0).counts["num_registration_errors"] == 1
+    assert collector.take(1).counts["num_registration_errors"] == 0
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), SystemExit(3)], ids=lambda e: type(e).__name__)
+def test_a_watch_that_ends_is_the_batchs_error(fakes, collect, monkeypatch, error):
+    """Whatever ends it, and whether or not the batch waits for a server: the batch fails, at once, with that error."""
+    server = fakes("server-0")
+    server.fault = lambda call, ids: "hang"
+    collector, pool = collect(progress_deadline_seconds=600.0, no_server_deadline_seconds=600.0)
+    pool.wait_ready(1, 5)
+    collector.start(0)
+
+    def broken(self):
+        raise error
+
+    monkeypatch.setattr("gspo_mega.rollout.roster.Roster.read", broken)
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=type(error).__name__) as raised:
+        collector.take(0)
+    assert raised.value.__cause__ is error
+    assert time.monotonic() - started < 60  # ten times less than any deadline of the batch
+    with pytest.raises(RolloutError, match=type(error).__name__):
+        pool.wait_ready(2, 600)
+
+
+def test_a_loop_that_has_ended_answers_nobody_and_says_so():
+    loop = LoopThread("rollout")
+
+    async def exit():
+        raise SystemExit("out")
+
+    with pytest.raises((SystemExit, RolloutError)):
+        loop.run(exit())
+    until(lambda: not loop._thread.is_alive())
+    with pytest.raises(RolloutError, match="the thread 'rollout' has ended: SystemExit"):
+        loop.run(exit())
+    loop.close()

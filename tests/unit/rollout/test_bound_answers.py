@@ -1,0 +1,75 @@
+"""An answer is the answer to this very request, and no larger than it can need to be; nothing else comes in."""
+
+from __future__ import annotations
+
+import copy
+import resource
+
+import pytest
+from collector_support import Stream, check_whole
+
+
+def of_another(answer):
+    """The same prompt's length, every record well formed, and sampled for another request."""
+    other = copy.deepcopy(answer)
+    other["meta_info"]["id"] = "0123456789abcdef"
+    return other
+
+
+def other_prompt(answer):
+    answer["meta_info"]["prompt_tokens"] += 1
+    return answer
+
+
+FAULTS = [
+    "swap", "late", of_another, other_prompt, "same twice", "after done", "no done", "plain json", "gzip", "giant", "endless",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault if isinstance(fault, str) else fault.__name__)
+def test_what_is_not_this_requests_answer_is_refused(fakes, collect, fault):
+    """Each wrong answer is one failed request, of its kind, and the prompt is sampled again."""
+    bad, good = fakes("server-0", delay=0.01), fakes("server-1")
+    bad.fault = lambda call, ids: fault if call in (2, 3) else None
+    stream = Stream()
+    collector, pool = collect(stream=stream, max_concurrent_requests=8, progress_deadline_seconds=5.0)
+    pool.wait_ready(2, 5)
+    batch = collector.take(0)
+    check_whole(batch, stream)
+    wrong = batch.counts["num_request_failures_nonsense"]
+    assert wrong == batch.counts["num_request_failures"] and (wrong == 2 or fault in ("swap", "same twice") and wrong > 0)
+
+
+def test_every_request_has_an_id_that_begins_no_other(fakes, collect):
+    server = fakes("server-0")
+    collector, _ = collect()
+    collector.take(0)
+    collector.take(0)  # the same names once more
+    ids = [body["rid"] for path, body in server.calls if path == "/generate"]
+    assert len(ids) == 48 == len(set(ids))
+    assert not any(a != b and b.startswith(a) for a in ids for b in ids)
+
+
+def test_a_bomb_of_zeros_is_not_unpacked(fakes, collect):
+    bad, good = fakes("server-0", delay=0.01), fakes("server-1")
+    bad.fault = lambda call, ids: "gzip bomb" if call < 3 else None
+    stream = Stream()
+    collector, pool = collect(stream=stream)
+    pool.wait_ready(2, 5)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    check_whole(collector.take(0), stream)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB; one of them is 200 MB
+    assert all(body is None or "Accept-Encoding" not in body for _, body in bad.calls)
+
+
+def test_a_control_answer_without_end_is_bounded(fakes, pools, monkeypatch):
+    from aiohttp import web
+
+    from gspo_mega.errors import PublishError
+
+    monkeypatch.setattr("gspo_mega.rollout.client._MOST_CONTROL_BYTES", 10_000)
+    server = fakes("server-0")
+    server.control = lambda path, body: web.Response(text="x" * 20_000)
+    (control,) = pools().controls()
+    with pytest.raises(PublishError, match="/model_info: the body has more than 10000 bytes"):
+        control.weight_version(deadline_seconds=5)
