@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gspo_mega import beats
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, parameter_blocks
 from gspo_mega.model.spec import ModelSpec
@@ -91,6 +92,7 @@ class PolicyTensors:
                 yield from self._gather(parameter, entries, dtype)
 
     def _gather(self, parameter: str, entries: list[TensorEntry], dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        beats.beat()
         group = tensor_group(self.groups, entries[0])
         share = plain_values(self._parameters[parameter]).to(entry_dtype(entries[0], dtype))
         if group.size == 1 or entries[0].sharding == "replicated":
