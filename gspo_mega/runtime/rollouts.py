@@ -21,7 +21,7 @@ from gspo_mega.reward.pool import ScoringPool
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.run_folder import Attempt
-from gspo_mega.runtime.held_out import Evaluation, HeldOut
+from gspo_mega.runtime.held_out import Evaluation, HeldOut, summarize
 from gspo_mega.runtime.journalled import batches_of
 from gspo_mega.runtime.provenance import made_by
 
