@@ -95,8 +95,12 @@ def test_what_is_printed_has_a_bound(monkeypatch, capfd):
 
 
 def test_a_log_that_cannot_be_written_to_holds_no_function_up(monkeypatch):
+    write = os.write
+
     def full(descriptor, data):
-        raise OSError(28, "No space left on device")
+        if descriptor == 2:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data)
 
     monkeypatch.setattr(process.os, "write", full)
     trajectories, _ = score(settings("user_rewards:behave"), "print('x' * 1_000_000) or 1", "1")
