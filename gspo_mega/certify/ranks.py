@@ -12,7 +12,6 @@ import math
 import shutil
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np

@@ -8,17 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.errors import ConfigError
+from gspo_mega.errors import ConfigError, RolloutError
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart
 from gspo_mega.launcher.state import RunState, read_state
+from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import Attempt, RunFolder, read_json
 
 _SHOWN = (
     # name, key of the report
-    ("run", "run"), ("state", "state"), ("attempt", "attempt"), ("step", "step"), ("speed", "speed"), ("checkpoint", "checkpoint"),
+    ("run", "run"), ("state", "state"), ("attempt", "attempt"), ("step", "step"), ("speed", "speed"), ("servers", "servers"), ("checkpoint", "checkpoint"),
     ("error", "error"), ("restarts", "restarts"), ("logs", "logs"),
 )  # fmt: skip
 
@@ -53,6 +55,7 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
         "attempt": f"{attempt.number}" + (f", job {state.slurm_job}" if state is not None and state.slurm_job else "") + (f", on {state.host}" if state is not None else ""),
         "step": _step(folder, last, now),
         "speed": _speed(last),
+        "servers": _servers(attempt),
         "checkpoint": _text(folder.latest_checkpoint_file),
         "error": _error(folder),
         "restarts": _restarts(folder),
@@ -81,6 +84,18 @@ def _speed(last: dict[str, Any] | None) -> str | None:
     if last is None or "speed/tokens_per_second" not in last:
         return None
     return f"{last['speed/tokens_per_second']:.0f} tokens/s, {last['time/step_seconds']:.1f} s a step"
+
+
+def _servers(attempt: Attempt) -> str | None:
+    """How many are in which state, and why those that were given up were; as the servers say."""
+    try:
+        servers = read_registrations(attempt.servers_dir)
+    except RolloutError as error:
+        return str(error)
+    counts = Counter("given up" if server.state == "failed" else server.state for server in servers)
+    given_up = [f"{server.server_id}: {(server.error or 'no reason').strip().splitlines()[0]}" for server in servers if server.state == "failed"]
+    text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) + (f" ({'; '.join(given_up)})" if given_up else "")
+    return text or None
 
 
 def _error(folder: RunFolder) -> str | None:

@@ -206,15 +206,17 @@ class Rollout(Section):
 class Server(Section):
     num_servers: int = Field(default=1, ge=1, description="SGLang servers that `gspo-mega train` starts on this machine.")
     tensor: int = Field(default=1, ge=1, description="Tensor-parallel size of one server.")
-    host: str = Field(default="127.0.0.1", description="Address to bind and to register.")
+    host: str = Field(default="127.0.0.1", description="Address to bind and to register: this machine's own, IPv4 or IPv6; every form of the wildcard is refused.")
+    python: str | None = Field(default=None, min_length=1, description="Python that servers run in, with SGLang (launch/env/gpu-server.txt); the ranks' own when absent. Under Slurm in place of GSPO_SERVER_PYTHON, in the servers' container.")
     start_deadline_seconds: float = Field(default=300.0, gt=0, description="Longest a server may take from start to healthy.")
-    max_restarts: int = Field(default=5, ge=0, description="Restarts of one server before the run stops.")
+    max_restarts: int = Field(default=5, ge=0, description="Restarts of one server, those forgiven not counted, before it is given up. The run goes on with the others, and ends when none is left.")
+    restart_forgiven_after_seconds: float = Field(default=3600.0, gt=0, description="Time in health after which one restart of a server is forgiven.")
     max_total_tokens: int | None = Field(default=None, ge=1, description="KV-cache size; SGLang's own choice when absent.")
     memory_fraction: float = Field(default=0.85, gt=0, lt=1, description="SGLang's mem_fraction_static.")
     context_tokens: int | None = Field(default=None, ge=1, description="Longest prompt + response; max_prompt_tokens + max_new_tokens when absent.")
     attention_backend: str | None = Field(default=None, description="SGLang's attention backend; on CPU the batched one of this package by default.")
     log_level: Literal["error", "warning", "info", "debug"] = "warning"
-    options: dict[str, Any] = Field(default_factory=dict, description="Further SGLang ServerArgs fields, checked against the installed version.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Further SGLang ServerArgs fields, checked against the installed version. Refused: what this package sets itself, what runs foreign code, opens the server, or makes it hold other weights.")
 
 
 class Publish(Section):
@@ -231,6 +233,8 @@ class Publish(Section):
 class Eval(Section):
     path: str = Field(min_length=1, description="JSONL file of held-out prompts; keys as in `data`.")
     num_prompts: int | None = Field(default=None, ge=1, description="First so many prompts; all when absent.")
+    reward: str | None = Field(default=None, min_length=1, description="Reward for held-out prompts instead of `reward`, as a source's own: a built-in's name or package.module:function. When absent, the one that all data.sources have.")
+    correct_threshold: float | None = Field(default=None, description="Reward from which a response is correct; when absent, what the reward functions declare: a built-in verifier's 1, or `correct` in a result.")
     samples_per_prompt: int = Field(default=1, ge=1)
     temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
     every_steps: int = Field(default=0, ge=0, description="Evaluate after every so many steps; 0: only before and after.")

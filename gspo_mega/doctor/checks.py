@@ -6,6 +6,7 @@ dies takes nothing else along.
 
 from __future__ import annotations
 
+import ipaddress
 import resource
 import shutil
 import socket
@@ -26,6 +27,11 @@ _NEEDED = {
     "trainer": ("torch", "megatron-core", "pydantic", "pyyaml", "safetensors", "transformers", "aiohttp"),
     "server": ("torch", "sglang", "pydantic", "pyyaml", "safetensors"),
 }
+_TORCH = (
+    "import torch; torch.ones(2).sum(); known = torch.distributed.is_available() and torch.distributed.is_nccl_available();"
+    "nccl = '.'.join(map(str, torch.cuda.nccl.version())) if known else None;"
+    "print(torch.__version__, 'CUDA', torch.version.cuda, 'NCCL', nccl, 'sees', torch.cuda.device_count(), 'GPUs')"
+)
 _LEAST_FREE_BYTES = 1024**3
 _FEW_FREE_BYTES = 50 * 1024**3
 
@@ -39,7 +45,7 @@ def check_machine(
     yield _python()
     for role in roles:
         yield from _packages(role)
-    yield _imports("torch", "import torch; torch.ones(2).sum(); print(torch.__version__, 'CUDA', torch.version.cuda, 'sees', torch.cuda.device_count(), 'GPUs')", patience)
+    yield _imports("torch", _TORCH, patience)
     if gpus:
         yield _gpus(gpus, patience)
         if "trainer" in roles:
@@ -49,6 +55,7 @@ def check_machine(
     yield _disk("temporary", Path(tempfile.gettempdir()))
     if address is not None:
         yield _address(address)
+        yield _network(address)
 
 
 def _python() -> Finding:
@@ -146,3 +153,17 @@ def _address(address: str) -> Finding:
             return Finding("ok", "address", f"{address} can be bound")
     except OSError as error:
         return Finding("wrong", "address", f"{address} cannot be bound: {error.strerror or error}")
+
+
+def _network(address: str) -> Finding:
+    """Who may reach what a run opens at `address`: torch's stores, gloo and NCCL know no password, so the network has to keep others out."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        ip = None  # a name; whose network it is, the user knows
+    if ip is not None and ip.is_loopback:
+        return Finding("ok", "network", f"{address}: all is on this machine; its other users can reach the ranks' store (docs/SECURITY.md)")
+    unprotected = f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL know no password (docs/SECURITY.md)"
+    if ip is not None and ip.is_global:
+        return Finding("note", "network", f"{address} is a public address; {unprotected}")
+    return Finding("ok", "network", unprotected)

@@ -37,7 +37,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     """A port of `host` that nothing listens on now."""
     candidates = random.Random(os.urandom(8)).sample(_PORTS, len(_PORTS))
     for port in candidates:
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             try:
                 probe.bind((host, port))
             except OSError:

@@ -98,6 +98,7 @@ _ROLLOUT_COUNTS = {
     "num_discarded_tokens": ("tokens", "tokens so far of responses that could not be continued exactly: of other weights, or their experts not returned"),
     "num_registration_errors": ("readings", "readings of a server's registration that the file system failed"),
     "num_reward_failures": ("trajectories", "trajectories whose scoring failed (exception, NaN, deadline, crash) and that are not trained on"),
+    "num_servers_given_up": ("servers", "servers that failed more often than server.max_restarts allows and are not started again"),
 }
 
 
@@ -130,6 +131,8 @@ def _entries() -> list[Metric]:
         Metric("policy/ess", "fraction", "ratio", "effective share of sequences under weights s_i"),
         *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _MISMATCH.items()),
         Metric("mismatch/weight_mean", "1", "mean", "correction weight of kept sequences"),
+        Metric("mismatch/acted_fraction", "fraction", "ratio", "sequences whose correction weight was cut to mismatch.cap, or that it dropped"),
+        Metric("mismatch/log_weight_abs_max", "nats", "max", "largest |log correction weight| of a sequence, before the cap"),
         Metric("mismatch/budget_share", "fraction", "ratio", "mean |sequence log mismatch| / (clip_low + clip_high)"),
         Metric("routing/changed_since_rollout", "fraction", "ratio", "(token, layer) pairs that the trainer sends to another set of experts than the server did"),
         Metric("routing/changed_since_old", "fraction", "ratio", "(token, layer) pairs that go to another set of experts in the last mini-batch than in the old pass"),
@@ -152,15 +155,17 @@ def _entries() -> list[Metric]:
         Metric("time/rollout/<part>_seconds", "seconds", "value", "a part of the rollout phase, as the collector saw it"),
         Metric("time/checkpoint/pause_seconds", "seconds", "value", "how long training stood still for the save that was committed last"),
         Metric("time/checkpoint/write_seconds", "seconds", "value", "from that save's start to its commit"),
-        Metric("eval/accuracy", "fraction", "mean", "held-out samples with full reward"),
+        Metric("eval/accuracy", "fraction", "mean", "held-out samples that are correct, of those that could be scored"),
         Metric("eval/accuracy_standard_error", "fraction", "value", "standard error of eval/accuracy"),
-        Metric("eval/reward_mean", "reward", "mean", "reward over held-out samples"),
+        Metric("eval/reward_mean", "reward", "mean", "reward over held-out samples that could be scored"),
         Metric("eval/response_length_mean", "tokens", "mean", "held-out response length"),
         Metric("eval/truncated_fraction", "fraction", "ratio", "held-out responses that hit max_new_tokens"),
         Metric("eval/num_samples", "samples", "sum", "held-out samples"),
+        Metric("eval/num_reward_failures", "samples", "sum", "held-out samples whose scoring failed: in no mean"),
         Metric("sft/loss", "nats", "mean", "negative log-prob of a demonstration's token"),
         Metric("sft/num_tokens", "tokens", "sum", "demonstration tokens learnt from"),
         Metric("data/epoch", "epochs", "value", "passes over the prompts, by prompts drawn"),
+        Metric("run/num_restarts", "restarts", "value", "times that the run was started again by itself after a failure, so far"),
         Metric("metrics/num_non_finite", "metrics", "sum", "metrics of this line that were NaN or infinite, written as null"),
     ]
 

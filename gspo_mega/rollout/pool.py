@@ -40,7 +40,7 @@ _MAX_REST_SECONDS = 5.0
 class Entry:
     """One generation of one server. `verified_version` is the version it is known to hold in full, or None.
 
-    A server that started from disk holds what it started with. Whoever begins to change its weights sets None; only
+    A server that started from a committed version holds that one; from anything else, none. Whoever begins to change its weights sets None; only
     `ServerPool.commit` sets it again. `gone` is set when the server of this generation is no more.
     """
 
@@ -149,6 +149,11 @@ class ServerPool:
                     entry.num_nonsense = 0
         self.loop.run(self._notify())
 
+    @property
+    def num_given_up(self) -> int:
+        """Servers of this attempt that failed more often than allowed, or refused their configuration, and are not started again."""
+        return sum(registration.state == "failed" for registration in self._roster.registrations)
+
     def controls(self) -> list[HttpServerControl]:
         """A control of every server that is up, whatever weights it holds; for the publisher."""
         return [HttpServerControl(self, entry) for entry in self._ready_entries()]
@@ -158,14 +163,13 @@ class ServerPool:
         return [HttpServerControl(self, e) for e in self._ready_entries() if e.verified_version != self._committed_version]
 
     def wait_ready(self, num_servers: int, deadline_seconds: float, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Block until `num_servers` are up, calling `on_wait` meanwhile. Raises RolloutError at the deadline, or as soon
-        as too many servers have given up."""
+        """Block until `num_servers` are up, or all of them but those that gave up or were stopped and at least one, calling `on_wait` meanwhile.
+        Raises RolloutError at the deadline, or as soon as all have given up."""
         deadline = time.monotonic() + deadline_seconds
-        while len(self._ready_entries()) < num_servers:
+        while len(self._ready_entries()) < max(1, num_servers - sum(r.state in ("failed", "stopped") for r in self._roster.registrations)):
             self.check()
-            failed = [r for r in self._roster.registrations if r.state == "failed"]
-            if len(self._roster.registrations) - len(failed) < num_servers and failed:
-                raise RolloutError(_failed_text(failed))
+            if len(self._roster.registrations) >= num_servers:
+                self._raise_if_all_failed()
             if time.monotonic() > deadline:
                 raise RolloutError(
                     f"{len(self._ready_entries())} of {num_servers} servers ready after {deadline_seconds:g} s;"

@@ -23,9 +23,9 @@ State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 class Registration:
     """One server as it sees itself.
 
-    `generation` counts its starts; a new one means that it holds the weights it was started with, version
-    `weight_version`, whatever it was told before. `heartbeat` is unix seconds. `error` says why it failed, or
-    why it last had to be started again.
+    `generation` counts its starts in the attempt; a new one means that it holds the weights it was started with, whatever it was
+    told before. Their version is `weight_version`: None where the run has committed no version of what it started from, as
+    with `model.path`. `heartbeat` is unix seconds. `error` says why it failed, or why it last had to be started again.
     """
 
     server_id: str
@@ -33,7 +33,7 @@ class Registration:
     pid: int
     state: State
     generation: int
-    weight_version: int
+    weight_version: int | None
     heartbeat: float
     tensor_parallel: int = 1
     error: str | None = None

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gspo_mega.config.addresses import is_loopback
 from gspo_mega.errors import ConfigError, GspoMegaError
 from gspo_mega.rollout import cpu_server
 from gspo_mega.rollout.secret import read_secret
@@ -30,6 +31,18 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it went before the request was in place
         os._exit(1)
+
+
+def meet_in_private(spec: ServerSpec) -> None:
+    """Have SGLang's processes find each other through a file of their own, and where the server's address is this machine's alone,
+    have their sockets listen there alone.
+
+    By default they meet in a torch store, which listens on every address of the machine and takes keys from anybody.
+    """
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{spec.store}"
+    if is_loopback(spec.host):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
 
 
 def server_arguments(spec: ServerSpec):
@@ -83,7 +96,9 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     try:
-        server_args = server_arguments(ServerSpec.read(arguments.spec))
+        spec = ServerSpec.read(arguments.spec)
+        meet_in_private(spec)
+        server_args = server_arguments(spec)
     except GspoMegaError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)

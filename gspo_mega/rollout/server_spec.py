@@ -7,6 +7,7 @@ only the path of the file that holds it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -15,27 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.config.schema import Config
+from gspo_mega.config.server_options import option_problems
 from gspo_mega.errors import ConfigError
-
-_OWN_FIELDS = {
-    "model_path": "model.path",
-    "host": "server.host",
-    "port": "(chosen at start)",
-    "api_key": "(made for each attempt)",
-    "tp_size": "server.tensor",
-    "dtype": "precision",
-    "context_length": "server.context_tokens",
-    "max_total_tokens": "server.max_total_tokens",
-    "mem_fraction_static": "server.memory_fraction",
-    "max_running_requests": "rollout.max_concurrent_requests",
-    "log_level": "server.log_level",
-    "attention_backend": "server.attention_backend",
-    "weight_version": "(kept by the run)",
-    "enable_return_routed_experts": "rollout.return_routed_experts",
-    "incremental_streaming_output": "(how responses are read)",
-}
-"""SGLang's fields that follow from other keys, and which; `server.options` may not set them a second time."""
-
 
 _CONTEXT_SLACK = 8
 """SGLang ends a response two tokens before its context is full and refuses a prompt within six of it."""
@@ -47,10 +29,11 @@ _LOOKED_FOR: dict[str, dict[str, Any]] = {"DeepseekV3ForCausalLM": {"moe_layer_f
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One start of one server. `weight_version` is that of the weights in `model_path`."""
+    """One start of one server. `weight_version` is that of the weights in `model_path`, None where they have none. `store` is a
+    file that its processes, and nobody else, meet in."""
 
     model_path: str
-    weight_version: int
+    weight_version: int | None
     host: str
     port: int
     api_key_file: str
@@ -64,6 +47,7 @@ class ServerSpec:
     attention_backend: str | None
     log_level: str
     seed: int
+    store: str
     options: dict[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
@@ -75,9 +59,10 @@ class ServerSpec:
 
 
 def spec_from_config(
-    config: Config, *, model_path: str, weight_version: int, port: int, api_key_file: Path, index: int, generation: int
-) -> ServerSpec:
-    """The spec of server `index` at its `generation`-th start."""
+    config: Config, *, model_path: str, weight_version: int | None, port: int, api_key_file: Path, attempt: str, index: int, generation: int,
+    store: Path,
+) -> ServerSpec:  # fmt: skip
+    """The spec of server `index` at its `generation`-th start in the attempt of that name."""
     server, rollout = config.server, config.rollout
     check_options_ours(server.options)
     context_tokens = server.context_tokens or config.data.max_prompt_tokens + rollout.max_new_tokens
@@ -101,15 +86,25 @@ def spec_from_config(
         return_routed_experts=rollout.return_routed_experts,
         attention_backend=server.attention_backend,
         log_level=server.log_level,
-        # Another start, or another server, must not repeat the samples of the one before.
-        seed=(config.run.seed * 1_000_003 + index * 1_009 + generation) % 2**31,
+        seed=sampling_seed(config.run.seed, attempt, index, generation),
+        store=str(Path(store).absolute()),
         options=dict(server.options),
     )
 
 
+def sampling_seed(run_seed: int, attempt: str, index: int, generation: int) -> int:
+    """What SGLang seeds its sampling with, below 2**31: another one for each start of each server of each attempt.
+
+    A run that is continued samples what its earlier attempts had not sampled yet. Were the seeds those of an earlier attempt, so
+    would be the random numbers, and responses of different steps would be correlated.
+    """
+    name = f"{run_seed}/{attempt}/{index}/{generation}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") % 2**31
+
+
 def check_options_ours(options: dict[str, Any]) -> None:
-    """Raise ConfigError for an option that this package sets from another key."""
-    problems = [f"server.options.{name}: set by this package from {_OWN_FIELDS[name]}" for name in options if name in _OWN_FIELDS]
+    """Raise ConfigError for an option that this package sets itself or refuses. A run's file is refused earlier, with its line."""
+    problems = [f"server.options.{name}: {text}" for name, text in option_problems(options)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -140,7 +135,7 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
         "mem_fraction_static": spec.memory_fraction,
         "max_running_requests": spec.max_concurrent_requests,
         "enable_return_routed_experts": spec.return_routed_experts,
-        "weight_version": str(spec.weight_version),
+        "weight_version": "unpublished" if spec.weight_version is None else str(spec.weight_version),
         "log_level": spec.log_level,
         "log_level_http": spec.log_level,
         "random_seed": spec.seed,
@@ -152,6 +147,8 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
         "disable_shared_experts_fusion": True,
         # A model folder is data; code inside one is never run.
         "trust_remote_code": False,
+        # By default SGLang takes pickles where a folder has no safetensors.
+        "load_format": "safetensors",
     }
     if spec.attention_backend is not None:
         arguments["attention_backend"] = spec.attention_backend

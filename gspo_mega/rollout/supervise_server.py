@@ -9,22 +9,23 @@ from __future__ import annotations
 import http.client
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from gspo_mega.config.addresses import address_problem, with_port
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ConfigError, GspoMegaError, RankError
 from gspo_mega.rollout.process_tree import end_group, start_group
 from gspo_mega.rollout.registration import Registration
+from gspo_mega.rollout.restart_budget import RestartBudget
+from gspo_mega.rollout.scratch import Scratch, remove_abandoned
 from gspo_mega.rollout.secret import ensure_secret
 from gspo_mega.rollout.server_spec import spec_from_config
 from gspo_mega.run_folder import Attempt, read_json
@@ -63,12 +64,15 @@ class ServerSupervisor:
         self._stop = threading.Event()
         self._parent = os.getppid()
         self._process: subprocess.Popen | None = None
-        self._scratch: Path | None = None
+        self._scratch: Scratch | None = None
+        self._budget = RestartBudget(config.server.max_restarts, config.server.restart_forgiven_after_seconds)
         self._last_healthy = 0.0
         self._beaten = 0.0
+        # A generation names one start of the attempt, whoever watched over it.
+        before = read_json(attempt.server_file(f"server-{index}")) or {}
         self._registration = Registration(
-            server_id=f"server-{index}", address="", pid=os.getpid(), state="starting", generation=0,
-            weight_version=0, heartbeat=time.time(), tensor_parallel=config.server.tensor,
+            server_id=f"server-{index}", address="", pid=os.getpid(), state="starting", generation=before.get("generation", 0),
+            weight_version=None, heartbeat=time.time(), tensor_parallel=config.server.tensor,
         )  # fmt: skip
 
     def run(self) -> int:
@@ -81,6 +85,7 @@ class ServerSupervisor:
             folder.mkdir(parents=True, exist_ok=True)
         try:
             ensure_secret(self._attempt.api_key_file)
+            remove_abandoned()
             self._serve()
         except _Stop:
             self._register(state="stopped")
@@ -95,16 +100,16 @@ class ServerSupervisor:
             self._end()
 
     def _serve(self) -> None:
-        restarts = 0
+        server = self._config.server
         while True:
             cause = self._serve_once()
-            restarts += 1
-            if restarts > self._config.server.max_restarts:
+            delay = self._budget.failed(self._last_healthy)
+            if delay is None:
                 raise RankError(
-                    f"{self._registration.server_id}: {cause}, and it was restarted"
-                    f" {self._config.server.max_restarts} times already (server.max_restarts).\n{self._log_tail()}"
+                    f"{self._registration.server_id}: {cause}, and it was restarted {server.max_restarts} times already (server.max_restarts;"
+                    f" one is forgiven after {server.restart_forgiven_after_seconds:g} s in health, server.restart_forgiven_after_seconds)."
+                    f"\n{self._log_tail()}"
                 )
-            delay = min(30.0, 0.5 * 2 ** (restarts - 1))
             logger.warning("%s: %s; starting it again in %.1f s", self._registration.server_id, cause, delay)
             self._register(state="restarting", error=cause)
             self._end()
@@ -116,12 +121,15 @@ class ServerSupervisor:
         started = time.monotonic()
         while not self._answers("/health", timeout=2.0):
             self._sleep(_POLL_SECONDS)
-            self._beat()
+            if self._beat():
+                self._scratch.note(self._process.pid)
             if (cause := self._death()) is not None:
                 return cause
             if time.monotonic() - started > self._config.server.start_deadline_seconds:
                 return f"not healthy {self._config.server.start_deadline_seconds:g} s after its start"
+        self._scratch.note(self._process.pid)
         self._register(state="ready")
+        self._budget.healthy()
         logger.info("%s: ready at %s", self._registration.server_id, self._registration.address)
         return self._watch()
 
@@ -152,30 +160,38 @@ class ServerSupervisor:
         weight_version, model_path = self._current_weights()
         generation = self._registration.generation + 1
         port = _free_port(config.server.host)
+        # SGLang leaves sockets and marker files in the temporary folder when it is killed: give it its own.
+        self._scratch = Scratch()
         spec = spec_from_config(
-            config, model_path=model_path, weight_version=weight_version, port=port,
-            api_key_file=attempt.api_key_file, index=self._index, generation=generation,
+            config, model_path=model_path, weight_version=weight_version, port=port, api_key_file=attempt.api_key_file,
+            # The link `latest` to an attempt is no name of its own.
+            attempt=attempt.path.resolve().name, index=self._index, generation=generation, store=self._scratch.path / "store",
         )  # fmt: skip
-        # SGLang leaves sockets and marker files in the temporary folder when it is killed: give it its own. Not below
-        # the run folder, whose path may be longer than a socket's may be.
-        self._scratch = Path(tempfile.mkdtemp(prefix="gspo-server-"))
-        spec_file = self._scratch / "spec.json"
+        spec_file = self._scratch.path / "spec.json"
         spec.write(spec_file)
-        host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
         self._registration = replace(
-            self._registration, address=f"http://{host}:{port}", generation=generation, weight_version=weight_version
+            self._registration, address=f"http://{with_port(config.server.host, port)}", generation=generation, weight_version=weight_version
         )
         self._register(state="starting")
         command = [*self._entry, "--spec", str(spec_file), "--parent", str(os.getpid())]
-        self._process = start_group(command, log=self._log, environment={**os.environ, "TMPDIR": str(self._scratch)})
+        self._process = start_group(command, log=self._log, environment={**os.environ, "TMPDIR": str(self._scratch.path)})
 
-    def _current_weights(self) -> tuple[int, str]:
+    def _current_weights(self) -> tuple[int | None, str]:
+        """What this start loads, and its version: None where nobody in this attempt has committed one of it.
+
+        `model.path` has none, not even 0: with `model.weights` the trainer begins with other weights, and a run that publishes
+        through groups leaves nothing on disk. Nor has what an earlier attempt committed: going on from its checkpoint, this one
+        gives the same numbers to other weights. Such a server gets work once it was published to.
+        """
         current_file = self._attempt.run_folder.current_weights_file
+        committed = _modified(current_file)  # before it is read: it may be replaced between
         current = read_json(current_file)
         if current is None:
-            return 0, self._config.model.path
+            return None, self._config.model.path
         try:
-            return int(current["weight_version"]), str(current["path"])
+            version, path = int(current["weight_version"]), str(current["path"])
+            # Both files lie in the run folder, so that one clock wrote both times.
+            return (version if committed is not None and committed >= _modified(self._attempt.api_key_file) else None), path
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{current_file}: needs weight_version and path: {error!r}") from error
 
@@ -189,8 +205,8 @@ class ServerSupervisor:
         return f"SGLang {how} (see {self._log})"
 
     def _answers(self, path: str, timeout: float) -> bool:
-        host, port = self._registration.address.removeprefix("http://").rsplit(":", 1)
-        connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout)
+        # http.client reads host:port, brackets included.
+        connection = http.client.HTTPConnection(self._registration.address.removeprefix("http://"), timeout=timeout)
         try:
             connection.request("GET", path)
             return connection.getresponse().status == 200
@@ -199,9 +215,12 @@ class ServerSupervisor:
         finally:
             connection.close()
 
-    def _beat(self) -> None:
-        if time.monotonic() - self._beaten > _HEARTBEAT_SECONDS:  # whatever the clock on the wall does
-            self._register()
+    def _beat(self) -> bool:
+        """Whether it was time to."""
+        if time.monotonic() - self._beaten <= _HEARTBEAT_SECONDS:  # whatever the clock on the wall does
+            return False
+        self._register()
+        return True
 
     def _register(self, **changes) -> None:
         self._beaten = time.monotonic()
@@ -221,10 +240,12 @@ class ServerSupervisor:
 
     def _end(self) -> None:
         if self._process is not None:
+            if self._scratch is not None:
+                self._scratch.note(self._process.pid)
             end_group(self._process, _TERM_GRACE_SECONDS)
             self._process = None
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.remove()
             self._scratch = None
 
     def _log_tail(self) -> str:
@@ -235,8 +256,17 @@ class ServerSupervisor:
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
 
+def _modified(path: Path) -> int | None:
+    """When, in nanoseconds; None where there is no such file."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
 def _free_port(host: str) -> int:
-    """A port of `host` that is free now and below the ephemeral range, so that no outgoing connection takes it."""
+    """A port of `host` that is free now and below the ephemeral range, so that no outgoing connection takes it. Raises ConfigError
+    where `host` is no address of this machine, or, by its name, the wildcard."""
     low, high = 20_000, 32_000
     start = (os.getpid() * 7919) % (high - low)
     for offset in range(high - low):
@@ -245,6 +275,8 @@ def _free_port(host: str) -> int:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind((host, port))
+                if (problem := address_problem(probe.getsockname()[0])) is not None:
+                    raise ConfigError(f"server.host: {host}: {problem}")
             except PermissionError:
                 continue
             except OSError as error:

@@ -1,14 +1,17 @@
 """`gspo-mega eval`: held-out accuracy of a Hugging Face folder, through servers alone. No engine, one process.
 
-The servers load `model.path` themselves (weight version 0), so there is nothing to publish.
+The servers load `model.path` themselves, and that is what is measured: every start of one is told, and committed, to hold
+version 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 from typing import Any
 
 from gspo_mega import beats
+from gspo_mega.errors import PublishError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.run_folder import Attempt
 from gspo_mega.runtime.rollouts import RolloutSide
@@ -16,26 +19,40 @@ from gspo_mega.runtime.session import StopRequested
 from gspo_mega.runtime.stop import StopRequest
 from gspo_mega.runtime.worker import WorkerContext
 
+_TELL_SECONDS = 30.0
+
 
 def run_eval(context: WorkerContext) -> dict[str, Any]:
     """Sample and score every held-out prompt once the servers are up; the fields of `Evaluation`, or {"stopped": reason}."""
     config = context.config
     stop_request = StopRequest(context.attempt_dir)
+    trusted: set[tuple[str, int]] = set()
 
-    def check_stop() -> None:
+    def on_wait() -> None:
+        for server in side.pool.servers_behind():
+            start = (server.server_id, server.generation)
+            # Each start once: one that was found to talk nonsense since gets no more work.
+            if start not in trusted:
+                with contextlib.suppress(PublishError):  # it went down just now, and is met again when it is back
+                    server.set_weight_version(0, deadline_seconds=_TELL_SECONDS)
+                    side.pool.commit(0, [start])
+                    trusted.add(start)
         reason = stop_request.check()
         if reason is not None:
             raise StopRequested(reason)
 
     def wait_for_start() -> None:
         beats.beat()
-        check_stop()
+        on_wait()
 
     server = config.server
     with RolloutSide(config, read_model_spec(config.model.path), Attempt(context.attempt_dir)) as side:
+        for line in side.held_out.report():
+            context.console(line)
         try:
             side.pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start)
+            on_wait()
             beats.enter("eval")
-            return asdict(side.evaluate(check_stop))
+            return asdict(side.evaluate(on_wait))
         except StopRequested as request:
             return {"stopped": str(request)}

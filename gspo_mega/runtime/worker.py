@@ -23,11 +23,13 @@ from typing import Any
 
 from gspo_mega import descriptors, kill_points, process_death
 from gspo_mega.config import Config, LoadedConfig, load_config
+from gspo_mega.config.addresses import is_loopback
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, RENDEZVOUS_SECONDS
 from gspo_mega.errors import ConfigError
 from gspo_mega.plan.patience import patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
 from gspo_mega.runtime.beat_writer import BeatWriter
+from gspo_mega.runtime.gpu_variables import set_variables
 from gspo_mega.runtime.rank_log import console, redirect_output
 from gspo_mega.runtime.shutdown import fail, leave
 
@@ -123,6 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvironment) -> dict[str, Any] | None:
+    _keep_to_this_machine(loaded.config)
     _init_distributed(place)
     module, function = ENTRY_POINTS[command]
     work = getattr(importlib.import_module(module), function)
@@ -144,8 +147,16 @@ def _default_signals() -> None:
     faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 
+def _keep_to_this_machine(config: Config) -> None:
+    """Where ranks and servers all are on this machine, gloo and NCCL listen on its loopback alone, whatever its name resolves to."""
+    if is_loopback(os.environ["MASTER_ADDR"]) and is_loopback(config.server.host):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
+
+
 def _init_distributed(place: RankEnvironment) -> None:
     """torch.distributed over all ranks: gloo for host tensors, NCCL for the GPU's where there is one. Collective."""
+    set_variables(os.environ, place.local_rank)  # before any import of torch
     import gspo_mega.engine.cpu as cpu  # before any other import of Megatron: it makes the CPU usable to it
 
     import torch

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "integration"), str(Path(__file__).parents[2])]
 
-from servers import Serve, run_config
+from servers import Serve, run_config, trust
 from tiny_models import EOS_TOKEN_ID, make_model
 
 from gspo_mega.config import load_config
@@ -53,6 +53,7 @@ def measure(model: Path, backend: str, rounds: int) -> dict[int, float]:
             spec = read_model_spec(model)
             with ServerPool(load_config(config_path).config, spec, serve.attempt) as pool:
                 pool.wait_ready(1, 60)
+                trust(pool)
                 best = {}
                 for num_new in NEW_TOKENS:
                     for _ in range(rounds):

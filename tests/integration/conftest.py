@@ -45,8 +45,12 @@ class RunningServer:
     serve: object
 
     def pool(self) -> ServerPool:
-        """A new pool of this server's attempt; close it."""
-        return ServerPool(self.config, self.spec, self.attempt)
+        """A new pool of this server's attempt; close it. The server holds `model`, as version 0: there is no trainer to publish it."""
+        from servers import trust
+
+        pool = ServerPool(self.config, self.spec, self.attempt)
+        trust(pool)
+        return pool
 
     def restore_weights(self) -> None:
         """Give the server the weights it was started with, and end whatever a failed test left open."""

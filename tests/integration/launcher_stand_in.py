@@ -62,6 +62,14 @@ def orphan(attempt, rank):
     subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"], start_new_session=True)
 
 
+def ended_orphans(attempt, rank):
+    """Leaves many processes behind that end by themselves a little later, and works on."""
+    leave = "import subprocess; [subprocess.Popen(['sleep', '0.3']) for _ in range(100)]"
+    subprocess.run([sys.executable, "-S", "-c", leave], check=True)
+    (attempt.path / f"left rank {rank}").touch()
+    time.sleep(1000)
+
+
 def wait_for_others(attempt):
     while len(list(attempt.path.glob("started *"))) < 3:
         time.sleep(0.05)
@@ -141,13 +149,63 @@ def stop_slowly(attempt, rank):
     sys.exit(75)
 
 
+def save(attempt, step):
+    folder = attempt.run_folder
+    folder.checkpoints_dir.mkdir(exist_ok=True)
+    folder.latest_checkpoint_file.write_text(f"step_{step:08d}\n")
+
+
+def killed_twice(attempt, rank):
+    """Dies in its first two starts, each a step further."""
+    wait_for_others(attempt)
+    save(attempt, attempt.number)
+    if attempt.number < 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_at_the_same_place(attempt, rank):
+    wait_for_others(attempt)
+    save(attempt, 5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_further_each_time(attempt, rank):
+    wait_for_others(attempt)
+    save(attempt, attempt.number)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_then_die_of_a_stop(attempt, rank):
+    save(attempt, 5)
+    while attempt.stop_reason() is None:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def give_up(attempt, rank):
     """A server that failed too often: registers, and exits a little later."""
     error = "SGLang exited with code 1, and it was restarted 5 times already (server.max_restarts)."
-    atomic_write_json(attempt.server_file("server-0"), {"server_id": "server-0", "state": "failed", "error": error})
+    give_up_as(attempt, "server-0", error)
+
+
+def give_up_as(attempt, name, error):
+    atomic_write_json(attempt.server_file(name), {"server_id": name, "state": "failed", "error": error})
     print("the server's last words")
     sys.stdout.flush()
     time.sleep(1000)
+
+
+def give_up_later(attempt, rank):
+    """Server 1, some time after server 0."""
+    while not attempt.server_file("server-0").exists() or not (attempt.path / "go on").exists():
+        time.sleep(0.02)
+    give_up_as(attempt, "server-1", "SGLang exited with code 9")
+
+
+def finish_when_told(attempt, rank):
+    """A rank that trains on with whatever servers are left."""
+    while not (attempt.path / "go on").exists():
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import http.server
 import json
+import mmap
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
@@ -19,9 +19,14 @@ parser.add_argument("--parent", type=int)
 args = parser.parse_args()
 spec = json.loads(args.spec.read_text())
 behaviour = args.behaviour.read_text().split()
-print("stand-in", behaviour, "serves", spec["model_path"], "version", spec["weight_version"], flush=True)
+print("stand-in", behaviour, "serves", spec["model_path"], "version", spec["weight_version"], "seed", spec["seed"], "head", os.getpid(), flush=True)
 child = subprocess.Popen([sys.executable, "-c", "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
 print("child", child.pid, flush=True)
+if "shared_memory" in behaviour:
+    # As SGLang's scheduler does; its name is known to nobody but it.
+    segment = f"/dev/shm/sglang_loads_{os.urandom(6).hex()}_0.shm"
+    mapped = mmap.mmap(os.open(segment, os.O_CREAT | os.O_RDWR, 0o600), 0 if os.truncate(segment, 4096) else 4096)
+    print("segment", segment, flush=True)
 if "exit" in behaviour:
     print("the reason of the end", flush=True)
     sys.exit(3)
@@ -30,14 +35,18 @@ if "refuse" in behaviour:
     sys.exit(2)
 if "ignore_term" in behaviour:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-started = time.time()
+num_probes = 0
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        global num_probes
+        num_probes += self.path == "/health_generate"
         healthy = "never_healthy" not in behaviour and not (self.path == "/health_generate" and "wedged" in behaviour)
         self.send_response(200 if healthy else 503)
         self.end_headers()
+        if "die_after_probes" in behaviour and num_probes == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def log_message(self, *_):
         """Quiet."""

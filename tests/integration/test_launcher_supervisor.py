@@ -1,20 +1,24 @@
 """The supervisor with real processes that misbehave: what the user sees, how fast it ends, that nothing is left."""
 
+import ipaddress
 import json
 import os
 import signal
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 from launcher_runs import DEADLINE_SECONDS, Launched, make_config
+
 
 @pytest.fixture
 def start(tmp_path):
     """start(behaviours) launches a run of 2 ranks and 1 server; at the end of the test nothing may be left of it."""
-    make_config(tmp_path)
     launched = []
 
-    def launch(behaviours, stop_grace_seconds=60.0, work=None):
+    def launch(behaviours, stop_grace_seconds=60.0, work=None, **server):
+        make_config(tmp_path, server=server)
         launched.append(Launched(tmp_path, behaviours, stop_grace_seconds, work))
         return launched[-1]
 
@@ -110,13 +114,80 @@ def test_a_server_that_gave_up_ends_the_run(start):
 def test_a_server_that_is_gone_ends_the_run(start):
     code, _, err = start({"server 0": "no_record"}).finish()
     assert code == 9
-    assert "server 0 exited with code 9" in err and "Fatal: something in a library" in err
+    assert "server 0 gave up: its process exited with code 9" in err and "Fatal: something in a library" in err
+
+
+@pytest.mark.parametrize("end", ["give_up", "no_record"])
+def test_one_server_that_is_gone_leaves_the_run_to_the_others(start, end):
+    run = start({"server 0": end, "rank 0": "finish_when_told", "rank 1": "finish_when_told"}, num_servers=2)
+    run.wait_started(4)
+    log = run.folder.latest_attempt().supervisor_log
+    deadline = time.monotonic() + 60
+    while "server 0 is given up" not in log.read_text() and run.process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (run.folder.latest_attempt().path / "go on").touch()
+    code, out, err = run.finish()
+    assert (code, err) == (0, "")
+    (warning,) = [line for line in out.splitlines() if line.startswith("warning")]
+    said = {"give_up": "SGLang exited with code 1", "no_record": "exited with code 9"}[end]
+    assert "server 0 is given up" in warning and said in warning and "1 of 2 servers is left" in warning
+    assert run.left_running() == []
+
+
+def test_the_last_server_that_gives_up_ends_the_run_with_the_first_ones_words(start):
+    run = start({"server 0": "give_up", "server 1": "give_up_later"}, num_servers=2)
+    run.wait_started(4)
+    (run.folder.latest_attempt().path / "go on").touch()
+    code, out, err = run.finish()
+    assert code == 3
+    assert "server 0 gave up: SGLang exited with code 1" in err and "1 of 2 servers is left" in out
+    assert "server 1 is given up: SGLang exited with code 9; no server of 2 is left" in out
+    assert run.left_running() == []
 
 
 def test_what_a_rank_leaves_behind_is_ended_too(start):
     run = start({"rank 0": "orphan", "rank 1": "orphan"})
     code, _, _ = run.finish()
     assert code == 0
+    assert run.left_running() == []
+
+
+def test_orphans_that_end_leave_no_zombies(start):
+    run = start({"rank 0": "ended_orphans", "rank 1": "ended_orphans"})
+    run.wait_started()
+    attempt, deadline = run.folder.latest_attempt(), time.monotonic() + 60
+    while len(list(attempt.path.glob("left rank *"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while zombies := [pid for pid in children_of(run.process.pid) if "(zombie)" in status_of(pid)]:
+        assert time.monotonic() < deadline, f"{len(zombies)} zombies"
+        time.sleep(0.2)
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish()[0] == 130
+
+
+def children_of(pid):
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def status_of(pid):
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def test_a_supervisor_that_lost_its_folder_ends_its_ranks_and_says_who_has_it(start):
+    run = start({})
+    run.wait_started()
+    (record,) = run.folder.lease_dir.glob("0*")
+    other = json.loads(record.read_text()) | {"host": "node7", "boot": "another", "pid": 77}
+    (run.folder.lease_dir / f"{int(record.name) + 1:08d}").write_text(json.dumps(other))
+    code, _, err = run.finish()
+    assert code == 9
+    assert "was taken over by process 77 on node7, which saw no sign of life from this one" in err
     assert run.left_running() == []
 
 
@@ -205,6 +276,18 @@ def test_real_ranks_work_together_and_leave_a_result(start):
     assert "demo: 2 ranks, sum 3\n" in out
     assert json.loads(run.folder.latest_attempt().result_file.read_text()) == {"sum": 3.0}
     assert run.left_running() == []
+
+
+def test_ranks_listen_on_the_loopback_alone(start):
+    """Whatever the machine's name resolves to: gloo by itself takes the address of that."""
+    run = start({}, work="stop_in_order")
+    wait_for_console(run, "waiting for a stop")
+    ranks = [pid for pid in run.left_running() if b"launcher_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    listening = [{c.laddr.ip for c in psutil.Process(pid).net_connections(kind="inet") if c.status == psutil.CONN_LISTEN} for pid in ranks]
+    assert len(listening) >= 2 and all(ipaddress.ip_address(address).is_loopback for address in set().union(*listening))
+    assert sum(map(bool, listening)) == 2, "the store of rank 0, and gloo of both"
+    run.process.send_signal(signal.SIGINT)
+    run.finish(60)
 
 
 def test_one_ranks_error_ends_another_that_sits_in_a_collective(start):

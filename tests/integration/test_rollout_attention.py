@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from servers import Serve, run_config
+from servers import Serve, run_config, trust
 from tiny_models import EOS_TOKEN_ID
 
 from gspo_mega.config import load_config
@@ -115,6 +115,7 @@ def greedy(config, spec, attempt):
 
     with ServerPool(config, spec, attempt) as pool:
         pool.wait_ready(1, 60)
+        trust(pool)
         return pool.loop.run(everything(pool))
 
 

@@ -15,8 +15,13 @@ from servers import alive, run_config, wait_gone
 
 import gspo_mega
 from gspo_mega.config import load_config
+from gspo_mega.errors import RolloutError
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.run_folder import RunFolder, atomic_write_json
+
+SPEC = read_model_spec(Path(__file__).parents[2] / "configs/models/quickstart_moe.json")
 
 
 class Supervised:
@@ -24,10 +29,14 @@ class Supervised:
         self.attempt = RunFolder(folder / "run").new_attempt()
         self.become(behaviour)
         settings = {"start_deadline_seconds": 60.0, "max_restarts": 2, **server}
-        config = load_config(run_config(folder, folder / "model", server=settings)).config
+        self.config = load_config(run_config(folder, folder / "model", server=settings)).config
+        self.launcher = launcher
+        self.start()
+
+    def start(self) -> None:
         driver = Path(__file__).with_name("supervise_driver.py")
         self.process = subprocess.Popen(
-            [*launcher, sys.executable, str(driver), str(self.attempt.path), config.model_dump_json()],
+            [*self.launcher, sys.executable, str(driver), str(self.attempt.path), self.config.model_dump_json()],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "PYTHONPATH": str(Path(gspo_mega.__file__).parents[1])},
         )  # fmt: skip
@@ -50,6 +59,13 @@ class Supervised:
         path = self.attempt.server_log(1)
         return path.read_text() if path.exists() else ""
 
+    def head(self) -> int:
+        """The pid of the stand-in that runs now."""
+        return int(re.findall(r"head (\d+)", self.log())[-1])
+
+    def segments(self) -> list[Path]:
+        return [Path(path) for path in re.findall(r"segment (\S+)", self.log())]
+
     def children(self) -> list[int]:
         return [int(pid) for pid in re.findall(r"child (\d+)", self.log())]
 
@@ -59,7 +75,9 @@ def supervised(tmp_path):
     made = []
 
     def make(*args, **kwargs):
-        made.append(Supervised(tmp_path, *args, **kwargs))
+        folder = tmp_path / f"run{len(made)}" if made else tmp_path
+        folder.mkdir(exist_ok=True)
+        made.append(Supervised(folder, *args, **kwargs))
         return made[-1]
 
     yield make
@@ -69,10 +87,32 @@ def supervised(tmp_path):
         one.process.communicate(timeout=60)
 
 
+@pytest.fixture
+def pool_of():
+    """A pool over a supervised server's attempt, closed at the end."""
+    made = []
+
+    def make(one, **rollout):
+        config = one.config.model_copy(update={"rollout": one.config.rollout.model_copy(update=rollout)})
+        made.append(ServerPool(config, SPEC, one.attempt))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.02)
+
+
 def test_a_server_becomes_ready_and_its_heart_beats(supervised):
     one = supervised("ok")
     seen = one.until(lambda r: r.state == "ready")
-    assert (seen.server_id, seen.generation, seen.weight_version, seen.pid) == ("server-1", 1, 0, one.process.pid)
+    assert (seen.server_id, seen.generation, seen.pid) == ("server-1", 1, one.process.pid)
     assert seen.address.startswith("http://127.0.0.1:")
     one.until(lambda r: r.heartbeat > seen.heartbeat + 1)
     assert one.attempt.api_key_file.stat().st_mode & 0o777 == 0o600
@@ -116,6 +156,46 @@ def test_a_dead_server_is_started_again_with_the_current_weights(supervised):
     assert alive([first, second]) == [second]
 
 
+def test_a_start_from_model_path_holds_no_version_until_it_is_published_to(supervised, pool_of):
+    """Whatever the run committed: with model.weights, or after some steps by groups, model.path holds other weights."""
+    one = supervised("ok")
+    seen = one.until(lambda r: r.state == "ready")
+    assert seen.weight_version is None and "serves" in one.log() and "version None" in one.log()
+    pool = pool_of(one, no_server_deadline_seconds=0.3)
+    pool.wait_ready(1, 60)
+    assert [server.server_id for server in pool.servers_behind()] == ["server-1"]
+    with pytest.raises(RolloutError, match="server-1: ready, holds version None of 0"):
+        pool.loop.run(pool.acquire())
+    pool.commit(7, [("server-1", 1)])  # published to by groups: nothing of version 7 is on disk
+    assert pool.servers_behind() == []
+    os.kill(one.head(), signal.SIGKILL)
+    again = one.until(lambda r: r.state == "ready" and r.generation == 2)
+    assert again.weight_version is None
+    until(lambda: [server.generation for server in pool.servers_behind()] == [2])
+
+
+def test_what_an_earlier_attempt_committed_gives_a_start_no_version(supervised, tmp_path):
+    """A run goes back to its checkpoint: version 9 of the attempt before is not the version 9 that this one will make."""
+    current = RunFolder(tmp_path / "run").current_weights_file
+    current.parent.mkdir(parents=True)
+    atomic_write_json(current, {"weight_version": 9, "path": "/weights/v9"})
+    os.utime(current, (time.time() - 60, time.time() - 60))
+    one = supervised("ok")
+    assert one.until(lambda r: r.state == "ready").weight_version is None
+    assert "serves /weights/v9 version None" in one.log(), "the newest weights there are, all the same"
+
+
+def test_a_supervisor_that_is_started_again_counts_on(supervised):
+    """In the same attempt: a generation names one start, and what was proved of it."""
+    one = supervised("ok")
+    one.until(lambda r: r.state == "ready")
+    one.process.terminate()
+    one.process.wait(timeout=15)
+    one.start()
+    assert one.until(lambda r: r.state == "ready").generation == 2
+    assert len(set(re.findall(r"seed (\d+)", one.log()))) == 2, "and its samples are new ones"
+
+
 def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(supervised):
     one = supervised("exit", max_restarts=2)
     output, _ = one.process.communicate(timeout=90)
@@ -124,6 +204,12 @@ def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(supervised):
     seen = one.registration()
     assert (seen.state, seen.generation) == ("failed", 3)
     assert not alive(one.children()) and len(one.children()) == 3
+
+
+def test_restarts_are_forgiven_by_time_in_health(supervised):
+    """More crashes than server.max_restarts, each after it had served for long enough."""
+    one = supervised("die_after_probes", max_restarts=1, restart_forgiven_after_seconds=0.05)
+    assert one.until(lambda r: r.generation == 4 or r.state == "failed").state != "failed"
 
 
 def test_a_refused_configuration_is_not_tried_again(supervised):
@@ -159,6 +245,50 @@ def test_a_current_json_of_no_sense_is_named(supervised, tmp_path):
     output, _ = one.process.communicate(timeout=90)
     assert one.process.returncode == 2
     assert "current.json: needs weight_version and path" in output
+
+
+@pytest.fixture
+def foreign_segment():
+    """Another server's shared memory."""
+    path = Path(f"/dev/shm/sglang_loads_{os.urandom(6).hex()}_0.shm")
+    path.write_bytes(bytes(4096))
+    yield path
+    path.unlink()
+
+
+def test_a_killed_servers_shared_memory_goes_with_it_and_no_others(supervised, foreign_segment):
+    one = supervised("shared_memory")
+    one.until(lambda r: r.state == "ready")
+    (first,) = one.segments()
+    assert first.exists()
+    os.kill(one.head(), signal.SIGKILL)
+    one.until(lambda r: r.state == "ready" and r.generation == 2)
+    _, second = one.segments()
+    assert (first.exists(), second.exists()) == (False, True)
+    one.process.terminate()
+    assert one.process.wait(timeout=15) == 0
+    assert not second.exists() and foreign_segment.exists()
+
+
+def test_what_a_supervisor_left_that_was_killed_is_removed_by_the_next(supervised, foreign_segment, tmp_path, monkeypatch):
+    """Of those whose supervisor lives nothing is touched, and no folder of another kind."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "gspo-server-by-hand").mkdir()
+    killed, living = supervised("shared_memory"), supervised("shared_memory")
+    for one in (killed, living):
+        one.until(lambda r: r.state == "ready")
+    (left,), (used,) = killed.segments(), living.segments()
+    killed.process.kill()
+    killed.process.wait()
+    for pid in (killed.head(), *killed.children()):
+        os.kill(pid, signal.SIGKILL)
+    wait_gone([killed.head()], 5)
+    assert left.exists() and len(list(tmp_path.glob("gspo-server-*"))) == 3
+    killed.become("ok")
+    killed.start()
+    killed.until(lambda r: r.state == "ready" and r.generation == 2)
+    assert (left.exists(), used.exists(), foreign_segment.exists()) == (False, True, True)
+    assert len(list(tmp_path.glob("gspo-server-*"))) == 3, "by hand, the living one's, its own"
 
 
 def test_nothing_is_left_in_the_temporary_folder(supervised, tmp_path, monkeypatch):

@@ -1,7 +1,9 @@
 """A whole `gspo-mega train` run with real parts: what it shows, what it writes, and that both are true."""
 
+import json
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from run_support import REPOSITORY, Command, ScoreLog, small_overrides
 from gspo_mega.config import load_config
 from gspo_mega.metrics.catalogue import CATALOGUE, PHASES, find_metric
 from gspo_mega.metrics.writer import read_metrics
+from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import RunFolder, read_json
 
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
@@ -18,12 +21,17 @@ NUM_STEPS = 3
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, quickstart_files):
-    """(command, run folder, overrides) of a run that ended. Its rewards: the task's own, and a user's function."""
+    """(command, run folder, overrides) of a run that ended. Its rewards: the task's own, and a user's function. Its servers
+    run in a Python that `server.python` names."""
     folder = tmp_path_factory.mktemp("whole")
+    other = folder / "other-python"
+    other.write_text(f'#!/bin/sh\necho "$*" >> {folder / "other-python.calls"}\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
     rewards = f"[{{function: arithmetic, weight: 0.5}}, {{function: 'run_support:score', options: {{log: {folder / 'scores'}}}}}]"
     overrides = [
         *small_overrides(quickstart_files, folder / "runs", "whole"), f"reward.functions={rewards}",
         f"train.num_steps={NUM_STEPS}", "eval.every_steps=2", "checkpoint.every_steps=1", "publish.keep_last=10",
+        f"server.python={other}",
     ]  # fmt: skip
     command = Command(folder, "train", str(CONFIG), *overrides)
     try:
@@ -43,6 +51,12 @@ def test_it_ends_well_and_leaves_nothing_running(whole_run):
     assert command.process.returncode == 0, command.out + command.err
     assert command.err == ""
     assert command.left_running(run.path) == []
+
+
+def test_servers_run_in_the_python_that_is_named_and_ranks_do_not(whole_run):
+    _, run, _ = whole_run
+    started = [line for line in (run.path.parents[1] / "other-python.calls").read_text().splitlines() if line.startswith("-m ")]
+    assert len(started) == 1 and started[0].startswith(f"-m gspo_mega serve {run.config_file} "), started
 
 
 def test_the_console_has_a_line_a_step_and_the_final_table(whole_run, lines):
@@ -150,3 +164,17 @@ NOT_OF_A_PLAIN_RUN = {
 def test_every_other_name_of_the_catalogue_is_computed(lines):
     computed = {find_metric(name).name for line in lines for name in line.keys() - {"step", "time"}}
     assert CATALOGUE.keys() - computed == NOT_OF_A_PLAIN_RUN
+
+
+def test_the_result_is_evaluated_by_servers_that_nobody_publishes_to(whole_run):
+    """They load the folder themselves, and no trainer is there that could vouch for what they hold."""
+    _, run, _ = whole_run
+    command = Command(run.path.parent, "eval", str(run.path), "--json", "reward=arithmetic", "eval.num_prompts=4")
+    try:
+        assert command.finish() == 0, command.err
+        result = json.loads(command.out)
+        assert (result["num_prompts"], result["model"]) == (4, str(run.huggingface_dir))
+        (registration,) = read_registrations(RunFolder(run.path / "eval").latest_attempt().servers_dir)
+        assert registration.weight_version is None
+    finally:
+        command.end()

@@ -56,7 +56,7 @@ HOMES: dict[str, set[str]] = {
     "pickle": {"checkpoint/safe_pickle.py"},  # which reads what others wrote so, by a list of names
     "os.environ": {
         "launcher", "runtime/worker.py", "weights/link.py", "engine/cpu.py", "rollout/server_entry.py", "rollout/supervise_server.py", "rollout/cpu_server.py",
-        "reward/process.py",
+        "reward/process.py", "runtime/gpu_variables.py",
     },
     "os.getenv": set(),
     "os.putenv": set(),
@@ -147,7 +147,7 @@ def check_words(root: Path) -> list[Broken]:
     """Paths of one machine, and words of how the product was made, in anything that is shipped."""
     broken = []
     files = [root / "README.md", root / "pyproject.toml"]
-    files += [path for folder in ("gspo_mega", "tools", "launch", "configs") for path in (root / folder).rglob("*")]
+    files += [path for folder in ("gspo_mega", "tools", "launch", "configs", "docs") for path in (root / folder).rglob("*")]
     for path in sorted(files):
         if not path.is_file() or path.suffix == ".pyc":
             continue

@@ -70,3 +70,10 @@ def test_the_launchers_servers_say_where_they_belong(served, tmp_path):
     with StateKeeper(folder.new_attempt()):
         assert served("--attempt", str(first.path)) == (1, 0)
         assert served("--attempt", str(first.path), "--index", "1") == (1, 1)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::0", "0"])
+def test_the_wildcard_is_refused_on_the_command_line_too(served, capsys, host):
+    with pytest.raises(AssertionError):
+        served("--host", host)
+    assert f"gspo-mega serve: --host: {host} opens the server to every network" in capsys.readouterr().err

@@ -68,6 +68,17 @@ def test_folders_and_addresses(tmp_path):
     assert checks._address("192.0.2.1").text.startswith("192.0.2.1 cannot be bound: ")
 
 
+def test_what_cannot_be_bound_or_locked_is_said():
+    assert (checks._network("127.0.0.1").level, checks._network("::1").level) == ("ok", "ok")
+    for private in ("10.1.2.3", "fd00::2", "node7"):
+        found = checks._network(private)
+        assert found.level == "ok" and f"whoever reaches {private} can disturb or steer the ranks" in found.text
+    for public in ("8.8.8.8", "2606:4700::1"):
+        assert checks._network(public).level == "note" and "is a public address" in checks._network(public).text
+    said = [finding.what for finding in checks.check_machine((), Path("."), 0, False, "127.0.0.1", Patience())]
+    assert said[-2:] == ["address", "network"]
+
+
 def test_a_limit_of_open_files_below_what_the_run_needs_is_wrong(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     assert checks._descriptors(1024).level == "ok"

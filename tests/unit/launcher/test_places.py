@@ -23,6 +23,12 @@ def test_the_port_is_free_and_not_one_for_outgoing_connections():
         listener.bind(("127.0.0.1", port))
 
 
+def test_a_port_of_an_ipv6_address():
+    port = free_port("::1")
+    with socket.socket(socket.AF_INET6) as listener:
+        listener.bind(("::1", port))
+
+
 def test_gpus_are_those_named_or_those_there(tmp_path):
     for name in ("nvidia1", "nvidia0", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()

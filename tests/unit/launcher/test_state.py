@@ -11,6 +11,7 @@ from gspo_mega.commands.status import describe_run
 from gspo_mega.errors import ConfigError
 from gspo_mega.launcher import state as state_module
 from gspo_mega.launcher.state import StateKeeper, read_state
+from gspo_mega.rollout.registration import Registration
 from gspo_mega.run_folder import RunFolder, atomic_write_json
 
 
@@ -62,6 +63,16 @@ def test_status_of_a_run(folder):
         assert report["logs"] == str(second.logs_dir)
         state.tell("finished")
     assert describe_run(folder, time.time())["state"].startswith("finished 0 s ago")
+
+
+def test_status_names_the_servers_that_were_given_up(folder):
+    attempt = folder.new_attempt()
+    assert describe_run(folder, time.time())["servers"] is None
+    for index, (state, error) in enumerate([("ready", None), ("ready", "SGLang was killed"), ("failed", "SGLang exited with code 1\nand its log"), ("restarting", "x")]):
+        Registration(f"server-{index}", "", 1, state, 1, None, time.time(), error=error).write(attempt.servers_dir)
+    assert describe_run(folder, time.time())["servers"] == "1 given up, 2 ready, 1 restarting (server-2: SGLang exited with code 1)"
+    (attempt.servers_dir / "server-9.json").write_text("{}")
+    assert "server-9.json: not a server's registration" in describe_run(folder, time.time())["servers"]
 
 
 def test_status_before_the_job_started_and_of_no_run(folder):

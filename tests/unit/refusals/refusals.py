@@ -19,7 +19,7 @@ PACKAGES = ("gspo_mega.config", "gspo_mega.plan", "gspo_mega.model")
 # Functions that return, or append, the text of a refusal that is raised elsewhere.
 TEXTS = {
     "check_precision", "_recipe_problem", "check_optimizer", "explain", "_unknown_key", "_explain_syntax", "_reader_reason", "apply_override",
-    "parse_overrides",
+    "parse_overrides", "address_problem", "_no_address_problem",
 }  # fmt: skip
 _RECORDERS = {"Violation", "problem", "_problem", "Problem"}
 _SPOILER = "__refusal__"

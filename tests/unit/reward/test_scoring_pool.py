@@ -1,6 +1,5 @@
 """Scoring with real processes and real user functions that do what such functions do."""
 
-import signal
 import time
 
 import pytest

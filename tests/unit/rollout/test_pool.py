@@ -140,6 +140,22 @@ def test_failed_servers_are_quoted(fakes, pools):
         pool.wait_ready(1, 60)
 
 
+def test_a_server_that_gave_up_is_not_waited_for(fakes, pools):
+    """Nor does it end the wait while another one may still come."""
+    gone = fakes("server-1")
+    gone.register("failed", error="too often")
+    pool = pools()
+    assert pool.num_given_up == 1
+    with pytest.raises(RolloutError, match="0 of 2 servers ready after 0.2 s"):
+        pool.wait_ready(2, 0.2)  # server-0 has not registered yet
+    fakes("server-0")
+    pool.wait_ready(2, 5)
+    assert acquire(pool).server_id == "server-0"
+    fakes("server-2").register("stopped", error="node 2 is lost")
+    until(lambda: len(pool._registrations) == 3)
+    pool.wait_ready(3, 5)
+
+
 def test_waiting_for_servers_has_an_end_and_a_heartbeat(pools):
     pool = pools()
     waits = []

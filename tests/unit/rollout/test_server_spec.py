@@ -6,23 +6,27 @@ import copy
 import json
 import os
 import pickle
+import re
 import threading
+from pathlib import Path
 
 import pytest
 from collector_support import make_config
 
+from gspo_mega.config.server_options import OWN, REFUSED
 from gspo_mega.errors import ConfigError, RolloutError
 from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.rollout.secret import Secret, ensure_secret, read_secret
 from gspo_mega.rollout.server_spec import ServerSpec, check_options_sglang, missing_values, sglang_arguments, spec_from_config
 
 
-def spec_of(tmp_path, generation=1, index=0, rollout=None, **server):
+def spec_of(tmp_path, generation=1, index=0, attempt="0001", seed=1, rollout=None, **server):
     config = make_config(**(rollout or {}))
+    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     config = config.model_copy(update={"server": config.server.model_copy(update=server)})
     return spec_from_config(
-        config, model_path=str(tmp_path / "m"), weight_version=5, port=1234, api_key_file=tmp_path / "key", index=index,
-        generation=generation,
+        config, model_path=str(tmp_path / "m"), weight_version=5, port=1234, api_key_file=tmp_path / "key", attempt=attempt,
+        index=index, generation=generation, store=tmp_path / "store",
     )  # fmt: skip
 
 
@@ -56,6 +60,21 @@ def test_options_win_but_not_over_keys_of_ours(tmp_path):
     assert arguments(spec_of(tmp_path, options={"sleep_on_idle": False}))["sleep_on_idle"] is False
     with pytest.raises(ConfigError, match=r"server.options.tp_size: set by this package from server.tensor"):
         spec_of(tmp_path, options={"tp_size": 2, "api_key": "x"})
+    with pytest.raises(ConfigError, match=r"server.options.trust_remote_code: runs code that"):
+        spec_of(tmp_path, options={"trust_remote_code": True})
+
+
+def test_every_refused_option_is_one_that_sglang_has():
+    """A list of names that nobody has would refuse nothing. ServerArgs is made of mixins of annotated fields."""
+    import importlib.util
+
+    package = importlib.util.find_spec("sglang")
+    if package is None:
+        pytest.skip("sglang is not installed")
+    folder = Path(package.origin).parent / "srt"
+    text = "\n".join(path.read_text() for path in (folder / "arg_groups/fields").glob("*.py")) + (folder / "server_args.py").read_text()
+    unknown = [name for name in (*OWN, *REFUSED) if not re.search(rf"^    {name}: ", text, re.MULTILINE)]
+    assert unknown == []
 
 
 def test_unknown_options_are_named_with_their_neighbour():
@@ -73,8 +92,18 @@ def test_a_cache_too_small_for_one_request_is_refused(tmp_path):
 
 
 def test_no_two_starts_sample_alike(tmp_path):
-    seeds = {spec_of(tmp_path, generation=g, index=i).seed for g in range(5) for i in range(5)}
-    assert len(seeds) == 25 and all(0 <= seed < 2**31 for seed in seeds)
+    """Nor any of the attempts that a resumed run consists of, whose servers begin to count anew."""
+    starts = [(g, i, a, s) for g in (1, 2, 3) for i in range(5) for a in ("0001", "0002", "0013") for s in (1, 2, 3)]
+    seeds = [spec_of(tmp_path, generation=g, index=i, attempt=a, seed=s).seed for g, i, a, s in starts]
+    assert len(set(seeds)) == len(starts) and all(0 <= seed < 2**31 for seed in seeds)
+    assert [spec_of(tmp_path, generation=g, index=i, attempt=a, seed=s).seed for g, i, a, s in starts] == seeds, "by what they are, not by chance"
+
+
+def test_a_server_without_a_version_says_so(tmp_path):
+    from dataclasses import replace
+
+    assert arguments(replace(spec_of(tmp_path), weight_version=None))["weight_version"] == "unpublished"
+    assert arguments(spec_of(tmp_path))["weight_version"] == "5"
 
 
 def test_a_secret_never_shows_itself():

@@ -3,7 +3,10 @@
 import time
 from pathlib import Path
 
+import pytest
+
 from gspo_mega.config import load_config
+from gspo_mega.errors import ConfigError
 from gspo_mega.rollout import supervise_server
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import RunFolder
@@ -24,3 +27,9 @@ def test_it_beats_on(tmp_path, monkeypatch):
         (seen,) = read_registrations(attempt.servers_dir)
         beats.append(seen.heartbeat)
     assert beats == [now, now - 3600, now - 3599]
+
+
+def test_a_name_of_the_wildcard_is_found_where_it_is_bound():
+    """The configuration asks no name server; whoever binds the address sees what it is."""
+    with pytest.raises(ConfigError, match="server.host: .*opens the server to every network"):
+        supervise_server._free_port("0.0.0.0")

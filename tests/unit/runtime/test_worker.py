@@ -1,20 +1,46 @@
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from gspo_mega.config import load_config
 from gspo_mega.errors import CheckpointError, ConfigError, NumericsError, RankError
 from gspo_mega.run_folder import RunFolder, read_json
 from gspo_mega.runtime.shutdown import error_record
-from gspo_mega.runtime.worker import ENTRY_POINTS, RankEnvironment
+from gspo_mega.runtime.worker import ENTRY_POINTS, RankEnvironment, _keep_to_this_machine
 
 PLACE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_a_ranks_place_is_read_from_what_torchrun_sets():
     assert RankEnvironment.read(PLACE) == RankEnvironment(rank=3, world_size=4, local_rank=1)
+
+
+@pytest.mark.parametrize(
+    ("master", "host", "interface"),
+    [("127.0.0.1", "127.0.0.1", "lo"), ("localhost", "::1", "lo"), ("127.0.0.1", "10.0.0.7", None), ("10.0.0.7", "127.0.0.1", None), ("node1", "node1", None)],
+)
+def test_ranks_beside_their_servers_listen_on_the_loopback_alone(monkeypatch, master, host, interface):
+    config = load_config(Path(__file__).parents[3] / "configs/quickstart.yaml", [f"server.host='{host}'"]).config
+    monkeypatch.setenv("MASTER_ADDR", master)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "undone")
+        monkeypatch.delenv(variable)
+    _keep_to_this_machine(config)
+    assert [os.environ.get(variable) for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == [interface] * 2
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    _keep_to_this_machine(config)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0", "what the user says stands"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_address_by_which_a_server_reaches_this_machine(host):
+    from gspo_mega.runtime.session import _address_for
+
+    assert _address_for(host) == host
 
 
 def test_every_missing_variable_is_named():
