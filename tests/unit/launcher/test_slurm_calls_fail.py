@@ -223,6 +223,8 @@ def test_a_second_attempt_has_no_server_on_a_lost_node(slurm, monkeypatch):
     assert made.run(*words) == 0, made.said
     assert made.outcome == (["failed", "finished"], 0)
     assert any("node n4 is lost, and server-1 with it; 1 servers are left" in line for line in made.said), made.said
+    first = read_registrations(made.run_folder.attempts()[0].servers_dir)
+    assert ("server-1", "failed", "node n4 is lost") in [(r.server_id, r.state, r.error) for r in first], "ranks that start would wait for it"
     second = load_config(made.run_folder.latest_attempt().config_file).config
     assert (second.server.num_servers, second.cluster.num_rollout_nodes) == (1, 1)
     assert not [path.name for path in made.run_folder.latest_attempt().path.glob("serving.*") if path.name != "serving.0"]
