@@ -48,6 +48,7 @@ def test_every_deadline_of_the_schema_is_in_the_table_or_has_a_reason_not_to_be(
     """A new key in seconds needs a place in the table, or one here."""
     apart = {
         "watchdog.silence_seconds", "watchdog.train_seconds", "watchdog.other_seconds",  # of what has no deadline of its own
+        "server.restart_forgiven_after_seconds",  # no wait, a rate
         "watchdog.checkpoint_seconds",  # against the plan's estimate
         "reward.deadline_seconds",  # of one scoring, in a process of its own; nobody waits for it in a collective
         "rollout.request_deadline_seconds",  # against the plan's estimate
