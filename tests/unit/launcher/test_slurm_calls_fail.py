@@ -11,7 +11,7 @@ import pytest
 from failing_calls import FailingCalls
 
 from gspo_mega.config import load_config
-from gspo_mega.errors import RankError
+from gspo_mega.errors import FolderError, RankError
 from gspo_mega.launcher import launch_slurm, slurm_answers, slurm_job, slurm_preflight, slurm_starts, slurm_stop
 from gspo_mega.launcher.state import read_state
 from gspo_mega.rollout.registration import read_registrations
@@ -201,6 +201,15 @@ def test_a_rank_that_hangs_is_noticed_and_another_attempt_begins(slurm):
     assert made.outcome == (["failed", "finished"], 0)
     assert "is stuck: no sign of life for" in read_state(made.run_folder.attempts()[0]).error
     assert any("attempt 1 failed: started again from the checkpoint of step 1 (restart 1 of 3" in line for line in made.said), made.said
+
+
+def test_a_run_folder_that_another_supervisor_took_ends_the_job(slurm):
+    """As where a node was given up by Slurm, its job queued again, and it came back."""
+    made = slurm(0)
+    made.ranks(1, 'cd "$JOB/runs/run/lease" && for number in *; do :; done; cp $number 00000099; exec sleep 600\n')
+    with pytest.raises(FolderError):
+        made.run()
+    assert made.outcome == (["failed"], 0)
 
 
 def test_what_was_asked_to_stop_is_not_started_again(slurm):
