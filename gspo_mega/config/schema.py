@@ -195,7 +195,7 @@ class Rollout(Section):
     max_concurrent_requests: int = Field(default=256, ge=1, description="Open requests a server.")
     request_deadline_seconds: float = Field(default=600.0, gt=0, description="Longest one request may take before it goes to another server.")
     max_attempts: int = Field(default=8, ge=1, description="Times one request is tried before the run stops.")
-    no_server_deadline_seconds: float = Field(default=600.0, gt=0, description="Longest wait for any healthy server before the run stops; above server.start_deadline_seconds.")
+    no_server_deadline_seconds: float = Field(default=1500.0, gt=0, description="Longest wait for any healthy server before the run stops; above server.start_deadline_seconds.")
     max_staleness: Literal[0] = Field(default=0, description="Steps a trajectory's weights may lag. Only 0 so far.")
     filter_constant_groups: bool = Field(default=False, description="Drop groups whose rewards are all equal and sample others in their place.")
     max_oversampling: float = Field(default=3.0, ge=1, description="With the filter: most prompts sampled a step, as a multiple of prompts_per_step.")
