@@ -7,9 +7,11 @@ import it.
     <run.dir>/<run.name>/
       config.resolved.yaml
       lock                           held (flock) by the one supervisor of the run
+      lease/<8 digits>               the same for file systems without locks: who holds the run, with a heartbeat
       attempts/0001/                 one start of the run; attempts/latest -> 0001
         api_key                      0600; the servers' key, made anew for every attempt
         servers/<server_id>.json     written by `gspo-mega serve`
+        software/<server_id>.json    its PyTorch and NCCL, written by `gspo-mega serve` where weights go through NCCL
         errors/rank_<r>.json         written by a rank that failed
         beats/rank_<r>               how far a rank has come, every few seconds
         logs/{supervisor,rank_<r>,server_<k>}.log
@@ -90,6 +92,10 @@ class Attempt:
         return self.servers_dir / f"{server_id}.json"
 
     @property
+    def software_dir(self) -> Path:
+        return self.path / "software"
+
+    @property
     def errors_dir(self) -> Path:
         return self.path / "errors"
 
@@ -168,6 +174,11 @@ class Attempt:
     def config_file(self) -> Path:
         return self.path / "config.resolved.yaml"
 
+    def is_newest(self) -> bool:
+        """Whether no later start of the run was made: one whose supervisor lost the run to another must write nothing more."""
+        newest = self.run_folder.latest_attempt()
+        return newest is None or newest.number <= self.number
+
     def create(self) -> Attempt:
         """Make the folder with its sub-folders and a fresh API key. Raises FileExistsError if it is there."""
         self.path.mkdir(parents=True)
@@ -198,6 +209,10 @@ class RunFolder:
         return self.path / "lock"
 
     @property
+    def lease_dir(self) -> Path:
+        return self.path / "lease"
+
+    @property
     def attempts_dir(self) -> Path:
         return self.path / "attempts"
 
@@ -218,6 +233,11 @@ class RunFolder:
     def latest_attempt(self) -> Attempt | None:
         attempts = self.attempts()
         return attempts[-1] if attempts else None
+
+    def num_restarts(self) -> int:
+        """Attempts that failed and were followed by another without anybody's doing."""
+        records = (read_json(attempt.restart_file) for attempt in self.attempts())
+        return sum(record is not None and record["again"] for record in records)
 
     def new_attempt(self) -> Attempt:
         """Create the next attempt (its folders and API key) and point `attempts/latest` to it.

@@ -46,6 +46,14 @@ def sequence_mismatch_weights(mean_log_ratio: Tensor, mode: Correction, cap: flo
     raise ValueError(f"correction {mode!r}; valid: none, truncate, mask")
 
 
+def acted_on(mean_log_ratio: Tensor, mode: Correction, cap: float) -> Tensor:
+    """Which sequences the bound of `sequence_mismatch_weights` changes: weights cut to the cap, or sequences dropped. [S] bool."""
+    log_ratio, log_cap = mean_log_ratio.detach().double(), math.log(cap)
+    if mode == "truncate":
+        return log_ratio > log_cap
+    return log_ratio.abs() > log_cap if mode == "mask" else torch.zeros_like(log_ratio, dtype=torch.bool)
+
+
 def mismatch_sums(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int, token_cap: float
 ) -> tuple[Tensor, Tensor]:

@@ -169,6 +169,8 @@ def _convert(
         "source": [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in source.files],
     }  # fmt: skip
     part.mkdir(parents=True, exist_ok=True)
+    if not (part / _RECORD_NAME).exists() and any(part.iterdir()):
+        raise CheckpointError(f"{part} is there already and is no unfinished conversion: name another folder than {out.name}, or move it away")
     with (part / _RECORD_NAME).open("a+", encoding="utf-8") as record:
         try:
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """Sampled accuracy of a run's newest weights, of a Hugging Face folder, or of a configuration's model.
 
-    gspo-mega eval runs/quickstart/train                        the run's result, else what it published last
+    gspo-mega eval runs/quickstart/train                        the newest weights that the run has exported or published
     gspo-mega eval path/to/hf --config configs/quickstart.yaml  a folder, on that configuration's held-out prompts
     gspo-mega eval configs/quickstart.yaml                      the configuration's own model.path
 
@@ -80,12 +80,37 @@ def find_target(path: Path, config: Path | None) -> Target:
 
 
 def _newest_weights(folder: RunFolder) -> Path:
-    if (folder.huggingface_dir / "config.json").is_file():
-        return folder.huggingface_dir
+    """By weight version: a run that was continued has an older result (`hf`) and newer published weights."""
+    exported = [folder.huggingface_dir, *folder.huggingface_steps_dir.glob("step_*")]
+    found = {path: _version_of(path) for path in exported if (path / "config.json").is_file()}
     published = read_json(folder.current_weights_file)
-    if published is not None:
-        return Path(published["path"])
-    raise ConfigError(f"gspo-mega eval: the run {folder.path} has no result (hf/) and has published no weights yet")
+    if published is not None and (Path(published["path"]) / "config.json").is_file():
+        found.setdefault(Path(published["path"]), int(published["weight_version"]))
+    if not found:
+        raise ConfigError(f"gspo-mega eval: the run {folder.path} has no result (hf/) and has published no weights that are still there")
+    newest = max(found, key=lambda path: found[path])  # of equals the first: the result
+    trained = _checkpoint_version(folder)
+    if trained is not None and trained > found[newest]:
+        raise ConfigError(
+            f"gspo-mega eval: the run {folder.path} has trained on to weight version {trained} (its last checkpoint), and the newest weights that a server "
+            f"can load are of version {found[newest]}, {newest}; convert the checkpoint (tools/megatron_to_hf.py) and evaluate that folder with "
+            f"--config {folder.config_file}, or evaluate {newest} so"
+        )
+    return newest
+
+
+def _version_of(folder: Path) -> int:
+    """Of an exported folder; 0 where its manifest does not say."""
+    return int((read_json(folder / "manifest.json") or {}).get("weight_version", 0))
+
+
+def _checkpoint_version(folder: RunFolder) -> int | None:
+    """What the run's latest checkpoint holds, or None without one."""
+    if not folder.latest_checkpoint_file.is_file():
+        return None
+    name = folder.latest_checkpoint_file.read_text(encoding="utf-8").strip()
+    record = read_json(folder.checkpoints_dir / name / "state.json") or {}
+    return record.get("state", {}).get("weight_version")
 
 
 def _overrides(target: Target) -> list[str]:
@@ -110,6 +135,8 @@ def render_result(result: dict[str, Any]) -> str:
         ("mean length", f"{result['response_tokens_mean']:.1f} tokens"),
         ("truncated", f"{result['truncated_fraction']:.2%}"),
     ]
+    if result["num_left_out"]:
+        lines.append(("left out", f"{result['num_left_out']} prompts, longer than data.max_prompt_tokens"))
     if result["num_reward_failures"]:
-        lines.append(("not scored", f"{result['num_reward_failures']} samples: the reward failed on them"))
+        lines.append(("not scored", f"{result['num_reward_failures']} samples: the reward failed on them, and accuracy and reward are of the others"))
     return "\n".join(f"{name:<12} {value}" for name, value in lines)

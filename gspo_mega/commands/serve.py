@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from gspo_mega.config import load_config
 from gspo_mega.config.addresses import address_problem
-from gspo_mega.errors import ConfigError
-from gspo_mega.launcher.prepare import hold
+from gspo_mega.errors import ConfigError, PublishError
+from gspo_mega.launcher.lease import hold
+from gspo_mega.launcher.places import device_here
 from gspo_mega.launcher.state import SILENCE_SECONDS, beats, read_state
 from gspo_mega.rollout.supervise_server import ServerSupervisor
-from gspo_mega.run_folder import Attempt, RunFolder
+from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_json
+from gspo_mega.weights.software import ask
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +49,24 @@ def run(args: argparse.Namespace) -> int:
         with hold(folder):  # unless a run is just starting
             attempt = folder.new_attempt()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if config.publish.method == "distributed" and device_here() == "gpu":
+        # Beside the server's start, which takes longer.
+        threading.Thread(target=_say_software, args=(attempt, index), daemon=True, name="software").start()
     return ServerSupervisor(config, attempt, index).run()
+
+
+def record(folder: Path, server_id: str, software: Mapping[str, str | None]) -> None:
+    """A server's word of itself, for the trainer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(folder / f"{server_id}.json", dict(software))
+
+
+def _say_software(attempt: Attempt, index: int) -> None:
+    """This Python's PyTorch and NCCL, which the trainer compares with its own before it publishes."""
+    try:
+        record(attempt.software_dir, f"server-{index}", ask(sys.executable))
+    except (PublishError, OSError) as error:
+        logging.warning("%s; it is not compared with the trainer's", error)
 
 
 def running_attempt(folder: RunFolder, now: float, patience_seconds: float) -> Attempt | None:

@@ -7,6 +7,7 @@ ranks is `plan/`'s.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -169,6 +170,9 @@ def _data(config: Config, command: str | None) -> Iterator[Violation]:
             yield Violation("data.sources", f"{count} sources are named {name!r}; names must differ")
     if data.system_prompt is not None and not data.chat_template:
         yield Violation("data.system_prompt", "needs `chat_template: true`; without a template there is no system message")
+    own = {source.reward for source in data.sources}
+    if config.eval is not None and config.eval.reward is None and None not in own and len(own) > 1:
+        yield Violation("eval.reward", f"missing; the sources have different rewards of their own, and none has `reward`; valid: {', '.join(sorted(filter(None, own)))}, or another")
     for name, count in Counter(function.function for function in config.reward.functions).items():
         if count > 1:
             yield Violation("reward.functions", f"{name!r} is listed {count} times; list it once, with the summed weight")
@@ -262,6 +266,17 @@ def _notices(config: Config) -> Iterator[str]:
         yield "moe: router losses are added to the objective, which the paper does not do"
     if objective.dual_clip is not None:
         yield f"dual clip {objective.dual_clip:g}: negative-advantage terms are bounded, which the papers do not do"
+    if config.train is not None and config.mismatch.correction != "none" and config.old_log_probs == "trainer":
+        bound = f"min(w, {config.mismatch.cap:g})" if config.mismatch.correction == "truncate" else f"w, or dropped where w leaves [1/{config.mismatch.cap:g}, {config.mismatch.cap:g}]"
+        yield (
+            f"mismatch.correction {config.mismatch.correction}: each sequence's term is weighed by {bound}, w the geometric mean ratio of trainer to server, "
+            "which the paper does not do (`none` leaves it out); mismatch/acted_fraction shows whether the bound acts"
+        )
+    if rollout.filter_constant_groups and rollout.max_oversampling > 1:
+        yield (
+            f"rollout.filter_constant_groups: groups whose rewards are all equal are replaced, up to {rollout.max_oversampling:g} x prompts_per_step, "
+            "which the paper does not do: the batch is not a plain sample of the prompts"
+        )
     if config.old_log_probs == "rollout":
         yield (
             "old_log_probs: rollout: the engines' mismatch enters the policy ratio and clips many negative-advantage "
@@ -301,8 +316,18 @@ def _notices(config: Config) -> Iterator[str]:
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not over before the run ends "
             f"({config.train.num_steps * config.batch.num_mini_batches} optimizer steps)"
         )
-    if config.eval is not None and config.eval.path in {config.data.path, *(source.path for source in config.data.sources)}:
+    trained_on = {_file(path) for path in (config.data.path, *(source.path for source in config.data.sources)) if path}
+    if config.eval is not None and _file(config.eval.path) in trained_on:
         yield "eval.path is also trained on: the accuracy will not be held-out"
+    own = {source.reward for source in config.data.sources}
+    if config.eval is not None and config.eval.reward is None and None in own and len(own) > 1:
+        unused = ", ".join(source.name for source in config.data.sources if source.reward is not None)
+        yield f"held-out prompts are scored by `reward`, not by the own rewards of {unused}; eval.reward names another"
+
+
+def _file(path: str) -> str:
+    """One name of a file, whichever way it is written or linked. What has the same rows is found when they are read."""
+    return path if "\0" in path else os.path.realpath(path)
 
 
 def _band(objective: Objective) -> str:

@@ -206,6 +206,7 @@ class Server(Section):
     num_servers: int = Field(default=1, ge=1, description="SGLang servers that `gspo-mega train` starts on this machine.")
     tensor: int = Field(default=1, ge=1, description="Tensor-parallel size of one server.")
     host: str = Field(default="127.0.0.1", description="Address to bind and to register: this machine's own, IPv4 or IPv6; every form of the wildcard is refused.")
+    python: str | None = Field(default=None, min_length=1, description="Python that servers run in, with SGLang (launch/env/gpu-server.txt); the ranks' own when absent. Under Slurm in place of GSPO_SERVER_PYTHON, in the servers' container.")
     start_deadline_seconds: float = Field(default=300.0, gt=0, description="Longest a server may take from start to healthy.")
     max_restarts: int = Field(default=5, ge=0, description="Restarts of one server, those forgiven not counted, before it is given up. The run goes on with the others, and ends when none is left.")
     restart_forgiven_after_seconds: float = Field(default=3600.0, gt=0, description="Time in health after which one restart of a server is forgiven.")
@@ -231,6 +232,8 @@ class Publish(Section):
 class Eval(Section):
     path: str = Field(min_length=1, description="JSONL file of held-out prompts; keys as in `data`.")
     num_prompts: int | None = Field(default=None, ge=1, description="First so many prompts; all when absent.")
+    reward: str | None = Field(default=None, min_length=1, description="Reward for held-out prompts instead of `reward`, as a source's own: a built-in's name or package.module:function. When absent, the one that all data.sources have.")
+    correct_threshold: float | None = Field(default=None, description="Reward from which a response is correct; when absent, what the reward functions declare: a built-in verifier's 1, or `correct` in a result.")
     samples_per_prompt: int = Field(default=1, ge=1)
     temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
     every_steps: int = Field(default=0, ge=0, description="Evaluate after every so many steps; 0: only before and after.")

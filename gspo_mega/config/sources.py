@@ -22,6 +22,31 @@ def sources_of(data: Data) -> tuple[Source, ...]:
     return (Source(name=stem or "data", path=data.path),)
 
 
+# The name of held-out prompts among sources. No source of the data can have it.
+HELD_OUT = "held-out prompts"
+
+
+def held_out_reward(config: Config) -> str | None:
+    """The reward of held-out prompts where that is not `reward`: `eval.reward`, or the one that all sources have as their own."""
+    if config.eval is not None and config.eval.reward is not None:
+        return config.eval.reward
+    own = {source.reward for source in config.data.sources}
+    return own.pop() if len(own) == 1 else None
+
+
+def source_rewards(config: Config) -> dict[str, str]:
+    """The rewards of those sources, the held-out prompts among them, that have one of their own; by source."""
+    own = {source.name: source.reward for source in data_sources(config)}
+    if config.eval is not None:
+        own[HELD_OUT] = held_out_reward(config)
+    return {name: reward for name, reward in own.items() if reward is not None}
+
+
+def reward_names(config: Config, own_reward: str | None) -> tuple[str, ...]:
+    """The functions that score a source: its own, or those of `reward`."""
+    return (own_reward,) if own_reward is not None else tuple(entry.function for entry in config.reward.functions)
+
+
 def data_sources(config: Config) -> tuple[Source, ...]:
     """The sources of a run's prompts, see `sources_of`."""
     return sources_of(config.data)

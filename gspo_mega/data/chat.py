@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from typing import Any, TypeAlias
 
+from gspo_mega.data.templates import ChatTemplate
 from gspo_mega.errors import DataError
 
 Messages: TypeAlias = list[dict[str, str]]
@@ -38,6 +39,7 @@ class PromptEncoder:
         self.eos_token: str = tokenizer.eos_token
         self.eos_token_id: int = tokenizer.eos_token_id
         self._tokenizer = tokenizer
+        self._template = _template_of(tokenizer) if chat_template else None
         self._system_prompt = system_prompt
         special = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         # Longest first, so that a token that is part of another one does not hide it.
@@ -88,9 +90,11 @@ class PromptEncoder:
         return [*self._encode_plain(response), self.eos_token_id]
 
     def _render(self, messages: Messages) -> str:
+        if self._template is not None:
+            return self._template.render(messages)
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # the template is a program of the checkpoint's, and raises what it likes
+        except Exception as error:  # a tokenizer's own way with chats raises what it likes
             raise DataError(f"the tokenizer's chat template refuses these messages: {error}") from error
 
     def _placeholders(self, messages: Messages) -> dict[str, str]:
@@ -141,6 +145,29 @@ class PromptEncoder:
             tokens = ", ".join(repr(s) for s in self._special if s in text)
             raise DataError(f"{tokens} is written out in the text, and this tokenizer cannot encode it as plain text; take it out")
         return ids
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The Hugging Face tokenizer of a model's folder. Raises DataError where it cannot be read, or is code that the folder brings."""
+    from transformers import AutoTokenizer
+
+    try:
+        # Not given, it would ask at a terminal whether the code may run.
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a damaged tokenizer.json can raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(f"{folder}: its tokenizer cannot be loaded: {reason[:500]}") from error
+
+
+def _template_of(tokenizer: Any) -> ChatTemplate | None:
+    """The tokenizer's template, to be rendered in a process of its own; None for a tokenizer that has chats without a template."""
+    if type(tokenizer).apply_chat_template.__module__ != "transformers.tokenization_utils_base":
+        return None
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:  # several templates and no default
+        raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
+    return ChatTemplate(template, {name: str(value) if not isinstance(value, list) else [str(v) for v in value] for name, value in tokenizer.special_tokens_map.items()})
 
 
 def _all_texts(message: dict[str, Any]) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from gspo_mega.config.schema import Data
+from gspo_mega.config.schema import Data, Source
 from gspo_mega.config.sources import sources_of
 from gspo_mega.data.chat import PromptEncoder
 from gspo_mega.data.jsonl import JsonlFile, Row
@@ -116,8 +116,19 @@ class RowSource(ABC, Generic[Item]):
 class PromptSource(RowSource[Prompt]):
     """Prompts with their answers. One of more than `data.max_prompt_tokens` tokens is too long."""
 
+    def __init__(
+        self, name: str, path: str | Path, data: Data, encoder: PromptEncoder, check: Callable[[Row], str | None] = lambda row: None
+    ) -> None:
+        """As a `RowSource`; `check(row)` says what else is wrong with a row that has prompt and answer, and sees each once, in order."""
+        self._check = check
+        super().__init__(name, path, data, encoder)
+
     def _problem_of(self, values: Row) -> str | None:
-        return problem_of_prompt(values, self._data, self._encoder) or missing_key(values, self._data.answer_key, "data.answer_key")
+        return (
+            problem_of_prompt(values, self._data, self._encoder)
+            or missing_key(values, self._data.answer_key, "data.answer_key")
+            or self._check(values)
+        )
 
     def _make(self, row: int, values: Row) -> Prompt | None:
         data = self._data
@@ -161,10 +172,13 @@ def encoder_of(data: Data, tokenizer: Any) -> PromptEncoder:
     return PromptEncoder(tokenizer, chat_template=data.chat_template, system_prompt=data.system_prompt)
 
 
-def load_prompts(data: Data, tokenizer: Any) -> list[PromptSource]:
+def load_prompts(
+    data: Data, tokenizer: Any, check_of: Callable[[Source], Callable[[Row], str | None]] = lambda source: lambda row: None
+) -> list[PromptSource]:
     """Open and check every source of `data`, in its order; `PromptStream(sources, weights, ...)` draws from them.
 
+    `check_of(source)(row)` says what else is wrong with a row of a source that has prompt and answer.
     Raises DataError for a malformed file, or one without a single prompt that fits `data.max_prompt_tokens`.
     """
     encoder = encoder_of(data, tokenizer)
-    return [PromptSource(source.name, source.path, data, encoder) for source in sources_of(data)]
+    return [PromptSource(source.name, source.path, data, encoder, check_of(source)) for source in sources_of(data)]

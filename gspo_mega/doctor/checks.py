@@ -25,6 +25,11 @@ _NEEDED = {
     "trainer": ("torch", "megatron-core", "pydantic", "pyyaml", "safetensors", "transformers", "aiohttp"),
     "server": ("torch", "sglang", "pydantic", "pyyaml", "safetensors"),
 }
+_TORCH = (
+    "import torch; torch.ones(2).sum(); known = torch.distributed.is_available() and torch.distributed.is_nccl_available();"
+    "nccl = '.'.join(map(str, torch.cuda.nccl.version())) if known else None;"
+    "print(torch.__version__, 'CUDA', torch.version.cuda, 'NCCL', nccl, 'sees', torch.cuda.device_count(), 'GPUs')"
+)
 _LEAST_FREE_BYTES = 1024**3
 _FEW_FREE_BYTES = 50 * 1024**3
 
@@ -35,7 +40,7 @@ def check_machine(roles: tuple[str, ...], folder: Path, gpus: int, fp8: bool, ad
     yield _python()
     for role in roles:
         yield from _packages(role)
-    yield _imports("torch", "import torch; torch.ones(2).sum(); print(torch.__version__, 'CUDA', torch.version.cuda, 'sees', torch.cuda.device_count(), 'GPUs')", patience)
+    yield _imports("torch", _TORCH, patience)
     if gpus:
         yield _gpus(gpus, patience)
         if "trainer" in roles:

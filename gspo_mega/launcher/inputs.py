@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from gspo_mega.config import LoadedConfig, data_sources
+from gspo_mega.config.sources import held_out_reward, reward_names, source_rewards
 from gspo_mega.data.jsonl import Row, check_first_rows
 from gspo_mega.data.prompts import missing_key
 from gspo_mega.errors import ConfigError, DataError, JournalError
 from gspo_mega.journal.journal import Journal
+from gspo_mega.reward.functions import problem_of_answer
 from gspo_mega.reward.pool import check_reward
 from gspo_mega.run_folder import RunFolder
 
@@ -36,8 +38,7 @@ def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", 
 
 def check_rewards(loaded: LoadedConfig) -> None:
     """Load every reward function once. Raises RewardError."""
-    sources = data_sources(loaded.config)
-    check_reward(loaded.config.reward, {source.name: source.reward for source in sources if source.reward is not None})
+    check_reward(loaded.config.reward, source_rewards(loaded.config))
 
 
 def is_replay(loaded: LoadedConfig, command: str) -> bool:
@@ -85,13 +86,26 @@ def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Calla
     """(its key, the file, what is wrong with a row) of each file that the command reads."""
     config = loaded.config
     data = config.data
-    prompts = _has(("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key))
+
+    def prompts(own_reward: str | None) -> Callable[[Row], str | None]:
+        names = reward_names(config, own_reward)
+        has = _has(("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key))
+
+        def check(row: Row) -> str | None:
+            problem = has(row)
+            if problem is None and (unusable := problem_of_answer(row[data.answer_key], names)) is not None:
+                problem = f"{data.answer_key!r}: {unusable}"
+            return problem
+
+        return check
+
     if command != "eval":
-        rows = _has(("data.prompt_key", data.prompt_key), ("data.response_key", data.response_key)) if command == "sft" else prompts
+        demonstrations = _has(("data.prompt_key", data.prompt_key), ("data.response_key", data.response_key))
         for index, source in enumerate(data_sources(config)):
+            rows = demonstrations if command == "sft" else prompts(source.reward)
             yield "data.path" if data.path is not None else f"data.sources.{index}.path", source.path, rows
     if config.eval is not None:
-        yield "eval.path", config.eval.path, prompts
+        yield "eval.path", config.eval.path, prompts(held_out_reward(config))
 
 
 def _has(*keys: tuple[str, str]) -> Callable[[Row], str | None]:

@@ -9,18 +9,20 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from gspo_mega.config import LoadedConfig
 from gspo_mega.errors import GspoMegaError, PlanError
+from gspo_mega.launcher import server_python
 from gspo_mega.launcher.children import ChildSpec
 from gspo_mega.launcher.inputs import check_rewards, is_replay
+from gspo_mega.launcher.lease import Lease, hold
 from gspo_mega.launcher.places import rank_environments, share_gpus, visible_gpus
-from gspo_mega.launcher.prepare import hold, new_attempt
-from gspo_mega.launcher.restarts import Decision, Restarts, furthest
+from gspo_mega.launcher.prepare import new_attempt
+from gspo_mega.launcher.restarts import Restarts, furthest
 from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor, stop_signals
 from gspo_mega.plan import plan_run, render_report
@@ -30,7 +32,6 @@ from gspo_mega.run_folder import Attempt, RunFolder
 
 Command = Literal["train", "sft", "eval", "certify"]
 WORKER_COMMAND = (sys.executable, "-m", "gspo_mega.runtime.worker")
-SERVE_COMMAND = (sys.executable, "-m", "gspo_mega", "serve")
 
 
 def launch(
@@ -39,13 +40,13 @@ def launch(
     say: Callable[[str], None],
     *,
     worker_command: Sequence[str] = WORKER_COMMAND,
-    serve_command: Sequence[str] = SERVE_COMMAND,
+    serve_command: Sequence[str] | None = None,
     stop_grace_seconds: float = STOP_GRACE_SECONDS,
 ) -> int:
     """Run `command` with as many ranks and servers as the configuration says; returns the exit code.
 
     `say` shows a line to the user. `worker_command`, `serve_command`: what a rank and a server are, before their
-    own arguments. Call from the main thread. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
+    own arguments; a server is `gspo-mega serve` in the Python that `server.python` names. Call from the main thread. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
     PlanError before anything starts, RankError for what failed after.
     """
     config = loaded.config
@@ -61,39 +62,31 @@ def launch(
         check_rewards(loaded)
     num_servers = 0 if command == "certify" or is_replay(loaded, command) else config.server.num_servers
     rank_gpus, server_gpus = share_gpus(gpus, config.cluster.ranks_per_node, num_servers, config.server.tensor)
+    serve, serve_variables = (list(serve_command or ()), {}) if serve_command or not num_servers else server_python.serve_command(loaded)
     figures = estimate(plan, loaded.where)
     say(render_report(plan, figures))
     folder = RunFolder(Path(config.run.dir) / config.run.name)
 
-    def run_attempt(attempt: Attempt, signals: list[int]) -> int:
+    def run_attempt(attempt: Attempt, signals: list[int], lease: Lease) -> int:
         say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
         ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
-        servers = _servers(server_gpus, attempt, serve_command)
-        return Supervisor(attempt, [*servers, *ranks], say, stop_grace_seconds, patience(config, figures), signals).run()
+        servers = _servers(server_gpus, attempt, serve, serve_variables)
+        return Supervisor(attempt, [*servers, *ranks], say, stop_grace_seconds, patience(config, figures), signals, lease.raise_if_lost).run()
 
-    with hold(folder), stop_signals() as signals:
+    with hold(folder, say) as lease, stop_signals() as signals:
         restarts = Restarts.begin(folder, config.train.max_restarts if command == "train" and config.train is not None else 0)
         while True:
             attempt = new_attempt(folder, loaded, command, say)
             try:
                 with log_to(attempt.supervisor_log), StateKeeper(attempt) as state:
-                    code = run_attempt(attempt, signals)
+                    code = run_attempt(attempt, signals, lease)
                     state.tell("finished" if code == 0 else "stopped")
                     return code
             except GspoMegaError as error:
                 decision = restarts.decide(error, furthest(folder), time.time())
-                if signals or attempt.stop_reason() is not None or not _note(restarts, attempt, decision):
+                if signals or attempt.stop_reason() is not None or not restarts.record(attempt, decision):
                     raise
                 say(f"\n{error}\n\n{decision.why}")
-
-
-def _note(restarts: Restarts, attempt: Attempt, decision: Decision) -> bool:
-    """Record a decision. What cannot be recorded, on a full disk, is not done either."""
-    try:
-        restarts.record(attempt, decision)
-    except OSError:
-        return False
-    return decision.again
 
 
 def _ranks(num_ranks: int, gpus: list[str], attempt: Attempt, command: str, worker_command: Sequence[str]) -> list[ChildSpec]:
@@ -104,11 +97,11 @@ def _ranks(num_ranks: int, gpus: list[str], attempt: Attempt, command: str, work
     ]
 
 
-def _servers(gpus: list[list[str]], attempt: Attempt, serve_command: Sequence[str]) -> list[ChildSpec]:
+def _servers(gpus: list[list[str]], attempt: Attempt, serve_command: Sequence[str], variables: Mapping[str, str]) -> list[ChildSpec]:
     specs = []
     for index, share in enumerate(gpus):
         arguments = [str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--index", str(index)]
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {}
+        environment = {**variables, **({"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {})}
         specs.append(ChildSpec("server", index, [*serve_command, *arguments], attempt.server_log(index), environment))
     return specs
 

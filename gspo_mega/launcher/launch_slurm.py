@@ -14,8 +14,9 @@ from typing import Literal
 from gspo_mega.config import Config, LoadedConfig, render_config
 from gspo_mega.errors import PlanError
 from gspo_mega.launcher.launch import log_to
+from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.places import free_port
-from gspo_mega.launcher.prepare import hold, new_attempt
+from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.restarts import Restarts, furthest
 from gspo_mega.launcher.slurm import Allocation, read_allocation, seconds_left
 from gspo_mega.launcher.slurm_answers import Answers
@@ -28,6 +29,7 @@ from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.supervisor import signals_taken
 from gspo_mega.launcher.versions import versions_text
 from gspo_mega.plan import estimate, plan_run, render_report
+from gspo_mega.plan.patience import patience
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 
@@ -37,7 +39,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     Call from the main thread of the batch script. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
     PlanError before anything starts, RankError for what failed after.
     """
-    site = Site.read(os.environ)
+    site = Site.read(os.environ).with_server_python(loaded.config.server.python)
     size = job_size(loaded, site, command)
     plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
     figures = estimate(plan, loaded.where)
@@ -46,7 +48,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
     _check_time(allocation.job_id, site, answers)
     say(report)
-    standing = Standing(allocation, site.signal_seconds, say, answers, site.preflight_seconds)
+    standing = Standing(allocation, site.signal_seconds, say, answers, site.preflight_seconds, patience(loaded.config, figures))
     folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
     with hold(folder), signals_taken(SIGNALS, standing.signals):
         return _Attempts(loaded, command, size, site, standing, folder, report).run()
@@ -76,9 +78,8 @@ class _Attempts:
                 if attempt.stop_reason() is not None:
                     raise  # it was to end
                 decision = self._restarts.decide(error, furthest(self._folder), time.time())
-                self._restarts.record(attempt, decision)
                 self._standing.say(f"warning  attempt {attempt.number} failed: {decision.why}")
-                if not decision.again:
+                if not self._restarts.record(attempt, decision):
                     raise
                 is_first = False
 

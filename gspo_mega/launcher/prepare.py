@@ -1,13 +1,12 @@
-"""The run folder before a process starts: taken by one supervisor, of one configuration, with a new attempt.
+"""The run folder before a process starts: of one configuration, with a new attempt.
 
-Owns the lock, the question whether a folder may be continued with a configuration, and putting aside what an earlier start
-recorded there. Starts nothing, and deletes nothing that a run recorded.
+Owns the question whether a folder may be continued with a configuration, and putting aside what an earlier start recorded there.
+Starts nothing, and deletes nothing that a run recorded; that one supervisor alone has the folder is `lease.py`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,33 +24,6 @@ MAY_CHANGE = (
     "rollout.no_server_deadline_seconds", "reward.deadline_seconds", "reward.num_workers", "reward.recycle_after",
     "reward.memory_bytes", "mismatch.budget", "data.accept_changed",
 )  # fmt: skip
-
-
-@contextlib.contextmanager
-def hold(folder: RunFolder) -> Iterator[None]:
-    """Hold the run folder for this process, making it if need be. Raises ConfigError while another process does.
-
-    An flock: the kernel lets go of it however the holder ends, so there is no stale lock to remove.
-    """
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        lock = folder.lock_file.open("a+", encoding="ascii")
-    except OSError as error:
-        raise ConfigError(f"run.dir, run.name: cannot write the run folder {folder.path}: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            raise ConfigError(
-                f"run folder {folder.path} is in use by another run (process {holder}); stop that one, or choose another run.name"
-            ) from None
-        with _told(folder):
-            # Past the buffer: what it could not write it would try again when the file is closed.
-            os.ftruncate(lock.fileno(), 0)
-            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
-        yield
 
 
 @contextlib.contextmanager

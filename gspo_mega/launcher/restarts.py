@@ -126,10 +126,15 @@ class Restarts:
         begin = f"from the checkpoint of step {furthest.saved}" if furthest.saved else "from its start, for there is no checkpoint"
         return Decision(True, f"started again {begin} (restart {self.count} of {self._max_restarts}, train.max_restarts)", cause)
 
-    def record(self, attempt: Attempt, decision: Decision) -> None:
-        """Note a decision in the attempt that failed. Raises OSError."""
+    def record(self, attempt: Attempt, decision: Decision) -> bool:
+        """Note a decision in the attempt that failed. Returns whether another attempt begins: what cannot be recorded, on a full
+        disk, is not done either."""
         record = RestartRecord(decision.again, decision.why, decision.cause, self._restarted_at, self._furthest)
-        atomic_write_json(attempt.restart_file, asdict(record))
+        try:
+            atomic_write_json(attempt.restart_file, asdict(record))
+        except OSError:
+            return False
+        return decision.again
 
 
 def furthest(folder: RunFolder) -> Furthest:

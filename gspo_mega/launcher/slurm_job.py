@@ -7,7 +7,7 @@ Owns what an ended step and a lost node mean. What a signal means is `slurm_stop
     TERM, INT, HUP, a stop file                    the same, and not queued again
     a trainer node lost, or all servers' nodes     queued again, from the last checkpoint
     some of the servers lost or given up           the run goes on with the others
-    a rank or the last server failed               the attempt failed: the first error is the last line; `launch_slurm.py`
+    a rank or the last server failed, or hangs     the attempt failed: the first error is the last line; `launch_slurm.py`
                                                    may begin another on the same nodes
 """
 
@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from gspo_mega.errors import RankError
 from gspo_mega.launcher.children import Child, ChildSpec, Family
@@ -31,6 +32,8 @@ from gspo_mega.launcher.slurm_steps import Steps
 from gspo_mega.launcher.slurm_stop import Stop
 from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.supervisor import ConsoleTail
+from gspo_mega.launcher.watchdog import Watchdog
+from gspo_mega.plan.patience import Patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 logger = logging.getLogger(__name__)
@@ -55,13 +58,14 @@ class Standing:
     """What outlives an attempt: the nodes, which of them are lost, patience with Slurm, signals that nobody has heard yet.
 
     `signal_seconds`: time from USR1 to the limit. `say` shows a line in the job's log. `preflight_seconds`: what a doctor takes
-    at most."""
+    at most. `patience`: how long ranks may be stuck; None: nobody looks."""
 
     allocation: Allocation
     signal_seconds: float
     say: Callable[[str], None]
     answers: Answers
     preflight_seconds: float
+    patience: Patience | None = None
     signals: list[int] = field(default_factory=list)
     nodes: LostNodes = field(init=False)
 
@@ -78,6 +82,7 @@ class SlurmJob:
         self._signal_seconds, self._preflight_seconds = standing.signal_seconds, standing.preflight_seconds
         self.stop = Stop(attempt, self._allocation.job_id, state, self._answers, standing.signals, self._say, self._signal_seconds, seconds_left)
         self._console = ConsoleTail(attempt.console_log, self._say)
+        self._watchdog = None if standing.patience is None else Watchdog(attempt, steps.num_ranks, standing.patience)
         self._watch: Child | None = None
         self._watch_again = 0.0
         self._look_again = time.monotonic() + _LOOK_SECONDS
@@ -130,7 +135,7 @@ class SlurmJob:
                         self._fail([ranks, *fleet.ended])
                     else:
                         ranks = again
-            if self.look():
+            if self.look() or self._are_stuck():
                 return EXIT_STOPPED
             if self.stop.is_over:
                 self._say("The ranks did not stop in time; the steps since the last checkpoint are lost.")
@@ -175,6 +180,19 @@ class SlurmJob:
             return EXIT_STOPPED
         return EXIT_STOPPED if self.stop.queues_again else None
 
+    def _are_stuck(self) -> bool:
+        """Whether ranks are stuck for a reason that has the job queued again: a lost node, of which Slurm learns later, or a stop.
+        Raises AttemptError for any other."""
+        error = self._watchdog.look() if self._watchdog is not None else None
+        if error is not None:
+            with self._answers.or_later():
+                if lost := self._nodes.behind_failure():
+                    self.stop.blame(lost)
+                elif not self.stop.queues_again:
+                    self._fail_with(error)
+                return True
+        return False
+
     def _ended_by_slurm(self) -> int:
         self.stop.forget()
         self._say("Slurm ends this job.")
@@ -187,10 +205,12 @@ class SlurmJob:
                 self._fail([fleet.gave_up])
             self.stop.ask("all servers are lost", again=True)
 
-    def _fail(self, failed: list[Child]) -> None:
+    def _fail(self, failed: list[Child]) -> NoReturn:
         """Raise the attempt's error: all of it in the log, and its first line once more, as the last line of all."""
         self._console.pump()
-        error = describe_failure(failed, self._attempt)
+        self._fail_with(describe_failure(failed, self._attempt))
+
+    def _fail_with(self, error: RankError) -> NoReturn:
         lines = str(error).splitlines()
         self._say(str(error))
         # Of a traceback the end says what happened, where the beginning says which rank.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gspo_mega.errors import ConfigError
 
@@ -65,6 +65,10 @@ class Site:
             environment.get("GSPO_PREFLIGHT", "1") != "0",
             trainer=_environment(environment, "TRAINER"), server=_environment(environment, "SERVER"),
         )  # fmt: skip
+
+    def with_server_python(self, python: str | None) -> Site:
+        """The site with the Python that `server.python` names in place of GSPO_SERVER_PYTHON, where it names one."""
+        return self if python is None else replace(self, server=replace(self.server, python=python))
 
     def network_variables(self) -> dict[str, str]:
         return {} if self.network is None else {"GLOO_SOCKET_IFNAME": self.network, "NCCL_SOCKET_IFNAME": self.network}

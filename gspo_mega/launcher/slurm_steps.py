@@ -24,6 +24,10 @@ class Steps:
         """`tensor`: GPUs of one server."""
         self._allocation, self._size, self._site, self._attempt, self._tensor = allocation, size, site, attempt, tensor
 
+    @property
+    def num_ranks(self) -> int:
+        return self._size.num_trainer_nodes * self._size.ranks_per_node
+
     def ranks(self, command: str, master_port: int) -> ChildSpec:
         """One step of all ranks, node by node. The first one's node is where `master_port` is free."""
         allocation, site = self._allocation, self._site

@@ -24,7 +24,7 @@ from gspo_mega.launcher.failure import describe_failure
 from gspo_mega.launcher.servers_left import ServersLeft
 from gspo_mega.launcher.watchdog import Watchdog
 from gspo_mega.plan.patience import Patience
-from gspo_mega.run_folder import EXIT_STOPPED, Attempt
+from gspo_mega.run_folder import EXIT_STOPPED, Attempt, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +85,16 @@ class Supervisor:
 
     def __init__(
         self, attempt: Attempt, specs: Sequence[ChildSpec], say: Callable[[str], None], stop_grace_seconds: float = STOP_GRACE_SECONDS,
-        patience: Patience | None = None, signals: list[int] | None = None,
+        patience: Patience | None = None, signals: list[int] | None = None, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`patience`: how long ranks may be stuck; None: nobody looks. `signals`: where the caller's `stop_signals` notes them."""
+        """`patience`: how long ranks may be stuck; None: nobody looks. `signals`: where the caller's `stop_signals` notes them.
+        `check` is called all the time; what it raises ends the run."""
         self._attempt, self._specs, self._say, self._patience = attempt, specs, say, patience
         self._stop_grace_seconds = stop_grace_seconds
         self._console = ConsoleTail(attempt.console_log, say)
         self._children: list[Child] = []
         self._signals: list[int] = [] if signals is None else signals
+        self._check = check
         self._stop_deadline: float | None = None
         self._stop_is_requested = False
 
@@ -117,12 +119,13 @@ class Supervisor:
 
     def _watch(self, family: Family) -> int:
         ranks = [child for child in self._children if child.spec.kind == "rank"]
-        self._servers_left = ServersLeft(self._attempt, self._children, self._say)
         pids = {child.spec.index: child.pid for child in ranks}
         watchdog = Watchdog(self._attempt, len(ranks), self._patience, pids) if self._patience is not None else None
+        self._servers_left = ServersLeft(self._attempt, self._children, self._say)
         while True:
             self._console.pump()
             family.reap()
+            self._check()
             if self._must_end_now():
                 return self._stop_code()
             if self._failed():

@@ -118,7 +118,9 @@ class Watchdog:
             f"{self._state_text(number)}, in phase {self._ranks[number].phase}"
             for number in silent[:_MOST_SHOWN]
         ]
-        return "\n".join(lines + _and_more(silent) + self._stacks(silent[:_MOST_SHOWN]))
+        # Of one that is stopped there may be stacks of another time; of one whose interpreter is held they came after its last sign.
+        recent = [number for number in silent[:_MOST_SHOWN] if _written(self._attempt.stacks_file(number)) > _written(self._attempt.beat_file(number))]
+        return "\n".join(lines + _and_more(silent) + self._stacks(recent))
 
     def _still_text(self, at_work: Mapping[int, _Rank]) -> str:
         stacks = {number: _main_stack(self._attempt.stacks_file(number)) for number in at_work}
@@ -136,7 +138,7 @@ class Watchdog:
             lines.append(f"{self._name(number)} is stuck: nothing got done for {still:.0f} s in phase {rank.phase} ({key}); it is{place}")
         others = [number for number in at_work if number not in blamed]
         if others:
-            lines.append(f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others[:16]))}{' ...' * (len(others) > 16)} wait for it")
+            lines.append(f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others[:16]))}{' ...' * (len(others) > 16)} wait{'s' * (len(others) == 1)} for it")
         return "\n".join(lines + _and_more(blamed) + self._stacks(blamed[:_MOST_SHOWN]))
 
     def _name(self, number: int) -> str:
@@ -160,6 +162,14 @@ class Watchdog:
 
 def _and_more(numbers: list[int]) -> list[str]:
     return [f"and {len(numbers) - _MOST_SHOWN} more ranks"] if len(numbers) > _MOST_SHOWN else []
+
+
+def _written(file: Path) -> float:
+    """When a file was last written, by its file system's clock; 0 where it is not there."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _state(pid: int) -> str | None:

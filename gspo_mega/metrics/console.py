@@ -23,6 +23,7 @@ _FAILURES = (
     ("retries", "rollout/num_retries"),
     ("servers given up", "rollout/num_servers_given_up"),
     ("reward failures", "rollout/num_reward_failures"),
+    ("held-out reward failures", "eval/num_reward_failures"),
     ("groups missing", "rollout/num_groups_missing"),
     ("skipped", "optimizer/num_skipped"),
     ("not finite", "metrics/num_non_finite"),

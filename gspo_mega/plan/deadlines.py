@@ -44,6 +44,9 @@ def _broken(config: Config, time: StepTime | None, save_seconds: float) -> Itera
             "publish.deadline_seconds",
             f"{config.publish.deadline_seconds:g} s, and a publish takes {time.publish:.0f} s by estimate; above {time.publish:.0f}",
         )
+    bound = config.watchdog.checkpoint_seconds
+    if bound is not None and bound <= save_seconds:
+        yield "watchdog.checkpoint_seconds", f"{bound:g} s, and a save takes {save_seconds:.0f} s by estimate; above {save_seconds:.0f}, or leave it out"
     if save_seconds >= COLLECTIVE_SECONDS:
         yield (
             "checkpoint",

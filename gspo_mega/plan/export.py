@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gspo_mega.plan.deadlines import signal_seconds
+from gspo_mega.plan.disk import disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS
 from gspo_mega.plan.resolve import Plan
@@ -16,6 +17,7 @@ from gspo_mega.plan.resolve import Plan
 def plan_json(plan: Plan, figures: Estimate) -> str:
     """Everything the report says, in bytes, seconds and elements; estimates are under `memory` and `time`."""
     memory, time = figures.memory, figures.time
+    disk = disk_use(plan.config, plan.spec, figures.counts.total, figures.checkpoint_bytes)
     value: dict[str, Any] = {
         "run": {"name": plan.config.run.name, "dir": plan.config.run.dir},
         "model": {
@@ -33,8 +35,11 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
         "memory": None,
         "time": None,
         "checkpoint": {"bytes": figures.checkpoint_bytes, "save_seconds": figures.save_seconds, "stop_seconds": figures.stop_seconds},
+        "disk": None if disk is None else {
+            "journal_step_bytes": disk.journal_step, "routes_step_bytes": disk.routes_step, "run_bytes": disk.parts, "free_bytes": disk.free, "fits": disk.fits,
+        },
         "fits": figures.fits,
-        "notices": [*plan.notices, *figures.notices],
+        "notices": [*plan.notices, *figures.notices, *disk_notices(disk)],
     }  # fmt: skip
     if memory is not None:
         value["memory"] = {

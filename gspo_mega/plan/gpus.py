@@ -55,4 +55,5 @@ ASSUMPTIONS = (
     f"(FP8 {EXPERT_SHARE['fp8']:.0%}), attention {ATTENTION_SHARE:.0%}, links {LINK_SHARE:.0%}, memory {MEMORY_SHARE:.0%}",
     "tensor and expert exchange is not hidden behind computation; context exchange is; storage "
     f"{STORAGE_BYTES_PER_SECOND / 1e9:.0f} GB/s; scoring, evaluation and start-up are left out",
+    "publishing: rank 0's GPU sends one copy of the model per server; hashing and verifying it are left out",
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from gspo_mega.plan.checks import Sizes
+from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate, estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS
 from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.patience import patience
 from gspo_mega.plan.resolve import Plan
 
 _MOST_RANKS_SHOWN = 16
@@ -14,6 +16,7 @@ _MOST_RANKS_SHOWN = 16
 def render_report(plan: Plan, figures: Estimate | None = None) -> str:
     """The report that `gspo-mega plan` prints, without a newline at its end. `figures`: the plan's, made here when absent."""
     figures = figures or estimate(plan)
+    disk = disk_use(plan.config, plan.spec, figures.counts.total, figures.checkpoint_bytes)
     sections = {
         "model": _model(plan, figures),
         "ranks": [*_ranks(plan), *_groups(figures), *_rank_table(plan)],
@@ -23,7 +26,9 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
         "memory": _memory(figures),
         "time": _time(figures),
         "save": [f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed; a stop takes up to {figures.stop_seconds:.0f} s"] if figures.time else [],
-        "notice": [*plan.notices, *figures.notices],
+        "stuck": _stuck(plan, figures),
+        "disk": disk_lines(disk),
+        "notice": [*plan.notices, *figures.notices, *disk_notices(disk)],
     }
     return "\n".join(
         f"{title if index == 0 else '':<8} {line}".rstrip() for title, lines in sections.items() for index, line in enumerate(lines)
@@ -52,6 +57,14 @@ def _model(plan: Plan, figures: Estimate) -> list[str]:
         f"{_quantity(counts.total)} parameters, {_quantity(counts.active)} active a token; "
         f"{_quantity(figures.flops_per_token)} FLOPs a token forward, at {longest} tokens",
     ]
+
+
+def _stuck(plan: Plan, figures: Estimate) -> list[str]:
+    bounds = patience(plan.config, figures)
+    if bounds is None:
+        return ["nobody looks (watchdog.enabled): only the timeout of collectives notices a stuck rank"]
+    kinds = ", ".join(f"{seconds:g} in {kind}" for kind, seconds in bounds.bounds.items())
+    return [f"a rank counts as stuck after so many seconds without progress: {kinds}; without a sign of life: {bounds.silence:g} (watchdog)"]
 
 
 def _ranks(plan: Plan) -> list[str]:

@@ -79,16 +79,28 @@ def mean_tokens(config: Config) -> tuple[int, int]:
 
 
 def step_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu, total_parameters: int) -> StepTime:
-    weight_bytes = total_parameters * (4 if config.precision == "fp32" else 2)
-    # Servers receive side by side; each node's link carries the whole model once.
-    publish = weight_bytes / (LINK_SHARE * gpu.network_bytes_per_second)
-    if config.publish.method == "disk":
-        publish = (1 + config.server.num_servers) * weight_bytes / STORAGE_BYTES_PER_SECOND
     return StepTime(
         rollout=rollout_seconds(config, shares.spec, gpu, total_parameters),
         train=train_time(config, layout, shares, gpu),
-        publish=publish,
+        publish=publish_seconds(config, layout, gpu, total_parameters),
     )
+
+
+def publish_seconds(config: Config, layout: Layout, gpu: Gpu, total_parameters: int) -> float:
+    """Moving the weights of one publish: what other ranks own to rank 0, then a copy per server out of rank 0's GPU, after each
+    other. From disk: written once and read by every server. The proof at a server's start sends once more, and is left out."""
+    weight_bytes = total_parameters * (4 if config.precision == "fp32" else 2)
+    servers, cluster = config.server.num_servers, config.cluster
+    if config.publish.method == "disk":
+        return (1 + servers) * weight_bytes / STORAGE_BYTES_PER_SECOND
+    # Of a pipeline stage and an expert rank one rank has each tensor whole; rank 0 is the first of them.
+    owners = layout.pipeline * layout.expert
+    span = layout.world_size if layout.pipeline > 1 else layout.expert * layout.expert_tensor
+    arriving = weight_bytes * (1 - 1 / owners) / _link(gpu, span, cluster.ranks_per_node)
+    used = cluster.ranks_per_node + servers * config.server.tensor
+    one_machine = cluster.num_nodes == 1 and cluster.num_rollout_nodes == 0 and used <= (cluster.gpus_per_node or 0)
+    link = LINK_SHARE * (gpu.nvlink_bytes_per_second if one_machine else gpu.network_bytes_per_second)
+    return arriving + servers * weight_bytes / link
 
 
 def rollout_seconds(config: Config, spec: ModelSpec, gpu: Gpu, total_parameters: int) -> float:

@@ -22,7 +22,7 @@ import importlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +36,19 @@ BUILTINS: dict[str, RewardFunction] = {
     "exact_match": builtin.exact_match,
     "gsm8k": builtin.gsm8k,
 }
+
+
+# Which answers of a data file a built-in cannot use; one that is not named here takes them all.
+_ANSWER_PROBLEMS: dict[str, Callable[[Any], str | None]] = {"gsm8k": builtin.problem_of_gsm8k_answer}
+
+
+def problem_of_answer(answer: Any, names: Iterable[str]) -> str | None:
+    """Why one of the functions named cannot score with an answer, or None. A user's function is not asked."""
+    for name in names:
+        problem_of = _ANSWER_PROBLEMS.get(name)
+        if problem_of is not None and (problem := problem_of(answer)) is not None:
+            return f"{problem} (reward {name})"
+    return None
 
 
 def load_function(name: str, options: dict[str, Any]) -> RewardFunction:

@@ -47,10 +47,12 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
 
     server = config.server
     with RolloutSide(config, read_model_spec(config.model.path), Attempt(context.attempt_dir)) as side:
+        for line in side.held_out.report():
+            context.console(line)
         try:
             side.pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start)
-            on_wait()
             beats.enter("eval")
+            on_wait()
             return asdict(side.evaluate(on_wait))
         except StopRequested as request:
             return {"stopped": str(request)}

@@ -17,6 +17,7 @@ from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.assemble import assemble, fill_advantages, scored_batch
+from gspo_mega.runtime.correction_report import correction_notice
 from gspo_mega.runtime.final_table import accuracy_text, run_table
 from gspo_mega.runtime.record import run_rollouts
 from gspo_mega.runtime.reference import reference_path
@@ -68,8 +69,9 @@ def start(session: Session) -> str | None:
     if session.state.step == 0 and session.evaluates:
         evaluation = session.evaluate()
         if evaluation is not None:
+            failed = f", {evaluation.num_reward_failures} of them not scored" if evaluation.num_reward_failures else ""
             before = session.state.summary["accuracy_before"] = [evaluation.accuracy, evaluation.standard_error]
-            session.say(f"held-out accuracy before training: {accuracy_text(before)} ({evaluation.num_samples} samples)")
+            session.say(f"held-out accuracy before training: {accuracy_text(before)} ({evaluation.num_samples} samples{failed})")
     session.timer.start_step()  # what came before belongs to no step
     return None
 
@@ -172,9 +174,11 @@ def objective_settings(config: Config) -> ObjectiveSettings:
 
 
 def finish(session: Session) -> dict[str, Any] | None:
-    """Rank 0: show the final table; its numbers are the command's result."""
+    """Rank 0: show what never acted, then the final table; its numbers are the command's result."""
     if not session.is_lead:
         return None
+    if notice := correction_notice(session.config, session.state.summary, at_end=True):
+        session.say(notice)
     table, result = run_table(session)
     session.say(table)
     return result

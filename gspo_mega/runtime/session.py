@@ -20,7 +20,7 @@ from gspo_mega.checkpoint.save import Saver, SaveReport
 from gspo_mega.checkpoint.state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups
-from gspo_mega.errors import NumericsError, PublishError
+from gspo_mega.errors import FolderError, NumericsError, PublishError
 from gspo_mega.metrics.timer import PhaseTimer
 from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.model.huggingface import read_model_spec
@@ -28,9 +28,10 @@ from gspo_mega.plan import resolve_layout
 from gspo_mega.run_folder import Attempt
 from gspo_mega.runtime.assemble import MiniBatch, for_ranks
 from gspo_mega.runtime.exchange import Exchange
+from gspo_mega.runtime.held_out import Evaluation
 from gspo_mega.runtime.reference import load_reference
 from gspo_mega.runtime.replay import ReplaySide
-from gspo_mega.runtime.rollouts import Evaluation, RolloutSide
+from gspo_mega.runtime.rollouts import RolloutSide
 from gspo_mega.runtime.stop import StopRequest
 from gspo_mega.runtime.worker import WorkerContext
 from gspo_mega.weights.hf_export import export_huggingface
@@ -71,6 +72,7 @@ class Session:
         self.context, self.config = context, config
         self.attempt = Attempt(context.attempt_dir)
         self.run_folder = self.attempt.run_folder
+        self.num_restarts = self.run_folder.num_restarts() if context.rank == 0 else 0
         self.timer = PhaseTimer()
         self.spec = read_model_spec(config.model.path)
         self.layout = resolve_layout(config, self.spec)
@@ -163,6 +165,7 @@ class Session:
             deadline_seconds = server.start_deadline_seconds * (1 + server.max_restarts)
             try:
                 self.side.pool.wait_ready(server.num_servers, deadline_seconds, self._wait_for_start)
+                self.publisher.check_servers(self.attempt.software_dir)
             except StopRequested as request:
                 stop = str(request)
         stop = self.agree(stop)
@@ -176,6 +179,7 @@ class Session:
         fails otherwise gets no work until it holds a committed version. Raises PublishError on every rank when none
         is left, RolloutError when none comes back.
         """
+        self.check_held()
         if self.is_replay:
             return None
         with self.phase("publish"):
@@ -311,6 +315,7 @@ class Session:
         """
         if self.state.num_optimizer_steps == 0:
             return
+        self.check_held()
         with self.phase("checkpoint"):
             if self.side is not None:
                 self.side.batches.note(self.state)
@@ -318,6 +323,14 @@ class Session:
             if self.agree(state != self._saved_state):
                 self._note_saves(self._saver.save(self.state))
                 self._saved_state = state
+
+    def check_held(self) -> None:
+        """Rank 0: raises FolderError where the run was started elsewhere meanwhile, before something of the run is overwritten."""
+        if self.is_lead and not self.attempt.is_newest():
+            raise FolderError(
+                f"{self.run_folder.path} was taken over by a later start of the run, attempt {self.run_folder.latest_attempt().number}; this one, "
+                f"attempt {self.attempt.number}, ends and writes nothing more"
+            )
 
     def poll_checkpoint(self, wait: bool = False) -> None:
         """Commit the save that is written beside the training, once it is, or now with `wait`. Collective."""

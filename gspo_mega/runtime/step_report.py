@@ -19,7 +19,9 @@ from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.records import RolloutBatch
-from gspo_mega.runtime.rollouts import Evaluation, RolloutSide
+from gspo_mega.runtime.correction_report import correction_metrics, correction_notice, note_correction
+from gspo_mega.runtime.held_out import Evaluation
+from gspo_mega.runtime.rollouts import RolloutSide
 from gspo_mega.runtime.routing_report import changed_routes, expert_loads, router_losses
 from gspo_mega.runtime.session import Session
 from gspo_mega.weights.publish import PublishResult
@@ -54,6 +56,7 @@ class StepReport:
         seconds = session.timer.finish_step()
         if session.writer is None or session.side is None or self._batch is None:
             return
+        session.check_held()
         metrics = {**self._batch_metrics(self._batch), **self._optimizer_metrics(), **seconds, **session.take_save_seconds()}
         if self._results:
             metrics |= self._policy_metrics()
@@ -62,6 +65,7 @@ class StepReport:
         metrics |= {
             "speed/tokens_per_second": tokens / step_seconds,
             "speed/tokens_per_second_per_rank": tokens / step_seconds / session.layout.world_size,
+            "run/num_restarts": session.num_restarts,
             "data/epoch": _epochs(session.side.prompts.state_dict()),
         }
         if isinstance(session.side, RolloutSide):
@@ -76,6 +80,9 @@ class StepReport:
         session.writer.write(step, metrics)
         add_to_summary(session.state.summary, metrics, tokens, step)
         session.say(progress_line(step, metrics, session.config.train.num_steps))
+        note_correction(session.state.summary, metrics)
+        if notice := correction_notice(session.config, session.state.summary):
+            session.say(notice)
         budget = session.config.mismatch.budget
         if metrics.get("mismatch/budget_share", 0.0) > budget and "mismatch_warned_at" not in session.state.summary:
             session.state.summary["mismatch_warned_at"] = step
@@ -154,6 +161,7 @@ class StepReport:
         metrics["policy/entropy"] = float(old["entropy_sum"].sum() / max(float(tokens.sum()), 1.0))
         metrics["mismatch/weight_mean"] = float(weights[weights > 0].mean()) if (weights > 0).any() else 0.0
         metrics["mismatch/budget_share"] = float(mismatch.abs().mean()) / max(config.objective.clip_low + config.objective.clip_high, 1e-12)
+        metrics |= correction_metrics(config, mismatch)
         log_s = torch.from_numpy(train["log_s"])[present]
         metrics["policy/ess"] = effective_sample_fraction(log_s)
         if config.old_log_probs == "rollout":
@@ -202,6 +210,7 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
         "eval/response_length_mean": evaluation.response_tokens_mean,
         "eval/truncated_fraction": evaluation.truncated_fraction,
         "eval/num_samples": evaluation.num_samples,
+        "eval/num_reward_failures": evaluation.num_reward_failures,
     }
 
 

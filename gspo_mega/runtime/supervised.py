@@ -11,7 +11,7 @@ from typing import Any
 from gspo_mega.config.sources import sources_of
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
 from gspo_mega.data.stream import PromptStream
-from gspo_mega.errors import NumericsError
+from gspo_mega.errors import NumericsError, RewardError
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.runtime.assemble import assemble_supervised
 from gspo_mega.runtime.final_table import accuracy_text
@@ -32,6 +32,8 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
     with Session(context, num_optimizer_steps=settings.max_steps, trains_policy=False) as session:
         state = session.state
         demonstrations = _demonstrations(session)
+        for line in session.side.held_out.report() if session.side is not None else ():
+            session.say(line)
         verdict = _start(session)
         while verdict is None:
             if state.step >= settings.max_steps:
@@ -131,13 +133,20 @@ def _take(session: Session, demonstrations: PromptStream[Demonstration] | None) 
 
 
 def _measure(session: Session) -> tuple[str | None, dict[str, float]]:
-    """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band."""
+    """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError where
+    too many samples could not be scored to decide by the others."""
     settings, state = session.config.sft, session.state
     state.weight_version += 1
     session.publish()
     evaluation = session.evaluate()
     if evaluation is None:
         return None, {}
+    most_failed = session.config.reward.max_failed_fraction
+    if evaluation.num_reward_failures > most_failed * evaluation.num_samples:
+        raise RewardError(
+            f"{evaluation.num_reward_failures} of {evaluation.num_samples} held-out scorings failed after step {state.step}, more than "
+            f"reward.max_failed_fraction {most_failed:g} allows; the cold start cannot be stopped by such an accuracy"
+        )
     accuracy = [evaluation.accuracy, evaluation.standard_error]
     state.summary["accuracy_after"] = accuracy
     if accuracy[0] > settings.stop_accuracy_high:

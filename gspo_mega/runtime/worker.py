@@ -29,6 +29,7 @@ from gspo_mega.errors import ConfigError
 from gspo_mega.plan.patience import patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
 from gspo_mega.runtime.beat_writer import BeatWriter
+from gspo_mega.runtime.gpu_variables import set_variables
 from gspo_mega.runtime.rank_log import console, redirect_output
 from gspo_mega.runtime.shutdown import fail, leave
 
@@ -154,6 +155,7 @@ def _keep_to_this_machine(config: Config) -> None:
 
 def _init_distributed(place: RankEnvironment) -> None:
     """torch.distributed over all ranks: gloo for host tensors, NCCL for the GPU's where there is one. Collective."""
+    set_variables(os.environ, place.local_rank)  # before any import of torch
     import gspo_mega.engine.cpu as cpu  # before any other import of Megatron: it makes the CPU usable to it
 
     import torch

@@ -29,6 +29,7 @@ from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import export_policy, policy_digests
 from gspo_mega.weights.server_tensors import ExpectedChecksums
 from gspo_mega.weights.servers import Deadline, Fleet, ServerControl
+from gspo_mega.weights.software import check_same, here
 from gspo_mega.weights.transaction import Content, Memory, Transaction
 from gspo_mega.weights.versions import Versions
 
@@ -84,7 +85,7 @@ class Publisher:
         self._memory = Memory()
         on_gpu = next(iter(chunks[0].parameters())).is_cuda
         self._verification = resolve_verification(config, on_gpu)
-        backend = "nccl" if on_gpu else "gloo"
+        self._backend = backend = "nccl" if on_gpu else "gloo"
         settings = config.publish
         self._sender = GroupSender(address or config.server.host, backend, settings.bucket_bytes, settings.deadline_seconds)
 
@@ -119,6 +120,12 @@ class Publisher:
             raise PublishError(problem)
         content = committed or Content(weight_version)
         return self._lead_or_follow(content, servers, Deadline(self._settings.deadline_seconds), _nothing)
+
+    def check_servers(self, software_dir: Path) -> None:
+        """On rank 0, before anything is published: raises PublishError when a server has said that it has another PyTorch or
+        NCCL than this process, and weights go through NCCL. `software_dir`: what the servers said."""
+        if self._settings.method == "distributed" and self._backend == "nccl":
+            check_same(software_dir, here())
 
     def close(self) -> None:
         """Leave the servers' groups. Rank 0 waits for them a little; nothing to do elsewhere."""

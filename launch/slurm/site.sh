@@ -26,6 +26,7 @@
 #   apptainer  GSPO_TRAINER_CONTAINER='apptainer exec --nv --bind /data /images/trainer.sif'
 : "${GSPO_TRAINER_CONTAINER:=}"
 : "${GSPO_TRAINER_PYTHON:=$GSPO_PYTHON}"
+# PyTorch and NCCL must be the same in both where `publish.method: distributed`. `server.python` in a YAML replaces the last one.
 : "${GSPO_SERVER_CONTAINER:=}"
 : "${GSPO_SERVER_PYTHON:=$GSPO_PYTHON}"
 

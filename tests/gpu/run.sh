@@ -17,9 +17,7 @@ python=${GSPO_PYTHON:-python3}
 bundle=${GSPO_GPU_BUNDLE:-$root/.cache/gpu_bundle}
 [[ -d $bundle ]] && PYTHONPATH=$bundle${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-# One queue to the device, so that communication starts where it was issued. Block scales in fp32 instead of powers of two.
-export CUDA_DEVICE_MAX_CONNECTIONS=1 NVTE_FP8_BLOCK_SCALING_FP32_SCALES=${NVTE_FP8_BLOCK_SCALING_FP32_SCALES:-1}
-export PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+export PYTHONUNBUFFERED=1
 
 declare -A limits=([products]=120 [log_probs]=240 [training]=300 [log_prob_head]=180 [throughput]=480 [rollout]=480)
 parts=("$@")
@@ -28,6 +26,8 @@ for part in "${parts[@]}"; do
   [[ -n ${limits[$part]:-} ]] || { echo "tests/gpu/run.sh: '$part' is no part; there are: ${!limits[*]}" >&2; exit 2; }
 done
 "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || { echo "tests/gpu/run.sh: skipped: no CUDA device"; exit 77; }
+# What a rank of a run gets; a server gets none of it.
+variables=$("$python" -m gspo_mega.runtime.gpu_variables) || exit 1
 
 status=0
 summary=()
@@ -36,7 +36,10 @@ for part in "${parts[@]}"; do
   command=("tests/gpu/$part.py")
   [[ $part == log_prob_head ]] && command=(tests/benchmarks/log_prob_head.py --device cuda)
   printf '\n== %s\n' "$part"
-  timeout "${limits[$part]}" "$python" "${command[@]}"
+  (
+    [[ $part == rollout ]] || eval "$variables"
+    exec timeout "${limits[$part]}" "$python" "${command[@]}"
+  )
   case $? in
     0) said=passed ;;
     77) said=skipped ;;

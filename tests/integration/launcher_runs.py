@@ -24,7 +24,7 @@ DEADLINE_SECONDS = 10.0
 def make_config(folder: Path, **sections: dict) -> Path:
     """A configuration of 2 ranks and 1 server, for stand-ins. `sections` are merged into it."""
     model = folder / "model"
-    model.mkdir()
+    model.mkdir(exist_ok=True)
     shutil.copy(REPOSITORY / "configs/models/quickstart_moe.json", model / "config.json")
     config = yaml.safe_load((REPOSITORY / "configs/quickstart.yaml").read_text())
     config["run"] = {"name": "demo", "dir": "runs"}

@@ -62,6 +62,14 @@ def orphan(attempt, rank):
     subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"], start_new_session=True)
 
 
+def ended_orphans(attempt, rank):
+    """Leaves many processes behind that end by themselves a little later, and works on."""
+    leave = "import subprocess; [subprocess.Popen(['sleep', '0.3']) for _ in range(100)]"
+    subprocess.run([sys.executable, "-S", "-c", leave], check=True)
+    (attempt.path / f"left rank {rank}").touch()
+    time.sleep(1000)
+
+
 def wait_for_others(attempt):
     while len(list(attempt.path.glob("started *"))) < 3:
         time.sleep(0.05)
@@ -139,6 +147,39 @@ def stop_slowly(attempt, rank):
     time.sleep(1.0)
     (attempt.path / "ended in order").touch()
     sys.exit(75)
+
+
+def save(attempt, step):
+    folder = attempt.run_folder
+    folder.checkpoints_dir.mkdir(exist_ok=True)
+    folder.latest_checkpoint_file.write_text(f"step_{step:08d}\n")
+
+
+def killed_twice(attempt, rank):
+    """Dies in its first two starts, each a step further."""
+    wait_for_others(attempt)
+    save(attempt, attempt.number)
+    if attempt.number < 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_at_the_same_place(attempt, rank):
+    wait_for_others(attempt)
+    save(attempt, 5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_further_each_time(attempt, rank):
+    wait_for_others(attempt)
+    save(attempt, attempt.number)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_then_die_of_a_stop(attempt, rank):
+    save(attempt, 5)
+    while attempt.stop_reason() is None:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def give_up(attempt, rank):

@@ -55,6 +55,61 @@ def stop_in_order(context):
     return {"stopped": stop.check()}
 
 
+def spin(until):
+    while time.monotonic() < until:
+        pass
+
+
+def spin_while_others_wait(context):
+    """Rank 1 is busy with nothing, in Python, with rank 0 in a collective."""
+    import torch
+    import torch.distributed as dist
+
+    from gspo_mega import beats
+
+    dist.barrier()
+    beats.enter("train")
+    if context.rank == 1:
+        spin(time.monotonic() + 1000)
+    dist.all_reduce(torch.ones(1))
+    return None
+
+
+def stop_while_others_wait(context):
+    """Rank 1 is stopped (SIGSTOP), with rank 0 in a collective."""
+    import os
+    import signal
+
+    import torch
+    import torch.distributed as dist
+
+    from gspo_mega import beats
+
+    dist.barrier()
+    beats.enter("train")
+    if context.rank == 1:
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1))
+    return None
+
+
+def slow_but_steady(context):
+    """Takes far longer than any bound, and gets something done all the time; the others wait."""
+    import torch
+    import torch.distributed as dist
+
+    from gspo_mega import beats
+
+    beats.enter("train")
+    if context.rank == 1:
+        for _ in range(30):
+            time.sleep(0.2)
+            beats.beat()
+    dist.all_reduce(torch.ones(1))
+    return {"sum": 1} if context.rank == 0 else None
+
+
 if __name__ == "__main__":
     work = sys.argv.pop(1)
     worker.ENTRY_POINTS = {"train": (__name__, work)}

@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 1200.0
 # What quickstart.yaml asks for, made small: 16 trajectories a step, two optimizer steps.
 SMALL = (
     "batch.prompts_per_step=4", "batch.group_size=4", "batch.num_mini_batches=2", "rollout.max_new_tokens=16",
-    "server.max_total_tokens=4096", "server.start_deadline_seconds=600", "eval.num_prompts=8",
+    "server.max_total_tokens=4096", "server.start_deadline_seconds=600", "rollout.no_server_deadline_seconds=900", "eval.num_prompts=8",
 )  # fmt: skip
 
 
@@ -46,9 +46,12 @@ def small_overrides(quickstart: Path, run_dir: Path, name: str) -> list[str]:
 
 
 class Command:
-    """One `gspo-mega` command as a process. All that it starts inherits `marker`, by which it is found again."""
+    """One `gspo-mega` command as a process. All that it starts inherits `marker`, by which it is found again; scoring processes,
+    which inherit nothing unasked, because it is asked for."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
+        if arguments[0] in ("train", "sft", "eval"):
+            arguments = (*arguments[:2], "reward.environment=[GSPO_TEST_MARKER]", *arguments[2:])
         self.marker = f"gspo-test-{uuid.uuid4()}"
         self._out, self._err = folder / f"{self.marker}.out", folder / f"{self.marker}.err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
@@ -171,7 +174,7 @@ def score(*, prompt: str, response: str, answer: object, metadata: dict, log: st
     """A coin thrown by the response itself: groups have a signal. Adds a line to `log`: what was scored."""
     heads = zlib.crc32(response.encode()) & 1
     _note(log, prompt, response, "scored")
-    return {"reward": float(heads), "num_characters": float(len(response))}
+    return {"reward": float(heads), "correct": bool(heads), "num_characters": float(len(response))}
 
 
 def unreliable(*, prompt: str, response: str, answer: object, metadata: dict, log: str) -> float:

@@ -9,17 +9,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from launcher_runs import DEADLINE_SECONDS, Launched, make_config
+
 
 @pytest.fixture
 def start(tmp_path):
     """start(behaviours) launches a run of 2 ranks and 1 server; at the end of the test nothing may be left of it."""
-    config = yaml.safe_load(make_config(tmp_path).read_text())
     launched = []
 
     def launch(behaviours, stop_grace_seconds=60.0, work=None, **server):
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config | {"server": {**config["server"], **server}}))
+        make_config(tmp_path, server=server)
         launched.append(Launched(tmp_path, behaviours, stop_grace_seconds, work))
         return launched[-1]
 
@@ -151,6 +150,44 @@ def test_what_a_rank_leaves_behind_is_ended_too(start):
     run = start({"rank 0": "orphan", "rank 1": "orphan"})
     code, _, _ = run.finish()
     assert code == 0
+    assert run.left_running() == []
+
+
+def test_orphans_that_end_leave_no_zombies(start):
+    run = start({"rank 0": "ended_orphans", "rank 1": "ended_orphans"})
+    run.wait_started()
+    attempt, deadline = run.folder.latest_attempt(), time.monotonic() + 60
+    while len(list(attempt.path.glob("left rank *"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while zombies := [pid for pid in children_of(run.process.pid) if "(zombie)" in status_of(pid)]:
+        assert time.monotonic() < deadline, f"{len(zombies)} zombies"
+        time.sleep(0.2)
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish()[0] == 130
+
+
+def children_of(pid):
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def status_of(pid):
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def test_a_supervisor_that_lost_its_folder_ends_its_ranks_and_says_who_has_it(start):
+    run = start({})
+    run.wait_started()
+    (record,) = run.folder.lease_dir.glob("0*")
+    other = json.loads(record.read_text()) | {"host": "node7", "boot": "another", "pid": 77}
+    (run.folder.lease_dir / f"{int(record.name) + 1:08d}").write_text(json.dumps(other))
+    code, _, err = run.finish()
+    assert code == 9
+    assert "was taken over by process 77 on node7, which saw no sign of life from this one" in err
     assert run.left_running() == []
 
 

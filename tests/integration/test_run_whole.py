@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -20,12 +21,17 @@ NUM_STEPS = 3
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, quickstart_files):
-    """(command, run folder, overrides) of a run that ended. Its rewards: the task's own, and a user's function."""
+    """(command, run folder, overrides) of a run that ended. Its rewards: the task's own, and a user's function. Its servers
+    run in a Python that `server.python` names."""
     folder = tmp_path_factory.mktemp("whole")
+    other = folder / "other-python"
+    other.write_text(f'#!/bin/sh\necho "$*" >> {folder / "other-python.calls"}\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
     rewards = f"[{{function: arithmetic, weight: 0.5}}, {{function: 'run_support:score', options: {{log: {folder / 'scores'}}}}}]"
     overrides = [
         *small_overrides(quickstart_files, folder / "runs", "whole"), f"reward.functions={rewards}",
         f"train.num_steps={NUM_STEPS}", "eval.every_steps=2", "checkpoint.every_steps=1", "publish.keep_last=10",
+        f"server.python={other}",
     ]  # fmt: skip
     command = Command(folder, "train", str(CONFIG), *overrides)
     try:
@@ -45,6 +51,12 @@ def test_it_ends_well_and_leaves_nothing_running(whole_run):
     assert command.process.returncode == 0, command.out + command.err
     assert command.err == ""
     assert command.left_running(run.path) == []
+
+
+def test_servers_run_in_the_python_that_is_named_and_ranks_do_not(whole_run):
+    _, run, _ = whole_run
+    started = [line for line in (run.path.parents[1] / "other-python.calls").read_text().splitlines() if line.startswith("-m ")]
+    assert len(started) == 1 and started[0].startswith(f"-m gspo_mega serve {run.config_file} "), started
 
 
 def test_the_console_has_a_line_a_step_and_the_final_table(whole_run, lines):

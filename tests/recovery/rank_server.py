@@ -1,8 +1,9 @@
 """Runs ranks as children of a process that has imported everything: a rank is then there in a tenth of a second.
 
 Reads a JSON list of jobs a line, each {"module", "arguments", "environment", "kill_after", "watch"}; calls `main(arguments)` of each
-module in a forked child with a process group of its own, and kills one after `kill_after` seconds where that is a number; writes the
-list of exit codes, or minus the signal that ended one. What a child left running is killed. `watch`: see `watch.py`.
+module in a forked child with a process group of its own, and kills one after `kill_after` seconds where that is a number; writes
+{"codes": exit codes, or minus the signal that ended one; "left": what of a child's processes still lived a while after it, in words}.
+What a child left running is killed then. `watch`: see `watch.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,15 @@ import os
 import signal
 import sys
 import threading
+import time
+import uuid
+from pathlib import Path
+
+from gspo_mega import process_death
+
+# Processes end by the kernel's hand at once; one that just begins asks for that a moment later.
+LEFT_SECONDS = 20.0
+MARKER = "GSPO_TEST_ATTEMPT"
 
 
 def serve() -> None:
@@ -25,7 +35,8 @@ def serve() -> None:
     os.dup2(2, 1)  # a rank's own output must not mix with the answers
     for line in sys.stdin:
         jobs = json.loads(line)
-        pids = [_start(job) for job in jobs]
+        marker = str(uuid.uuid4())
+        pids = [_start(job, marker) for job in jobs]
         timers = [
             threading.Timer(job["kill_after"], os.kill, (pid, signal.SIGKILL)) for job, pid in zip(jobs, pids) if job.get("kill_after") is not None
         ]
@@ -37,16 +48,38 @@ def serve() -> None:
             codes[pid] = os.waitstatus_to_exitcode(status)
             for other in pids:  # as the supervisor does: one rank's end by force is the end of all
                 if codes[pid] not in (0, 75) and other not in codes:
-                    os.killpg(other, signal.SIGKILL)
+                    os.kill(other, signal.SIGKILL)  # it alone: what it has forked has to end with it
+        left = _left_running(pids, marker)
+        for pid in pids:
             _end_group(pid)
         for timer in timers:
             timer.cancel()
             timer.join()
-        protocol.write(json.dumps([codes[pid] for pid in pids]) + "\n")
+        protocol.write(json.dumps({"codes": [codes[pid] for pid in pids], "left": left}) + "\n")
         protocol.flush()
 
 
-def _start(job: dict) -> int:
+def _left_running(pids: list[int], marker: str) -> list[str]:
+    """Processes of these ranks that do not end: in a rank's group, or started by one in a group of its own."""
+    deadline = time.monotonic() + LEFT_SECONDS
+    while (left := _living(pids, marker)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def _living(pids: list[int], marker: str) -> list[str]:
+    found = []
+    for pid in process_death.parents():
+        try:
+            folder = Path("/proc", str(pid))
+            if os.getpgid(pid) in pids or marker.encode() in (folder / "environ").read_bytes():
+                found.append(f"{pid}: {(folder / 'cmdline').read_bytes().decode(errors='replace')[:200]}, waiting in {(folder / 'wchan').read_text()}")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def _start(job: dict, marker: str) -> int:
     pid = os.fork()
     if pid:
         try:
@@ -56,7 +89,7 @@ def _start(job: dict) -> int:
         return pid
     try:
         os.setpgid(0, 0)
-        os.environ.update(job["environment"])
+        os.environ.update(job["environment"], **{MARKER: marker})
         if job.get("watch"):
             importlib.import_module("watch").start(**job["watch"])
         importlib.import_module(job["module"]).main(job["arguments"])

@@ -18,7 +18,8 @@ import numpy as np
 from gspo_mega import kill_points
 from gspo_mega.config import load_config
 from gspo_mega.journal.journal import Journal
-from gspo_mega.launcher.prepare import hold, new_attempt
+from gspo_mega.launcher.lease import hold
+from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 from gspo_mega.run_folder import Attempt, RunFolder
 from gspo_mega.weights.random_folder import make_random_folder
@@ -126,7 +127,9 @@ class Ranks:
         self._server.stdin.flush()
         line = self._server.stdout.readline()
         assert line, "the rank server ended"
-        codes = json.loads(line)
+        answer = json.loads(line)
+        assert answer["left"] == [], "processes of the attempt outlive its ranks"
+        codes = answer["codes"]
         for rank, (job, code) in enumerate(zip(jobs, codes, strict=True)):
             fault = job["environment"].get(kill_points.VARIABLE)
             armed = kill_points.Fault.parse(fault) if fault else kill_points.Fault()

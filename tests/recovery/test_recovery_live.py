@@ -97,3 +97,20 @@ def test_rollouts_alone_are_continued_and_trained_on_elsewhere(live, hit):
     assert [line["step"] for line in read_metrics(live.ranks.folder("trained").metrics_file)] == [1, 2]
     as_tokens = lambda steps: {step: [t.response_token_ids for t in trajectories] for step, trajectories in steps.items()}  # noqa: E731
     assert as_tokens(trained_on(live.ranks.folder("trained"))) == as_tokens(steps)
+
+
+def test_a_reward_that_was_repaired_meanwhile_scores_the_step_anew(live):
+    """Its name and options are the same, and so is everything that the checkpoint and the configuration say."""
+    source = live.ranks.config_file.parent / "repaired_reward.py"
+    reward = ("train.num_steps=1", "reward.functions=[{function: 'repaired_reward:score'}]")
+    source.write_text("def score(**_):\n    return 0.25\n")
+    assert live.train("repaired", "point=rollout.batch", *reward) == [KILLED], live.ranks.log("repaired")
+    assert {t.reward for t in trained_on(live.ranks.folder("repaired"))[0]} == {0.25}
+    recorded = Journal(live.ranks.folder("repaired").journal_dir).file(0).read_bytes()
+
+    source.write_text("def score(**_):\n    right = 0.75\n    return right\n")
+    assert live.train("repaired", "", *reward) == [0], live.ranks.log("repaired")
+    folder = live.ranks.folder("repaired")
+    assert {t.reward for t in trained_on(folder)[0]} == {0.75}, "the rewards that the mended function gives"
+    assert f"the journal's {BATCH} trajectories are not used: another reward scored them" in live.ranks.console("repaired")
+    assert (folder.journal_dir / "step_00000000.old-0001").read_bytes() == recorded

@@ -55,7 +55,7 @@ HOMES: dict[str, set[str]] = {
     "pickle": {"checkpoint/safe_pickle.py"},  # which reads what others wrote so, by a list of names
     "os.environ": {
         "launcher", "runtime/worker.py", "weights/link.py", "engine/cpu.py", "rollout/server_entry.py", "rollout/supervise_server.py", "rollout/cpu_server.py",
-        "reward/process.py",
+        "reward/process.py", "runtime/gpu_variables.py",
     },
     "os.getenv": set(),
     "os.putenv": set(),

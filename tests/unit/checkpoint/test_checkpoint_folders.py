@@ -97,6 +97,9 @@ def test_a_damaged_one_keeps_its_files_under_another_name(run):
     save(run, 1)
     folders.set_aside_damaged(run.checkpoint_dir(1))
     assert names(run) == ["latest", "step_00000001.damaged"] and folders.complete(run) == []
+    save(run, 1)
+    folders.set_aside_damaged(run.checkpoint_dir(1))
+    assert names(run) == ["latest", "step_00000001.damaged", "step_00000001.damaged-2"], "the one before it stays, too"
 
 
 def test_a_clock_that_was_moved_back_changes_nothing(run):

@@ -170,3 +170,12 @@ def test_another_loader_is_not_chosen_by_the_folder(folder):
     (folder / "megatron" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "zarr"}')
     (problem,) = refuse_code(folder / "megatron")
     assert "format torch_dist, version 1, is what is read here" in problem
+
+
+def test_a_conversion_takes_no_folder_for_its_own_that_is_not(model, tmp_path):
+    other = tmp_path / "out.converting"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="out.converting is there already and is no unfinished conversion"):
+        to_megatron(open_checkpoint(model), tmp_path / "out", progress=lambda *_: None)
+    assert (other / "thesis.txt").read_text() == "years of work"

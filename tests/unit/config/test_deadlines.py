@@ -21,6 +21,11 @@ def refused(path, *overrides):
         (["server.start_deadline_seconds=600"], "rollout.no_server_deadline_seconds", "would end before it is back; above 600"),
         (["rollout.no_server_deadline_seconds=1800"], "rollout.no_server_deadline_seconds", "1800 s is not shorter than the 1800 s after which a collective is given up: rank 0 waits"),
         (["publish.deadline_seconds=2000"], "publish.deadline_seconds", "2000 s is not shorter than the 1800 s after which a collective is given up: the other ranks wait"),
+        (["watchdog.start_seconds=300"], "watchdog.start_seconds", "300 s is not longer than server.start_deadline_seconds 300: the run would end as stuck"),
+        (["watchdog.rollout_seconds=600"], "watchdog.rollout_seconds", "600 s is not longer than rollout.no_server_deadline_seconds 600: the run would end as stuck"),
+        (["watchdog.eval_seconds=10", "rollout.no_server_deadline_seconds=9", "server.start_deadline_seconds=8"], "watchdog.eval_seconds", "not longer than reward.deadline_seconds 10"),
+        (["watchdog.publish_seconds=600"], "watchdog.publish_seconds", "600 s is not longer than rollout.no_server_deadline_seconds 600"),
+        (["watchdog.publish_seconds=700", "publish.deadline_seconds=700"], "watchdog.publish_seconds", "700 s is not longer than publish.deadline_seconds 700"),
     ],
 )
 def test_contradicting_deadlines_are_refused_by_key(write, overrides, key, said):
@@ -40,8 +45,10 @@ def test_what_is_just_shorter_is_taken(write):
 
 
 def test_every_deadline_of_the_schema_is_in_the_table_or_has_a_reason_not_to_be():
-    """A new key that ends in deadline_seconds needs a place in the table, or one here."""
+    """A new key in seconds needs a place in the table, or one here."""
     apart = {
+        "watchdog.silence_seconds", "watchdog.train_seconds", "watchdog.other_seconds",  # of what has no deadline of its own
+        "watchdog.checkpoint_seconds",  # against the plan's estimate
         "reward.deadline_seconds",  # of one scoring, in a process of its own; nobody waits for it in a collective
         "rollout.request_deadline_seconds",  # against the plan's estimate
     }
@@ -51,6 +58,6 @@ def test_every_deadline_of_the_schema_is_in_the_table_or_has_a_reason_not_to_be(
         for section, field in Config.model_fields.items()
         if hasattr(field.annotation, "model_fields")
         for key in field.annotation.model_fields
-        if key.endswith("deadline_seconds")
+        if key.endswith("_seconds")
     }
     assert keys == named | apart

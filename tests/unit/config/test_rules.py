@@ -50,6 +50,10 @@ def refused(path, *overrides, command=None):
         (["data.path=''"], "data.path", "empty"),
         (["data.sources=[{name: a, path: x}]"], "data.path", "keep one"),
         (["data.path=null", "data.sources=[{name: a, path: x}, {name: a, path: y}]"], "data.sources", "'a'"),
+        (
+            ["data.path=null", "data.sources=[{name: a, path: x, reward: gsm8k}, {name: b, path: y, reward: exact_match}]", "eval={path: z}"],
+            "eval.reward", "missing; the sources have different rewards of their own, and none has `reward`; valid: exact_match, gsm8k, or another",
+        ),
         (["data.system_prompt=hi", "data.chat_template=false"], "data.system_prompt", "chat_template: true"),
         (["reward={functions: [{function: a}, {function: a}]}"], "reward.functions", "listed 2 times"),
         (["precision=fp8", "fp8.parameters=true", "optimizer.distributed=false"], "fp8.parameters", "optimizer.distributed: true"),
@@ -59,6 +63,7 @@ def refused(path, *overrides, command=None):
         (["train={num_steps: 1, rollouts_only: true, from_rollouts: r}"], "train.rollouts_only", "contradicts train.from_rollouts"),
         (["run.name=.."], "run.name", "folder"),
         (["server.host=0.0.0.0"], "server.host", "own address"),
+        (["server.tensor=2", "publish.verify=tensors"], "publish.verify", "valid then: auto, replicas"),
         *(([f"server.host={json.dumps(host)}"], "server.host", "opens the server to every network") for host in WILDCARDS),
         (["server.host='127.1'"], "server.host", "'127.1' is 127.0.0.1 in other words; write that"),
         (["server.host=224.0.0.1"], "server.host", "is no machine's address"),
@@ -73,7 +78,6 @@ def refused(path, *overrides, command=None):
         (["server.options.enable_watermark=true"], "server.options.enable_watermark", "another distribution"),
         (["server.options.nnodes=2"], "server.options.nnodes", "which publishing does not reach"),
         (["server.options.random_seed=1"], "server.options.random_seed", "set by this package from run.seed"),
-        (["server.tensor=2", "publish.verify=tensors"], "publish.verify", "valid then: auto, replicas"),
         ([SFT.replace("0.2", "0.6")], "sft.stop_accuracy_low", "above stop_accuracy_high"),
     ],
 )
@@ -142,6 +146,9 @@ def test_the_default_clip_range_of_grpo(write):
         (["rollout.top_k=50"], "truncated"),
         (["rollout.temperature=0.7"], "temperature 0.7"),
         (["rollout.filter_constant_groups=true", "rollout.max_oversampling=1"], "not refilled"),
+        (["rollout.filter_constant_groups=true"], "are replaced, up to 3 x prompts_per_step, which the paper does not do"),
+        (["train.num_steps=2"], "mismatch.correction truncate: each sequence's term is weighed by min(w, 2)"),
+        (["train.num_steps=2", "mismatch={correction: mask, cap: 3}"], "weighed by w, or dropped where w leaves [1/3, 3]"),
         (["reward.permute_in_batch=true"], "a control"),
         (["advantage.std_ddof=1"], "divided by the sample standard deviation; the paper"),
         (["advantage.divide_by_std=false"], "not divided by a standard deviation"),
@@ -149,8 +156,10 @@ def test_the_default_clip_range_of_grpo(write):
         (["optimizer.min_lr=1e-7"], "no effect"),
         (["optimizer.decay_norms_and_biases=true"], "no effect with weight_decay 0"),
         (["recompute.num_layers=2"], "no effect"),
-        (["train.num_steps=2", "optimizer.warmup_steps=8"], "not over before"),
+        (["train.num_steps=2", "mismatch.correction=none", "optimizer.warmup_steps=8"], "not over before"),
         (["eval={path: train.jsonl}"], "held-out"),
+        (["eval={path: ./x/../train.jsonl}"], "held-out"),
+        (["data.path=null", "data.sources=[{name: a, path: a, reward: gsm8k}, {name: b, path: b}]", "eval={path: c}"], "not by the own rewards of a; eval.reward"),
         (["precision=bf16", "fp8.recipe=delayed"], "`fp8` has no effect with `precision: bf16`"),
         (["precision=fp8", "fp8.recipe=delayed"], "from pass to pass"),
         (["precision=fp8", "fp8.parameters=true"], "rounded to FP8"),
@@ -176,14 +185,22 @@ def test_notices(write, overrides, said):
         ["precision=fp8", "optimizer={lr: 1e-6, moments_dtype: fp8}"],
         ["precision=bf16", "optimizer={lr: 1e-6, cpu_offload_fraction: 1}"],
         ["recompute.num_layers=2", "recompute.granularity=full"],
-        ["train.num_steps=2", "optimizer.warmup_steps=7"],
-        ["rollout.filter_constant_groups=true"],
+        ["train.num_steps=2", "mismatch.correction=none", "optimizer.warmup_steps=7"],
         ["eval={path: other.jsonl}"],
+        ["data.path=null", "data.sources=[{name: a, path: a, reward: gsm8k}, {name: b, path: b}]", "eval={path: c, reward: gsm8k}"],
+        ["data.path=null", "data.sources=[{name: a, path: a, reward: gsm8k}]", "eval={path: c}"],
         ["precision=fp8", "fp8.recipe=tensorwise"],
     ],
 )
 def test_no_notice_without_a_reason(write, overrides):
     assert load_config(write(), overrides).notices == ()
+
+
+def test_a_link_to_the_training_file_is_the_training_file(write, tmp_path):
+    (tmp_path / "train.jsonl").write_text("")
+    (tmp_path / "held_out.jsonl").symlink_to(tmp_path / "train.jsonl")
+    (notice,) = load_config(write(), [f"data.path={tmp_path}/train.jsonl", f"eval={{path: {tmp_path}/held_out.jsonl}}"]).notices
+    assert "eval.path is also trained on" in notice
 
 
 def test_data_is_wanted_where_no_rule_asked_for_it():

@@ -1,8 +1,12 @@
+import json
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_mega.data.chat import PromptEncoder
+from gspo_mega.data.chat import PromptEncoder, load_tokenizer
 from gspo_mega.data.tokenizer import write_tokenizer
 from gspo_mega.errors import DataError
 
@@ -148,3 +152,29 @@ def test_a_tokenizer_that_cannot_write_a_special_token_out(tmp_path):
     encoder = PromptEncoder(tokenizer, chat_template=False)
     with pytest.raises(DataError, match="cannot encode it as plain text"):
         encoder.encode_response("a<|im_end|>")
+
+
+@pytest.mark.parametrize("kind", ["AutoTokenizer", "AutoConfig"])
+def test_code_that_a_folder_brings_is_not_run(tmp_path, kind):
+    folder, made = tmp_path / "model", tmp_path / "made"
+    folder.mkdir()
+    write_tokenizer(folder)
+    code = f"import os\nos.mkdir({str(made)!r})\nclass Own: pass\n"
+    (folder / "own_code.py").write_text(code)
+    if kind == "AutoTokenizer":
+        config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own_code.Own", "own_code.Own"]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    else:
+        (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own_code.Own"}}))
+        (folder / "tokenizer_config.json").write_text("{}")
+    loader = "import sys; from gspo_mega.data.chat import load_tokenizer; load_tokenizer(sys.argv[1])"
+    run = subprocess.run([sys.executable, "-c", loader, str(folder)], input="y\ny\n", capture_output=True, text=True)
+    assert not made.exists(), "the folder's code ran"
+    assert run.returncode == 0 or "DataError" in run.stderr and "its tokenizer cannot be loaded" in run.stderr, run.stderr[-2000:]
+
+
+def test_a_damaged_tokenizer_is_the_users_error(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": []}')
+    with pytest.raises(DataError, match=f"{tmp_path}: its tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path))

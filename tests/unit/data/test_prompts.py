@@ -92,10 +92,10 @@ def test_any_answer_will_do_but_it_must_be_there(write_jsonl, data_settings, tok
 def test_a_row_that_the_template_refuses_is_named(write_jsonl, data_settings, tokenizer):
     path = write_jsonl([ROWS[0], {"prompt": [{"role": "user", "content": "a"}], "answer": ""}])
     data = data_settings(path=str(path), chat_template=True)
-    encoder = encoder_of(data, tokenizer)
     template = tokenizer.chat_template
     try:
         tokenizer.chat_template = "{% if messages[0].content == 'a' %}{{ raise_exception('no a') }}{% endif %}x"
+        encoder = encoder_of(data, tokenizer)
         with pytest.raises(DataError, match=f"{path}:2: .*no a"):
             PromptSource("data", path, data, encoder)
     finally:

@@ -11,7 +11,7 @@ from gspo_mega.run_folder import RunFolder, atomic_write_json, atomic_write_text
 CONFIG = "configs/quickstart.yaml"
 RESULT = {
     "accuracy": 0.5, "standard_error": 0.02, "reward_mean": 0.51, "num_prompts": 256, "num_samples": 512,
-    "truncated_fraction": 0.0125, "response_tokens_mean": 24.25, "num_reward_failures": 0,
+    "truncated_fraction": 0.0125, "response_tokens_mean": 24.25, "num_reward_failures": 0, "num_left_out": 0,
 }  # fmt: skip
 
 
@@ -39,10 +39,24 @@ def launched(monkeypatch):
     return calls
 
 
-def make_hf(folder):
+def make_hf(folder, weight_version=0):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
+    (folder / "manifest.json").write_text(json.dumps({"weight_version": weight_version}))
     return folder
+
+
+def publish(run, weight_version):
+    folder = make_hf(run.weights_version_dir(weight_version), weight_version)
+    atomic_write_json(run.current_weights_file, {"weight_version": weight_version, "path": str(folder)})
+    return folder
+
+
+def save(run, step, weight_version):
+    folder = run.checkpoint_dir(step)
+    folder.mkdir(parents=True)
+    atomic_write_json(folder / "state.json", {"state": {"step": step, "weight_version": weight_version}})
+    atomic_write_text(run.latest_checkpoint_file, folder.name)
 
 
 def test_a_finished_run_is_its_result_on_one_rank(run, launched, capsys):
@@ -59,10 +73,37 @@ def test_a_finished_run_is_its_result_on_one_rank(run, launched, capsys):
 
 
 def test_an_unfinished_run_is_what_it_published_last(run, launched):
-    published = make_hf(run.weights_version_dir(3))
-    atomic_write_json(run.current_weights_file, {"weight_version": 3, "path": str(published)})
+    published = publish(run, 3)
     main(["eval", str(run.path)])
     assert launched[0][0].model.path == str(published)
+
+
+def test_a_run_that_was_continued_is_what_it_published_since(run):
+    make_hf(run.huggingface_dir, 4)
+    save(run, 4, 4)
+    assert command.find_target(run.path, None).model == run.huggingface_dir
+    publish(run, 4)
+    assert command.find_target(run.path, None).model == run.huggingface_dir, "of the same weights the result"
+    newer = publish(run, 7)
+    save(run, 6, 6)
+    assert command.find_target(run.path, None).model == newer
+    exported = make_hf(run.huggingface_step_dir(8), 8)
+    assert command.find_target(run.path, None).model == exported
+
+
+def test_published_weights_that_were_removed_are_not_taken(run):
+    make_hf(run.huggingface_dir, 4)
+    run.weights_dir.mkdir()
+    atomic_write_json(run.current_weights_file, {"weight_version": 5, "path": str(run.weights_version_dir(5))})
+    assert command.find_target(run.path, None).model == run.huggingface_dir
+
+
+def test_weights_that_no_server_can_load_are_not_passed_over(run):
+    """Published by broadcast: the run has trained on, and nothing newer than its old result is on the disk."""
+    make_hf(run.huggingface_dir, 4)
+    save(run, 6, 6)
+    with pytest.raises(ConfigError, match=r"trained on to weight version 6 .its last checkpoint.*are of version 4, .*/hf; convert the checkpoint"):
+        command.find_target(run.path, None)
 
 
 def test_a_run_without_weights_is_refused(run):
@@ -101,3 +142,5 @@ def test_json_alone_is_on_standard_output(run, launched, capsys):
 
 def test_failed_scorings_are_shown():
     assert "3 samples" in command.render_result({"model": "m", **RESULT, "num_reward_failures": 3})
+    assert "left out" not in command.render_result({"model": "m", **RESULT})
+    assert "5 prompts, longer than" in command.render_result({"model": "m", **RESULT, "num_left_out": 5})

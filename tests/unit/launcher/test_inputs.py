@@ -31,7 +31,7 @@ sft: {max_steps: 1, sequences_per_step: 8, eval_every_steps: 1, stop_accuracy_lo
 eval: {path: %s}
 """
 SHAPE = str(Path(__file__).parents[3] / "configs" / "models" / "quickstart_dense.json")
-ROW = {"prompt": "p", "answer": "a", "response": "r"}
+ROW = {"prompt": "p", "answer": "7", "response": "r"}
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def test_files_that_are_not_there_are_named_at_their_keys(files):
 @pytest.mark.parametrize(
     ("command", "row", "said"),
     [
-        ("train", {"promt": "p", "answer": "a"}, "no key 'prompt'; did you mean 'promt'. .*data.prompt_key chooses the key"),
+        ("train", {"promt": "p", "answer": "7"}, "no key 'prompt'; did you mean 'promt'. .*data.prompt_key chooses the key"),
         ("train", {"prompt": "p"}, "no key 'answer'; .*data.answer_key"),
-        ("sft", {"prompt": "p", "answer": "a"}, "no key 'response'; .*data.response_key"),
+        ("sft", {"prompt": "p", "answer": "7"}, "no key 'response'; .*data.response_key"),
         ("train", ["p"], "an array where a JSON object was expected"),
     ],
 )

@@ -190,6 +190,19 @@ def test_restarts_are_bounded_and_there_is_none_without_progress(slurm, monkeypa
     assert made.outcome == (["failed"] * 2, 0)
 
 
+def test_a_rank_that_hangs_is_noticed_and_another_attempt_begins(slurm):
+    """Its beats are in the run's shared folder, whichever node it is on."""
+    made = slurm(0)
+    beat = '{"phase": "train", "count": 1, "tick": %d, "pid": 1, "host": "n2"}'
+    beats = f"for tick in 1 2 3; do for rank in 0 1; do printf '{beat}' $tick > \"$attempt/beats/rank_$rank\"; sleep 0.05; done; done; "
+    made.ranks(1, 'mkdir -p "$attempt/beats"; ' + beats + STEP.format(1) + "exec sleep 600\n")
+    made.ranks(2, "exit 0\n")
+    assert made.run("watchdog.silence_seconds=0.5") == 0, made.said
+    assert made.outcome == (["failed", "finished"], 0)
+    assert "is stuck: no sign of life for" in read_state(made.run_folder.attempts()[0]).error
+    assert any("attempt 1 failed: started again from the checkpoint of step 1 (restart 1 of 3" in line for line in made.said), made.said
+
+
 def test_what_was_asked_to_stop_is_not_started_again(slurm):
     made = slurm(0)
     made.ranks(1, STEP.format(1) + 'touch "$attempt/stop"; ' + FAIL)

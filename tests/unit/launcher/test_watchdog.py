@@ -73,7 +73,7 @@ def test_the_rank_that_does_not_wait_is_named_with_its_place(tmp_path):
     ranks.attempt.stacks_file(1).write_text(stack(("/x/reward.py", 33, "spin"), ("/x/loop.py", 3, "run")))
     said = str(ranks.go(1000))
     assert said.startswith("rank 1 (process 101 on n1) is stuck: nothing got done for 905 s in phase train (watchdog.train_seconds); it is at /x/reward.py:33 in spin\n")
-    assert "rank 0 wait for it" in said and "  /x/loop.py:3 in run" in said and "all_reduce" not in said
+    assert "\nrank 0 waits for it\n" in said and "  /x/loop.py:3 in run" in said and "all_reduce" not in said
 
 
 def test_no_sign_of_life_is_named_though_others_work(tmp_path):

@@ -92,7 +92,7 @@ def test_the_report_of_deepseek_v3(plan):
     """256 GPUs: pipeline 1 because 61 is a prime number."""
     overrides = (
         "cluster={num_nodes: 32, ranks_per_node: 8, gpu: H200, num_rollout_nodes: 4}", "parallel={tensor: 8, expert: 64, expert_tensor: 1}", "precision=bf16",
-        "batch={prompts_per_step: 64, group_size: 8, micro_batch_tokens: 8192}", "server={tensor: 8, num_servers: 4}", "publish.verify=replicas", "recompute.granularity=full",
+        "batch={prompts_per_step: 64, group_size: 8, micro_batch_tokens: 8192}", "server={tensor: 8, num_servers: 4}", "publish={verify: replicas, deadline_seconds: 900}", "recompute.granularity=full",
     )  # fmt: skip
     found = plan(*overrides, model="deepseek_v3")
     report = render_report(found, estimate(found))

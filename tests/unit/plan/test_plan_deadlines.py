@@ -51,6 +51,12 @@ def test_a_save_that_ranks_do_not_wait_for():
     check_deadlines(loaded.config, time, 1799.0, loaded.where)
 
 
+def test_a_watchdog_that_does_not_wait_for_a_save():
+    text = refused("watchdog.checkpoint_seconds=300")
+    assert text.startswith("override 'watchdog.checkpoint_seconds=300': watchdog.checkpoint_seconds: 300 s, and a save takes 329 s by estimate; above 329, or")
+    estimate(plan_run(load_config(LARGEST, ["watchdog.checkpoint_seconds=330"]), "gpu"))
+
+
 def test_without_a_gpu_by_name_there_is_no_estimate_to_refuse_by():
     loaded = load_config(LARGEST, ["rollout.request_deadline_seconds=1", "cluster.gpu=null", "cluster.gpu_memory_gib=80"])
     assert estimate(plan_run(loaded, "gpu")).time is None

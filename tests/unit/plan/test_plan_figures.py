@@ -77,7 +77,7 @@ def test_json(real, capsys):
     assert memory["peak_bytes"] == sum(memory["parts_bytes"].values()) == memory["phases_bytes"][memory["peak_phase"]]
     assert memory["verified_on_gpu"] is False
     assert value["time"]["total_seconds"] == pytest.approx(sum(value["time"]["phases_seconds"].values()))
-    assert len(value["time"]["assumptions"]) == 3
+    assert len(value["time"]["assumptions"]) == 4
     assert value["checkpoint"]["bytes"] == value["model"]["parameters"] * 14
     elements = value["state"][0]["elements"]
     assert elements["parameters"] > value["model"]["parameters"] / 8  # an eighth of the experts, all of the rest

@@ -92,6 +92,25 @@ def test_phases_and_what_one_step_off_policy_saves(load, shape):
     assert disk.publish == pytest.approx(2 * 2e9 / STORAGE_BYTES_PER_SECOND)
 
 
+def test_publishing_sends_a_copy_per_server_out_of_one_gpu(load, shape):
+    """By hand, 10^9 parameters in bf16: 2 GB a copy; .75 of 50 GB/s of network are 37.5, of 450 of NVLink 337.5."""
+
+    def seconds(*overrides, kind="dense", total=10**9):
+        plan = plan_run(load(*BATCH, "publish.method=distributed", *overrides), "gpu", shape(kind, **REAL))
+        return step_time(plan.config, plan.layout, ModelShares(plan.spec), GPUS["H100"], total).publish
+
+    assert seconds("server.num_servers=16") == pytest.approx(16 * 2 / 37.5)
+    assert seconds("server={num_servers: 16, tensor: 2}") == pytest.approx(16 * 2 / 37.5), "ranks of a server pass it on among themselves"
+    assert seconds("server.num_servers=16", "precision=fp32") == pytest.approx(16 * 4 / 37.5)
+    assert seconds("server.num_servers=3", "cluster={gpus_per_node: 4}") == pytest.approx(3 * 2 / 337.5), "beside the ranks of one machine"
+    assert seconds("server.num_servers=4", "cluster={gpus_per_node: 4}") == pytest.approx(4 * 2 / 37.5), "one more does not fit there"
+    # Before that, to rank 0: three quarters from other pipeline stages over the network; three quarters of other expert ranks inside a node.
+    stages = seconds("server.num_servers=2", "cluster={num_nodes: 4}", "parallel.pipeline=4")
+    assert stages == pytest.approx(.75 * 2 / 37.5 + 2 * 2 / 37.5)
+    experts = seconds("server.num_servers=2", "cluster={ranks_per_node: 4}", "parallel.expert=4", kind="moe")
+    assert experts == pytest.approx(.75 * 2 / 337.5 + 2 * 2 / 37.5)
+
+
 def test_rollout_is_bound_by_memory_and_by_the_longest_response(load, shape):
     spec = read_model_spec(shape("dense", **REAL))
 

@@ -1,0 +1,93 @@
+"""Rendering a checkpoint's chat template in a process with a bound on its time and memory; one process for all prompts of a run.
+
+Owns that process's life. What a template is given, and that its text is what Hugging Face renders, is `template_worker.py`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.errors import DataError
+
+# For one prompt; ordinary templates take microseconds and a few megabytes.
+CPU_SECONDS, MEMORY_BYTES = 10.0, 512 * 1024**2
+_WORKER = Path(__file__).with_name("template_worker.py")
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer. Its process starts with the first prompt, and anew after one that it could not render."""
+
+    def __init__(self, template: str, values: dict[str, Any], cpu_seconds: float = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
+        """`values`: what the template knows by name besides the messages: the tokenizer's special tokens."""
+        self._setup = {"template": template, "values": values, "cpu_seconds": cpu_seconds, "memory_bytes": memory_bytes}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize | None = None
+        self._lock = threading.Lock()  # an answer belongs to the question before it
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The text of the messages, up to where the assistant's answer begins. Raises DataError: refused, or too much time or memory."""
+        with self._lock:
+            return self._render(messages)
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
+            _write(process, messages)
+            line = process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise DataError(self._why_ended(process))
+        reply = json.loads(line)
+        if "text" in reply:
+            return reply["text"]
+        if reply["error"] is None:
+            self.close()  # which may hold on to what it took
+            raise DataError(f"the tokenizer's chat template takes more than {self._setup['memory_bytes'] / 2**20:.0f} MiB of memory for these messages")
+        raise DataError(f"the tokenizer's chat template refuses these messages: {reply['error']}")
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            command = [sys.executable, "-P", str(_WORKER), str(os.getpid())]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._end = weakref.finalize(self, _end, self._process)
+            with contextlib.suppress(BrokenPipeError):
+                _write(self._process, self._setup)
+        return self._process
+
+    def _why_ended(self, process: subprocess.Popen[bytes]) -> str:
+        process.stdin.close()  # what it did not read yet
+        code = process.wait()
+        self.close()
+        if code == -signal.SIGPROF:
+            return f"the tokenizer's chat template takes more than {self._setup['cpu_seconds']:g} s for these messages"
+        return f"the process that renders the tokenizer's chat template ended with {f'signal {-code}' if code < 0 else f'exit code {code}'} at these messages"
+
+
+def _write(process: subprocess.Popen[bytes], value: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(value).encode() + b"\n")
+    process.stdin.flush()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError, AttributeError):
+            pipe.close()
+    process.kill()
+    process.wait()

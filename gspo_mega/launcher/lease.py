@@ -1,0 +1,246 @@
+"""The run folder held by one supervisor, on whatever file system and from whatever machine.
+
+Two fences. An flock, which the kernel lets go of however its holder ends; it does nothing between machines where locks are local to a
+node, and fails where there are none. And a lease, files alone:
+
+    lease/<8 digits>    a holder's record: host, boot, process, and a heartbeat that it changes every few seconds
+
+The highest number is the holder's. To take the folder is to make the next number, which only one can (`link` refuses a name that is
+there); it may be done once the holder has released it, is seen to be dead (its process, on this machine), or has not changed its
+heartbeat for `LEASE_SECONDS` of our own watching: no clock is compared with another machine's. Numbers only grow, so nobody takes
+from a new holder what was an old one's; whoever finds a higher number than its own has lost the folder, and stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from gspo_mega import durable
+from gspo_mega.errors import ConfigError, FolderError
+from gspo_mega.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 5.0
+# Shared folders show a change late, some by half a minute.
+LEASE_SECONDS = 60.0
+_LOOK_SECONDS = 0.5
+# Always so long, so that it is written in place, on a full disk too.
+_RECORD_BYTES = 1024
+_NUMBER = re.compile(r"\d{8}")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a folder. `boot`, `pid_space`: of its kernel and its container, without which a process number says nothing;
+    `process_start`: clock ticks since boot, for numbers are used again. `beat` changes while it lives."""
+
+    host: str
+    boot: str
+    pid_space: str
+    pid: int
+    process_start: int
+    beat: int = 0
+    is_released: bool = False
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        pid = os.getpid()
+        return cls(socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"), pid, _process_start(pid) or 0)
+
+    @property
+    def described(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    def is_alive(self) -> bool | None:
+        """Whether its process lives; None where it is not to be seen from here."""
+        here = Holder.this_process()
+        if (self.boot, self.pid_space) != (here.boot, here.pid_space):
+            return None
+        return _process_start(self.pid) == self.process_start
+
+
+class Lease:
+    """The folder's lease as its holder has it, with the thread that keeps it up."""
+
+    def __init__(self, folder: Path, number: int, holder: Holder, beat_seconds: float) -> None:
+        self._folder, self._number, self._holder, self._beat_seconds = folder, number, holder, beat_seconds
+        self._lost: str | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep_up, name="lease", daemon=True)
+        self._thread.start()
+
+    def raise_if_lost(self) -> None:
+        """Raises FolderError once another supervisor holds the folder: nothing may be written any more."""
+        if self._lost is not None:
+            raise FolderError(self._lost)
+
+    def release(self) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._lost is None:
+            self._write(replace(self._holder, is_released=True))
+
+    def _keep_up(self) -> None:
+        while not self._over.wait(self._beat_seconds):
+            try:
+                newest = _newest(self._folder)
+            except OSError as error:
+                logger.warning("%s cannot be read: %s", self._folder, error.strerror)
+                continue
+            if newest is not None and newest > self._number:
+                other = _read(self._folder, newest)
+                self._lost = (
+                    f"{self._folder.parent} was taken over by {other.described if other else 'another supervisor'}, which saw no sign of life from "
+                    f"this one ({self._holder.described}); this one ends, and writes nothing more"
+                )
+                return
+            self._holder = replace(self._holder, beat=self._holder.beat + 1)
+            self._write(self._holder)
+
+    def _write(self, holder: Holder) -> None:
+        try:
+            _write(self._folder / f"{self._number:08d}", holder, os.O_WRONLY)
+        except OSError as error:
+            logger.warning("the lease in %s cannot be written: %s", self._folder, error.strerror)
+
+
+@contextlib.contextmanager
+def hold(
+    folder: RunFolder, say: Callable[[str], None] = lambda line: None, lease_seconds: float = LEASE_SECONDS, beat_seconds: float = BEAT_SECONDS
+) -> Iterator[Lease]:
+    """Hold the run folder for this process, making it if need be. Raises ConfigError while another process does, FolderError where
+    the folder cannot be written. `say` tells when that takes long."""
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = folder.lock_file.open("a+", encoding="ascii")
+    except OSError as error:
+        raise ConfigError(f"run.dir, run.name: cannot write the run folder {folder.path}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            newest = _newest(folder.lease_dir)
+            raise _in_use(folder, None if newest is None else _read(folder.lease_dir, newest)) from None
+        except OSError as error:
+            # No locks on this file system, or no room for one in its server: the lease is a fence of its own.
+            logger.warning("%s: no lock: %s; the lease alone keeps others out", folder.lock_file, error.strerror)
+        lease = _take(folder, say, lease_seconds, beat_seconds)
+        try:
+            yield lease
+        finally:
+            lease.release()
+
+
+def _take(folder: RunFolder, say: Callable[[str], None], lease_seconds: float, beat_seconds: float) -> Lease:
+    try:
+        folder.lease_dir.mkdir(exist_ok=True)
+        while True:
+            newest = _newest(folder.lease_dir)
+            if newest is not None:
+                _wait_until_free(folder, newest, say, lease_seconds)
+            number, holder = (newest or 0) + 1, Holder.this_process()
+            if _make(folder.lease_dir, number, holder):
+                break
+            # Another one was faster; now it is the holder to look at.
+        for old in folder.lease_dir.iterdir():
+            if _NUMBER.fullmatch(old.name) and int(old.name) < number:
+                old.unlink(missing_ok=True)
+    except OSError as error:
+        raise FolderError(f"run folder {folder.path} cannot be written: {error.strerror}") from error
+    return Lease(folder.lease_dir, number, holder, beat_seconds)
+
+
+def _wait_until_free(folder: RunFolder, number: int, say: Callable[[str], None], lease_seconds: float) -> None:
+    """Return once that holder is certain to be no more. Raises ConfigError when it lives."""
+    first, since, is_told = _read(folder.lease_dir, number), time.monotonic(), False
+    while True:
+        now = _read(folder.lease_dir, number)
+        if now is not None:
+            if now.is_released:
+                return
+            alive = now.is_alive()
+            if alive or (first is not None and now.beat != first.beat):
+                raise _in_use(folder, now)
+            if alive is False:
+                return
+            first = first or now
+        if time.monotonic() - since > lease_seconds:
+            return
+        if not is_told:
+            who = now.described if now is not None else "somebody who did not say who"
+            say(f"run folder {folder.path} was held by {who}; waiting {lease_seconds:.0f} s for a sign of life")
+            is_told = True
+        time.sleep(min(_LOOK_SECONDS, lease_seconds / 10))
+
+
+def _in_use(folder: RunFolder, holder: Holder | None) -> ConfigError:
+    who = holder.described if holder is not None else "a process that has not said which it is"
+    return ConfigError(f"run folder {folder.path} is in use by another run ({who}); stop that one, or choose another run.name")
+
+
+def _newest(folder: Path) -> int | None:
+    try:
+        return max((int(entry) for entry in os.listdir(folder) if _NUMBER.fullmatch(entry)), default=None)
+    except FileNotFoundError:
+        return None
+
+
+def _read(folder: Path, number: int) -> Holder | None:
+    """None where the record is gone or is just being written."""
+    try:
+        return Holder(**json.loads((folder / f"{number:08d}").read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _make(folder: Path, number: int, holder: Holder) -> bool:
+    """Make the record of that number; False where it is there. Raises OSError."""
+    final = folder / f"{number:08d}"
+    beside = folder / f".{number:08d}.{holder.host}.{holder.pid}"
+    try:
+        _write(beside, holder, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        durable.sync(beside)
+        try:
+            os.link(beside, final)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links: whoever makes the file has it, and its record comes a moment later
+            try:
+                _write(final, holder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                return False
+        durable.sync(folder)
+        return True
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _write(path: Path, holder: Holder, flags: int) -> None:
+    # Opened anew each time: closing is what has a shared file system show it elsewhere.
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        os.pwrite(descriptor, json.dumps(asdict(holder)).encode().ljust(_RECORD_BYTES - 1) + b"\n", 0)
+    finally:
+        os.close(descriptor)
+
+
+def _process_start(pid: int) -> int | None:
+    """Clock ticks from boot to that process's start; None where it is gone, or a zombie."""
+    try:
+        fields = Path("/proc", str(pid), "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,135 @@
+"""What a run writes to its folder: rollout journal, checkpoints, exports and published weights, against the free space there.
+
+Lengths are not known beforehand, so the journal's bytes are the most that a step can take: every prompt and response of its
+longest length. Nothing here deletes anything: what is kept is `journal`, `checkpoint` and `publish` in the configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspo_mega.config.schema import Config
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.shares import WEIGHT_BYTES
+
+# The journal's records: token id (4), mask (1), log-prob (8) and weight version (4) a response token; an id a prompt token.
+RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 17, 4
+# What is written as text: about four characters a token, and the names of the fields.
+TEXT_BYTES_PER_TOKEN, TRAJECTORY_BYTES, PROMPT_BYTES = 4, 385, 185
+# Expert numbers are kept as the server sends them, in four bytes, for every layer.
+ROUTE_BYTES = 4
+# A line of metrics.jsonl, TensorBoard's events of it, and the line of the console. Logs of servers depend on what happens.
+METRICS_BYTES_PER_STEP = 24 * 1024
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Bytes. `journal_step`, `routes_step`: of one step's trajectories without, and of their routed experts. `parts`: of the
+    whole run, by name, where most of it is there at once. `free`: on the run folder's file system; `present`: of such parts there already."""
+
+    journal_step: int
+    routes_step: int
+    parts: dict[str, int]
+    free: int | None
+    present: int
+    where: Path
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.free is None or self.total <= self.free + self.present
+
+
+def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_bytes: int) -> DiskUse | None:
+    """Of a training run; None where the configuration has none."""
+    train = config.train
+    if train is None:
+        return None
+    journal_step, routes_step = journal_bytes(config, spec)
+    steps = train.num_steps
+    kept = steps if config.journal.keep_last is None else min(steps, config.journal.keep_last)
+    with_routes = min(kept, config.checkpoint.every_steps or steps) if config.journal.prune_routes else kept
+    parts = {"journal": kept * journal_step + with_routes * routes_step, "metrics": steps * METRICS_BYTES_PER_STEP}
+    if not train.rollouts_only:
+        saves = steps // config.checkpoint.every_steps if config.checkpoint.every_steps else 1
+        # One more is there while it is written.
+        last = min(saves, config.checkpoint.keep_last + 1)
+        for_good = steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
+        parts["checkpoints"] = min(max(saves, 1), last + for_good) * checkpoint_bytes
+        weights = total_parameters * WEIGHT_BYTES[config.precision]
+        every = config.checkpoint.export_every_steps
+        parts["exports"] = (1 + (steps // every if every else 0)) * weights
+        if config.publish.method == "disk" and train.from_rollouts is None:
+            parts["published weights"] = (config.publish.keep_last + 1) * weights
+    folder = Path(config.run.dir) / config.run.name
+    where = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        free = shutil.disk_usage(where).free
+    except OSError:
+        free = None
+    return DiskUse(journal_step, routes_step, parts, free, _present(folder), where)
+
+
+def journal_bytes(config: Config, spec: ModelSpec) -> tuple[int, int]:
+    """(without routed experts, of these): the most that the rollouts of one step take in the journal."""
+    prompt, response, batch = config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.batch
+    sampled = config.rollout.max_oversampling if config.rollout.filter_constant_groups else 1.0
+    prompts = int(batch.prompts_per_step * sampled)
+    own = prompts * (PROMPT_BYTES + prompt * (PROMPT_TOKEN_BYTES + TEXT_BYTES_PER_TOKEN))
+    own += prompts * batch.group_size * (TRAJECTORY_BYTES + response * (RESPONSE_TOKEN_BYTES + TEXT_BYTES_PER_TOKEN))
+    if spec.moe is None or not config.rollout.return_routed_experts:
+        return own, 0
+    return own, prompts * batch.group_size * (prompt + response - 1) * spec.num_layers * spec.moe.experts_per_token * ROUTE_BYTES
+
+
+def disk_lines(use: DiskUse | None) -> list[str]:
+    """For the report."""
+    if use is None:
+        return []
+    routes = f" and {_size(use.routes_step)} of routed experts" if use.routes_step else ""
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in use.parts.items())
+    free = "" if use.free is None else f"; {_size(use.free)} are free under {use.where}"
+    return [f"rollouts of a step at most {_size(use.journal_step)}{routes}, were all of the longest length", f"run: {parts}: {_size(use.total)} in all{free}"]
+
+
+def disk_notices(use: DiskUse | None) -> list[str]:
+    if use is None or use.fits:
+        return []
+    largest = max(use.parts, key=lambda name: use.parts[name])
+    advice = {
+        "journal": "journal.keep_last keeps fewer steps" + (", journal.prune_routes none of their routed experts" if use.routes_step else ""),
+        "checkpoints": "checkpoint.keep_last and checkpoint.keep_every keep fewer",
+        "exports": "a larger checkpoint.export_every_steps writes fewer",
+        "published weights": "publish.method: distributed writes none",
+    }.get(largest, "fewer steps write less")
+    return [
+        f"disk: the run may take {_size(use.total)} and {_size((use.free or 0) + use.present)} are to be had under {use.where}; "
+        f"most of it {largest} ({_size(use.parts[largest])}): {advice}, or choose another run.dir"
+    ]
+
+
+def _present(folder: Path) -> int:
+    """What such parts of an earlier start take already, and will not take again."""
+    size = 0
+    for name in ("journal", "checkpoints", "weights", "hf", "hf_steps"):
+        for parent, _, files in os.walk(folder / name):
+            for file in files:
+                try:
+                    size += os.lstat(os.path.join(parent, file)).st_size
+                except OSError:  # a run goes on there
+                    continue
+    return size
+
+
+def _size(size: float) -> str:
+    for unit, factor in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", 2**20)):
+        if size >= 0.1 * factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size / 1024:.1f} KiB"

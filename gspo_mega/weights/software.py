@@ -1,0 +1,60 @@
+"""Have the servers the trainer's PyTorch and NCCL? Weights that go through NCCL's groups need it.
+
+Owns what a Python says of itself, and the comparison with what servers left in the attempt's folder, made before anything is published: NCCL's own
+refusal ("Mismatched NCCL version") comes in the middle of the first publish, after a whole step.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from gspo_mega.errors import PublishError
+from gspo_mega.run_folder import read_json
+
+_ASK_SECONDS = 300.0
+_ASK = "import json; from gspo_mega.weights.software import here; print(json.dumps(here()))"
+
+
+def ask(python: str) -> dict[str, str | None]:
+    """`torch` and `NCCL` as that Python has them. Raises PublishError where it cannot say."""
+    try:
+        said = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, stdin=subprocess.DEVNULL)
+        return dict(json.loads(said.stdout.splitlines()[-1]))
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        raise PublishError(f"{python} does not say which PyTorch and NCCL it has: {error!r}") from error
+
+
+def here() -> dict[str, str | None]:
+    """The same of this process."""
+    import torch
+
+    known = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return {"torch": torch.__version__, "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if known else None}
+
+
+def check_same(folder: Path, trainer: Mapping[str, str | None]) -> None:
+    """Compare the trainer with every server that has spoken. Builds of one release, as `+cu130`, are the same.
+
+    Raises PublishError naming each server that has another PyTorch or NCCL.
+    """
+    wrong = []
+    for path in sorted(folder.glob("server-*.json")):
+        server = read_json(path) or {}
+        differing = [name for name in ("torch", "NCCL") if _release(server.get(name)) != _release(trainer.get(name))]
+        if differing:
+            wrong.append(
+                f"{path.stem}: " + ", ".join(f"{name} {server.get(name) or '(none)'} where the trainer has {trainer.get(name) or '(none)'}" for name in differing)
+            )
+    if wrong:
+        raise PublishError(
+            "weights cannot be published by `publish.method: distributed` between different versions of PyTorch or NCCL:\n  "
+            + "\n  ".join(wrong)
+            + "\ninstall the same in both Pythons (launch/env/gpu.txt, launch/env/gpu-server.txt), or use `publish.method: disk`"
+        )
+
+
+def _release(version: str | None) -> str | None:
+    return version.partition("+")[0] if version else None

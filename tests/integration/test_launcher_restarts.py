@@ -1,0 +1,106 @@
+"""Ranks that are stuck or die: who it was and where, and what becomes of the run. Real ranks for the one, stand-ins for the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launcher_runs import DEADLINE_SECONDS, Launched, make_config
+
+WORKER = Path(__file__).with_name("launcher_worker.py")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(behaviours, work, **sections) launches a run of 2 ranks and 1 server; at the end of the test nothing may be left of it."""
+    launched = []
+
+    def launch(behaviours, work=None, **sections):
+        make_config(tmp_path, **sections)
+        launched.append(Launched(tmp_path, behaviours, 60.0, work))
+        return launched[-1]
+
+    yield launch
+    for run in launched:
+        run.process.kill()
+        run.process.wait()
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while (left := run.left_running()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left
+
+
+def status(run) -> dict:
+    shown = subprocess.run([sys.executable, "-m", "gspo_mega", "status", str(run.folder.path), "--json"], capture_output=True, text=True, check=True)
+    return json.loads(shown.stdout)
+
+
+def test_a_rank_that_is_busy_with_nothing_is_named_with_its_line(start):
+    run = start({}, "spin_while_others_wait", watchdog={"train_seconds": 2.0, "silence_seconds": 120.0})
+    code, _, err = run.finish(180)
+    assert code == 7
+    found = re.match(r"rank 1 \(process \d+ on \S+\) is stuck: nothing got done for \d+ s in phase train \(watchdog.train_seconds\); it is at (\S+):(\d+) in spin\n", err)
+    assert found, err
+    assert Path(found[1]) == WORKER and WORKER.read_text().splitlines()[int(found[2]) - 1].strip() in ("while time.monotonic() < until:", "pass")
+    assert "rank 0 waits for it" in err and "in spin_while_others_wait" in err
+    assert run.left_running() == []
+
+
+def test_a_stopped_rank_is_named(start):
+    run = start({}, "stop_while_others_wait", watchdog={"silence_seconds": 5.0})
+    code, _, err = run.finish(180)
+    assert code == 7
+    assert re.match(r"rank 1 \(process \d+ on \S+\) is stuck: no sign of life for \d+ s \(watchdog.silence_seconds\); its process stopped \(T\), in phase train\n", err), err
+    assert run.left_running() == []
+
+
+def test_slow_work_in_which_things_get_done_is_left_alone(start):
+    code, _, err = start({}, "slow_but_steady", watchdog={"train_seconds": 3.0, "silence_seconds": 120.0}).finish(180)
+    assert (code, err) == (0, "")
+
+
+def test_a_failed_run_is_started_again_and_says_so(start):
+    run = start({"rank 0": "finish", "rank 1": "killed_twice"})
+    code, out, err = run.finish()
+    assert (code, err) == (0, "")
+    assert [attempt.number for attempt in run.folder.attempts()] == [1, 2, 3]
+    assert out.count("rank 1 was killed by SIGKILL") == 2
+    assert "started again from the checkpoint of step 2 (restart 2 of 3, train.max_restarts)" in out
+    shown = status(run)
+    assert shown["state"].startswith("finished")
+    assert shown["restarts"].startswith("2 in 24 h; last: started again from the checkpoint of step 2") and "rank 1 was killed by SIGKILL" in shown["restarts"]
+    assert run.folder.num_restarts() == 2
+    assert run.left_running() == []
+
+
+def test_not_again_from_where_it_failed_before(start):
+    run = start({"rank 0": "finish", "rank 1": "killed_at_the_same_place"})
+    code, _, err = run.finish()
+    assert code == 7 and err.startswith("rank 1 was killed by SIGKILL")
+    assert len(run.folder.attempts()) == 2
+    assert "it came no further than the start before" in status(run)["restarts"]
+
+
+def test_not_more_often_than_allowed(start):
+    run = start({"rank 0": "finish", "rank 1": "killed_further_each_time"}, train={"max_restarts": 1})
+    assert run.finish()[0] == 7
+    assert len(run.folder.attempts()) == 2
+    assert "1 restarts in 24 h (train.max_restarts)" in status(run)["restarts"]
+
+
+def test_whoever_asks_for_a_stop_is_not_answered_with_a_restart(start):
+    run = start({"rank 0": "hang", "rank 1": "save_then_die_of_a_stop"})
+    run.wait_started()
+    run.process.send_signal(signal.SIGTERM)
+    code, _, err = run.finish()
+    assert code == 7 and err.startswith("rank 1 was killed")
+    assert len(run.folder.attempts()) == 1

@@ -1,0 +1,84 @@
+"""The Python that servers run in on one machine: the command, what it finds there, and which are refused before a start."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.config import load_config
+from gspo_mega.errors import PlanError
+from gspo_mega.launcher import server_python
+from gspo_mega.launcher.server_python import serve_command
+from gspo_mega.launcher.slurm_site import Site
+
+REPOSITORY = Path(__file__).parents[3]
+CONFIG = REPOSITORY / "configs/quickstart.yaml"
+
+
+def loaded(python: object = None):
+    return load_config(CONFIG, [] if python is None else [f"server.python={python}"])
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_without_a_choice_it_is_the_ranks_own():
+    assert serve_command(loaded(), {}) == ([sys.executable, "-m", "gspo_mega", "serve"], {})
+
+
+def test_the_python_that_is_named_serves_and_finds_this_gspo_mega(tmp_path):
+    other = program(tmp_path / "other-python", f'exec {sys.executable} "$@"')
+    command, variables = serve_command(loaded(other), {**os.environ, "PYTHONPATH": "/elsewhere"})
+    assert command == [str(other), "-m", "gspo_mega", "serve"]
+    assert variables == {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}/elsewhere"}
+    said = subprocess.run([*command, "--help"], capture_output=True, text=True, env={**os.environ, **variables}, cwd=tmp_path)
+    assert said.returncode == 0 and "SGLang server" in said.stdout
+
+
+def test_an_installed_package_does_not_bring_its_neighbours_along(tmp_path, monkeypatch):
+    site_packages = tmp_path / "site-packages"
+    monkeypatch.setattr(server_python.gspo_mega, "__file__", str(site_packages / "gspo_mega" / "__init__.py"))
+    other = program(tmp_path / "other-python", f'exec {sys.executable} "$@"')
+    assert serve_command(loaded(other), os.environ)[1] == {}
+
+
+def said(version: list[int], missing: list[str]) -> str:
+    return f"echo '{json.dumps([version, missing])}'"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "there is no such program"),
+        ("echo hello", "is no Python that runs here"),
+        ("exit 1", "is no Python that runs here"),
+        (said([3, 10], []), "is Python 3.10; 3.11 or newer is needed"),
+        (said([3, 12], ["sglang", "yaml"]), "has no sglang, yaml; what a server needs there is in launch/env/gpu-server.txt"),
+    ],
+)
+def test_a_python_that_could_not_serve_is_refused_with_its_place(tmp_path, text, words):
+    path = tmp_path / "python"
+    if text is not None:
+        program(path, text)
+    with pytest.raises(PlanError) as caught:
+        serve_command(loaded(path), os.environ)
+    assert words in str(caught.value) and f"server.python: {path}: " in str(caught.value)
+
+
+def test_one_that_does_not_answer_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_python, "_LOOK_SECONDS", 0.2)
+    with pytest.raises(PlanError, match="did not answer within 0 s"):
+        serve_command(loaded(program(tmp_path / "python", "exec sleep 60")), os.environ)
+
+
+def test_under_slurm_it_replaces_the_sites_and_the_site_stands_without_it():
+    site = Site.read({"GSPO_SERVER_PYTHON": "/opt/sglang/bin/python", "GSPO_TRAINER_PYTHON": "/opt/trainer/bin/python"})
+    assert site.with_server_python(None) == site
+    changed = site.with_server_python("/other/python")
+    assert changed.server.command("-m", "x") == ["/other/python", "-m", "x"] and changed.trainer == site.trainer

@@ -1,0 +1,126 @@
+"""The variables of a rank on a GPU: which, where they are valid, that they are there before torch, and that tests/gpu/run.sh has the same."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.launcher.launch import WORKER_COMMAND
+from gspo_mega.runtime import gpu_variables, worker
+from gspo_mega.runtime.gpu_variables import before_torch, before_transformer_engine
+
+REPOSITORY = Path(__file__).parents[3]
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+FP32_SCALES = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, EXPANDABLE | ONE_QUEUE),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, ONE_QUEUE),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, ONE_QUEUE),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, EXPANDABLE),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": ""}, EXPANDABLE | ONE_QUEUE),
+    ],
+)
+def test_what_torch_reads_is_added_and_a_choice_stands(given, added):
+    assert before_torch(given) == added
+
+
+@pytest.mark.parametrize(
+    ("capability", "given", "added"),
+    [((9, 0), {}, FP32_SCALES), ((8, 9), {}, FP32_SCALES), ((9, 0), {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}, {}), ((10, 0), {}, {}), ((12, 0), {}, {})],
+)
+def test_fp32_block_scales_are_for_gpus_before_blackwell(capability, given, added):
+    assert before_transformer_engine(given, capability) == added
+
+
+# A torch that looks at what is there when it is imported, as the real one's allocator and CUDA do.
+TORCH = """
+import os
+FOUND = {name: os.environ.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")}
+class cuda:
+    chosen = None
+    is_available = staticmethod(lambda: True)
+    @staticmethod
+    def set_device(index): cuda.chosen = index
+    @staticmethod
+    def get_device_capability():
+        assert cuda.chosen == 3, "a rank looks at its own GPU, and opens no other"
+        return (CAPABILITY, 0)
+"""
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from gspo_mega.runtime.gpu_variables import set_variables
+set_variables(os.environ, 3, Path(sys.argv[1]))
+import json, torch
+print(json.dumps([torch.FOUND, os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")]))
+"""
+
+
+def without_ours(**more: str) -> dict[str, str]:
+    ours = {*EXPANDABLE, *ONE_QUEUE, *FP32_SCALES, "PYTORCH_ALLOC_CONF"}
+    return {**{name: value for name, value in os.environ.items() if name not in ours}, **more}
+
+
+@pytest.mark.parametrize(("capability", "scales"), [(9, '"1"'), (10, "null")])
+def test_they_are_there_when_torch_is_imported(tmp_path, capability, scales):
+    (tmp_path / "torch.py").write_text(TORCH.replace("CAPABILITY", str(capability)))
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    environment = without_ours(PYTHONPATH=f"{tmp_path}{os.pathsep}{REPOSITORY}")
+    said = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "dev")], capture_output=True, text=True, env=environment)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.strip() == f'[{{"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}, {scales}]'
+
+
+def test_without_a_gpu_nothing_is_set_and_nothing_imported(tmp_path):
+    environment: dict[str, str] = {}
+    gpu_variables.set_variables(environment, 0, tmp_path)
+    assert environment == {}
+
+
+def test_every_rank_sets_them_first(monkeypatch):
+    """One machine, Slurm and torchrun start the same program."""
+    seen = []
+
+    class Enough(Exception):
+        pass
+
+    def note(environment, local_rank):
+        seen.append((environment is os.environ, local_rank))
+        raise Enough
+
+    monkeypatch.setattr(worker, "set_variables", note)
+    with pytest.raises(Enough):
+        worker._init_distributed(worker.RankEnvironment(rank=9, world_size=16, local_rank=1))
+    assert seen == [(True, 1)]
+    assert WORKER_COMMAND == (sys.executable, "-m", "gspo_mega.runtime.worker")
+    code = "import sys, gspo_mega.runtime.worker; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0, "importing the program imports no torch yet"
+
+
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+  "-c import torch"*) exit 0 ;;
+  "-m gspo_mega.runtime.gpu_variables") echo "export A_VARIABLE='of a rank'" ;;
+  *) echo "$1: ${A_VARIABLE:-none}" >> "$CALLS" ;;
+esac
+"""
+
+
+def test_the_gpu_tests_give_their_programs_what_a_rank_has_and_a_server_none_of_it(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    environment = without_ours(GSPO_PYTHON=str(python), CALLS=str(tmp_path / "calls"))
+    ended = subprocess.run([str(REPOSITORY / "tests/gpu/run.sh"), "products", "training", "rollout"], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (tmp_path / "calls").read_text().splitlines() == ["tests/gpu/products.py: of a rank", "tests/gpu/training.py: of a rank", "tests/gpu/rollout.py: none"]
+    text = (REPOSITORY / "tests/gpu/run.sh").read_text()
+    assert not any(name in text for name in (*EXPANDABLE, *ONE_QUEUE, *FP32_SCALES)), "they have one home"
