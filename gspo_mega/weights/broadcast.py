@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 
@@ -74,8 +75,7 @@ class GroupSender:
         self._abandon([server for server in servers if server.server_id in fleet.failed])
 
     def close(self) -> None:
-        for link in self._links.values():
-            link.close()
+        _at_once([link.close for link in self._links.values()])
         self._links.clear()
 
     def _connect(self, fleet: Fleet, servers: list[ServerControl]) -> None:
@@ -117,13 +117,8 @@ class GroupSender:
         fleet.each(update, servers)
 
     def _abandon(self, servers: list[ServerControl]) -> None:
-        """Clear up on both sides, so that a server can be published to again if it recovers by itself. All at once: each
-        that hangs takes its time."""
-        clearing = [threading.Thread(target=self._clear, args=(server, self._links.pop(server.server_id, None)), daemon=True) for server in servers]
-        for thread in clearing:
-            thread.start()
-        for thread in clearing:
-            thread.join()
+        """Clear up on both sides, so that a server can be published to again if it recovers by itself."""
+        _at_once([partial(self._clear, server, self._links.pop(server.server_id, None)) for server in servers])
 
     @staticmethod
     def _clear(server: ServerControl, link: Link | None) -> None:
@@ -131,3 +126,12 @@ class GroupSender:
             server.end_update(deadline_seconds=_CLEAN_UP_SECONDS)
         if link is not None:
             link.close()
+
+
+def _at_once(acts: list[Callable[[], None]]) -> None:
+    """All of them side by side, until the last is done: each that meets a server which hangs takes its time."""
+    threads = [threading.Thread(target=act, daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

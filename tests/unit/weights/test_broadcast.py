@@ -179,8 +179,14 @@ def lie(server: Server, seconds: float) -> None:
     server.take = lambda count: None
 
 
+def die(server: Server, seconds: float) -> None:
+    """Its end closes the request's connection and the group's; NCCL may not notice the latter."""
+    server.group.aborted.set()
+    raise PublishError(f"{server.server_id}: connection reset")
+
+
 @pytest.mark.parametrize("deaf", [False, True], ids=["abort-works", "abort-does-nothing"])
-@pytest.mark.parametrize("fault, words", [(refuse, "400, refused"), (hang, "no answer within"), (lie, "did not take")])
+@pytest.mark.parametrize("fault, words", [(refuse, "400, refused"), (die, "connection reset"), (hang, "no answer within"), (lie, "did not take")])
 def test_a_server_that_leaves_the_trainer_in_a_broadcast_fails_alone(fault, words, deaf):
     """Whether closing the group ends the broadcast (NCCL) or not (gloo, and NCCL while it connects)."""
     HeldGroup.deaf_to_abort = deaf
@@ -226,6 +232,19 @@ def test_a_server_that_refuses_to_join_leaves_no_group_behind():
     bad, good = HeldGroup.made
     assert bad.aborted.wait(PATIENCE_SECONDS) and not good.aborted.is_set()
     assert set(torch.distributed.distributed_c10d._world.pg_map) - before == {good}
+
+
+def test_groups_are_left_side_by_side():
+    """At the end of a run, too, a server that hangs must not hold up the others' leave."""
+    servers = [Server(str(n)) for n in range(4)]
+    sender = GroupSender("127.0.0.1", "held", bucket_bytes=1024, timeout_seconds=5.0)
+    publish(servers, 5.0, sender)
+    all_there = threading.Barrier(len(servers), timeout=PATIENCE_SECONDS)
+    left = []
+    for server in servers:
+        server.destroy_group = lambda name, *, deadline_seconds: left.append(all_there.wait())
+    sender.close()
+    assert sorted(left) == [0, 1, 2, 3]
 
 
 def test_the_watchdog_of_a_group_with_a_server_is_told_to_leave_the_trainer_alone(monkeypatch):
