@@ -75,6 +75,8 @@ def build_optimizer(settings: Optimizer, precision: str, chunks: list[Distribute
         # Offloading goes the same way through Megatron: fp32 parameters are then the inner optimizer's, which alone
         # knows on which side they live.
         use_precision_aware_optimizer=settings.moments_dtype != "fp32" or offload,
+        # fp32, as the plan counts them, and not bf16 beside the 16 bits that it lacks: that saves, and cannot be read back.
+        store_param_remainders=False,
         exp_avg_dtype=MOMENT_DTYPES[settings.moments_dtype],
         exp_avg_sq_dtype=MOMENT_DTYPES[settings.moments_dtype],
         optimizer_cpu_offload=offload,
