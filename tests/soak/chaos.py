@@ -335,8 +335,8 @@ FAULTS: dict[str, Fault] = {
     "a server joins late": Fault("registration", during=joins_late),
     # processes: real ones, in tests of their own
     "lost standard output": Fault("process", command=pytest_of("tests/integration/test_launcher_output.py")),
-    "stopped ranks": Fault("process", command=pytest_of("tests/recovery/test_recovery_stuck.py")),
-    "failing Slurm calls": Fault("process", command=pytest_of("tests/slurm/test_failing_calls.py")),
+    "stopped ranks": Fault("process", command=pytest_of("tests/integration/test_launcher_restarts.py")),
+    "failing Slurm calls": Fault("process", command=pytest_of("tests/unit/launcher/test_slurm_calls_fail.py", "tests/unit/launcher/test_slurm_watch.py")),
 }
 
 

@@ -41,3 +41,5 @@ def test_chaos_has_all_the_faults_that_were_seen():
     import chaos
 
     assert len(chaos.FAULTS) >= 44 and {fault.kind for fault in chaos.FAULTS.values()} == {"server", "registration", "process"}
+    named = [word for fault in chaos.FAULTS.values() for word in fault.command if word.startswith("tests/")]
+    assert named and all((REPOSITORY / path).is_file() for path in named)
