@@ -195,11 +195,14 @@ class StepWriter:
     def add(self, trajectory: Trajectory) -> None:
         """A scored trajectory. With the kernel when this returns."""
         with _told(self._path):
-            data = encode_trajectory(trajectory)
-            self.checksums[trajectory.trajectory_id] = checksum_of(data)
-            if trajectory.group_id not in self._prompts:
-                data = encode_prompt(trajectory.group_id, trajectory.prompt) + data
-                self._prompts.add(trajectory.group_id)
+            try:
+                data = encode_trajectory(trajectory)
+                self.checksums[trajectory.trajectory_id] = checksum_of(data)
+                if trajectory.group_id not in self._prompts:
+                    data = encode_prompt(trajectory.group_id, trajectory.prompt) + data
+                    self._prompts.add(trajectory.group_id)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise JournalError(f"{self._path}: {trajectory.trajectory_id}, of prompt {trajectory.prompt.prompt_id}, cannot be written down: {error}") from error
             durable.append(self._descriptor, data, at="journal.append")
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 self._sync()

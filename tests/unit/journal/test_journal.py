@@ -154,3 +154,10 @@ def test_a_frame_tells_its_whole_content(tmp_path):
     assert values == {"a": [1.5, None]} and arrays["x"].shape == (0, 3) and np.isnan(arrays["y"][1])
     with pytest.raises(ValueError):
         encode_frame({"a": float("nan")})
+
+
+def test_what_cannot_be_written_down_is_named_with_its_prompt(tmp_path):
+    prompt = Prompt("train:7", "train", (1,), "text", metadata={"x": float("nan")})
+    with Journal(tmp_path).write(0, 0, 1, {}) as writer:
+        with pytest.raises(JournalError, match="step_00000000: s0-g0, of prompt train:7, cannot be written down: .*not JSON compliant"):
+            writer.add(Trajectory("s0-g0", 0, prompt, [1], [1], [-0.5], [0], "stop"))
