@@ -260,10 +260,10 @@ class Watchdog(Section):
     enabled: bool = Field(default=True, description="False: only the timeout of collectives (30 minutes) notices a stuck rank.")
     silence_seconds: float = Field(default=300.0, gt=0, description="Longest without a sign of life from a rank's process (stopped, or its interpreter held).")
     start_seconds: float | None = Field(default=None, gt=0, description="Longest without progress until the servers are ready; 3600 when absent.")
-    rollout_seconds: float | None = Field(default=None, gt=0, description="Longest without a scored trajectory in a rollout; all attempts of one request when absent.")
+    rollout_seconds: float | None = Field(default=None, gt=0, description="Longest without a new token or a scored trajectory in a rollout; all attempts of one request when absent.")
     train_seconds: float | None = Field(default=None, gt=0, description="Longest without a micro-batch in a forward or training pass; 900, or the plan's time of a step, when absent.")
     publish_seconds: float | None = Field(default=None, gt=0, description="Longest publish; twice publish.deadline_seconds and some when absent.")
-    eval_seconds: float | None = Field(default=None, gt=0, description="Longest without a scored trajectory in an evaluation; as rollout_seconds when absent.")
+    eval_seconds: float | None = Field(default=None, gt=0, description="The same in an evaluation; as rollout_seconds when absent.")
     checkpoint_seconds: float | None = Field(default=None, gt=0, description="Longest save or export; 1800, or ten times the plan's time of a save, when absent.")
     other_seconds: float | None = Field(default=None, gt=0, description="Longest without progress in anything else; 900 when absent.")
 

@@ -21,8 +21,6 @@ _KIND = {
 _START_SECONDS, _TRAIN_SECONDS, _CHECKPOINT_SECONDS, _OTHER_SECONDS = 3600.0, 900.0, 1800.0, 900.0
 # On top of a phase's own deadlines, which are to speak first.
 _MARGIN_SECONDS = 300.0
-# One response of a model for which the plan has no estimate.
-_RESPONSE_SECONDS = 600.0
 # An estimate may be wrong by so much.
 _ESTIMATE_FACTOR = 10.0
 
@@ -58,10 +56,9 @@ def patience(config: Config, figures: Estimate | None = None) -> Patience | None
     if not watchdog.enabled:
         return None
     time = figures.time if figures is not None else None
-    # A response takes as long as it makes progress; a sample that makes none is tried again elsewhere, and the run stops by itself in the end.
-    response = rollout.request_deadline_seconds or max(_RESPONSE_SECONDS, _ESTIMATE_FACTOR * time.rollout if time is not None else 0.0)
-    stalled = rollout.max_attempts * max(rollout.progress_deadline_seconds, _RESPONSE_SECONDS)
-    sampling = max(response, stalled) + rollout.no_server_deadline_seconds + config.reward.deadline_seconds
+    # New tokens are progress; a sample that gets none is tried again elsewhere, and the run stops by itself in the end.
+    stalled = rollout.max_attempts * rollout.progress_deadline_seconds
+    sampling = stalled + rollout.no_server_deadline_seconds + config.reward.deadline_seconds
     derived: dict[str, float] = {
         "start": _START_SECONDS,
         "rollout": sampling + _MARGIN_SECONDS,

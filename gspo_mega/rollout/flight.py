@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+from gspo_mega import beats
 from gspo_mega.rollout.completion import Answer, Completion, NonsenseAnswer
 
 Cause = Literal["stalled", "moved"]
@@ -71,6 +72,7 @@ class Flight:
             self._meter.note(num_tokens, now - self.last_report, first=self.num_tokens == 0)
         self.num_tokens += num_tokens
         self.last_report = now
+        beats.beat()  # a long response is no stuck rank
 
     def end(self, cause: Cause) -> None:
         """Ask the server to end it; what it has comes as the last report."""
