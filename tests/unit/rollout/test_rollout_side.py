@@ -1,0 +1,67 @@
+"""Rank 0's side whole, but for the server: real data files, tokenizer, scoring processes and journal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from collector_support import SPEC, make_config
+
+from gspo_mega.config.schema import Config
+from gspo_mega.data.tokenizer import write_tokenizer
+from gspo_mega.journal.journal import Journal
+from gspo_mega.runtime.assemble import fill_advantages, scored_batch
+from gspo_mega.runtime.rollouts import RolloutSide
+
+REWARDS = '''
+import zlib
+
+def judge(*, prompt, response, answer, metadata):
+    """Fails on some responses to held-out prompts, and to one that is trained on."""
+    kind = zlib.crc32(response.encode())
+    if metadata.get("held_out") and kind % 3 == 0 or prompt == "3+3" and kind % 2:
+        raise ValueError("no verdict")
+    return {"reward": -0.1 + kind % 7, "correct": kind % 3 == 1}
+'''
+
+
+@pytest.fixture
+def side(attempt, fakes, tmp_path, monkeypatch):
+    fakes("server-0")
+    (tmp_path / "model").mkdir()
+    write_tokenizer(tmp_path / "model")
+    (tmp_path / "side_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{k}+{k}", "answer": "x"}) + "\n" for k in range(1, 7)))
+    held_out = [{"prompt": f"{k}-{k}", "answer": "x", "held_out": True} for k in range(1, 7)] + [{"prompt": "9" * 50, "answer": "x"}, {"prompt": "2+2", "answer": "x"}]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    plain = make_config(max_failed_fraction=0.5).model_dump()
+    sections = {
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"path": "train.jsonl", "max_prompt_tokens": 8, "chat_template": False, "shuffle": False},
+        "reward": plain["reward"] | {"functions": ({"function": "side_rewards:judge"},)},
+        "eval": {"path": "held_out.jsonl", "samples_per_prompt": 4},
+    }
+    with RolloutSide(Config.model_validate({**plain, **sections}), SPEC, attempt) as side:
+        side.pool.wait_ready(1, 30.0)
+        yield side
+
+
+def test_what_fails_is_left_out_of_the_batch_and_of_the_accuracy(side, attempt):
+    report = side.data_report()
+    assert report[1].endswith("held_out.jsonl: 7 prompts; 1 longer than data.max_prompt_tokens and left out")
+    assert "1 of 7 held-out prompts are also trained on (the first is row 8 of held_out.jsonl)" in report[2]
+    found = side.evaluate(lambda: None)
+    assert (found.num_prompts, found.num_samples, found.num_left_out) == (7, 28, 1)
+    assert 0 < found.num_reward_failures < 28 and 0 < found.accuracy < 1
+
+    batch = side.take(0, 0, lambda: None, lambda line: None)
+    failed = [t for t in batch.trajectories if not t.is_scored]
+    assert {t.prompt.text for t in failed} <= {"3+3"} and all("ValueError: no verdict" in t.reward_error for t in failed)
+    trained = scored_batch(batch)
+    fill_advantages(trained, side.config, 0)
+    for group in trained.groups:
+        assert abs(sum(t.advantage for t in group.trajectories)) < 1e-9
+    assert all(t.advantage is None for t in failed)
+    recorded = Journal(attempt.run_folder.journal_dir).read(0).groups.values()
+    assert batch.counts["num_reward_failures"] == sum(not t.is_scored for group in recorded for t in group.trajectories)
