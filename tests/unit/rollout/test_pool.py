@@ -152,7 +152,7 @@ def test_a_server_that_gave_up_is_not_waited_for(fakes, pools):
     pool.wait_ready(2, 5)
     assert acquire(pool).server_id == "server-0"
     fakes("server-2").register("stopped", error="node 2 is lost")
-    until(lambda: len(pool._registrations) == 3)
+    until(lambda: len(pool._roster.registrations) == 3)
     pool.wait_ready(3, 5)
 
 
