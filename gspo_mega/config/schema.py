@@ -196,7 +196,7 @@ class Rollout(Section):
     progress_deadline_seconds: float = Field(default=120.0, gt=0, description="Longest one request may go without a new token before it goes on, from its tokens, on another server. One that makes progress is never ended.")
     request_deadline_seconds: float | None = Field(default=None, gt=0, description="Longest one whole response may take, from when a server first takes it; the run stops with an error then, for to leave it out would favour short responses. No bound when absent.")
     max_attempts: int = Field(default=8, ge=1, description="Times in a row that one request is tried without a new token before the run stops.")
-    no_server_deadline_seconds: float = Field(default=600.0, gt=0, description="Longest wait for any healthy server before the run stops; above server.start_deadline_seconds.")
+    no_server_deadline_seconds: float = Field(default=1500.0, gt=0, description="Longest wait for any healthy server before the run stops; above server.start_deadline_seconds.")
     max_staleness: Literal[0] = Field(default=0, description="Steps a trajectory's weights may lag. Only 0 so far.")
     filter_constant_groups: bool = Field(default=False, description="Drop groups whose rewards are all equal and sample others in their place.")
     max_oversampling: float = Field(default=3.0, ge=1, description="With the filter: most prompts sampled a step, as a multiple of prompts_per_step.")

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_mega import beats
 from gspo_mega.errors import JournalError
 
 MAGIC = b"GSPOJRN1"
@@ -68,6 +69,7 @@ class FrameFile:
                         self.num_torn_bytes = size - start
                         return
                     self.checksum = zlib.crc32(payload)
+                    beats.beat()  # with routed experts a step's file can take minutes
                     yield _decode(payload)
         except OSError as error:
             raise JournalError(f"{self.path}: cannot be read: {error.strerror}") from error

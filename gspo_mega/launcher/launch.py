@@ -26,6 +26,7 @@ from gspo_mega.launcher.restarts import Restarts, furthest
 from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor, stop_signals
 from gspo_mega.plan import plan_run, render_report
+from gspo_mega.plan.deadlines import MARGIN
 from gspo_mega.plan.estimate import estimate
 from gspo_mega.plan.patience import patience
 from gspo_mega.run_folder import Attempt, RunFolder
@@ -71,7 +72,8 @@ def launch(
         say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
         ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
         servers = _servers(server_gpus, attempt, serve, serve_variables)
-        return Supervisor(attempt, [*servers, *ranks], say, stop_grace_seconds, patience(config, figures), signals, lease.raise_if_lost).run()
+        grace_seconds = max(stop_grace_seconds, MARGIN * figures.stop_seconds)
+        return Supervisor(attempt, [*servers, *ranks], say, grace_seconds, patience(config, figures), signals, lease.raise_if_lost).run()
 
     with hold(folder, say) as lease, stop_signals() as signals:
         restarts = Restarts.begin(folder, config.train.max_restarts if command == "train" and config.train is not None else 0)

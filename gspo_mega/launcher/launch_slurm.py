@@ -48,10 +48,13 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
     _check_time(allocation.job_id, site, answers)
     say(report)
-    standing = Standing(allocation, site.signal_seconds, say, answers, site.preflight_seconds, patience(loaded.config, figures))
     folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
-    with hold(folder), signals_taken(SIGNALS, standing.signals):
-        return _Attempts(loaded, command, size, site, standing, folder, report).run()
+    with hold(folder, say) as lease:
+        standing = Standing(
+            allocation, site.signal_seconds, say, answers, site.preflight_seconds, patience(loaded.config, figures), check_lease=lease.raise_if_lost
+        )
+        with signals_taken(SIGNALS, standing.signals):
+            return _Attempts(loaded, command, size, site, standing, folder, report).run()
 
 
 class _Attempts:

@@ -58,7 +58,8 @@ class Standing:
     """What outlives an attempt: the nodes, which of them are lost, patience with Slurm, signals that nobody has heard yet.
 
     `signal_seconds`: time from USR1 to the limit. `say` shows a line in the job's log. `preflight_seconds`: what a doctor takes
-    at most. `patience`: how long ranks may be stuck; None: nobody looks."""
+    at most. `patience`: how long ranks may be stuck; None: nobody looks. `check_lease` raises FolderError
+    once another supervisor has the run folder."""
 
     allocation: Allocation
     signal_seconds: float
@@ -66,6 +67,7 @@ class Standing:
     answers: Answers
     preflight_seconds: float
     patience: Patience | None = None
+    check_lease: Callable[[], None] = lambda: None
     signals: list[int] = field(default_factory=list)
     nodes: LostNodes = field(init=False)
 
@@ -81,6 +83,7 @@ class SlurmJob:
         self._allocation, self._answers, self._nodes = standing.allocation, standing.answers, standing.nodes
         self._signal_seconds, self._preflight_seconds = standing.signal_seconds, standing.preflight_seconds
         self.stop = Stop(attempt, self._allocation.job_id, state, self._answers, standing.signals, self._say, self._signal_seconds, seconds_left)
+        self._check_lease = standing.check_lease
         self._console = ConsoleTail(attempt.console_log, self._say)
         self._watchdog = None if standing.patience is None else Watchdog(attempt, steps.num_ranks, standing.patience)
         self._watch: Child | None = None
@@ -118,6 +121,7 @@ class SlurmJob:
     def _until_over(self, ranks: Child, fleet: Servers, starts: Starts) -> int:
         while True:
             self._console.pump()
+            self._check_lease()
             self._keep_watch(starts)
             if self.stop.hear():
                 return self._ended_by_slurm()

@@ -51,7 +51,8 @@ class Servers:
             node = self._steps.server_node(index)
             if node in self._nodes.known:
                 del self._children[index]
-                self._withdraw(index, "stopped", f"node {node.name} is lost")
+                # Nobody waits at a start for one that failed. Of the last one ranks are not to hear that: they are asked to stop, with a checkpoint.
+                self._withdraw(index, "failed" if self._children else "stopped", f"node {node.name} is lost")
                 self._say(f"warning  node {node.name} is lost, and server-{index} with it; {self._left()}")
                 self.gave_up = None
             elif (again := self._starts.again(child)) is not None:
@@ -78,7 +79,7 @@ class Servers:
         """Its one writer is gone: say in its place that the server is no more, and why, where it did not itself. Returns why."""
         name = f"server-{index}"
         record = read_json(self._attempt.server_file(name))
-        known = Registration(name, "", 0, state, 0, 0, time.time()) if record is None else Registration(**record)
+        known = Registration(name, "", 0, "starting", 0, 0, time.time()) if record is None else Registration(**record)
         if known.state == "failed":
             return known.error or error
         replace(known, state=state, error=error).write(self._attempt.servers_dir)

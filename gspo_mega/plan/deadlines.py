@@ -18,7 +18,7 @@ from gspo_mega.plan.timing import StepTime
 RESERVE_SECONDS = 20.0
 LEAST_SIGNAL_SECONDS = 300
 # By how much the estimates may fall short.
-_MARGIN = 1.25
+MARGIN = 1.25
 
 
 def check_deadlines(config: Config, time: StepTime | None, save_seconds: float, where: Callable[[str], str]) -> None:
@@ -69,4 +69,4 @@ def grace_seconds(signal_seconds: float) -> float:
 
 def signal_seconds(stop: float) -> int:
     """How long before its time limit a job is to be told, whole minutes, where it takes `stop` seconds by estimate to stop."""
-    return max(LEAST_SIGNAL_SECONDS, 60 * math.ceil((_MARGIN * stop + RESERVE_SECONDS) / 60))
+    return max(LEAST_SIGNAL_SECONDS, 60 * math.ceil((MARGIN * stop + RESERVE_SECONDS) / 60))

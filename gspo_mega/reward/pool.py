@@ -282,10 +282,11 @@ def _sum(terms: list[float]) -> float:
     """The sum of the terms, whatever their order; exactly 0 where it is no more than the rounding of what cancels."""
     try:
         total = math.fsum(terms)
-    except (OverflowError, ValueError):  # an infinite term, or a sum of finite ones that is infinite
+    except (OverflowError, ValueError):  # finite terms whose sum is not, or infinite ones of both signs
         return sum(terms)
-    largest = max(map(abs, terms), default=0.0)
-    return 0.0 if abs(total) <= REWARD_TOLERANCE * largest else total
+    if not math.isfinite(total):
+        return total
+    return 0.0 if abs(total) <= REWARD_TOLERANCE * max(map(abs, terms), default=0.0) else total
 
 
 def _resolve(job: _Job, reply: dict[str, Any]) -> None:

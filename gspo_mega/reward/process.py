@@ -148,11 +148,17 @@ def _environment(variables: Sequence[str]) -> dict[str, str]:
 
 
 async def _show(output: asyncio.StreamReader) -> None:
-    """Copy what functions print to our standard error, up to `MOST_OUTPUT_BYTES`; the rest is read and dropped."""
+    """Copy what functions print to our standard error, up to `MOST_OUTPUT_BYTES`; the rest is read and dropped.
+
+    All of it where that cannot be written to: a pipe that nobody reads would hold the functions up.
+    """
     left = MOST_OUTPUT_BYTES
     while chunk := await output.read(64 * 1024):
         if left > 0:
-            os.write(2, chunk[:left])
-            left -= len(chunk)
+            shown, left = chunk[:left], left - len(chunk)
             if left <= 0:
-                os.write(2, f"\n(a scoring process printed more than {MOST_OUTPUT_BYTES} bytes; what follows is not shown)\n".encode())
+                shown += f"\n(a scoring process printed more than {MOST_OUTPUT_BYTES} bytes; what follows is not shown)\n".encode()
+            try:
+                os.write(2, shown)
+            except OSError:
+                left = 0

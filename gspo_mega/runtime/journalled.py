@@ -53,7 +53,7 @@ def batches_of(config: Config, journal: Journal, order: Order, source: BatchSour
     """The batches of a run of this configuration."""
     return JournalledBatches(
         journal, order, source, config.batch.group_size,
-        keep_last=config.journal.keep_last, prune_routes=config.journal.prune_routes, needs_routes=config.moe.routing_replay == "R3",
+        keep_last=config.journal.keep_last, prune_routes=config.journal.prune_routes and config.rollout.return_routed_experts, needs_routes=config.moe.routing_replay == "R3",
         trains=config.train is None or not config.train.rollouts_only, first_weights=lambda: first_weights(config),
     )  # fmt: skip
 

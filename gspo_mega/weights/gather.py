@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gspo_mega import beats
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, parameter_blocks
 from gspo_mega.model.spec import ModelSpec
@@ -91,6 +92,7 @@ class PolicyTensors:
                 yield from self._gather(parameter, entries, dtype)
 
     def _gather(self, parameter: str, entries: list[TensorEntry], dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        beats.beat()
         group = tensor_group(self.groups, entries[0])
         share = plain_values(self._parameters[parameter]).to(entry_dtype(entries[0], dtype))
         if group.size == 1 or entries[0].sharding == "replicated":
@@ -120,11 +122,14 @@ class PolicyTensors:
         Collective over all ranks: every rank must run the iterator to its end, rank 0 also after an error of
         what it does with the tensors. A tensor may share memory with a parameter.
         """
+        device = next(iter(self._parameters.values())).device
+        if device.type == "cuda" and self.groups.world.size > 1:
+            # NCCL connects a group in its first operation, which all ranks must take part in; sends between two come after.
+            dist.all_reduce(torch.zeros(1, device=device), group=self.groups.world.group)
         if self.groups.world.rank != 0:
             for _, tensor in self.owned(dtype):
-                dist.send(tensor.contiguous(), dst=0, group=self.groups.world.group)
+                self._move(dist.isend, tensor.contiguous(), 0)
             return
-        device = next(iter(self._parameters.values())).device
         owned = self.owned(dtype)
         for parameter, entries in self.table.items():
             for entry in entries:
@@ -134,8 +139,14 @@ class PolicyTensors:
                 else:
                     # Rank 0 leads every gather that it takes part in, so there is none to join here.
                     tensor = torch.empty(entry.shape, dtype=entry_dtype(entry, dtype), device=device)
-                    dist.recv(tensor, src=self.owners[parameter], group=self.groups.world.group)
+                    self._move(dist.irecv, tensor, self.owners[parameter])
                 yield entry.name, tensor
+
+    def _move(self, operation: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> None:
+        """Send to, or receive from, rank `peer` of all ranks. As a batch of one: a plain send would have NCCL connect the two
+        ranks by themselves, with buffers for every owner of tensors on rank 0's GPU."""
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.groups.world.group)]):
+            work.wait()
 
 
 def entry_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from gspo_mega import beats
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks
 from gspo_mega.model.spec import ModelSpec
@@ -73,5 +74,6 @@ def _fill_from_tensor(
     for block in parameter_blocks(spec, entry, group.size, group.rank):
         values = source.read(entry.name, block.dim, block.start, block.length)
         parameter.narrow(block.dim, block.local_start, block.length).copy_(values)
+        beats.beat()
         if entry.copies and _HEAD in source.files and not torch.equal(values, source.read(_HEAD, block.dim, block.start, block.length)):
             raise ModelError(f"config.json ties the embeddings, and {_HEAD} differs from {entry.name}; set tie_word_embeddings to false there")

@@ -29,7 +29,7 @@ def run_config(folder: Path, model: Path, **sections) -> Path:
         "train": {"num_steps": 1},
         "data": {"path": str(folder / "prompts.jsonl"), "max_prompt_tokens": 64},
         "reward": {"functions": [{"function": "exact_match"}]},
-        "rollout": {"max_new_tokens": 64},
+        "rollout": {"max_new_tokens": 64, "no_server_deadline_seconds": 1500.0},
         "server": {"start_deadline_seconds": START_SECONDS},
     }
     for name, section in sections.items():

@@ -38,7 +38,7 @@ class LiveRuns:
             "optimizer": {"lr": 3e-3}, "train": {"num_steps": NUM_STEPS},
             "data": {"path": str(files / "data/train.jsonl"), "max_prompt_tokens": 64},
             "reward": {"functions": [{"function": "run_support:score", "options": {"log": str(self.scores.path)}}], "num_workers": 1},
-            "rollout": {"max_new_tokens": 16, "max_concurrent_requests": 2}, "metrics": {"tensorboard": False},
+            "rollout": {"max_new_tokens": 16, "max_concurrent_requests": 2, "no_server_deadline_seconds": 1500.0}, "metrics": {"tensorboard": False},
             "server": {"max_total_tokens": 4096, "start_deadline_seconds": 1200.0}, "checkpoint": {"every_steps": 1, "keep_last": 1},
         }  # fmt: skip
         self.config_file.write_text(json.dumps(config))

@@ -10,6 +10,7 @@ from recovery_support import NUM_STEPS, REPOSITORY, leftovers, outcome
 
 from gspo_mega import kill_points
 from gspo_mega.metrics.writer import read_metrics
+from gspo_mega.run_folder import read_json
 
 
 def test_a_run_that_loses_its_rank_twice_ends_by_itself_where_an_uninterrupted_one_does(ranks, straight):
@@ -30,3 +31,6 @@ def test_a_run_that_loses_its_rank_twice_ends_by_itself_where_an_uninterrupted_o
         end["metrics"] = [{name: value for name, value in line.items() if name != "run/num_restarts"} for line in end["metrics"]]
     assert {name for name in found.keys() | want.keys() if found.get(name) != want.get(name)} == set()
     assert leftovers(folder) == []
+    beat = read_json(folder.latest_attempt().beat_file(0))
+    # One step in its last start: a forward pass for each of two mini-batches and a training pass, every tensor of an export.
+    assert beat["phase"] == "done" and beat["count"] > 30, beat

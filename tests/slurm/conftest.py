@@ -1,8 +1,9 @@
-"""One Slurm of four nodes for all tests here, and jobs of the quickstart's model on it."""
+"""One Slurm for all tests here, of as many nodes as jobs that wait side by side need, and jobs of the quickstart's model on it."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +14,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "int
 
 from mini_slurm import MiniSlurm, why_not_here
 from slurm_jobs import REPOSITORY, STAND_IN, Job
+
+
+# tests/soak/slurm_nodes.sh asks for four, so that a job can need them all.
+NUM_NODES = int(os.environ.get("SLURM_TEST_NODES", "12"))
 
 
 def pytest_collection_modifyitems(items):
@@ -31,7 +36,7 @@ def cluster():
     # Not pytest's folder: sockets' paths are short, and munged wants everybody to reach its own.
     with tempfile.TemporaryDirectory(prefix="gspo-slurm-") as folder:
         Path(folder).chmod(0o755)
-        slurm = MiniSlurm(Path(folder) / "c", gpus=8)
+        slurm = MiniSlurm(Path(folder) / "c", num_nodes=NUM_NODES, gpus=8)
         try:
             slurm.start()
             yield slurm
@@ -52,12 +57,15 @@ def jobs(cluster, tmp_path):
     started = []
 
     def start(quickstart: Path, *overrides: str, **site: str) -> Job:
-        started.append(Job(cluster, tmp_path, quickstart, overrides, site))
+        folder = tmp_path / f"job{len(started)}"
+        folder.mkdir()
+        started.append(Job(cluster, folder, quickstart, overrides, site))
         return started[-1]
 
     yield start
     for job in started:
-        job.end()
+        job.cancel()
+    cluster.wait_gone()
     for node in range(1, cluster.num_nodes + 1):
         if f"node{node}" not in cluster.running_nodes:
             cluster.start_node(node)

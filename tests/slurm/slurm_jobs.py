@@ -85,9 +85,8 @@ class Job:
         """The steps that were shown as done, in the order of their lines."""
         return [int(number) for number in re.findall(r"^step +(\d+)/", self.log, re.MULTILINE)]
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         self.cluster.run("scancel", "--full", self.id, check=False)
-        self.cluster.wait_gone()
 
 
 def listening(pid: int) -> set[str]:

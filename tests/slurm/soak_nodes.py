@@ -96,3 +96,25 @@ def test_all_rollout_nodes_crash_one_after_the_other(submit_stand_ins):
     job.cluster.start_node(first)
     job.cluster.start_node(second)
     job.wait_for_line("resumed from step_")
+
+
+def test_a_rollout_node_that_crashes_does_not_stop_training_and_scancel_leaves_nothing(submit):
+    job = submit("train.num_steps=400", "server.num_servers=2", "cluster.num_rollout_nodes=2")
+    job.wait_for_line("step 2/400")
+    lost = job.nodes("servers")[1]
+    job.cluster.crash_node(lost)
+    job.wait_for_line(f"warning  node node{lost} is lost, and server-1 with it")
+    behind = max(job.steps())
+    job.wait_for("three more steps", lambda: max(job.steps()) >= behind + 3)
+    assert len(job.run.attempts()) == 1
+    job.cluster.run("scancel", job.id)
+    assert job.finish() == "CANCELLED"
+    job.cluster.wait_gone()
+
+
+def test_the_first_error_of_any_rank_is_the_last_line(submit):
+    job = submit("train.num_steps=2", "data.prompt_key=nothing")
+    assert job.finish() == "FAILED"
+    last = job.log.rstrip().splitlines()[-1]
+    assert last.startswith("error: ") and "nothing" in last
+    assert read_state(job.run.latest_attempt()).state == "failed"

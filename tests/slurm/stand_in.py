@@ -2,7 +2,8 @@
 """Stands in for the Python of ranks and servers in a job: no model, a step every third of a second, a stop request heeded.
 
 Ranks other than rank 0 wait for its end, as in a collective that never returns when a peer is lost. The variable STAND_IN
-may say `raise R` or `kill R`: rank R fails with a record, or ends as the machine's out-of-memory killer ends it.
+may say `raise R` or `kill R`: rank R fails with a record, or ends as the machine's out-of-memory killer ends it; with `once R` so in
+the first attempt alone, after a step. STAND_IN_SERVER names a server that gives up.
 """
 
 import json
@@ -29,7 +30,11 @@ def rank(attempt: Path) -> int:
     (attempt / "logs" / f"rank_{number}.log").touch()
     (attempt / f"gpus_rank_{number}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     what, _, who = os.environ.get("STAND_IN", "").partition(" ")
-    if what and int(who) == number:
+    if what == "once" and int(who) == number and attempt.name == "0001":
+        while not (attempt.parent.parent / "checkpoints" / "latest").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what in ("raise", "kill") and int(who) == number:
         time.sleep(0.5)
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -74,6 +79,11 @@ def server(attempt: Path) -> int:
     entry = {"server_id": f"server-{index}", "address": f"http://{option('--host')}:1", "pid": os.getpid(), "state": "ready"}
     entry |= {"generation": 1, "weight_version": 0, "heartbeat": time.time()}
     write(attempt / "servers" / f"server-{index}.json", json.dumps(entry))
+    if os.environ.get("STAND_IN_SERVER") == index:
+        time.sleep(0.5)
+        write(attempt / "servers" / f"server-{index}.json", json.dumps({**entry, "state": "failed", "error": "it crashed too often"}))
+        print("crashed", flush=True)
+        return 7
     try:
         while True:
             time.sleep(0.5)

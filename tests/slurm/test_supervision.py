@@ -21,20 +21,37 @@ def test_sbatch_itself_submits_a_job_of_the_right_size(submit_stand_ins):
     assert job.steps() == [1, 2, 3] and "ranks on node" in job.log
 
 
-@pytest.mark.parametrize("heterogeneous", [False, True])
-def test_the_time_limit_is_near(submit_stand_ins, heterogeneous):
-    job = submit_stand_ins("train.num_steps=25", GSPO_ROLLOUT_SBATCH="--exclusive --mem=16000 --time=30" if heterogeneous else "")
-    job.wait_for_line("step 2/25")
-    job.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
-    job.wait_for_line("queued again: SIGUSR1: the time limit is near")
-    first = job.run.latest_attempt()
-    assert read_state(first).state == "requeued"
-    assert read_json(first.result_file) == {"stopped": "SIGUSR1: the time limit is near"}
-    assert [registration.state for registration in read_registrations(first.servers_dir)] == ["stopped"], "not ended in order"
-    job.wait_for_line("resumed from step_")
-    assert job.finish() == "COMPLETED", job.log
-    assert job.steps() == list(range(1, 26))
-    assert read_state(job.run.latest_attempt()).state == "finished"
+def test_jobs_that_are_queued_again_go_on(submit_stand_ins):
+    """Side by side: two near their time limit, one of them heterogeneous; two that lose a trainer node, one of them with the servers on it.
+    Slurm holds a job that was queued again back for some ten seconds."""
+    near = [submit_stand_ins("train.num_steps=25", GSPO_ROLLOUT_SBATCH=more) for more in ("", "--exclusive --mem=16000 --time=30")]
+    losing = [submit_stand_ins(LONG, *size) for size in ((), ("cluster.num_rollout_nodes=0",))]
+    for job in (*near, *losing):
+        job.wait_for_line("step 2/")
+    lost = [job.nodes("ranks")[1] for job in losing]
+    for job in near:
+        job.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
+    for job, node in zip(losing, lost):
+        job.cluster.crash_node(node)
+    firsts = [job.run.latest_attempt() for job in near]
+    for job, first in zip(near, firsts):
+        job.wait_for_line("queued again: SIGUSR1: the time limit is near")
+        assert read_state(first).state == "requeued"
+        assert read_json(first.result_file) == {"stopped": "SIGUSR1: the time limit is near"}
+        assert [registration.state for registration in read_registrations(first.servers_dir)] == ["stopped"], "not ended in order"
+    for job, node in zip(losing, lost):
+        # The ranks that are left wait for the lost one and would for long.
+        job.wait_for_line(f"queued again: lost node node{node}")
+    for job in near:
+        job.wait_for_line("resumed from step_")
+        assert job.finish() == "COMPLETED", job.log
+        assert job.steps() == list(range(1, 26))
+        assert read_state(job.run.latest_attempt()).state == "finished"
+    for job in losing:
+        job.wait_for_line("resumed from step_")
+        behind = max(job.steps())
+        job.wait_for("it goes on", lambda: max(job.steps()) > behind)
+        assert job.steps() == list(range(1, max(job.steps()) + 1))
 
 
 def test_a_limit_that_leaves_no_time_for_a_step_is_refused(submit_stand_ins):
@@ -59,26 +76,12 @@ def test_a_run_on_recorded_rollouts_needs_no_servers(submit_stand_ins, tmp_path)
     journal.mkdir(parents=True)
     for step in range(3):
         (journal / f"step_{step:08d}").touch()
-    # Of the four nodes, five would be needed with those of the servers.
-    job = submit_stand_ins("train.num_steps=3", f"train.from_rollouts={tmp_path / 'recorded'}", "cluster={num_nodes: 2, num_rollout_nodes: 3}", "server.num_servers=3")
+    # More nodes than there are would be needed with those of the servers.
+    many = 12
+    job = submit_stand_ins("train.num_steps=3", f"train.from_rollouts={tmp_path / 'recorded'}", f"cluster={{num_nodes: 2, num_rollout_nodes: {many}}}", f"server.num_servers={many}")
     assert job.finish() == "COMPLETED", job.log
     assert len(job.nodes("ranks")) == 2 and ", no servers: it trains on recorded rollouts\n" in job.log
     assert not list(job.run.latest_attempt().path.glob("gpus_server_*"))
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_a_trainer_node_crashes(submit_stand_ins, together):
-    size = ("cluster.num_rollout_nodes=0",) if together else ()
-    job = submit_stand_ins(LONG, *size)
-    job.wait_for_line("step 2/500")
-    lost = job.nodes("ranks")[1]
-    job.cluster.crash_node(lost)
-    # The ranks that are left wait for the lost one and would for long.
-    job.wait_for_line(f"queued again: lost node node{lost}")
-    job.wait_for_line("resumed from step_")
-    behind = max(job.steps())
-    job.wait_for("it goes on", lambda: max(job.steps()) > behind)
-    assert job.steps() == list(range(1, max(job.steps()) + 1))
 
 
 def test_a_rollout_node_crashes_and_scancel_leaves_nothing(submit_stand_ins):
@@ -89,7 +92,7 @@ def test_a_rollout_node_crashes_and_scancel_leaves_nothing(submit_stand_ins):
     job.wait_for_line(f"warning  node node{lost} is lost, and server-1 with it; 1 servers are left")
     attempt = job.run.latest_attempt()
     states = {registration.server_id: registration.state for registration in read_registrations(attempt.servers_dir)}
-    assert states == {"server-0": "ready", "server-1": "stopped"}
+    assert states == {"server-0": "ready", "server-1": "failed"}, "ranks that start would wait for it"
     seen = max(job.steps())
     job.wait_for("training goes on", lambda: max(job.steps()) > seen + 2)
     assert len(job.cluster.processes()) > 5
@@ -104,12 +107,29 @@ def test_a_rollout_node_crashes_and_scancel_leaves_nothing(submit_stand_ins):
     [("raise 1", "error: rank 1 failed: ValueError: of a test (logs: "), ("kill 1", "error: rank 1 on {node} ended without a word of its own: Killed")],
 )
 def test_the_first_error_of_any_rank_is_the_last_line(submit_stand_ins, what, last):
-    job = submit_stand_ins(LONG, STAND_IN=what)
+    job = submit_stand_ins(LONG, "train.max_restarts=0", STAND_IN=what)
     assert job.finish() == "FAILED"
     last = last.format(node=f"node{job.nodes('ranks')[1]}")
     assert job.log.rstrip().splitlines()[-1].startswith(last), job.log
     state = read_state(job.run.latest_attempt())
     assert state.state == "failed" and state.error.startswith(last)
+
+
+def test_a_rank_that_is_killed_begins_another_attempt_on_the_same_nodes(submit_stand_ins):
+    job = submit_stand_ins("train.num_steps=12", STAND_IN="once 1")
+    job.wait_for_line("warning  attempt 1 failed: started again from the checkpoint of step ")
+    job.wait_for_line("resumed from step_")
+    assert job.finish() == "COMPLETED", job.log
+    assert job.steps() == list(range(1, 13)) and "restarted 1 times" not in job.log, "it went through the queue"
+    assert [read_state(attempt).state for attempt in job.run.attempts()] == ["failed", "finished"]
+    assert "rank 1 on node" in read_state(job.run.attempts()[0]).error
+
+
+def test_a_server_that_gives_up_leaves_the_run_to_the_others(submit_stand_ins):
+    job = submit_stand_ins("train.num_steps=8", "server.num_servers=2", "cluster.num_rollout_nodes=2", STAND_IN_SERVER="1")
+    job.wait_for_line("warning  server-1 gave up: it crashed too often (its log: ")
+    assert job.finish() == "COMPLETED", job.log
+    assert job.steps() == list(range(1, 9)) and len(job.run.attempts()) == 1
 
 
 def test_something_is_wrong_on_a_node(submit_stand_ins):

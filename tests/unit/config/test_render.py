@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.config import Config, load_config, render_config
+from gspo_mega.config.server_options import option_problems
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20) | st.sampled_from(
     ["no", "1e-6", "1:30:00", "0o17", "0x1f", "~", "null", "true", "<<", "=", "2024-01-02", "1_000", "- a", "a: b", "#", " x ", "a\nb", "\r", "\t", "\u2028", "\x85", "'", '"', "|", "é"]
@@ -31,7 +32,7 @@ def configs(draw):
         "data": {"max_prompt_tokens": 4, "system_prompt": draw(st.none() | TEXT), "answer_key": draw(TEXT)},
         "reward": {"functions": [{"function": draw(TEXT), "weight": -draw(FLOATS), "options": draw(st.dictionaries(TEXT, JSON, max_size=3))}]},
         "rollout": {"max_new_tokens": 4},
-        "server": {"options": draw(st.dictionaries(TEXT, JSON, max_size=3))},
+        "server": {"options": draw(st.dictionaries(TEXT.filter(lambda name: not list(option_problems({name: None}))), JSON, max_size=3))},
     }
     if sources:
         raw["data"]["sources"] = [{"name": f"s{i}", **source} for i, source in enumerate(sources)]

@@ -99,6 +99,17 @@ def test_a_job_of_the_right_size_becomes_the_supervisor(home, config):
     assert (variables["GSPO_TRAINER_PYTHON"], variables["GSPO_SERVER_PYTHON"]) == (python, "/opt/sglang/bin/python")
 
 
+def test_a_controller_that_fails_once_does_not_end_the_job(home, config):
+    scontrol = home.parent / "bin/scontrol"
+    down = f"#!/bin/sh\nif mkdir '{home.parent}/asked' 2>/dev/null; then echo 'Unable to contact slurm controller' >&2; exit 1; fi\n"
+    scontrol.write_text(scontrol.read_text().replace("#!/bin/sh\n", down, 1))
+    quick = home.parent / "bin/sleep"
+    quick.symlink_to("/bin/true")
+    ended, calls = in_job(home, *config, GSPO_SIZED="yes", GSPO_PYTHON=str(home.parent / "bin/python"))
+    assert ended.returncode == 0 and len(calls) == 1, ended.stderr
+    assert ended.stderr == "Unable to contact slurm controller\n"
+
+
 def test_a_job_of_sbatchs_own_size_submits_another(home, config):
     ended, calls = in_job(home, *config, SLURM_NTASKS="1", SLURM_EXPORT_ENV="NONE")
     assert ended.returncode == 0, ended.stderr

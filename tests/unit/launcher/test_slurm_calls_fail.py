@@ -11,7 +11,7 @@ import pytest
 from failing_calls import FailingCalls
 
 from gspo_mega.config import load_config
-from gspo_mega.errors import RankError
+from gspo_mega.errors import FolderError, RankError
 from gspo_mega.launcher import launch_slurm, slurm_answers, slurm_job, slurm_preflight, slurm_starts, slurm_stop
 from gspo_mega.launcher.state import read_state
 from gspo_mega.rollout.registration import read_registrations
@@ -203,6 +203,15 @@ def test_a_rank_that_hangs_is_noticed_and_another_attempt_begins(slurm):
     assert any("attempt 1 failed: started again from the checkpoint of step 1 (restart 1 of 3" in line for line in made.said), made.said
 
 
+def test_a_run_folder_that_another_supervisor_took_ends_the_job(slurm):
+    """As where a node was given up by Slurm, its job queued again, and it came back."""
+    made = slurm(0)
+    made.ranks(1, 'cd "$JOB/runs/run/lease" && for number in *; do :; done; cp $number 00000099; exec sleep 600\n')
+    with pytest.raises(FolderError):
+        made.run()
+    assert made.outcome == (["failed"], 0)
+
+
 def test_what_was_asked_to_stop_is_not_started_again(slurm):
     made = slurm(0)
     made.ranks(1, STEP.format(1) + 'touch "$attempt/stop"; ' + FAIL)
@@ -223,6 +232,8 @@ def test_a_second_attempt_has_no_server_on_a_lost_node(slurm, monkeypatch):
     assert made.run(*words) == 0, made.said
     assert made.outcome == (["failed", "finished"], 0)
     assert any("node n4 is lost, and server-1 with it; 1 servers are left" in line for line in made.said), made.said
+    first = read_registrations(made.run_folder.attempts()[0].servers_dir)
+    assert ("server-1", "failed", "node n4 is lost") in [(r.server_id, r.state, r.error) for r in first], "ranks that start would wait for it"
     second = load_config(made.run_folder.latest_attempt().config_file).config
     assert (second.server.num_servers, second.cluster.num_rollout_nodes) == (1, 1)
     assert not [path.name for path in made.run_folder.latest_attempt().path.glob("serving.*") if path.name != "serving.0"]

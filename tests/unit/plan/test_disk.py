@@ -7,9 +7,11 @@ import pytest
 
 from gspo_mega.commands.main import main
 from gspo_mega.journal.journal import Journal
+from gspo_mega.metrics.catalogue import CATALOGUE
+from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import disk
-from gspo_mega.plan.disk import disk_use, journal_bytes
+from gspo_mega.plan.disk import METRICS_BYTES_PER_STEP, disk_use, journal_bytes
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 
 # Text is of about four characters a token, never exactly: what the estimate may be off from a journal of the longest lengths.
@@ -111,3 +113,15 @@ def test_plan_shows_it_and_warns_when_it_does_not_fit(load, shape, tmp_path, mon
 
 def test_a_command_that_trains_nothing_has_no_such_lines(load, shape):
     assert disk_use(load().config, read_model_spec(shape("dense")), 1, 1) is None
+
+
+def test_the_metrics_of_a_step_take_what_is_said(tmp_path):
+    """All names of the catalogue at once, which no run has, against the bytes that a step is counted with."""
+    names = [name for name in CATALOGUE if "<" not in name]
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        sizes = []
+        for step in range(12):
+            writer.write(step, {name: 1.0 / (step + 3) for name in names})
+            sizes.append(sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()))
+    a_step = (sizes[-1] - sizes[1]) / 10
+    assert a_step / 2 < METRICS_BYTES_PER_STEP < 4 * a_step

@@ -20,8 +20,8 @@ def bounds(*overrides):
 
 
 def test_a_phase_with_deadlines_of_its_own_lets_them_speak_first():
-    found = bounds("rollout.max_attempts=8", "rollout.request_deadline_seconds=600", "rollout.no_server_deadline_seconds=300", "publish.deadline_seconds=1000")
-    assert found.bound("rollout") > 8 * 600 + 300 and found.bound("eval") == found.bound("rollout")
+    found = bounds("rollout.max_attempts=8", "rollout.request_deadline_seconds=600", "rollout.no_server_deadline_seconds=400", "publish.deadline_seconds=1000")
+    assert found.bound("rollout") > 8 * 600 + 400 and found.bound("eval") == found.bound("rollout")
     assert found.bound("publish") > 1000
     assert found.bound("old_log_probs") == found.bound("train") == 900 and found.bound("assemble") == found.bound("anything") == 900
 

@@ -92,3 +92,16 @@ def test_what_is_printed_has_a_bound(monkeypatch, capfd):
     assert [t.reward for t in trajectories] == [1.0, 1.0]
     _, err = capfd.readouterr()
     assert err.count("x") + err.count("y") < 1200 and "printed more than 1000 bytes; what follows is not shown" in err
+
+
+def test_a_log_that_cannot_be_written_to_holds_no_function_up(monkeypatch):
+    write = os.write
+
+    def full(descriptor, data):
+        if descriptor == 2:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(process.os, "write", full)
+    trajectories, _ = score(settings("user_rewards:behave"), "print('x' * 1_000_000) or 1", "1")
+    assert [t.reward for t in trajectories] == [1.0, 1.0]

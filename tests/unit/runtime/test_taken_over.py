@@ -1,0 +1,23 @@
+"""Rank 0 of a run whose folder another supervisor took over, before it overwrites something of that one's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from gspo_mega.errors import FolderError
+from gspo_mega.run_folder import RunFolder
+from gspo_mega.runtime.session import Session
+
+
+def test_it_stops_before_it_writes(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    session = SimpleNamespace(is_lead=True, attempt=folder.new_attempt(), run_folder=folder)
+    Session.check_held(session)
+    later = folder.new_attempt()
+    with pytest.raises(FolderError, match="was taken over by a later start of the run, attempt 2; this one, attempt 1, ends and writes nothing more"):
+        Session.check_held(session)
+    session.is_lead = False
+    Session.check_held(session)
+    Session.check_held(SimpleNamespace(is_lead=True, attempt=later, run_folder=folder))

@@ -1,0 +1,50 @@
+"""How tensors come to rank 0: through the group of all ranks, and never by a connection of two ranks of their own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gspo_mega.weights import gather
+from gspo_mega.weights.gather import PolicyTensors
+
+
+class Distributed:
+    """What `gather` may use of torch.distributed. With NCCL a plain `send` or `recv` makes a communicator for its two ranks."""
+
+    isend, irecv = "isend", "irecv"
+
+    def __init__(self) -> None:
+        self.moved: list[tuple[str, int]] = []
+
+    def P2POp(self, operation, tensor, peer, group):  # noqa: N802  torch's name
+        assert group == "all ranks"
+        return operation, tensor, peer
+
+    def batch_isend_irecv(self, operations):
+        for operation, tensor, peer in operations:
+            self.moved.append((operation, peer))
+            if operation == "irecv":
+                tensor.fill_(peer)
+        return [SimpleNamespace(wait=lambda: None)]
+
+
+def policy(rank: int) -> PolicyTensors:
+    entries = {name: [SimpleNamespace(name=name, shape=(2,), is_buffer=False)] for name in ("a", "b", "c")}
+    made = PolicyTensors.__new__(PolicyTensors)
+    made.groups = SimpleNamespace(world=SimpleNamespace(rank=rank, size=3, group="all ranks"))
+    made.table, made.owners = entries, {"a": 0, "b": 2, "c": 1}
+    made._parameters = {"x": torch.zeros(1)}
+    made.owned = lambda dtype: ((entries[name][0], torch.full((2,), -1.0)) for name, owner in made.owners.items() if owner == rank)
+    return made
+
+
+@pytest.mark.parametrize(("rank", "moved"), [(0, [("irecv", 2), ("irecv", 1)]), (1, [("isend", 0)]), (2, [("isend", 0)])])
+def test_sends_between_two_ranks_are_batches_in_the_group_of_all(monkeypatch, rank, moved):
+    fake = Distributed()
+    monkeypatch.setattr(gather, "dist", fake)
+    found = {name: tensor.tolist() for name, tensor in policy(rank).stream(torch.float32)}
+    assert fake.moved == moved
+    assert found == ({"a": [-1.0, -1.0], "b": [2.0, 2.0], "c": [1.0, 1.0]} if rank == 0 else {})
