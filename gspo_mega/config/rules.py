@@ -44,7 +44,6 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
         *_fp8(config),
         *_rollout_and_servers(config),
         *(Violation(key, text) for key, text in broken_relations(config)),
-        *_served_weights(config, command),
         *_initial_weights(config, command),
         *_command(config, command),
     ]
@@ -211,16 +210,6 @@ def _rollout_and_servers(config: Config) -> Iterator[Violation]:
         yield Violation(
             "publish.verify",
             f"`tensors` compares whole tensors and server.tensor is {config.server.tensor}; valid then: auto, replicas",
-        )
-
-
-def _served_weights(config: Config, command: str | None) -> Iterator[Violation]:
-    """A server that quantizes holds tensors besides the checkpoint's, which nothing publishes. One that is only evaluated may."""
-    quantization = config.server.options.get("quantization")
-    if quantization is not None and command != "eval":
-        yield Violation(
-            "server.options",
-            f"quantization {quantization}: such a server holds scales that are not among the published tensors, and every publish fails its verification; leave it out",
         )
 
 

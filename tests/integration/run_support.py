@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 1200.0
 # What quickstart.yaml asks for, made small: 16 trajectories a step, two optimizer steps.
 SMALL = (
     "batch.prompts_per_step=4", "batch.group_size=4", "batch.num_mini_batches=2", "rollout.max_new_tokens=16",
-    "server.max_total_tokens=4096", "server.start_deadline_seconds=500", "eval.num_prompts=8",
+    "server.max_total_tokens=4096", "server.start_deadline_seconds=600", "rollout.no_server_deadline_seconds=900", "eval.num_prompts=8",
 )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.run_folder import Attempt, RunFolder
 
 START_SECONDS = 1200.0
+# A server that is started again may take as long as at first.
+NO_SERVER_SECONDS = 1500.0
 
 
 def run_config(folder: Path, model: Path, **sections) -> Path:
@@ -29,7 +31,7 @@ def run_config(folder: Path, model: Path, **sections) -> Path:
         "train": {"num_steps": 1},
         "data": {"path": str(folder / "prompts.jsonl"), "max_prompt_tokens": 64},
         "reward": {"functions": [{"function": "exact_match"}]},
-        "rollout": {"max_new_tokens": 64, "no_server_deadline_seconds": 1500.0},
+        "rollout": {"max_new_tokens": 64, "no_server_deadline_seconds": NO_SERVER_SECONDS},
         "server": {"start_deadline_seconds": START_SECONDS},
     }
     for name, section in sections.items():

@@ -41,7 +41,7 @@ def test_problems_in_gsm8ks_shape_train_and_long_ones_are_left_out(start, tmp_pa
     command = start(
         str(REPOSITORY / "configs/gsm8k.yaml"), f"data.path={data}", f"model.path={quickstart_files / 'model'}", f"run.dir={tmp_path / 'runs'}",
         "train.num_steps=1", "batch.prompts_per_step=6", "batch.group_size=2", "rollout.max_new_tokens=16",
-        "server.max_total_tokens=4096", "server.start_deadline_seconds=500",
+        "server.max_total_tokens=4096", "server.start_deadline_seconds=600", "rollout.no_server_deadline_seconds=900",
     )  # fmt: skip
     assert command.finish() == 0, command.out + command.err
     assert command.err == ""

@@ -63,7 +63,6 @@ def refused(path, *overrides, command=None):
         (["train={num_steps: 1, rollouts_only: true, from_rollouts: r}"], "train.rollouts_only", "contradicts train.from_rollouts"),
         (["run.name=.."], "run.name", "folder"),
         (["server.host=0.0.0.0"], "server.host", "own address"),
-        (["server.options={quantization: fp8}"], "server.options", "quantization fp8: such a server holds scales that are not among the published tensors"),
         (["server.tensor=2", "publish.verify=tensors"], "publish.verify", "valid then: auto, replicas"),
         *(([f"server.host={json.dumps(host)}"], "server.host", "opens the server to every network") for host in WILDCARDS),
         (["server.host='127.1'"], "server.host", "'127.1' is 127.0.0.1 in other words; write that"),
@@ -100,7 +99,6 @@ def test_contradictions_are_refused_by_key(write, overrides, key, said):
         ["optimizer.min_lr=1e-6"],
         ["server.tensor=2", "publish.verify=replicas"],
         ["server.tensor=2"],
-        ["server.options={quantization: null}"],
         ["data.system_prompt=hi"],
     ],
 )
