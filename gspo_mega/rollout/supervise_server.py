@@ -68,6 +68,7 @@ class ServerSupervisor:
         self._budget = RestartBudget(config.server.max_restarts, config.server.restart_forgiven_after_seconds)
         self._last_healthy = 0.0
         self._beaten = 0.0
+        self._beat_failed = False
         # A generation names one start of the attempt, whoever watched over it.
         before = read_json(attempt.server_file(f"server-{index}")) or {}
         self._registration = Registration(
@@ -219,7 +220,14 @@ class ServerSupervisor:
         """Whether it was time to."""
         if time.monotonic() - self._beaten <= _HEARTBEAT_SECONDS:  # whatever the clock on the wall does
             return False
-        self._register()
+        try:
+            self._register()
+        except OSError as error:  # the server is none the worse for it; the next beat says it again
+            if not self._beat_failed:
+                logger.warning("%s: its heartbeat could not be written: %s; tried again until it can be", self._registration.server_id, error)
+            self._beat_failed = True
+        else:
+            self._beat_failed = False
         return True
 
     def _register(self, **changes) -> None:

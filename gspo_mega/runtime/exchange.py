@@ -38,6 +38,7 @@ class Exchange:
         self._store, self._host, self._silence_seconds = store, host, silence_seconds
         self._sequence = 0
         self._closed = threading.Event()
+        self._beat_error: Exception | None = None
         if heartbeat_store is not None:
             threading.Thread(target=self._beat, args=(heartbeat_store,), name="heartbeat", daemon=True).start()
 
@@ -45,7 +46,11 @@ class Exchange:
         count = 0
         while not self._closed.wait(HEARTBEAT_SECONDS):
             count += 1
-            store.set("heartbeat", str(count))
+            try:
+                store.set("heartbeat", str(count))
+            except Exception as error:
+                self._beat_error = error
+                return
 
     def close(self) -> None:
         """Stop the heartbeat."""
@@ -54,7 +59,10 @@ class Exchange:
     # --- rank 0 to the others ------------------------------------------------------------------------------
 
     def send_each(self, values: Sequence[Any]) -> Any:
-        """Rank 0: send `values[r]` to rank r and return `values[0]`."""
+        """Rank 0: send `values[r]` to rank r and return `values[0]`. Raises RankError where its heartbeat has ended: the others
+        would soon take it for dead."""
+        if self._beat_error is not None:
+            raise RankError(f"rank 0's heartbeat ended: {self._beat_error}") from self._beat_error
         beats.beat()
         self._store.set(f"message/{self._sequence}", "ready")
         self._sequence += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,3 +113,11 @@ def test_a_response_goes_on_at_another_server(dense_server, tmp_path):
             torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, rtol=0, atol=2e-5)
     finally:
         second.stop()
+
+
+def test_a_server_may_open_as_many_files_as_it_is_allowed(dense_server):
+    """A connection for every open request: the soft limit of `serve` and of all of SGLang's processes is the hard one."""
+    for pid in dense_server.serve.processes():
+        limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
+        soft, hard = next(line for line in limits if line.startswith("Max open files")).split()[3:5]
+        assert soft == hard or int(soft) >= 65_535, (pid, soft, hard)  # SGLang sets its own from there

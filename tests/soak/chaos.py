@@ -435,6 +435,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     hurry()
     logging.disable(logging.WARNING)  # of hundreds of faults; what was found is shown
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the fakes', whose clients hang up on them
     total, broken, started = Counter(), {}, time.monotonic()
     chosen = {name: fault for name, fault in FAULTS.items() if fault.kind in args.kinds and (not args.only or name in args.only)}
     for name, fault in chosen.items():

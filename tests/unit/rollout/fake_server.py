@@ -226,6 +226,8 @@ class FakeServer:
             others = [other for name, other in self.sent.items() if name != rid]
             return await self._send(request, body, [others[-1] if others else answer])
         if not body.get("stream"):
+            await asyncio.sleep(len(answer["output_ids"]) * self.token_seconds)
+            self.num_tokens += len(answer["output_ids"])
             return web.json_response(answer)
         return await self._speak(request, body, answer, fault)
 

@@ -1,5 +1,6 @@
 """The heartbeat of `gspo-mega serve` goes on when the clock on the wall is set back."""
 
+import errno
 import time
 from pathlib import Path
 
@@ -27,6 +28,27 @@ def test_it_beats_on(tmp_path, monkeypatch):
         (seen,) = read_registrations(attempt.servers_dir)
         beats.append(seen.heartbeat)
     assert beats == [now, now - 3600, now - 3599]
+
+
+def test_a_heartbeat_that_cannot_be_written_leaves_the_server_alone(tmp_path, monkeypatch, caplog):
+    attempt = RunFolder(tmp_path / "run").new_attempt()
+    server = supervise_server.ServerSupervisor(load_config(CONFIG).config, attempt, 0)
+    monkeypatch.setattr(supervise_server, "_HEARTBEAT_SECONDS", 0.0)
+    server._beat()
+    (before,) = read_registrations(attempt.servers_dir)
+    write = supervise_server.Registration.write
+
+    def stale(self, folder):
+        raise OSError(errno.ESTALE, "Stale file handle", str(folder))
+
+    monkeypatch.setattr(supervise_server.Registration, "write", stale)
+    assert server._beat() and server._beat()
+    assert [r.getMessage() for r in caplog.records].count("server-0: its heartbeat could not be written: [Errno 116] Stale file handle: "
+        f"'{attempt.servers_dir}'; tried again until it can be") == 1  # fmt: skip
+    monkeypatch.setattr(supervise_server.Registration, "write", write)
+    server._beat()
+    (after,) = read_registrations(attempt.servers_dir)
+    assert after.heartbeat > before.heartbeat
 
 
 def test_a_name_of_the_wildcard_is_found_where_it_is_bound():
