@@ -39,12 +39,16 @@ RELATIONS = (
         "publish.deadline_seconds", COLLECTIVE_SECONDS, "publish.deadline_seconds",
         "the other ranks wait in a collective while rank 0 publishes",
     ),
+    Relation(
+        "rollout.progress_deadline_seconds", "rollout.request_deadline_seconds", "rollout.request_deadline_seconds",
+        "a response that stands still would end the run before it goes on on another server",
+    ),
     *(
         Relation(shorter, f"watchdog.{phase}_seconds", f"watchdog.{phase}_seconds", "the run would end as stuck before that deadline, which mends it, can")
         for shorter, phase in (
             ("server.start_deadline_seconds", "start"),
-            ("rollout.no_server_deadline_seconds", "rollout"), ("reward.deadline_seconds", "rollout"),
-            ("rollout.no_server_deadline_seconds", "eval"), ("reward.deadline_seconds", "eval"),
+            ("rollout.no_server_deadline_seconds", "rollout"), ("rollout.progress_deadline_seconds", "rollout"), ("reward.deadline_seconds", "rollout"),
+            ("rollout.no_server_deadline_seconds", "eval"), ("rollout.progress_deadline_seconds", "eval"), ("reward.deadline_seconds", "eval"),
             ("rollout.no_server_deadline_seconds", "publish"), ("publish.deadline_seconds", "publish"),
         )
     ),

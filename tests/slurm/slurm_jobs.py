@@ -104,3 +104,11 @@ def listening(pid: int) -> set[str]:
             if state == "0A" and inode in inodes:
                 found.add(".".join(str(byte) for byte in reversed(bytes.fromhex(address))) if table == "tcp" else address)
     return found
+
+
+def variables(pid: int) -> bytes:
+    """A process's environment, as the kernel shows it."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""

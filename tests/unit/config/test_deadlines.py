@@ -24,9 +24,11 @@ def refused(path, *overrides):
         (["server.start_deadline_seconds=1500"], "rollout.no_server_deadline_seconds", "would end before it is back; above 1500"),
         (["rollout.no_server_deadline_seconds=1800"], "rollout.no_server_deadline_seconds", "1800 s is not shorter than the 1800 s after which a collective is given up: rank 0 waits"),
         (["publish.deadline_seconds=2000"], "publish.deadline_seconds", "2000 s is not shorter than the 1800 s after which a collective is given up: the other ranks wait"),
+        (["rollout.request_deadline_seconds=120"], "rollout.request_deadline_seconds", "120 s is not longer than rollout.progress_deadline_seconds 120: a response that stands"),
+        (["watchdog.rollout_seconds=60", "rollout.no_server_deadline_seconds=59", "server.start_deadline_seconds=58"], "watchdog.rollout_seconds", "rollout.progress_deadline_seconds 120"),
         (["watchdog.start_seconds=300"], "watchdog.start_seconds", "300 s is not longer than server.start_deadline_seconds 300: the run would end as stuck"),
         (["watchdog.rollout_seconds=600"], "watchdog.rollout_seconds", "600 s is not longer than rollout.no_server_deadline_seconds 1500: the run would end as stuck"),
-        (["watchdog.eval_seconds=10", "rollout.no_server_deadline_seconds=9", "server.start_deadline_seconds=8"], "watchdog.eval_seconds", "not longer than reward.deadline_seconds 10"),
+        (["watchdog.eval_seconds=10", "rollout.progress_deadline_seconds=5", "rollout.no_server_deadline_seconds=9", "server.start_deadline_seconds=8"], "watchdog.eval_seconds", "not longer than reward.deadline_seconds 10"),
         (["watchdog.publish_seconds=600"], "watchdog.publish_seconds", "600 s is not longer than rollout.no_server_deadline_seconds 1500"),
         (["watchdog.publish_seconds=700", "publish.deadline_seconds=700", "rollout.no_server_deadline_seconds=600"], "watchdog.publish_seconds", "700 s is not longer than publish.deadline_seconds 700"),
     ],
@@ -54,7 +56,6 @@ def test_every_deadline_of_the_schema_is_in_the_table_or_has_a_reason_not_to_be(
         "server.restart_forgiven_after_seconds",  # no wait, a rate
         "watchdog.checkpoint_seconds",  # against the plan's estimate
         "reward.deadline_seconds",  # of one scoring, in a process of its own; nobody waits for it in a collective
-        "rollout.request_deadline_seconds",  # against the plan's estimate
         "server.restart_forgiven_after_seconds",  # of a time in health; nobody waits for it
         "rollout.progress_deadline_seconds",  # of the time between two tokens; what is cut goes on
     }

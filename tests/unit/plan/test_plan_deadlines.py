@@ -58,7 +58,7 @@ def test_a_watchdog_that_does_not_wait_for_a_save():
 
 
 def test_without_a_gpu_by_name_there_is_no_estimate_to_refuse_by():
-    loaded = load_config(LARGEST, ["rollout.request_deadline_seconds=1", "cluster.gpu=null", "cluster.gpu_memory_gib=80"])
+    loaded = load_config(LARGEST, ["rollout.request_deadline_seconds=121", "cluster.gpu=null", "cluster.gpu_memory_gib=80"])
     assert estimate(plan_run(loaded, "gpu")).time is None
 
 
