@@ -10,7 +10,10 @@ import faulthandler
 import json
 import os
 import socket
+import sys
 import threading
+import time
+import traceback
 from typing import Any
 
 from gspo_mega import beats
@@ -22,17 +25,23 @@ RECORD_BYTES = 256
 
 
 class BeatWriter:
-    """A thread that writes `beats.now()` every `patience.interval`. While this runs, `faulthandler`'s timer is its own: without
-    progress for half of what is allowed, every Python stack is written down, by a thread that needs no interpreter for it."""
+    """A thread that writes `beats.now()` every `patience.interval`, and every Python stack when nothing got done for half of what is
+    allowed.
+
+    It holds the interpreter while it reads the stacks: read beside running threads, as by `faulthandler`'s timer, they may be gone
+    under the reader, which ends the process. That timer, which is this object's own while it runs, is wound up anew all the time, and so
+    acts only where this thread does not come to run: then a call holds the interpreter, and every stack stands still.
+    """
 
     def __init__(self, attempt: Attempt, rank: int, num_ranks: int, patience: Patience) -> None:
         """Raises OSError where the files cannot be made."""
         self._patience, self._interval = patience, patience.interval(num_ranks)
         attempt.beats_dir.mkdir(exist_ok=True)
         self._path = attempt.beat_file(rank)
-        self._stacks = attempt.stacks_file(rank).open("ab")
+        self._stacks = attempt.stacks_file(rank).open("ab", buffering=0)
         self._record: dict[str, Any] = {"tick": 0, "pid": os.getpid(), "host": socket.gethostname()}
-        self._armed: tuple[str, int] | None = None
+        self._seen: tuple[str, int] | None = None
+        self._stacks_due = 0.0
         self._over = threading.Event()
         self._write()
         threading.Thread(target=self._run, name="beats", daemon=True).start()
@@ -49,12 +58,11 @@ class BeatWriter:
             self._write()
 
     def _write(self) -> None:
-        phase, count = now = beats.now()
-        if now != self._armed and not self._over.is_set():
-            self._arm(phase)
-            self._armed = now
+        now = beats.now()
+        if not self._over.is_set():
+            self._keep_stacks(now)
         self._record["tick"] += 1
-        text = json.dumps({**self._record, "phase": phase, "count": count}).ljust(RECORD_BYTES - 1) + "\n"
+        text = json.dumps({**self._record, "phase": now[0], "count": now[1]}).ljust(RECORD_BYTES - 1) + "\n"
         try:
             # Opened anew: closing is what has a shared file system show it elsewhere.
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -65,8 +73,30 @@ class BeatWriter:
         except OSError:
             return  # the next one may be
 
-    def _arm(self, phase: str) -> None:
-        if os.fstat(self._stacks.fileno()).st_size:  # of a time that was over again
-            os.ftruncate(self._stacks.fileno(), 0)
+    def _keep_stacks(self, now: tuple[str, int]) -> None:
+        phase = now[0]
         bound = self._patience.longest if phase == beats.WAIT else self._patience.bound(phase)
-        faulthandler.dump_traceback_later(min(bound, self._patience.silence) / 2, repeat=True, file=self._stacks)
+        half = min(bound, self._patience.silence) / 2
+        if now != self._seen:
+            self._seen, self._stacks_due = now, time.monotonic() + half
+            if os.fstat(self._stacks.fileno()).st_size:  # of a time that was over again
+                os.ftruncate(self._stacks.fileno(), 0)
+        elif time.monotonic() >= self._stacks_due:
+            self._stacks_due = time.monotonic() + half
+            try:
+                self._stacks.write(_all_stacks(half).encode(errors="replace"))
+            except OSError:  # a full disk costs the stacks
+                pass
+        faulthandler.dump_traceback_later(self._patience.silence / 2, repeat=True, file=self._stacks)
+
+
+def _all_stacks(seconds: float) -> str:
+    """The Python stacks of all threads as `faulthandler` writes them: the most recent call first, the main thread last."""
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] == main)
+    lines = [f"Timeout ({seconds:g} s)!"]
+    for thread, frame in frames:
+        lines.append(f"Thread {thread:#018x} (most recent call first):")
+        lines += [f'  File "{entry.filename}", line {entry.lineno} in {entry.name}' for entry in reversed(traceback.extract_stack(frame))]
+        lines.append("")
+    return "\n".join(lines) + "\n"

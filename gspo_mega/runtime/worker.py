@@ -140,11 +140,11 @@ def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvir
 
 def _default_signals() -> None:
     """A rank ends at once on SIGTERM, inside a collective too: no Python handler would run there. SIGUSR2 writes
-    every thread's stack to the log."""
+    the main thread's stack to the log; those of others, which run on meanwhile, could be gone under the reader."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, all_threads=False)
 
 
 def _keep_to_this_machine(config: Config) -> None:
