@@ -93,6 +93,7 @@ def test_a_response_goes_on_at_another_server(dense_server, tmp_path):
         second.wait_for("ready")
         with ServerPool(dense_server.config, dense_server.spec, dense_server.attempt) as pool:
             pool.wait_ready(2, 60)
+            pool.commit(0, [(server.server_id, server.generation) for server in pool.controls()])
             sampler = Sampler(dense_server.config.rollout, pool)
 
             async def sample_all():
