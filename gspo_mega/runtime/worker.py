@@ -149,7 +149,8 @@ def _default_signals() -> None:
 
 def _keep_to_this_machine(config: Config) -> None:
     """Where ranks and servers all are on this machine, gloo and NCCL listen on its loopback alone, whatever its name resolves to."""
-    if is_loopback(os.environ["MASTER_ADDR"]) and is_loopback(config.server.host):
+    here_alone = config.cluster.num_nodes == 1 and config.cluster.num_rollout_nodes == 0
+    if here_alone and is_loopback(os.environ["MASTER_ADDR"]) and is_loopback(config.server.host):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")
 

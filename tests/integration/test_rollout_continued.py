@@ -54,8 +54,11 @@ def test_a_response_in_parts_is_one_response(request, which):
         async def several():
             return await asyncio.gather(*(in_parts(pool) for _ in range(8)))
 
-        results = pool.loop.run(several())
-    assert sum(len(lengths) == 3 for _, lengths in results) >= 3, [lengths for _, lengths in results]
+        results, num_cut_twice = [], 0
+        while num_cut_twice < 3 and len(results) < 20 * 8:  # on a busy machine a response may end before it can be cut again
+            results += pool.loop.run(several())
+            num_cut_twice = sum(len(lengths) == 3 for _, lengths in results)
+    assert num_cut_twice >= 3, [lengths for _, lengths in results]
     for whole, lengths in results:
         assert whole.finish_reason == ("stop" if whole.token_ids[-1] == EOS_TOKEN_ID else "length")
         assert len(whole.token_ids) == len(whole.log_probs) == len(whole.weight_versions) == lengths[-1]

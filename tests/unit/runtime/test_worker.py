@@ -20,11 +20,17 @@ def test_a_ranks_place_is_read_from_what_torchrun_sets():
 
 
 @pytest.mark.parametrize(
-    ("master", "host", "interface"),
-    [("127.0.0.1", "127.0.0.1", "lo"), ("localhost", "::1", "lo"), ("127.0.0.1", "10.0.0.7", None), ("10.0.0.7", "127.0.0.1", None), ("node1", "node1", None)],
-)
-def test_ranks_beside_their_servers_listen_on_the_loopback_alone(monkeypatch, master, host, interface):
-    config = load_config(Path(__file__).parents[3] / "configs/quickstart.yaml", [f"server.host='{host}'"]).config
+    ("master", "host", "nodes", "interface"),
+    [
+        ("127.0.0.1", "127.0.0.1", (1, 0), "lo"), ("localhost", "::1", (1, 0), "lo"), ("127.0.0.1", "10.0.0.7", (1, 0), None),
+        ("10.0.0.7", "127.0.0.1", (1, 0), None), ("node1", "node1", (1, 0), None),
+        # Nodes that a machine pretends to be have loopback addresses each.
+        ("127.0.0.11", "127.0.0.11", (2, 0), None), ("127.0.0.11", "127.0.0.11", (1, 1), None),
+    ],
+)  # fmt: skip
+def test_ranks_beside_their_servers_listen_on_the_loopback_alone(monkeypatch, master, host, nodes, interface):
+    words = [f"server.host='{host}'", f"cluster.num_nodes={nodes[0]}", f"cluster.num_rollout_nodes={nodes[1]}"]
+    config = load_config(Path(__file__).parents[3] / "configs/quickstart.yaml", words).config
     monkeypatch.setenv("MASTER_ADDR", master)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "undone")
