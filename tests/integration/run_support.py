@@ -45,13 +45,16 @@ def small_overrides(quickstart: Path, run_dir: Path, name: str) -> list[str]:
     return [*places, f"data.path={data / 'train.jsonl'}", f"eval.path={data / 'heldout.jsonl'}", *SMALL]
 
 
+PASSES_MARKER = "reward.environment=[GSPO_TEST_MARKER]"
+
+
 class Command:
     """One `gspo-mega` command as a process. All that it starts inherits `marker`, by which it is found again; scoring processes,
     which inherit nothing unasked, because it is asked for."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         if arguments[0] in ("train", "sft", "eval"):
-            arguments = (*arguments[:2], "reward.environment=[GSPO_TEST_MARKER]", *arguments[2:])
+            arguments = (*arguments[:2], PASSES_MARKER, *arguments[2:])
         self.marker = f"gspo-test-{uuid.uuid4()}"
         self._out, self._err = folder / f"{self.marker}.out", folder / f"{self.marker}.err"
         with self._out.open("wb") as out, self._err.open("wb") as err:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from run_support import REPOSITORY, Command, ScoreLog, small_overrides
+from run_support import PASSES_MARKER, REPOSITORY, Command, ScoreLog, small_overrides
 
 from gspo_mega.config import load_config
 from gspo_mega.metrics.catalogue import CATALOGUE, PHASES, find_metric
@@ -141,12 +141,14 @@ def test_each_step_published_its_weights_and_the_result_is_the_last_of_them(whol
 
 def test_the_run_folder_has_all_that_was_promised(whole_run):
     command, run, overrides = whole_run
-    assert load_config(run.config_file).config == load_config(CONFIG, overrides).config
+    assert load_config(run.config_file).config == load_config(CONFIG, [PASSES_MARKER, *overrides]).config
     assert run.latest_checkpoint_file.read_text().strip() == f"step_{NUM_STEPS:08d}"
     assert sorted(path.name for path in run.checkpoints_dir.glob("step_*")) == ["step_00000002", "step_00000003"]
     assert list(run.tensorboard_dir.glob("events.*"))
     attempt = run.latest_attempt()
-    assert {path.name for path in attempt.logs_dir.iterdir()} == {"supervisor.log", "rank_0.log", "rank_1.log", "server_0.log"}
+    assert {path.name for path in attempt.logs_dir.iterdir()} == {
+        "supervisor.log", "rank_0.log", "rank_1.log", "server_0.log", "stacks_rank_0.txt", "stacks_rank_1.txt",
+    }
     assert attempt.api_key_file.stat().st_mode & 0o777 == 0o600
     key = attempt.read_api_key()
     for log in [*attempt.logs_dir.iterdir(), attempt.console_log]:
