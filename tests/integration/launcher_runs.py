@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -80,3 +81,14 @@ class Launched:
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
         return left
+
+    def leaves_nothing(self) -> None:
+        """Kill the launcher; with it everything else has to go."""
+        self.process.kill()
+        self.process.wait()
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while (left := self.left_running()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left

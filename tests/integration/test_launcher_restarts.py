@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from launcher_runs import DEADLINE_SECONDS, Launched, make_config
+from launcher_runs import Launched, make_config
 
 WORKER = Path(__file__).with_name("launcher_worker.py")
 
@@ -29,14 +27,7 @@ def start(tmp_path):
 
     yield launch
     for run in launched:
-        run.process.kill()
-        run.process.wait()
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while (left := run.left_running()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        assert not left
+        run.leaves_nothing()
 
 
 def status(run) -> dict:

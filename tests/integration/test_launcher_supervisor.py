@@ -2,7 +2,6 @@
 
 import ipaddress
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -24,14 +23,7 @@ def start(tmp_path):
 
     yield launch
     for run in launched:
-        run.process.kill()
-        run.process.wait()
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while (left := run.left_running()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        assert not left
+        run.leaves_nothing()
 
 
 def seconds_to_finish(run) -> tuple[float, int, str, str]:
