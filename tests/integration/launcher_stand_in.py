@@ -96,7 +96,7 @@ def echo(attempt, rank):
 
 
 def no_record(attempt, rank):
-    print("Fatal: something in a library")
+    print("Fatal: something in a library", flush=True)  # nothing else would: it ends as a crash does
     os._exit(9)
 
 
