@@ -112,6 +112,8 @@ def take_over_pipes() -> tuple[Any, Any]:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
+    # Line by line, as a terminal has it: a process that is killed has shown what it printed.
+    sys.stdout.reconfigure(line_buffering=True)
     return requests, replies
 
 
@@ -127,6 +129,7 @@ def limit(memory_bytes: int, file_bytes: int) -> None:
 
 def leave() -> None:
     """End at once: a thread that a function left behind must not keep the process alive."""
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
