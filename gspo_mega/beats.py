@@ -1,7 +1,9 @@
-"""How far this process has come: which phase of its work it is in, and a count that grows with everything that gets done.
+"""How far this process has come: which phase of its work it is in, and a count that grows with everything that gets
+done.
 
-Owns the two values. Whoever does work calls `beat` where something is finished (a micro-batch, a trajectory, a message) and marks
-phases; a rank's `beat_writer.py` lets the supervisor see them. One process, its main thread's phases. Standard library only.
+Owns the two values. Whoever does work calls `beat` where something is finished (a micro-batch, a trajectory, a message)
+and marks phases; a rank's `beat_writer.py` lets the supervisor see them. One process, its main thread's phases.
+Standard library only.
 """
 
 from __future__ import annotations

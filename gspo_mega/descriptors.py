@@ -1,7 +1,7 @@
 """How many files and connections a process may have open. Standard library only.
 
-Owns the limit of this process (RLIMIT_NOFILE) and of what it starts from then on. The usual soft limit of 1024 is less than four
-servers with 256 open requests each; the hard limit is what the administrator allows.
+Owns the limit of this process (RLIMIT_NOFILE) and of what it starts from then on. The usual soft limit of 1024 is less
+than four servers with 256 open requests each; the hard limit is what the administrator allows.
 """
 
 from __future__ import annotations

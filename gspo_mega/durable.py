@@ -1,7 +1,7 @@
 """File operations that survive a crash, each a named kill point: what saves, the journal and publishes write with.
 
-Owns how a file or folder appears whole or not at all. `at` names the operation in `kill_points.OPERATIONS`; small files that
-belong to none of the three leave it out. What the files mean is their owners'. Standard library only.
+Owns how a file or folder appears whole or not at all. `at` names the operation in `kill_points.OPERATIONS`; small files
+that belong to none of the three leave it out. What the files mean is their owners'. Standard library only.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def copy_file(source: Path, target: Path, at: str) -> None:
         target.unlink(missing_ok=True)  # of a copy that was cut short
         with source.open("rb") as original:
             mode = stat.S_IMODE(os.fstat(original.fileno()).st_mode) & 0o666
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode | stat.S_IWUSR)
+            descriptor = os.open(
+                target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode | stat.S_IWUSR
+            )
             with os.fdopen(descriptor, "wb") as copy:
                 shutil.copyfileobj(original, copy)
         sync(target)

@@ -1,8 +1,9 @@
 """Named moments of a run at which a test may end the process or have a file operation fail.
 
-Owns the list of them and what happens when one is reached: nothing at all, unless `arm` was called. Every file operation
-of a save, of the rollout journal and of a publish through the disk is here, before and after it (`durable.py` carries
-them out), and so are a few moments between them. `gspo-mega inspect --kill-points` lists them. Standard library only.
+Owns the list of them and what happens when one is reached: nothing at all, unless `arm` was called. Every file
+operation of a save, of the rollout journal and of a publish through the disk is here, before and after it (`durable.py`
+carries them out), and so are a few moments between them. `gspo-mega inspect --kill-points` lists them. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import signal
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-# Set in a rank's environment by tests: comma-separated `point=NAME`, `hit=N`, `do=kill|disk_full|denied`, `rank=R`, `record=FILE`.
+# Set in a rank's environment by tests: comma-separated `point=NAME`, `hit=N`, `do=kill|disk_full|denied`, `rank=R`,
+# `record=FILE`.
 VARIABLE = "GSPO_MEGA_FAULT"
 
 # Each is a point before it (`NAME.before`) and one after it (`NAME.after`).
@@ -61,7 +63,7 @@ OPERATIONS = {
     "publish.commit.write": "writing the new version beside current.json",
     "publish.commit.rename": "renaming that to current.json",
     "publish.prune": "removing a version that is not kept",
-}  # fmt: skip
+}
 
 MOMENTS = {
     "rollout.trajectory": "a trajectory was sampled and scored, and is not in the journal yet",
@@ -84,8 +86,8 @@ POINTS: dict[str, str] = {
 class Fault:
     """What is to happen: at the `hit`-th time that `point` is reached on rank `rank`, `do`.
 
-    `do`: kill (SIGKILL to this process), disk_full or denied (the operation fails with that OSError). `record`: a file that
-    takes a line with the name of every point reached.
+    `do`: kill (SIGKILL to this process), disk_full or denied (the operation fails with that OSError). `record`: a file
+    that takes a line with the name of every point reached.
     """
 
     point: str = ""
@@ -106,7 +108,9 @@ class Fault:
             values[key] = int(value) if known[key] == "int" else value
         fault = cls(**values)  # type: ignore[arg-type]
         if fault.point and fault.point not in POINTS:
-            raise ValueError(f"{VARIABLE}: there is no point {fault.point!r}; `gspo-mega inspect --kill-points` lists them")
+            raise ValueError(
+                f"{VARIABLE}: there is no point {fault.point!r}; `gspo-mega inspect --kill-points` lists them"
+            )
         if fault.do not in ("kill", "disk_full", "denied"):
             raise ValueError(f"{VARIABLE}: do={fault.do}; valid: kill, disk_full, denied")
         return fault
@@ -116,7 +120,9 @@ _armed: list[Fault] = []
 
 
 def arm(text: str | None, rank: int) -> None:
-    """Arm the fault that `text` describes if it is this rank's; None or nothing disarms. Raises ValueError as `Fault.parse`."""
+    """Arm the fault that `text` describes if it is this rank's; None or nothing disarms. Raises ValueError as
+    `Fault.parse`.
+    """
     _armed.clear()
     if text and (fault := Fault.parse(text)).rank == rank:
         _armed.append(fault)

@@ -1,7 +1,7 @@
 """How processes end together: those that fork from us, those that we started, and those that they left behind.
 
-Owns what Linux offers for it (the parent-death signal, the child subreaper, /proc) and the races around it. Who must end with whom,
-and when, is the caller's. Standard library only, so that every layer may import it.
+Owns what Linux offers for it (the parent-death signal, the child subreaper, /proc) and the races around it. Who must
+end with whom, and when, is the caller's. Standard library only, so that every layer may import it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _forking_pid = 0
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process signal `number` when `parent`, which is to be its parent, ends, however it ends.
+    """Have the kernel send this process signal `number` when `parent`, which is to be its parent, ends, however it
+    ends.
 
-    What the kernel calls the parent is the thread that forked: the signal comes with that thread's end, too. Survives exec, not
-    fork. Where the parent is gone already the signal is sent now. Raises OSError.
+    What the kernel calls the parent is the thread that forked: the signal comes with that thread's end, too. Survives
+    exec, not fork. Where the parent is gone already the signal is sent now. Raises OSError.
     """
     _prctl(_PR_SET_PDEATHSIG, int(number), "PR_SET_PDEATHSIG")
     if os.getppid() != parent:
@@ -38,9 +39,9 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 def forks_die_with_us() -> None:
     """From now on every process that forks from this one, at any depth, is killed with the thread that forked it.
 
-    For libraries that fork workers and join them: a worker that waits on a lock or a queue of a killed parent would wait for ever. It
-    holds for `os.fork` and multiprocessing's fork; a program started by `subprocess` is tied by `die_with_parent` or a tether.
-    A second call does nothing.
+    For libraries that fork workers and join them: a worker that waits on a lock or a queue of a killed parent would
+    wait for ever. It holds for `os.fork` and multiprocessing's fork; a program started by `subprocess` is tied by
+    `die_with_parent` or a tether. A second call does nothing.
     """
     global _registered
     if not _registered:
@@ -61,7 +62,9 @@ def _tie_child() -> None:
 
 
 def adopt_orphans(on: bool = True) -> None:
-    """Have processes below this one whose parent ends become its children, and so be found and reaped by it. Raises OSError."""
+    """Have processes below this one whose parent ends become its children, and so be found and reaped by it. Raises
+    OSError.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, int(on), "PR_SET_CHILD_SUBREAPER")
 
 
@@ -80,7 +83,9 @@ def parents() -> dict[int, int]:
 
 
 def living_below(pid: int, without: Collection[int] = ()) -> set[int]:
-    """Pids of all living processes below `pid`, in whatever group or session, but for the children `without` and what is below them."""
+    """Pids of all living processes below `pid`, in whatever group or session, but for the children `without` and what
+    is below them.
+    """
     table = parents()
     members: set[int] = set()
     below = {child for child, parent in table.items() if parent == pid and child not in without}
@@ -91,11 +96,12 @@ def living_below(pid: int, without: Collection[int] = ()) -> set[int]:
 
 
 def kill_below(without: Collection[int] = (), own: Iterable[int] = (), patience_seconds: float = 60.0) -> set[int]:
-    """SIGKILL to everything below this process until nothing lives there, and reap it; with `adopt_orphans` on, none escapes.
+    """SIGKILL to everything below this process until nothing lives there, and reap it; with `adopt_orphans` on, none
+    escapes.
 
-    `without`: children that are left alone with all that is below them. `own`: children whose exit code somebody else (a
-    `subprocess.Popen`) collects: killed, not reaped. Returns the pids that are left after `patience_seconds`: what waits for a
-    device or a file server that does not answer cannot be killed.
+    `without`: children that are left alone with all that is below them. `own`: children whose exit code somebody else
+    (a `subprocess.Popen`) collects: killed, not reaped. Returns the pids that are left after `patience_seconds`: what
+    waits for a device or a file server that does not answer cannot be killed.
     """
     us, kept = os.getpid(), {*own, *without}
     deadline = time.monotonic() + patience_seconds
@@ -127,8 +133,9 @@ def reap(pid: int) -> bool:
 class Reaper:
     """Collects adopted children that have ended, which else stay zombies until this process ends.
 
-    A child that another thread of this process started and waits for is not ours to collect: only one that was seen ended for
-    `_REAP_AFTER_SECONDS` is taken. `known`: children that are never taken, for somebody asks for their exit codes later.
+    A child that another thread of this process started and waits for is not ours to collect: only one that was seen
+    ended for `_REAP_AFTER_SECONDS` is taken. `known`: children that are never taken, for somebody asks for their exit
+    codes later.
     """
 
     def __init__(self) -> None:

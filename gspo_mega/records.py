@@ -34,13 +34,12 @@ class Prompt:
 class Trajectory:
     """One response y to one prompt, with its records.
 
-    `response_token_ids`, `response_mask`, `rollout_log_probs` and `weight_versions` have one entry a
-    response token. `response_mask` is 1 where the policy sampled the token. `rollout_log_probs` are nats
-    under log_softmax(logits / temperature), as sampled. `routed_experts` is int32
-    [prompt + response - 1, layers, top_k], -1 in layers without experts, or None. `reward` is None until scored, and after a
-    failed scoring, of which `reward_error` says why. `reward_parts` holds each reward function's own value; `correct` is whether
-    the response is right, None where no function says so.
-    `advantage` is filled by the loop. `finish_reason` is `stop` or `length`.
+    `response_token_ids`, `response_mask`, `rollout_log_probs` and `weight_versions` have one entry a response token.
+    `response_mask` is 1 where the policy sampled the token. `rollout_log_probs` are nats under log_softmax(logits /
+    temperature), as sampled. `routed_experts` is int32 [prompt + response - 1, layers, top_k], -1 in layers without
+    experts, or None. `reward` is None until scored, and after a failed scoring, of which `reward_error` says why.
+    `reward_parts` holds each reward function's own value; `correct` is whether the response is right, None where no
+    function says so. `advantage` is filled by the loop. `finish_reason` is `stop` or `length`.
     """
 
     trajectory_id: str
@@ -61,7 +60,9 @@ class Trajectory:
 
     @property
     def is_scored(self) -> bool:
-        """Whether there is a reward to learn from. What failed because of the scorer says nothing about the response."""
+        """Whether there is a reward to learn from. What failed because of the scorer says nothing about the
+        response.
+        """
         return self.reward is not None and self.reward_error is None
 
     @property
@@ -99,7 +100,9 @@ class Group:
 
 
 def are_equal_rewards(rewards: Sequence[float]) -> bool:
-    """Whether max r - min r <= `REWARD_TOLERANCE` max |r|: what differs is rounding (0.1 + 0.2 is not 0.3 in float64)."""
+    """Whether max r - min r <= `REWARD_TOLERANCE` max |r|: what differs is rounding (0.1 + 0.2 is not 0.3 in
+    float64).
+    """
     low, high = min(rewards), max(rewards)
     # Halves, because the difference of two finite numbers may be none.
     return high / 2 - low / 2 <= REWARD_TOLERANCE * max(abs(low), abs(high)) / 2
@@ -131,16 +134,15 @@ class RolloutBatch:
 class MicroBatch:
     """One packed forward of S whole sequences, T tokens, before any context-parallel slicing.
 
-    Arrays (numpy): `token_ids` [T] int64; `position_ids` [T] int64, from 0 in each sequence;
-    `cu_seqlens` [S+1] int32, offsets of the padded sequences; `sequence_ids` [T] int64 in [0, S), the
-    sequence each position belongs to; `labels` [T] int64, the next token (0 where there is none);
-    `loss_mask` [T] float32, 1 where `labels` is an active response token; `trajectory_index` [S] int64,
-    row of each sequence in the rank's shard; `rollout_log_probs` [T] float32 aligned with `labels`;
-    `routed_experts` [T, layers, top_k] int16, the experts that the rollout engine sent each position to, -1 where it
-    returned none (a sequence's last token, padding, filler, layers without experts), or None where it returned none at all.
-    A per-sequence value (advantage, response length, keep) lives in `sequence` as [S] arrays.
-    A sequence without trajectory (`trajectory_index` -1) is filler so that all ranks run the same number
-    of micro-batches; its loss_mask is 0.
+    Arrays (numpy): `token_ids` [T] int64; `position_ids` [T] int64, from 0 in each sequence; `cu_seqlens` [S+1] int32,
+    offsets of the padded sequences; `sequence_ids` [T] int64 in [0, S), the sequence each position belongs to; `labels`
+    [T] int64, the next token (0 where there is none); `loss_mask` [T] float32, 1 where `labels` is an active response
+    token; `trajectory_index` [S] int64, row of each sequence in the rank's shard; `rollout_log_probs` [T] float32
+    aligned with `labels`; `routed_experts` [T, layers, top_k] int16, the experts that the rollout engine sent each
+    position to, -1 where it returned none (a sequence's last token, padding, filler, layers without experts), or None
+    where it returned none at all. A per-sequence value (advantage, response length, keep) lives in `sequence` as [S]
+    arrays. A sequence without trajectory (`trajectory_index` -1) is filler so that all ranks run the same number of
+    micro-batches; its loss_mask is 0.
     """
 
     token_ids: np.ndarray

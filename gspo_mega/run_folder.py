@@ -175,7 +175,9 @@ class Attempt:
         return self.path / "config.resolved.yaml"
 
     def is_newest(self) -> bool:
-        """Whether no later start of the run was made: one whose supervisor lost the run to another must write nothing more."""
+        """Whether no later start of the run was made: one whose supervisor lost the run to another must write nothing
+        more.
+        """
         newest = self.run_folder.latest_attempt()
         return newest is None or newest.number <= self.number
 

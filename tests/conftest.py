@@ -9,7 +9,8 @@ import signal
 
 import pytest
 
-# A shell that runs the tests in the background lets them ignore SIGINT, `nohup` SIGHUP, and every process they start would inherit that.
+# A shell that runs the tests in the background lets them ignore SIGINT, `nohup` SIGHUP, and every process they start
+# would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

@@ -18,7 +18,9 @@ from gspo_mega.errors import DataError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="check_vectors", description="Replay a file of reference vectors through the objective.")
+    parser = argparse.ArgumentParser(
+        prog="check_vectors", description="Replay a file of reference vectors through the objective."
+    )
     parser.add_argument("file", type=Path, metavar="FILE", help="JSON file of vectors")
     file = parser.parse_args(arguments).file
     try:

@@ -40,7 +40,12 @@ class ProgressBar:
         unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
         amount = f"{100 * done // max(total, 1):3d}%  {done / size:.2f} of {total / size:.2f} {unit}"
         line = f"[{'#' * filled}{'.' * (30 - filled)}] {amount}  {name}"
-        print(f"\r\033[K{line[:150]}" if self._terminal else line, end="\n" if done >= total or not self._terminal else "", file=sys.stderr, flush=True)
+        print(
+            f"\r\033[K{line[:150]}" if self._terminal else line,
+            end="\n" if done >= total or not self._terminal else "",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def convert(name: str, text: str, into: Callable[..., None], arguments: list[str] | None) -> int:
@@ -49,8 +54,12 @@ def convert(name: str, text: str, into: Callable[..., None], arguments: list[str
     parser.add_argument("source", type=Path, metavar="CHECKPOINT", help="what to convert")
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder to make; it must not be there")
     add_described_by(parser)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="convert to this dtype (default: as it is, bit for bit)")
-    parser.add_argument("--file-bytes", type=int, default=FILE_BYTES, metavar="N", help=f"size of a file, about (default: {FILE_BYTES})")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="convert to this dtype (default: as it is, bit for bit)"
+    )
+    parser.add_argument(
+        "--file-bytes", type=int, default=FILE_BYTES, metavar="N", help=f"size of a file, about (default: {FILE_BYTES})"
+    )
     options = parser.parse_args(arguments)
 
     def run() -> int:
@@ -65,7 +74,10 @@ def convert(name: str, text: str, into: Callable[..., None], arguments: list[str
 
 def add_described_by(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--described-by", type=Path, metavar="HF_DIR", help="config.json and tokenizer, for a Megatron checkpoint that has none (a run's, say)"
+        "--described-by",
+        type=Path,
+        metavar="HF_DIR",
+        help="config.json and tokenizer, for a Megatron checkpoint that has none (a run's, say)",
     )
 
 

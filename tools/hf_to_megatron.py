@@ -15,7 +15,9 @@ from gspo_mega.checkpoint.convert import to_megatron
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return convert("hf_to_megatron", "Convert a Hugging Face folder to Megatron's torch_dist format.", to_megatron, arguments)
+    return convert(
+        "hf_to_megatron", "Convert a Hugging Face folder to Megatron's torch_dist format.", to_megatron, arguments
+    )
 
 
 if __name__ == "__main__":

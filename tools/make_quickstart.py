@@ -36,7 +36,9 @@ SHAPES = Path(__file__).resolve().parents[1] / "configs" / "models"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="make_quickstart", description="Make the quickstart's model, tokenizer and data.")
+    parser = argparse.ArgumentParser(
+        prog="make_quickstart", description="Make the quickstart's model, tokenizer and data."
+    )
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder to make; created if missing")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the problems (default: 1)")
     parser.add_argument("--num-train", type=int, default=40_000, help="train problems (default: 40000)")
@@ -47,8 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=out_dir) as making:
-            write_model(Path(making) / "model", SHAPES / f"quickstart_{'dense' if options.dense else 'moe'}.json", options.seed)
-            write_data(Path(making) / "data", {"train": options.num_train, "heldout": options.num_heldout}, options.seed)
+            write_model(
+                Path(making) / "model", SHAPES / f"quickstart_{'dense' if options.dense else 'moe'}.json", options.seed
+            )
+            write_data(
+                Path(making) / "data", {"train": options.num_train, "heldout": options.num_heldout}, options.seed
+            )
             install(Path(making), out_dir)
     except (GspoMegaError, OSError) as error:
         print(error, file=sys.stderr)
@@ -65,7 +71,9 @@ def write_model(folder: Path, shape: Path, seed: int) -> None:
     ends = {"eos_token_id": tokenizer.token_to_id(TURN_END), "pad_token_id": tokenizer.token_to_id(END_OF_TEXT)}
     config = json.loads(shape.read_text(encoding="utf-8")) | ends
     if config["vocab_size"] != tokenizer.get_vocab_size():
-        raise DataError(f"{shape}: vocab_size is {config['vocab_size']}; the tokenizer has {tokenizer.get_vocab_size()} tokens")
+        raise DataError(
+            f"{shape}: vocab_size is {config['vocab_size']}; the tokenizer has {tokenizer.get_vocab_size()} tokens"
+        )
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", ends)
     generator = torch.Generator().manual_seed(seed)
@@ -92,9 +100,13 @@ def write_data(folder: Path, num_problems: dict[Split, int], seed: int) -> None:
 
 
 def install(made: Path, out_dir: Path) -> None:
-    """Move files to where they belong, unless one with another content is there. Raises DataError, and moves nothing then."""
+    """Move files to where they belong, unless one with another content is there. Raises DataError, and moves nothing
+    then.
+    """
     names = [path.relative_to(made) for path in sorted(made.rglob("*")) if path.is_file()]
-    different = [str(out_dir / name) for name in names if (out_dir / name).exists() and not same(made / name, out_dir / name)]
+    different = [
+        str(out_dir / name) for name in names if (out_dir / name).exists() and not same(made / name, out_dir / name)
+    ]
     if different:
         raise DataError(
             f"already there with another content: {', '.join(different)}\n"

@@ -1,8 +1,9 @@
 """Convert a Megatron checkpoint to a Hugging Face folder: `python tools/megatron_to_hf.py CHECKPOINT_DIR OUT_DIR`.
 
 CHECKPOINT_DIR is what hf_to_megatron wrote, or a run's checkpoints/step_N with `--described-by` the Hugging Face folder
-that the run started from, or a bare torch_dist folder likewise; whatever layout saved it. Optimizer state stays behind. No GPU and
-no model are needed. The same command goes on where it was stopped. Exit code 0: complete; 2 and 6: it cannot be read or written.
+that the run started from, or a bare torch_dist folder likewise; whatever layout saved it. Optimizer state stays behind.
+No GPU and no model are needed. The same command goes on where it was stopped. Exit code 0: complete; 2 and 6: it cannot
+be read or written.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from gspo_mega.checkpoint.convert import to_huggingface
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return convert("megatron_to_hf", "Convert a Megatron torch_dist checkpoint to a Hugging Face folder.", to_huggingface, arguments)
+    return convert(
+        "megatron_to_hf",
+        "Convert a Megatron torch_dist checkpoint to a Hugging Face folder.",
+        to_huggingface,
+        arguments,
+    )
 
 
 if __name__ == "__main__":

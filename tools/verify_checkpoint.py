@@ -17,11 +17,15 @@ from gspo_mega.checkpoint.sources import open_checkpoint
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="verify_checkpoint", description="Compare two checkpoints of any two formats, bit for bit.")
+    parser = argparse.ArgumentParser(
+        prog="verify_checkpoint", description="Compare two checkpoints of any two formats, bit for bit."
+    )
     parser.add_argument("one", type=Path, metavar="A")
     parser.add_argument("other", type=Path, metavar="B")
     add_described_by(parser)
-    parser.add_argument("--most", type=int, default=10, metavar="N", help="stop after so many differences (default: 10)")
+    parser.add_argument(
+        "--most", type=int, default=10, metavar="N", help="stop after so many differences (default: 10)"
+    )
     options = parser.parse_args(arguments)
 
     def run() -> int:

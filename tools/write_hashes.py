@@ -1,8 +1,9 @@
 """Write the SHA-256 of every pinned package, for `pip install --require-hashes`: `python tools/write_hashes.py`.
 
-Asks pip which file it would install for each pin of launch/env/cpu.txt and cpu-no-deps.txt, on this machine and from the
-indexes that pip is set up with, and writes the files' hashes to launch/env/cpu-hashes.txt. Nothing is installed. A package that
-pip would take from somewhere else, another build of PyTorch say, has another hash: write the file again, there.
+Asks pip which file it would install for each pin of launch/env/cpu.txt and cpu-no-deps.txt, on this machine and from
+the indexes that pip is set up with, and writes the files' hashes to launch/env/cpu-hashes.txt. Nothing is installed. A
+package that pip would take from somewhere else, another build of PyTorch say, has another hash: write the file again,
+there.
 
 Words after `--` are pip's own, e.g. `-- --isolated`. Exit code 0: written; 1: pip failed, with its words.
 """
@@ -19,7 +20,8 @@ ENVIRONMENTS = Path(__file__).resolve().parents[1] / "launch" / "env"
 PINS = ("cpu.txt", "cpu-no-deps.txt")
 _HEAD = """\
 # Made by tools/write_hashes.py: the hashes of {pins}, as pip chose them for Python {python} on {platform}.
-# For those who want them checked, in an environment of their own (a build of PyTorch from another place has another hash):
+# For those who want them checked, in an environment of their own; a build of PyTorch from another place has
+# another hash:
 #
 #   pip install --no-deps --require-hashes -r launch/env/cpu-hashes.txt
 """
@@ -28,11 +30,23 @@ _HEAD = """\
 def main() -> int:
     parser = argparse.ArgumentParser(prog="write_hashes", description="Write the hashes of the pinned packages.")
     parser.add_argument("--out", type=Path, default=ENVIRONMENTS / "cpu-hashes.txt", metavar="FILE")
-    parser.add_argument("--pins", type=Path, action="append", metavar="FILE", help="requirements to hash, instead of the project's")
+    parser.add_argument(
+        "--pins", type=Path, action="append", metavar="FILE", help="requirements to hash, instead of the project's"
+    )
     parser.add_argument("pip", nargs="*", metavar="OPTION", help="pip's own options, after --")
     args = parser.parse_args()
     pins = args.pins or [ENVIRONMENTS / name for name in PINS]
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--dry-run",
+        "--ignore-installed",
+        "--no-deps",
+        "--quiet",
+    ]
     command += [word for file in pins for word in ("-r", str(file))] + ["--report", "-", *args.pip]
     asked = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if asked.returncode != 0:
@@ -40,7 +54,9 @@ def main() -> int:
     report = json.loads(asked.stdout)
     where = report["environment"]
     head = _HEAD.format(
-        pins=", ".join(file.name for file in pins), python=where["python_version"], platform=f"{where['sys_platform']} {where['platform_machine']}"
+        pins=", ".join(file.name for file in pins),
+        python=where["python_version"],
+        platform=f"{where['sys_platform']} {where['platform_machine']}",
     )
     args.out.write_text(head + "\n".join(sorted(map(_line, report["install"]), key=str.lower)) + "\n", encoding="utf-8")
     print(f"{args.out}: {len(report['install'])} packages")
@@ -49,7 +65,10 @@ def main() -> int:
 
 def _line(package: dict) -> str:
     described = package["metadata"]
-    return f"{described['name']}=={described['version']} --hash=sha256:{package['download_info']['archive_info']['hashes']['sha256']}"
+    return (
+        f"{described['name']}=={described['version']}"
+        f" --hash=sha256:{package['download_info']['archive_info']['hashes']['sha256']}"
+    )
 
 
 if __name__ == "__main__":

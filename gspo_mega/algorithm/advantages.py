@@ -16,10 +16,10 @@ def group_advantages(
     `rewards: [N]` finite; `group_ids: [N]`, any integers in any order, groups of any size. `std_ddof` 0 is the
     population standard deviation, 1 the sample's. `divide_by_std=False` leaves r_i - mean_g.
 
-    A group whose rewards are all equal has no signal: exactly 0, decided by comparing the rewards, because
-    (r - mean) / std of a rounding error is a number of size one. For the same reason rewards are equal that differ by
-    rounding alone, max r - min r <= 1024 eps max |r| with float64's eps = 2^-52 (`records.REWARD_TOLERANCE`): 0.1 + 0.2 and
-    0.3 are. Without signal is a group of at most `std_ddof` members, too.
+    A group whose rewards are all equal has no signal: exactly 0, decided by comparing the rewards, because (r - mean) /
+    std of a rounding error is a number of size one. For the same reason rewards are equal that differ by rounding
+    alone, max r - min r <= 1024 eps max |r| with float64's eps = 2^-52 (`records.REWARD_TOLERANCE`): 0.1 + 0.2 and 0.3
+    are. Without signal is a group of at most `std_ddof` members, too.
 
     Raises ValueError for a non-finite reward or shapes that differ.
     """

@@ -15,12 +15,25 @@ from gspo_mega.algorithm.objective import ObjectiveOutput
 from gspo_mega.algorithm.ratio import active_values, exp_minus_linear
 
 POLICY_SUMS = (
-    "objective", "num_tokens", "num_sequences", "num_kept_sequences",
-    "clipped_high_tokens", "clipped_low_tokens", "dual_clipped_tokens",
-    "clipped_high_sequences", "clipped_low_sequences", "dual_clipped_sequences",
-    "k1", "k2", "k3", "second_order_chi2",
-    "positive_mass", "positive_mass_clipped", "negative_mass", "negative_mass_clipped",
-)  # fmt: skip
+    "objective",
+    "num_tokens",
+    "num_sequences",
+    "num_kept_sequences",
+    "clipped_high_tokens",
+    "clipped_low_tokens",
+    "dual_clipped_tokens",
+    "clipped_high_sequences",
+    "clipped_low_sequences",
+    "dual_clipped_sequences",
+    "k1",
+    "k2",
+    "k3",
+    "second_order_chi2",
+    "positive_mass",
+    "positive_mass_clipped",
+    "negative_mass",
+    "negative_mass_clipped",
+)
 
 
 def policy_sums(

@@ -7,8 +7,8 @@ With d_it = log pi_ref(y_it) - log pi(y_it) at the active tokens of trajectory i
 and K = sum_i c_i w_i (1/L_i) sum_t k_it, with the c_i of the aggregation (`sequence_coefficients`) and the w_i of the
 mismatch correction, 0 for a rejected sequence, exactly as in J; the loss is -J + coefficient x K.
 
-The gradient flows through log pi(y_it) inside k_it and through nothing else: for k1 it is 1, whose expectation under the
-policy vanishes, so k1 measures and does not hold the policy back; for k2 it is -d; for k3 1 - exp(d).
+The gradient flows through log pi(y_it) inside k_it and through nothing else: for k1 it is 1, whose expectation under
+the policy vanishes, so k1 measures and does not hold the policy back; for k2 it is -d; for k3 1 - exp(d).
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ KL_SUMS = ("k", "num_tokens")
 @dataclass(frozen=True)
 class ReferenceKl:
     """`value`: this rank's share of K, 0-d float64 with gradient; summed over data- and context-parallel ranks it is K.
-    `sums` [len(KL_SUMS)] float64: sum of k_it and number of active tokens held here; divided, the KL per token in nats."""
+    `sums` [len(KL_SUMS)] float64: sum of k_it and number of active tokens held here; divided, the KL per token in nats.
+    """
 
     value: Tensor
     sums: Tensor
 
 
 def token_kl(estimator: Estimator, d: Tensor) -> Tensor:
-    """k of each d = log reference - log policy, elementwise, float64 nats. Raises ValueError for an unknown estimator."""
+    """k of each d = log reference - log policy, elementwise, float64 nats. Raises ValueError for an unknown
+    estimator.
+    """
     if estimator == "k1":
         return -d
     if estimator == "k2":

@@ -17,7 +17,17 @@ from gspo_mega.algorithm.ratio import active_values, exp_minus_linear, segment_s
 
 Correction = Literal["none", "truncate", "mask"]
 
-SUM_NAMES = ("tokens", "log_ratio", "log_ratio_squared", "k3", "abs_log_ratio", "second_order_chi2", "truncated_ratio", "truncated", "icepop_kept")
+SUM_NAMES = (
+    "tokens",
+    "log_ratio",
+    "log_ratio_squared",
+    "k3",
+    "abs_log_ratio",
+    "second_order_chi2",
+    "truncated_ratio",
+    "truncated",
+    "icepop_kept",
+)
 MAXIMUM_NAMES = ("abs_log_ratio", "abs_prob_difference", "negative_log_ratio")
 ICEPOP_BAND = (0.5, 5.0)
 
@@ -47,7 +57,9 @@ def sequence_mismatch_weights(mean_log_ratio: Tensor, mode: Correction, cap: flo
 
 
 def acted_on(mean_log_ratio: Tensor, mode: Correction, cap: float) -> Tensor:
-    """Which sequences the bound of `sequence_mismatch_weights` changes: weights cut to the cap, or sequences dropped. [S] bool."""
+    """Which sequences the bound of `sequence_mismatch_weights` changes: weights cut to the cap, or sequences dropped.
+    [S] bool.
+    """
     log_ratio, log_cap = mean_log_ratio.detach().double(), math.log(cap)
     if mode == "truncate":
         return log_ratio > log_cap
@@ -55,7 +67,12 @@ def acted_on(mean_log_ratio: Tensor, mode: Correction, cap: float) -> Tensor:
 
 
 def mismatch_sums(
-    trainer_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int, token_cap: float
+    trainer_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    num_sequences: int,
+    token_cap: float,
 ) -> tuple[Tensor, Tensor]:
     """What the metrics need of each sequence: sums [S, len(SUM_NAMES)] and maxima [S, len(MAXIMUM_NAMES)], float64.
 
@@ -77,9 +94,15 @@ def mismatch_sums(
         "truncated": (ratio > token_cap).double(),
         "icepop_kept": ((ratio >= ICEPOP_BAND[0]) & (ratio <= ICEPOP_BAND[1])).double(),
     }
-    sums = torch.stack([segment_sum(torch.where(active, columns[n], 0.0), segment_ids, num_sequences) for n in SUM_NAMES], dim=1)
+    sums = torch.stack(
+        [segment_sum(torch.where(active, columns[n], 0.0), segment_ids, num_sequences) for n in SUM_NAMES], dim=1
+    )
     trainer, rollout = active_values(trainer_log_probs.detach(), mask), active_values(rollout_log_probs.detach(), mask)
-    candidates = {"abs_log_ratio": d.abs(), "abs_prob_difference": (trainer.exp() - rollout.exp()).abs(), "negative_log_ratio": -d}
+    candidates = {
+        "abs_log_ratio": d.abs(),
+        "abs_prob_difference": (trainer.exp() - rollout.exp()).abs(),
+        "negative_log_ratio": -d,
+    }
     maxima = torch.full((num_sequences, len(MAXIMUM_NAMES)), -math.inf, dtype=torch.float64, device=d.device)
     for column, name in enumerate(MAXIMUM_NAMES):
         values = torch.where(active, candidates[name], -math.inf)
@@ -98,18 +121,31 @@ def effective_sample_fraction(log_weights: Tensor) -> float:
 def mismatch_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
     """Metrics of all sequences of a batch from `mismatch_sums` gathered over ranks: [N, ...] each.
 
-    Token means weigh tokens alike, sequence means sequences; sequences without active token count in neither.
-    `k1`, `k2`, `k3` estimate the KL per token; `chi2_*` are mean(w^2) - 1, `ess_*` the effective share of the
-    samples, for w the token ratio, the sequence's full product exp(sum d) (`sequence`) or its geometric mean
-    (`sequence_length_normalised`). `chi2_sequence_log1p` = log(1 + chi2_sequence) stays finite where that overflows. Without any active token: KLs 0, ratios and ESS 1.
+    Token means weigh tokens alike, sequence means sequences; sequences without active token count in neither. `k1`,
+    `k2`, `k3` estimate the KL per token; `chi2_*` are mean(w^2) - 1, `ess_*` the effective share of the samples, for w
+    the token ratio, the sequence's full product exp(sum d) (`sequence`) or its geometric mean
+    (`sequence_length_normalised`). `chi2_sequence_log1p` = log(1 + chi2_sequence) stays finite where that overflows.
+    Without any active token: KLs 0, ratios and ESS 1.
     """
     present = sums[:, 0] > 0
     by_name = dict(zip(SUM_NAMES, sums[present].double().T, strict=True))
     top = dict(zip(MAXIMUM_NAMES, maxima[present].double().T, strict=True))
     lengths = by_name["tokens"]
     if lengths.numel() == 0:
-        zero = ("k1", "k2", "k3", "abs_log_ratio_mean", "abs_log_ratio_max", "abs_prob_difference_max", "log_ppl_difference_mean", "chi2_token",
-                "chi2_sequence", "chi2_sequence_log1p", "chi2_sequence_length_normalised", "token_truncated_fraction")  # fmt: skip
+        zero = (
+            "k1",
+            "k2",
+            "k3",
+            "abs_log_ratio_mean",
+            "abs_log_ratio_max",
+            "abs_prob_difference_max",
+            "log_ppl_difference_mean",
+            "chi2_token",
+            "chi2_sequence",
+            "chi2_sequence_log1p",
+            "chi2_sequence_length_normalised",
+            "token_truncated_fraction",
+        )
         one = ("ppl_ratio_mean", "token_truncated_ratio_mean", "ess_token", "ess_sequence", "icepop_kept_fraction")
         return dict.fromkeys(zero, 0.0) | dict.fromkeys(one, 1.0)
     num_tokens = float(lengths.sum())

@@ -28,7 +28,11 @@ from gspo_mega.errors import NumericsError
 
 Ratio = Literal["sequence", "sequence_token", "token"]
 Aggregation = Literal[
-    "sequence_mean_token_mean", "token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm", "group_mean_token_mean"
+    "sequence_mean_token_mean",
+    "token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_norm",
+    "group_mean_token_mean",
 ]
 
 
@@ -113,7 +117,9 @@ class ClippedTerms:
     dual: Tensor
 
 
-def clipped_terms(settings: ObjectiveSettings, log_ratio: Tensor, decision: Tensor, advantages: Tensor, counts: Tensor) -> ClippedTerms:
+def clipped_terms(
+    settings: ObjectiveSettings, log_ratio: Tensor, decision: Tensor, advantages: Tensor, counts: Tensor
+) -> ClippedTerms:
     """The clipped surrogate of each unit; 0, with gradient 0 and no flag, where `counts` is False or A is 0.
 
     `log_ratio`: float64 nats, with gradient; `decision`: the same numbers without (log s_i of each token for
@@ -135,7 +141,9 @@ def clipped_terms(settings: ObjectiveSettings, log_ratio: Tensor, decision: Tens
     near_ratio, far_ratio = follows_ratio & ~far, follows_ratio & far
     excess = torch.where(near_ratio, torch.expm1(torch.where(near_ratio, log_ratio, 0.0)), excess)
     excess = torch.where(far_ratio, torch.exp(torch.where(far_ratio, log_ratio, 0.0)), excess)
-    return ClippedTerms(torch.where(positive | negative, advantages, 0.0), (~far_ratio).double(), excess, high, low, dual)
+    return ClippedTerms(
+        torch.where(positive | negative, advantages, 0.0), (~far_ratio).double(), excess, high, low, dual
+    )
 
 
 def sequence_coefficients(
@@ -150,7 +158,9 @@ def sequence_coefficients(
     tokens = lengths.double()
     present = (tokens > 0).double()
     if denominator < 0 or (denominator == 0 and bool(present.any())):
-        raise ValueError(f"denominator {denominator}: must be the positive global count of what the aggregation averages over")
+        raise ValueError(
+            f"denominator {denominator}: must be the positive global count of what the aggregation averages over"
+        )
     scale = present / (denominator or 1.0)  # a mini-batch without any active token has denominator 0 and objective 0
     if settings.aggregation in ("token_mean", "sequence_mean_token_sum"):
         return scale * tokens

@@ -24,8 +24,17 @@ AGGREGATIONS = {
     "group_mean_token_mean": "group_mean_token_mean",
 }
 DENOMINATOR_ALL = "__denom_all"
-EXPECTED_FIELDS = ("objective", "loss", "grad_objective_wrt_logp", "tokens_clipped_high", "tokens_clipped_low", "tokens_dual_clipped",
-                   "tokens_total", "clip_fraction_tokens", "seq_flags")  # fmt: skip
+EXPECTED_FIELDS = (
+    "objective",
+    "loss",
+    "grad_objective_wrt_logp",
+    "tokens_clipped_high",
+    "tokens_clipped_low",
+    "tokens_dual_clipped",
+    "tokens_total",
+    "clip_fraction_tokens",
+    "seq_flags",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,9 @@ class Combination:
 
 @dataclass(frozen=True)
 class VectorFile:
-    """`cases` and `mismatch_cases` as in the file with arrays decoded; `tolerances`: relative, by case-name prefix, "" for the rest."""
+    """`cases` and `mismatch_cases` as in the file with arrays decoded; `tolerances`: relative, by case-name prefix, ""
+    for the rest.
+    """
 
     cases: list[dict[str, Any]]
     mismatch_cases: list[dict[str, Any]]
@@ -207,14 +218,20 @@ def _checked_expected(key: str, entry: Any, inputs: dict[str, Any], lengths: lis
     combination = parse_combination(key)
     if not isinstance(entry, dict) or set(entry) != set(EXPECTED_FIELDS):
         raise DataError(f"expected {key!r} must have exactly {', '.join(EXPECTED_FIELDS)}")
-    if combination.algorithm in ("gspo", "gspo_rawseq") and inputs.get("advantages") is None and inputs.get("rewards") is None:
+    if (
+        combination.algorithm in ("gspo", "gspo_rawseq")
+        and inputs.get("advantages") is None
+        and inputs.get("rewards") is None
+    ):
         raise DataError(f"expected {key!r} needs `rewards` or `advantages`")
     if combination.dual:
         _number(inputs.get("dual_clip_c"), "dual_clip_c")
     if combination.aggregation == "sequence_mean_token_sum_norm":
         _number(inputs.get("norm_const"), "norm_const")
     for field in EXPECTED_FIELDS:
-        if field not in ("grad_objective_wrt_logp", "seq_flags") and math.isnan(_number(entry[field], f"expected {key!r}.{field}")):
+        if field not in ("grad_objective_wrt_logp", "seq_flags") and math.isnan(
+            _number(entry[field], f"expected {key!r}.{field}")
+        ):
             raise DataError(f"expected {key!r}.{field} is NaN: nothing equals it")
     return {**entry, "grad_objective_wrt_logp": _rows(entry, "grad_objective_wrt_logp", lengths)}
 

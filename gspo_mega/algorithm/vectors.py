@@ -59,7 +59,9 @@ def replay_file(path: Path) -> tuple[int, list[str]]:
 
 
 def agrees(got: float, expected: float, rtol: float, atol: float = 0.0) -> bool:
-    """True where both are the same infinity, or differ by at most rtol * |expected| + atol (1e-15 where 0 is expected)."""
+    """True where both are the same infinity, or differ by at most rtol * |expected| + atol (1e-15 where 0 is
+    expected).
+    """
     if got == expected:
         return True
     if not (math.isfinite(got) and math.isfinite(expected)):
@@ -87,7 +89,9 @@ class _Packed:
     def __init__(self, mask_rows: list[list[float]]) -> None:
         self.row_lengths = [len(row) for row in mask_rows]
         self.num_sequences = len(mask_rows)
-        self.segment_ids = torch.repeat_interleave(torch.arange(self.num_sequences), torch.tensor(self.row_lengths, dtype=torch.int64))
+        self.segment_ids = torch.repeat_interleave(
+            torch.arange(self.num_sequences), torch.tensor(self.row_lengths, dtype=torch.int64)
+        )
         self.mask = self.flat(mask_rows).bool()
         self.lengths = torch.tensor([sum(1 for m in row if m) for row in mask_rows], dtype=torch.int64)
 
@@ -111,7 +115,9 @@ def replay_case(case: dict[str, Any], rtol: float) -> Iterator[str]:
         output.objective_sum.backward()
         rounding = 1e-15 * output.sequence_terms.abs().sum().item()
         yield from compare(f"{key} objective", output.value.item(), expected["objective"], rtol, rounding)
-        yield from compare(f"{key} differentiated objective", output.objective_sum.item(), expected["objective"], rtol, rounding)
+        yield from compare(
+            f"{key} differentiated objective", output.objective_sum.item(), expected["objective"], rtol, rounding
+        )
         yield from compare(f"{key} loss", output.loss.item(), expected["loss"], rtol, rounding)
         yield from compare(f"{key} gradient", packed.rows(log_probs.grad), expected["grad_objective_wrt_logp"], rtol)
         wrong = list(_compare_flags(key, output, packed, advantages, expected, rtol))
@@ -134,7 +140,12 @@ def _advantages(inputs: dict[str, Any], num_sequences: int) -> Tensor:
 
 
 def _run(
-    combination: Combination, inputs: dict[str, Any], packed: _Packed, log_probs: Tensor, advantages: Tensor, keep: Tensor | None
+    combination: Combination,
+    inputs: dict[str, Any],
+    packed: _Packed,
+    log_probs: Tensor,
+    advantages: Tensor,
+    keep: Tensor | None,
 ) -> ObjectiveOutput:
     clip = inputs["clip"]["grpo" if combination.algorithm == "grpo" else "gspo"]
     settings = ObjectiveSettings(
@@ -176,7 +187,9 @@ def _run(
 
 
 def _sums(output: ObjectiveOutput, packed: _Packed, advantages: Tensor) -> Tensor:
-    return policy_sums(output, mask=packed.mask, segment_ids=packed.segment_ids, lengths=packed.lengths, advantages=advantages)
+    return policy_sums(
+        output, mask=packed.mask, segment_ids=packed.segment_ids, lengths=packed.lengths, advantages=advantages
+    )
 
 
 def _compare_flags(
@@ -184,17 +197,29 @@ def _compare_flags(
 ) -> Iterator[str]:
     sums = _sums(output, packed, advantages)
     total = dict(zip(POLICY_SUMS, sums.tolist(), strict=True))
-    for name, field in (("clipped_high", "tokens_clipped_high"), ("clipped_low", "tokens_clipped_low"), ("dual_clipped", "tokens_dual_clipped")):
+    for name, field in (
+        ("clipped_high", "tokens_clipped_high"),
+        ("clipped_low", "tokens_clipped_low"),
+        ("dual_clipped", "tokens_dual_clipped"),
+    ):
         yield from compare(f"{key} {field}", total[f"{name}_tokens"], expected[field], rtol)
     yield from compare(f"{key} tokens_total", total["num_tokens"], expected["tokens_total"], rtol)
-    yield from compare(f"{key} clip_fraction_tokens", policy_metrics(sums)["token_clip_fraction"], expected["clip_fraction_tokens"], rtol)
+    yield from compare(
+        f"{key} clip_fraction_tokens",
+        policy_metrics(sums)["token_clip_fraction"],
+        expected["clip_fraction_tokens"],
+        rtol,
+    )
     got: dict[str, set[str]] = {}
     for kind, flags in (("high", output.clipped_high), ("low", output.clipped_low), ("dual", output.dual_clipped)):
         rows = packed.segment_ids[flags] if output.flags_are_per_token else flags.nonzero()[:, 0]
         for row in rows.tolist():
             got.setdefault(str(row), set()).add(kind)
     if got != {row: set(str(kinds).split("+")) for row, kinds in expected["seq_flags"].items()}:
-        yield f"{key} seq_flags is { {row: '+'.join(sorted(kinds)) for row, kinds in got.items()} }, expected {expected['seq_flags']}"
+        yield (
+            f"{key} seq_flags is { {row: '+'.join(sorted(kinds)) for row, kinds in got.items()} }, expected"
+            f" {expected['seq_flags']}"
+        )
 
 
 def _compare_diagnostics(case: dict[str, Any], packed: _Packed, advantages: Tensor, rtol: float) -> Iterator[str]:
@@ -235,7 +260,12 @@ def replay_mismatch_case(case: dict[str, Any], rtol: float) -> Iterator[str]:
     packed = _Packed(inputs["mask"])
     cap, (geo_low, geo_high) = inputs["tis_cap"], inputs["geo_band"]
     sums, maxima = mismatch_sums(
-        packed.flat(inputs["train_logp"]), packed.flat(inputs["rollout_logp"]), packed.mask, packed.segment_ids, packed.num_sequences, cap
+        packed.flat(inputs["train_logp"]),
+        packed.flat(inputs["rollout_logp"]),
+        packed.mask,
+        packed.segment_ids,
+        packed.num_sequences,
+        cap,
     )
     metrics = mismatch_metrics(sums, maxima)
     mean_log_ratio = sequence_mean_log_ratio(sums)

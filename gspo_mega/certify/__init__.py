@@ -1,4 +1,5 @@
-"""`gspo-mega certify`: one recorded batch and one checkpoint led through many layouts, which must give the same numbers.
+"""`gspo-mega certify`: one recorded batch and one checkpoint led through many layouts, which must give the same
+numbers.
 
 `cases.py` says what runs, `program.py` starts ranks for it, `ranks.py` leads them through the cases, `batch.py` is the
 recorded batch, `measure.py` what is measured, `compare.py` how far it is from the reference, `table.py` the report.

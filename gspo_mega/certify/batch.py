@@ -54,7 +54,9 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
         rows = order[index : index + size]
         index += size
         longest = num_trajectories - 1 in rows
-        num_prompt_tokens = config.data.max_prompt_tokens if longest else int(rng.integers(1, config.data.max_prompt_tokens + 1))
+        num_prompt_tokens = (
+            config.data.max_prompt_tokens if longest else int(rng.integers(1, config.data.max_prompt_tokens + 1))
+        )
         prompt_tokens = tuple(tokens(0, group_id, draws.prompts[group_id], num_prompt_tokens))
         prompt = Prompt(f"recorded:{group_id}", "recorded", prompt_tokens, "")
         members = []
@@ -67,12 +69,17 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
                 mask[length // 3 : length // 3 + max(1, length // 8)] = 0
             members.append(
                 Trajectory(
-                    trajectory_id=f"recorded:{group_id}:{row}", group_id=group_id, prompt=prompt,
-                    response_token_ids=tokens(1, place, draws.responses[place], length), response_mask=mask.tolist(),
-                    rollout_log_probs=[0.0] * length, weight_versions=[0] * length, finish_reason="length",
+                    trajectory_id=f"recorded:{group_id}:{row}",
+                    group_id=group_id,
+                    prompt=prompt,
+                    response_token_ids=tokens(1, place, draws.responses[place], length),
+                    response_mask=mask.tolist(),
+                    rollout_log_probs=[0.0] * length,
+                    weight_versions=[0] * length,
+                    finish_reason="length",
                     reward=float(rng.normal()),
                 )
-            )  # fmt: skip
+            )
         groups.append(Group(group_id, prompt, members))
     batch = RolloutBatch(0, groups)
     fill_advantages(batch, config, 0)
@@ -98,12 +105,14 @@ def redraw(batch: RolloutBatch, unwanted: Sequence[np.ndarray], draws: Draws) ->
     return bool(prompts or responses)
 
 
-def old_log_probs(batch: RolloutBatch, log_probs: Sequence[np.ndarray], config: Config, on_edges: bool = False) -> list[np.ndarray]:
+def old_log_probs(
+    batch: RolloutBatch, log_probs: Sequence[np.ndarray], config: Config, on_edges: bool = False
+) -> list[np.ndarray]:
     """What is recorded as sampled, [R] float32 a trajectory, so that the policy with `log_probs` has known ratios.
 
     log s_i = mean over active tokens of log_probs - recorded is, in turn, well inside the clip range, above it, inside,
-    below it. With `on_edges` it is the upper or the lower edge itself, where rounding decides. Single tokens differ from
-    the mean by as much as a clip width.
+    below it. With `on_edges` it is the upper or the lower edge itself, where rounding decides. Single tokens differ
+    from the mean by as much as a clip width.
     """
     low, high = -np.log1p(-config.objective.clip_low), np.log1p(config.objective.clip_high)
     rng = np.random.default_rng((config.run.seed, 8))

@@ -1,6 +1,7 @@
 """What `gspo-mega certify` runs: the cases of a configuration, each a configuration of its own.
 
-Owns the step from a case's `set` to a loaded configuration and its reason to be refused. Starts nothing, imports no torch.
+Owns the step from a case's `set` to a loaded configuration and its reason to be refused. Starts nothing, imports no
+torch.
 """
 
 from __future__ import annotations
@@ -21,12 +22,25 @@ from gspo_mega.plan import plan_run
 RESULTS_FILE = "cases.jsonl"
 # Every case starts from one rank of everything; the file's own sizes are one more case.
 _ONE_RANK = {
-    "cluster.num_nodes": 1, "cluster.num_rollout_nodes": 0, "cluster.ranks_per_node": 1, "parallel.tensor": 1, "parallel.pipeline": 1,
-    "parallel.virtual_pipeline": None, "parallel.context": 1, "parallel.expert": 1, "parallel.expert_tensor": 1,
-}  # fmt: skip
-# One mini-batch, whose old log-probs are the recorded ones. Adam divides by |gradient| + eps: with an eps near the rounding
-# of a gradient, weights would compare the rounding of elements that have no gradient to speak of.
-_MEASURED = {"batch.num_mini_batches": 1, "old_log_probs": "rollout", "optimizer.eps": 1e-6, "kl.coefficient": 0.0, "moe.routing_replay": "none"}  # fmt: skip
+    "cluster.num_nodes": 1,
+    "cluster.num_rollout_nodes": 0,
+    "cluster.ranks_per_node": 1,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.virtual_pipeline": None,
+    "parallel.context": 1,
+    "parallel.expert": 1,
+    "parallel.expert_tensor": 1,
+}
+# One mini-batch, whose old log-probs are the recorded ones. Adam divides by |gradient| + eps: with an eps near the
+# rounding of a gradient, weights would compare the rounding of elements that have no gradient to speak of.
+_MEASURED = {
+    "batch.num_mini_batches": 1,
+    "old_log_probs": "rollout",
+    "optimizer.eps": 1e-6,
+    "kl.coefficient": 0.0,
+    "moe.routing_replay": "none",
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,10 @@ def resolve_cases(
     names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"{loaded.where('certify.cases')}: certify.cases: {names.count(name)} cases are named {name!r}; names must differ")
+            raise ConfigError(
+                f"{loaded.where('certify.cases')}: certify.cases: {names.count(name)} cases are named {name!r}; names"
+                " must differ"
+            )
     if taken := [name for name in names if name.startswith(certify.reference.name)]:
         raise ConfigError(
             f"{loaded.where('certify.cases')}: certify.cases: {taken[0]!r} begins like the reference's name "
@@ -98,8 +115,13 @@ def resolve_cases(
     return references, cases
 
 
-def _resolve(loaded: LoadedConfig, overrides: Sequence[str], spec: CertifyCase, device: Literal["cpu", "gpu"] | None) -> Case:
-    model, precision = spec.set.get("model.path", loaded.config.model.path), spec.set.get("precision", loaded.config.precision)
+def _resolve(
+    loaded: LoadedConfig, overrides: Sequence[str], spec: CertifyCase, device: Literal["cpu", "gpu"] | None
+) -> Case:
+    model, precision = (
+        spec.set.get("model.path", loaded.config.model.path),
+        spec.set.get("precision", loaded.config.precision),
+    )
     try:
         plan_run(case_config(loaded.path, spec, overrides), device)
     except GspoMegaError as error:
@@ -108,7 +130,9 @@ def _resolve(loaded: LoadedConfig, overrides: Sequence[str], spec: CertifyCase, 
 
 
 def starts(cases: Sequence[Case], cases_a_start: int) -> Iterator[list[Case]]:
-    """Cases in the order they are run: those of as many ranks together, at most `cases_a_start` to one start of ranks."""
+    """Cases in the order they are run: those of as many ranks together, at most `cases_a_start` to one start of
+    ranks.
+    """
     by_ranks: dict[int, list[Case]] = {}
     for case in cases:
         by_ranks.setdefault(case.spec.ranks, []).append(case)

@@ -18,7 +18,6 @@ from gspo_mega.certify.routes import num_route_flips
 from gspo_mega.run_folder import atomic_write_json, read_json
 from gspo_mega.weights.hf_folder import HuggingFaceFolder
 
-
 NumbersOrEdges = TypeVar("NumbersOrEdges", Numbers, Edges)
 
 
@@ -35,7 +34,8 @@ class Tolerance:
 
 TOLERANCES = {
     "fp32": Tolerance(log_prob=1e-5, loss=1e-5, gradient=1e-5, weights=1e-4),
-    # 8 bits: a rounding of 2^-9 a product, and weights that are exported rounded after an update not much larger than that.
+    # 8 bits: a rounding of 2^-9 a product, and weights that are exported rounded after an update not much larger than
+    # that.
     "bf16": Tolerance(log_prob=1e-1, loss=1e-3, gradient=1e-1, weights=5e-1),
     # Not yet measured on a GPU.
     "fp8": Tolerance(log_prob=5e-1, loss=1e-2, gradient=3e-1, weights=8e-1),
@@ -119,7 +119,9 @@ class Comparison:
             self.gradient.note(_relative(_norm(tensor.cpu().numpy() - want), _norm(want)), name)
 
     def take_weights(self, tensors: Tensors, start: HuggingFaceFolder) -> None:
-        """Of the whole update: Adam divides by |gradient|, so one tensor of tiny gradients shows their rounding alone."""
+        """Of the whole update: Adam divides by |gradient|, so one tensor of tiny gradients shows their rounding
+        alone.
+        """
         worst = Difference()
         for name, tensor in tensors:
             want = self.reference.tensor("weights", name)
@@ -143,7 +145,9 @@ class Comparison:
         mass = want.sums["positive_mass"] + want.sums["negative_mass"]
         loss.note(abs(numbers.sums["objective"] - want.sums["objective"]) / mass, "objective")
         differences = dict(log_prob=log_prob, loss=loss, gradient=self.gradient, weights=self.weights)
-        return {name: asdict(difference) if difference is not None else None for name, difference in differences.items()} | {
+        return {
+            name: asdict(difference) if difference is not None else None for name, difference in differences.items()
+        } | {
             "num_clip_flips": num_clip_flips(numbers.log_s, want.log_s, self.edges),
             "num_route_flips": num_route_flips(numbers.routes, want.routes),
         }
@@ -160,7 +164,9 @@ class Comparison:
 def outside(result: dict[str, Any], tolerance: Tolerance) -> list[str]:
     """The kinds of number that are further off than allowed. A NaN is."""
     kinds = ("log_prob", "loss", "gradient", "weights")
-    return [kind for kind in kinds if result[kind] is not None and not result[kind]["value"] <= getattr(tolerance, kind)]
+    return [
+        kind for kind in kinds if result[kind] is not None and not result[kind]["value"] <= getattr(tolerance, kind)
+    ]
 
 
 def num_clip_flips(log_s: np.ndarray, want: np.ndarray, edges: tuple[float, float]) -> int:

@@ -45,7 +45,9 @@ class Numbers:
 
 @dataclass
 class Edges:
-    """Decisions where rounding decides: `log_s` [n] float64, each on a clip edge of its sequence; `routes` of tied routers."""
+    """Decisions where rounding decides: `log_s` [n] float64, each on a clip edge of its sequence; `routes` of tied
+    routers.
+    """
 
     log_s: np.ndarray
     routes: np.ndarray | None
@@ -70,18 +72,25 @@ class Measurement:
         return self._gather(mine.micro_batches, self.engine.old_pass(mine.micro_batches))
 
     def run(
-        self, recorded: np.ndarray, settings: ObjectiveSettings, num_steps: int,
-        take_gradient: Callable[[Tensors], None], take_weights: Callable[[Tensors], None],
-    ) -> Numbers:  # fmt: skip
+        self,
+        recorded: np.ndarray,
+        settings: ObjectiveSettings,
+        num_steps: int,
+        take_gradient: Callable[[Tensors], None],
+        take_weights: Callable[[Tensors], None],
+    ) -> Numbers:
         """All numbers with the recorded old log-probs [sum R]. `take_*` are given every Hugging Face tensor of the
-        gradient, and of the weights after `num_steps` optimizer steps (unless 0), on rank 0; elsewhere an empty stream."""
+        gradient, and of the weights after `num_steps` optimizer steps (unless 0), on rank 0; elsewhere an empty stream.
+        """
         engine = self.engine
         set_old_log_probs(self.batch, recorded)
         mine = self.shard()
         old = engine.old_pass(mine.micro_batches)
         report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old)
         complete_gradients(engine.wrapped)
-        take_gradient(PolicyTensors(engine.spec, engine.groups, engine.chunks, values=lambda p: p.main_grad).stream(torch.float32))
+        take_gradient(
+            PolicyTensors(engine.spec, engine.groups, engine.chunks, values=lambda p: p.main_grad).stream(torch.float32)
+        )
         grad_norms = []
         for _ in range(num_steps):
             result, _ = engine.train_mini_batch(mine.micro_batches, settings, mine.denominator, None)
@@ -103,7 +112,9 @@ class Measurement:
         mine = self.shard()
         old = engine.old_pass(mine.micro_batches)
         report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old)
-        return Edges(self._sequence_log_ratios(report), gather_routes(engine, self.batch, mine.micro_batches, old.routes))
+        return Edges(
+            self._sequence_log_ratios(report), gather_routes(engine, self.batch, mine.micro_batches, old.routes)
+        )
 
     # --- from the ranks' parts to the whole -----------------------------------------------------------------
 
@@ -114,7 +125,9 @@ class Measurement:
         groups = self.engine.groups
         if groups.reports:
             for micro_batch, part in zip(micro_batches, old.micro_batches, strict=True):
-                held = local_rows(torch.from_numpy(micro_batch.cu_seqlens), groups.context.size, groups.context.rank).numpy()
+                held = local_rows(
+                    torch.from_numpy(micro_batch.cu_seqlens), groups.context.size, groups.context.rank
+                ).numpy()
                 values = np.zeros(micro_batch.num_tokens)
                 values[held[micro_batch.loss_mask[held] > 0]] = part.log_probs.double().cpu().numpy()
                 for row, tokens in response_values(micro_batch, values).items():

@@ -11,7 +11,9 @@ from gspo_mega.plan.layout import Layout
 _UNEVEN_PACK_SEQUENCES = 3
 
 
-def packing(kind: str, num_trajectories: int, config: Config, layout: Layout, planned: list[RankPlan]) -> list[RankPlan]:
+def packing(
+    kind: str, num_trajectories: int, config: Config, layout: Layout, planned: list[RankPlan]
+) -> list[RankPlan]:
     """The plans of all data-parallel ranks for one mini-batch in the packing `kind` (`certify.cases[].packing`).
 
     `planned`: those of training. All ranks get equally many packs, empty ones (filler) where sequences run out.

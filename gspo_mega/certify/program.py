@@ -22,13 +22,20 @@ from gspo_mega.weights.random_folder import make_random_folder
 
 # The start's own configuration needs a layout that fits any model; each case brings its own.
 _ONE_OF_EACH = (
-    "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1", "parallel.expert=1", "parallel.expert_tensor=1",
+    "parallel.tensor=1",
+    "parallel.pipeline=1",
+    "parallel.context=1",
+    "parallel.expert=1",
+    "parallel.expert_tensor=1",
     "parallel.virtual_pipeline=null",
-)  # fmt: skip
+)
 
 
 def certify(
-    loaded: LoadedConfig, overrides: Sequence[str], say: Callable[[str], None], worker_command: Sequence[str] = WORKER_COMMAND
+    loaded: LoadedConfig,
+    overrides: Sequence[str],
+    say: Callable[[str], None],
+    worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> int:
     """Run the cases of `loaded` (read with `overrides`) and show the table. Returns 0 when every case holds, 1 when one
     does not, 130 when stopped. `worker_command`: what a rank is, before its own arguments.
@@ -40,7 +47,10 @@ def certify(
     folder = RunFolder(Path(config.run.dir) / f"{config.run.name}-certify")
     references, cases = resolve_cases(loaded, overrides, device_here())
     runnable = [case for case in cases if case.refusal is None]
-    say(f"certify  {len(cases)} case{'s' if len(cases) > 1 else ''}, {len(cases) - len(runnable)} refused before they start; run folder {folder.path}")
+    say(
+        f"certify  {len(cases)} case{'s' if len(cases) > 1 else ''}, {len(cases) - len(runnable)} refused before they"
+        f" start; run folder {folder.path}"
+    )
     found: dict[str, dict[str, Any]] = {}
     errors: dict[str, str] = {}
     for group in (references, runnable):
@@ -56,7 +66,10 @@ def certify(
     rows = [_row(case, found.get(case.name), errors.get(case.name, "")) for case in cases]
     say("\n" + render_table(rows))
     passed = sum(row.passed for row in rows)
-    say(f"\n{passed} of {len(rows)} cases hold" + ("" if passed == len(rows) else "; the others are FAIL, FAILED, REFUSED or NOT REFUSED above"))
+    say(
+        f"\n{passed} of {len(rows)} cases hold"
+        + ("" if passed == len(rows) else "; the others are FAIL, FAILED, REFUSED or NOT REFUSED above")
+    )
     return 0 if passed == len(rows) else 1
 
 
@@ -68,21 +81,36 @@ def _row(case: Case, result: dict[str, Any] | None, error: str) -> Row:
 
 
 def _start(
-    loaded: LoadedConfig, overrides: Sequence[str], folder: RunFolder, together: list[Case],
-    found: dict[str, dict[str, Any]], errors: dict[str, str], say: Callable[[str], None], worker_command: Sequence[str],
-) -> int:  # fmt: skip
+    loaded: LoadedConfig,
+    overrides: Sequence[str],
+    folder: RunFolder,
+    together: list[Case],
+    found: dict[str, dict[str, Any]],
+    errors: dict[str, str],
+    say: Callable[[str], None],
+    worker_command: Sequence[str],
+) -> int:
     """Lead ranks through some cases; after a case that fails, through the rest with new ones."""
     left = list(together)
     while left:
         specs = [_with_weights(case.spec, case.model, folder, loaded.config.run.seed) for case in left]
         listed = json.dumps([spec.model_dump() for spec in specs])
         first = case_config(loaded.path, specs[0], overrides)
-        base = [*overrides, f"run.name={folder.path.name}", "cluster.num_nodes=1", "cluster.num_rollout_nodes=0", f"cluster.ranks_per_node={specs[0].ranks}", f"certify.cases={listed}"]
+        base = [
+            *overrides,
+            f"run.name={folder.path.name}",
+            "cluster.num_nodes=1",
+            "cluster.num_rollout_nodes=0",
+            f"cluster.ranks_per_node={specs[0].ranks}",
+            f"certify.cases={listed}",
+        ]
         base += [f"model.path={json.dumps(first.config.model.path)}", *_ONE_OF_EACH]
         failure = ""
         before = folder.latest_attempt()
         try:
-            code = launch(load_config(loaded.path, base, "certify"), "certify", lambda line: None, worker_command=worker_command)
+            code = launch(
+                load_config(loaded.path, base, "certify"), "certify", lambda line: None, worker_command=worker_command
+            )
             if code == 130:
                 return code
         except RankError as error:

@@ -1,7 +1,8 @@
 """A rank of `gspo-mega certify`: led through its start's cases in one living process.
 
 The cases are `certify.cases` of the run's configuration; references come first in the run and leave their numbers in
-the run folder, where the other cases find them. Rank 0 appends a line to `cases.jsonl` of the attempt for each case done.
+the run folder, where the other cases find them. Rank 0 appends a line to `cases.jsonl` of the attempt for each case
+done.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def run_certify(context: WorkerContext) -> dict[str, Any] | None:
         started = time.monotonic()
         config = case_config(RunFolder(context.run_dir).config_file, case).config
         folder = context.run_dir / "reference" / folder_name(config.model.path)
-        result = _run_case(context, config, case, Reference(folder), is_reference=case.name.startswith(certify.reference.name))
+        result = _run_case(
+            context, config, case, Reference(folder), is_reference=case.name.startswith(certify.reference.name)
+        )
         if context.rank == 0:
             line = {"name": case.name, "seconds": time.monotonic() - started, **result}
             with (context.attempt_dir / RESULTS_FILE).open("a", encoding="utf-8") as results:
@@ -54,19 +57,28 @@ def run_certify(context: WorkerContext) -> dict[str, Any] | None:
     return {"num_cases": len(certify.cases)} if context.rank == 0 else None
 
 
-def _run_case(context: WorkerContext, config: Config, case: CertifyCase, reference: Reference, is_reference: bool) -> dict[str, Any]:
+def _run_case(
+    context: WorkerContext, config: Config, case: CertifyCase, reference: Reference, is_reference: bool
+) -> dict[str, Any]:
     parallel = config.parallel
     spec = read_model_spec(config.model.path)
     layout = resolve_layout(config, spec)
     groups = create_groups(
-        tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, context=parallel.context,
-        expert=parallel.expert, expert_tensor=parallel.expert_tensor, seed=config.run.seed,
-    )  # fmt: skip
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        seed=config.run.seed,
+    )
     try:
         engine = PolicyEngine(config, spec, groups, num_optimizer_steps=config.certify.num_steps)
         _load(engine, config)
         if is_reference:
-            result = _record(Measurement(engine, config, layout, recorded_batch(config, spec.vocab_size), case.packing), reference)
+            result = _record(
+                Measurement(engine, config, layout, recorded_batch(config, spec.vocab_size), case.packing), reference
+            )
         else:
             batch = recorded_batch(config, spec.vocab_size, Draws(**read_json(reference.draws_file)))
             result = _compare(Measurement(engine, config, layout, batch, case.packing), reference)
@@ -95,15 +107,22 @@ def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
         _set_routes(measurement, reference)
     with HuggingFaceFolder(config.model.path) as start:
         numbers = measurement.run(
-            np.load(reference.recorded_file), settings, 0 if replayed else config.certify.num_steps,
-            comparison.take_gradient, lambda tensors: comparison.take_weights(tensors, start),
-        )  # fmt: skip
-    result = comparison.result(numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories])
+            np.load(reference.recorded_file),
+            settings,
+            0 if replayed else config.certify.num_steps,
+            comparison.take_gradient,
+            lambda tensors: comparison.take_weights(tensors, start),
+        )
+    result = comparison.result(
+        numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories]
+    )
     result["outside"] = outside(result, TOLERANCES[config.precision])
     if config.certify.edges:
         _load(engine, config)
         tie_routers(engine)
-        result["edges"] = comparison.flips_on_edges(measurement.on_edges(np.load(reference.recorded_on_edges_file), settings))
+        result["edges"] = comparison.flips_on_edges(
+            measurement.on_edges(np.load(reference.recorded_on_edges_file), settings)
+        )
     return result
 
 
@@ -136,9 +155,12 @@ def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
         atomic_write_json(reference.draws_file, asdict(draws))
     old = recorded(on_edges=False)
     numbers = measurement.run(
-        old, settings, config.certify.num_steps,
-        lambda tensors: reference.save_tensors("gradient", tensors), lambda tensors: reference.save_tensors("weights", tensors),
-    )  # fmt: skip
+        old,
+        settings,
+        config.certify.num_steps,
+        lambda tensors: reference.save_tensors("gradient", tensors),
+        lambda tensors: reference.save_tensors("weights", tensors),
+    )
     if is_lead:
         np.save(reference.recorded_file, old)
         reference.save("numbers", numbers)
@@ -155,8 +177,10 @@ def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
 
 
 def _keep_from_ties(measurement: Measurement) -> tuple[Draws, float | None]:
-    """Draw tokens anew until no route is near a tie, so that rounding cannot change one. Returns the draws and the smallest
-    gap of two scores at the edge, None where it is not known: without experts, or when the reference has several ranks."""
+    """Draw tokens anew until no route is near a tie, so that rounding cannot change one. Returns the draws and the
+    smallest gap of two scores at the edge, None where it is not known: without experts, or when the reference has
+    several ranks.
+    """
     engine, config = measurement.engine, measurement.config
     draws, margin = Draws.first(config), None
     if engine.spec.moe is None or engine.groups.world.size > 1:
@@ -182,7 +206,10 @@ def _describe(numbers: Numbers, measurement: Measurement) -> dict[str, Any]:
         "num_trajectories": len(trajectories),
         "num_tokens": sum(t.num_tokens for t in trajectories),
         "group_sizes": sorted({len(g.trajectories) for g in measurement.batch.groups}),
-        "response_lengths": [min(t.num_response_tokens for t in trajectories), max(t.num_response_tokens for t in trajectories)],
+        "response_lengths": [
+            min(t.num_response_tokens for t in trajectories),
+            max(t.num_response_tokens for t in trajectories),
+        ],
         "num_fully_masked": int((~active).sum()),
         "num_clipped_high": round(numbers.sums["clipped_high_sequences"]),
         "num_clipped_low": round(numbers.sums["clipped_low_sequences"]),

@@ -14,10 +14,13 @@ from gspo_mega.records import MicroBatch, RolloutBatch
 _TIE = 1e-7
 
 
-def gather_routes(engine: PolicyEngine, batch: RolloutBatch, micro_batches: list[MicroBatch], routes: list[Routes]) -> np.ndarray | None:
-    """[sum of prompt + response - 1, layers, k] int64: the experts of each token that a prediction depends on, sorted by
-    expert; -1 where no log-prob of the batch does. None for a model without experts, or whose routes are replayed and so
-    not recorded. Collective over all ranks."""
+def gather_routes(
+    engine: PolicyEngine, batch: RolloutBatch, micro_batches: list[MicroBatch], routes: list[Routes]
+) -> np.ndarray | None:
+    """[sum of prompt + response - 1, layers, k] int64: the experts of each token that a prediction depends on, sorted
+    by expert; -1 where no log-prob of the batch does. None for a model without experts, or whose routes are replayed
+    and so not recorded. Collective over all ranks.
+    """
     if engine.spec.moe is None or engine.config.moe.routing_replay == "R3":
         return None
     lengths = [t.num_tokens - 1 for t in batch.trajectories]
@@ -30,7 +33,9 @@ def gather_routes(engine: PolicyEngine, batch: RolloutBatch, micro_batches: list
         places = _places(micro_batch, starts)[engine.routers.rows(micro_batch).numpy()]
         rows = np.flatnonzero(compared & (places >= 0))
         for layer, experts in recorded.items():
-            whole[torch.from_numpy(places[rows]), layer] = experts.long().cpu()[torch.from_numpy(rows)].sort(dim=1).values + 1
+            whole[torch.from_numpy(places[rows]), layer] = (
+                experts.long().cpu()[torch.from_numpy(rows)].sort(dim=1).values + 1
+            )
     dist.all_reduce(whole, group=engine.groups.host.group)
     return whole.numpy() - 1
 
@@ -52,8 +57,9 @@ def num_route_flips(routes: np.ndarray | None, want: np.ndarray | None) -> int:
 
 @torch.no_grad()
 def tie_routers(engine: PolicyEngine) -> None:
-    """Make the routers' rows alike, but for the rounding of a score, in groups of one more than a token goes to: which of
-    the best group is left out is then for rounding to decide."""
+    """Make the routers' rows alike, but for the rounding of a score, in groups of one more than a token goes to: which
+    of the best group is left out is then for rounding to decide.
+    """
     if engine.spec.moe is None:
         return
     group = engine.spec.moe.experts_per_token + 1

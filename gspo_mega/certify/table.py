@@ -14,16 +14,26 @@ _HEADINGS = ("log-prob", "loss", "gradient", "weights")
 
 
 _LEGEND = (
-    "log-prob: nats a token; loss: of mean |s A|; gradient: relative L2, of the tensor where it is largest; weights: of the update.",
-    "flips: sequences clipped otherwise than in the reference, tokens (times layers) that go to other experts. on edges: the same",
-    "in a second batch, whose ratios and routers were put on the edge on purpose: there rounding decides; it is counted, not judged.",
+    (
+        "log-prob: nats a token; loss: of mean |s A|; gradient: relative L2, of the tensor where it is largest;"
+        " weights: of the update."
+    ),
+    (
+        "flips: sequences clipped otherwise than in the reference, tokens (times layers) that go to other experts. on"
+        " edges: the same"
+    ),
+    (
+        "in a second batch, whose ratios and routers were put on the edge on purpose: there rounding decides; it is"
+        " counted, not judged."
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case and what came of it. `result`: of `Comparison.result`, None when there is none; `failed`: kinds outside the
-    tolerance; `error`: why there is no result."""
+    """A case and what came of it. `result`: of `Comparison.result`, None when there is none; `failed`: kinds outside
+    the tolerance; `error`: why there is no result.
+    """
 
     case: Case
     result: dict[str, Any] | None
@@ -41,11 +51,16 @@ def render_batch(name: str, batch: dict[str, Any]) -> str:
     """One line about a reference's recorded batch."""
     low, high = batch["response_lengths"]
     return (
-        f"{name}: {batch['num_trajectories']} trajectories, {batch['num_tokens']} tokens, groups of {' and '.join(map(str, batch['group_sizes']))}, "
-        f"responses of {low} to {high}, {batch['num_fully_masked']} fully masked; {batch['num_clipped_high']} clipped above, "
-        f"{batch['num_clipped_low']} below, {batch['num_positive']} with A > 0, {batch['num_negative']} with A < 0; "
-        f"nearest clip edge {batch['clip_margin']:.1e} away"
-        + (f", {batch['num_routes']} routes, nearest tie {batch['router_margin'] or math.nan:.1e} away" if batch["num_routes"] else "")
+        f"{name}: {batch['num_trajectories']} trajectories, {batch['num_tokens']} tokens, groups of"
+        f" {' and '.join(map(str, batch['group_sizes']))}, responses of {low} to {high}, {batch['num_fully_masked']}"
+        f" fully masked; {batch['num_clipped_high']} clipped above, {batch['num_clipped_low']} below,"
+        f" {batch['num_positive']} with A > 0, {batch['num_negative']} with A < 0; nearest clip edge"
+        f" {batch['clip_margin']:.1e} away"
+        + (
+            f", {batch['num_routes']} routes, nearest tie {batch['router_margin'] or math.nan:.1e} away"
+            if batch["num_routes"]
+            else ""
+        )
         + f"; |grad| {', '.join(f'{norm:.6f}' for norm in batch['grad_norms'])}"
     )
 
@@ -53,11 +68,15 @@ def render_batch(name: str, batch: dict[str, Any]) -> str:
 def render_table(rows: Sequence[Row]) -> str:
     """Largest differences by case, the worst tensor, and pass or FAIL; reasons of refusals and errors below.
 
-    Flips are sequences clipped otherwise than in the reference, and tokens of a layer with other experts; `on edges` the
-    same where ratios and routers were put on the edge on purpose, and nothing is compared but counted.
+    Flips are sequences clipped otherwise than in the reference, and tokens of a layer with other experts; `on edges`
+    the same where ratios and routers were put on the edge on purpose, and nothing is compared but counted.
     """
     width = max(len("case"), *(len(row.case.name) for row in rows))
-    lines = [f"{'case':<{width}}  ranks  " + "  ".join(f"{heading:>8}" for heading in _HEADINGS) + "  flips  on edges  verdict   largest gradient difference in"]
+    lines = [
+        f"{'case':<{width}}  ranks  "
+        + "  ".join(f"{heading:>8}" for heading in _HEADINGS)
+        + "  flips  on edges  verdict   largest gradient difference in"
+    ]
     notes = []
     for row in rows:
         begin = f"{row.case.name:<{width}}  {row.case.spec.ranks:>5}  "
@@ -73,7 +92,11 @@ def render_table(rows: Sequence[Row]) -> str:
         else:
             place = row.result["gradient"]["place"]
             lines.append(f"{begin}{_numbers(row)}  {'pass' if row.passed else 'FAIL':<8}  {place}")
-            notes += [f"{row.case.name}: {kind} differs by {row.result[kind]['value']:.3g}, at most in {row.result[kind]['place']}" for kind in row.failed]
+            notes += [
+                f"{row.case.name}: {kind} differs by {row.result[kind]['value']:.3g}, at most in"
+                f" {row.result[kind]['place']}"
+                for kind in row.failed
+            ]
     return "\n".join([*lines, "", *_LEGEND, *([""] if notes else []), *notes])
 
 

@@ -1,6 +1,7 @@
 """Two checkpoints of any two formats: the same weights, or where they differ first. And one of them in words.
 
-Compared are Hugging Face tensors, bit for bit, so that a conversion is judged by what it would give back. Writes nothing.
+Compared are Hugging Face tensors, bit for bit, so that a conversion is judged by what it would give back. Writes
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from gspo_mega.weights.hf_export import DTYPE_NAMES
 
 
 def differences(one: TensorSource, other: TensorSource, progress: Callable[[int, int, str], None]) -> Iterator[str]:
-    """Each difference in a line, as it is found: what the models are (then nothing more), then tensor by tensor in table order.
+    """Each difference in a line, as it is found: what the models are (then nothing more), then tensor by tensor in
+    table order.
 
     Raises CheckpointError for files that cannot be read.
     """
@@ -61,14 +63,20 @@ def describe(folder: Path, description: Path | None = None) -> list[str]:
     if description is None and (megatron / ".metadata").is_file() and not (folder / "config.json").is_file():
         stored = TorchDistFolder(megatron).tensors
         lines += ["format      Megatron torch_dist, without config.json", f"stored      {len(stored)} tensors"]
-        return lines + [f"  {key}  {list(value.size)}  {str(value.properties.dtype).removeprefix('torch.')}" for key, value in stored.items()]
+        return lines + [
+            f"  {key}  {list(value.size)}  {str(value.properties.dtype).removeprefix('torch.')}"
+            for key, value in stored.items()
+        ]
     source = open_checkpoint(folder, description)
     entries, counts = hf_tensors(source.spec), count_parameters(source.spec)
     size = sum(entry.num_elements * source.dtype(entry).itemsize for entry in entries)
     dtypes = sorted({DTYPE_NAMES[source.dtype(entry)] for entry in entries})
     lines += [
         f"format      {source.kind}, {len(source.files)} files",
-        f"model       {source.spec.family}: {source.spec.num_layers} layers, hidden {source.spec.hidden_size}, vocabulary {source.spec.vocab_size}",
+        (
+            f"model       {source.spec.family}: {source.spec.num_layers} layers, hidden {source.spec.hidden_size},"
+            f" vocabulary {source.spec.vocab_size}"
+        ),
         f"parameters  {counts.total} ({counts.active} used a token)",
         f"tensors     {len(entries)}, {size} bytes, {', '.join(dtypes)}",
     ]
@@ -85,6 +93,9 @@ def _run_lines(folder: Path) -> list[str]:
     counters = record.get("state", {})
     layout = ", ".join(f"{name} {size}" for name, size in record.get("layout", {}).items())
     return [
-        f"run         step {counters.get('step')}, {counters.get('num_optimizer_steps')} optimizer steps, weight version {counters.get('weight_version')}",
+        (
+            f"run         step {counters.get('step')}, {counters.get('num_optimizer_steps')} optimizer steps, weight"
+            f" version {counters.get('weight_version')}"
+        ),
         f"saved by    {layout}",
     ]

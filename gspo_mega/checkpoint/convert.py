@@ -1,8 +1,8 @@
 """Conversion between Hugging Face folders and Megatron's `torch_dist`, streamed: no model is built, no GPU is used.
 
-Owns the order of a conversion: written beside, file by file, each file synced and then recorded, so that the same command
-goes on where it was stopped; completed, then renamed. Peak memory is a few of the largest tensors. What the formats look like
-is `torch_dist.py` and `safetensors_stream.py`; how tensors become parameters `model/families.py`.
+Owns the order of a conversion: written beside, file by file, each file synced and then recorded, so that the same
+command goes on where it was stopped; completed, then renamed. Peak memory is a few of the largest tensors. What the
+formats look like is `torch_dist.py` and `safetensors_stream.py`; how tensors become parameters `model/families.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass
 class _Tally:
-    """What has been written, for progress and manifest. `dtype`: what tensors are converted to, None for as they are."""
+    """What has been written, for progress and manifest. `dtype`: what tensors are converted to, None for as they
+    are.
+    """
 
     source: TensorSource
     dtype: torch.dtype | None
@@ -56,8 +58,11 @@ class _Tally:
         tensor = self.source.read(entry)
         tensor = tensor if self.dtype is None else tensor.to(entry_dtype(entry, self.dtype))
         self.tensors[entry.name] = {
-            "shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype], "sha256": tensor_digest(tensor), "source": entry.name,
-        }  # fmt: skip
+            "shape": list(tensor.shape),
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "sha256": tensor_digest(tensor),
+            "source": entry.name,
+        }
         self.done += tensor.numel() * tensor.element_size()
         self.progress(self.done, self.total, entry.name)
         return tensor
@@ -68,7 +73,14 @@ class _Tally:
         self.done += size
 
 
-def to_megatron(source: TensorSource, out: Path, *, dtype: torch.dtype | None = None, progress: Progress, file_bytes: int = FILE_BYTES) -> None:
+def to_megatron(
+    source: TensorSource,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Progress,
+    file_bytes: int = FILE_BYTES,
+) -> None:
     """Write `source` to the new folder `out`: Megatron's files under `megatron/`, config and tokenizer, manifest.json.
 
     Any tensor, pipeline and expert layout can load it. `dtype`: another than the source's. Raises CheckpointError or
@@ -92,8 +104,16 @@ def to_megatron(source: TensorSource, out: Path, *, dtype: torch.dtype | None = 
     _convert(source, out, dtype, progress, "Megatron torch_dist", dict(zip(names, groups)), write, complete)
 
 
-def to_huggingface(source: TensorSource, out: Path, *, dtype: torch.dtype | None = None, progress: Progress, file_bytes: int = FILE_BYTES) -> None:
-    """Write `source` to the new folder `out` as Hugging Face has it: safetensors with an index, config, tokenizer, manifest.json.
+def to_huggingface(
+    source: TensorSource,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Progress,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write `source` to the new folder `out` as Hugging Face has it: safetensors with an index, config, tokenizer,
+    manifest.json.
 
     `dtype`, errors and going on are as with `to_megatron`.
     """
@@ -112,7 +132,11 @@ def to_huggingface(source: TensorSource, out: Path, *, dtype: torch.dtype | None
 
     groups = _groups(source, ((entry.name, [entry]) for entry in hf_tensors(source.spec)), dtype, file_bytes)
     count = len(groups)
-    names = [SINGLE_NAME] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = (
+        [SINGLE_NAME]
+        if count == 1
+        else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    )
     _convert(source, out, dtype, progress, "Hugging Face safetensors", dict(zip(names, groups)), write, complete)
 
 
@@ -126,9 +150,14 @@ def _fused(tally: _Tally, entries: list[TensorEntry]) -> torch.Tensor:
             return tensor
         parameter = torch.zeros(shape, dtype=tensor.dtype) if parameter is None else parameter
         if tensor.dtype != parameter.dtype:
-            raise CheckpointError(f"{entry.name} is {tensor.dtype}, others of {entry.parameter} are {parameter.dtype}; name one dtype to convert to")
+            raise CheckpointError(
+                f"{entry.name} is {tensor.dtype}, others of {entry.parameter} are {parameter.dtype}; name one dtype to"
+                " convert to"
+            )
         for block in parameter_blocks(spec, entry, 1, 0):
-            parameter.narrow(block.dim, block.local_start, block.length).copy_(tensor.narrow(block.dim, block.start, block.length))
+            parameter.narrow(block.dim, block.local_start, block.length).copy_(
+                tensor.narrow(block.dim, block.start, block.length)
+            )
     return parameter
 
 
@@ -140,7 +169,9 @@ def _dtype(source: TensorSource, entry: TensorEntry, dtype: torch.dtype | None) 
     return source.dtype(entry) if dtype is None else entry_dtype(entry, dtype)
 
 
-def _groups(source: TensorSource, items: Iterable[_Item], dtype: torch.dtype | None, file_bytes: int) -> list[list[_Item]]:
+def _groups(
+    source: TensorSource, items: Iterable[_Item], dtype: torch.dtype | None, file_bytes: int
+) -> list[list[_Item]]:
     """Consecutive items a file, of about `file_bytes` each and at least one."""
     groups: list[list[_Item]] = [[]]
     room = file_bytes
@@ -155,9 +186,15 @@ def _groups(source: TensorSource, items: Iterable[_Item], dtype: torch.dtype | N
 
 
 def _convert(
-    source: TensorSource, out: Path, dtype: torch.dtype | None, progress: Progress, kind: str, files: dict[str, list[_Item]],
-    write: Callable[[_Tally, Path, list[_Item]], Any], complete: Callable[[Path, list[dict[str, Any]], Path, str], None],
-) -> None:  # fmt: skip
+    source: TensorSource,
+    out: Path,
+    dtype: torch.dtype | None,
+    progress: Progress,
+    kind: str,
+    files: dict[str, list[_Item]],
+    write: Callable[[_Tally, Path, list[_Item]], Any],
+    complete: Callable[[Path, list[dict[str, Any]], Path, str], None],
+) -> None:
     """Every file that is not recorded yet, by `write`; then what completes the folder, by `complete`; then its name."""
     if out.exists():
         raise CheckpointError(f"{out} is there already, and nothing is overwritten: name another folder, or remove it")
@@ -165,12 +202,18 @@ def _convert(
     tally = _Tally(source, dtype, sum(_size(source, entry, dtype) for entry in entries), progress)
     part = out.with_name(out.name + _PART_SUFFIX)
     identity = {
-        "to": kind, "dtype": None if dtype is None else DTYPE_NAMES[dtype], "files": list(files), "config": source.spec.raw,
+        "to": kind,
+        "dtype": None if dtype is None else DTYPE_NAMES[dtype],
+        "files": list(files),
+        "config": source.spec.raw,
         "source": [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in source.files],
-    }  # fmt: skip
+    }
     part.mkdir(parents=True, exist_ok=True)
     if not (part / _RECORD_NAME).exists() and any(part.iterdir()):
-        raise CheckpointError(f"{part} is there already and is no unfinished conversion: name another folder than {out.name}, or move it away")
+        raise CheckpointError(
+            f"{part} is there already and is no unfinished conversion: name another folder than {out.name}, or move it"
+            " away"
+        )
     with (part / _RECORD_NAME).open("a+", encoding="utf-8") as record:
         try:
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,8 +239,13 @@ def _convert(
         dtypes = {tally.tensors[entry.name]["dtype"] for entry in entries if not entry.is_buffer}
         # Of a mixture the widest is what config.json can say without losing any.
         complete(part, in_order, source.description, "float32" if "float32" in dtypes else min(dtypes))
-        placed = {tensor: said | {"file": file["file"]} for file in in_order for tensor, said in file["tensors"].items()}
-        atomic_write_json(part / MANIFEST_NAME, {"format": kind, "source": [str(f.absolute()) for f in source.files], "tensors": placed})
+        placed = {
+            tensor: said | {"file": file["file"]} for file in in_order for tensor, said in file["tensors"].items()
+        }
+        atomic_write_json(
+            part / MANIFEST_NAME,
+            {"format": kind, "source": [str(f.absolute()) for f in source.files], "tensors": placed},
+        )
         (part / _RECORD_NAME).unlink()
         sync(part)
         os.rename(part, out)
@@ -211,7 +259,9 @@ def _append(record: TextIO, value: dict[str, Any]) -> None:
 
 
 def _resume(part: Path, record: TextIO, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What an earlier attempt at the same conversion has finished, by file. Raises CheckpointError for another conversion's folder."""
+    """What an earlier attempt at the same conversion has finished, by file. Raises CheckpointError for another
+    conversion's folder.
+    """
     record.seek(0)
     lines = record.read().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
@@ -227,7 +277,9 @@ def _resume(part: Path, record: TextIO, identity: dict[str, Any]) -> dict[str, d
         return {}
     said, *files = map(json.loads, whole)
     if said != identity:
-        raise CheckpointError(f"{part} is left of another conversion, or its source has changed since: remove it to begin anew")
+        raise CheckpointError(
+            f"{part} is left of another conversion, or its source has changed since: remove it to begin anew"
+        )
     finished = {}
     for entry in files:
         size = entry.pop("file_bytes")

@@ -1,7 +1,7 @@
 """The checkpoints of a run as folders: which are complete, which may be believed, which are kept.
 
-Owns names, checksums and the order in which a folder appears and goes, so that at every moment one complete checkpoint is
-there. What is in it is `state.py`'s. Rank 0 alone changes folders; any rank may read.
+Owns names, checksums and the order in which a folder appears and goes, so that at every moment one complete checkpoint
+is there. What is in it is `state.py`'s. Rank 0 alone changes folders; any rank may read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _COMPLETE = re.compile(r"step_(\d{8})")
 
 
 def draft_folder(final: Path, token: str) -> Path:
-    """Where a checkpoint is written before it has its name. `token`: this process's, as what a killed one started may still write."""
+    """Where a checkpoint is written before it has its name. `token`: this process's, as what a killed one started may
+    still write.
+    """
     return final.with_name(f"{final.name}.{token}.part")
 
 
@@ -69,13 +71,17 @@ def prune(run_folder: RunFolder, step: int, keep_last: int, keep_every: int) -> 
 
 
 def candidates(run_folder: RunFolder) -> list[Path]:
-    """The folder that `latest` names, there or not, then the complete ones of earlier steps, newest first. None: a run without checkpoint."""
+    """The folder that `latest` names, there or not, then the complete ones of earlier steps, newest first. None: a run
+    without checkpoint.
+    """
     try:
         named = run_folder.checkpoints_dir / run_folder.latest_checkpoint_file.read_text().strip()
     except FileNotFoundError:
         return []
     if not _COMPLETE.fullmatch(named.name):
-        raise CheckpointError(f"{run_folder.latest_checkpoint_file} names {named.name!r}, which is no checkpoint's name")
+        raise CheckpointError(
+            f"{run_folder.latest_checkpoint_file} names {named.name!r}, which is no checkpoint's name"
+        )
     return [named, *(folder for folder in reversed(complete(run_folder)) if step_of(folder) < step_of(named))]
 
 
@@ -83,7 +89,9 @@ def complete(run_folder: RunFolder) -> list[Path]:
     """Complete checkpoints, oldest first."""
     if not run_folder.checkpoints_dir.is_dir():
         return []
-    return sorted(f for f in run_folder.checkpoints_dir.iterdir() if _COMPLETE.fullmatch(f.name) and (f / "state.json").is_file())
+    return sorted(
+        f for f in run_folder.checkpoints_dir.iterdir() if _COMPLETE.fullmatch(f.name) and (f / "state.json").is_file()
+    )
 
 
 def step_of(folder: Path) -> int:
@@ -91,21 +99,27 @@ def step_of(folder: Path) -> int:
 
 
 def set_aside_damaged(folder: Path) -> None:
-    """Take a damaged checkpoint's name from it, so that it neither counts nor is met again; its files stay for inspection."""
+    """Take a damaged checkpoint's name from it, so that it neither counts nor is met again; its files stay for
+    inspection.
+    """
     if folder.is_dir():
         names = (f"{folder.name}.damaged{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
-        durable.rename(folder, next(target for name in names if not (target := folder.with_name(name)).exists()), at="save.aside")
+        durable.rename(
+            folder, next(target for name in names if not (target := folder.with_name(name)).exists()), at="save.aside"
+        )
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """`state.json`. Raises ValueError where it is missing or damaged, CheckpointError where a newer version wrote it."""
+    """`state.json`. Raises ValueError where it is missing or damaged, CheckpointError where a newer version wrote
+    it.
+    """
     record = read_json(folder / "state.json")
     if not isinstance(record, dict) or not isinstance(record.get("format_version"), int):
         raise ValueError("state.json is missing" if record is None else "state.json is not a checkpoint's")
     if record["format_version"] > FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder} was written by a newer gspo_mega (checkpoint format {record['format_version']}; this one reads up to "
-            f"{FORMAT_VERSION}); continue the run with that one"
+            f"{folder} was written by a newer gspo_mega (checkpoint format {record['format_version']}; this one reads"
+            f" up to {FORMAT_VERSION}); continue the run with that one"
         )
     return record
 

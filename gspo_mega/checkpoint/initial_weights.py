@@ -1,7 +1,8 @@
-"""A policy's first weights from a Megatron checkpoint: a converted folder, or weights alone of another run's checkpoint.
+"""A policy's first weights from a Megatron checkpoint: a converted folder, or weights alone of another run's
+checkpoint.
 
-Megatron's own loader reads them into this layout, each rank its shares. Optimizer, counters and random states stay those of
-a fresh run; continuing a run is `state.py`.
+Megatron's own loader reads them into this layout, each rank its shares. Optimizer, counters and random states stay
+those of a fresh run; continuing a run is `state.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ _EXTRA_STATE = "_extra_state"
 
 
 def load_weights(folder: Path, engine: PolicyEngine) -> None:
-    """Fill the engine's parameters, cast to their dtype, from `folder`/megatron; `after_weights_loaded` must follow. Collective.
+    """Fill the engine's parameters, cast to their dtype, from `folder`/megatron; `after_weights_loaded` must follow.
+    Collective.
 
     Raises CheckpointError, the same on every rank, where something is missing, of another shape, or damaged, or where
     loading it could run a program: Megatron's loader is given nothing that was not looked at before.
     """
     host = engine.groups.host
-    raise_together(refuse_code(folder / MEGATRON_FOLDER, engine.groups.world.rank, engine.groups.world.size), host, CheckpointError, f"{folder} cannot be loaded")
+    raise_together(
+        refuse_code(folder / MEGATRON_FOLDER, engine.groups.world.rank, engine.groups.world.size),
+        host,
+        CheckpointError,
+        f"{folder} cannot be loaded",
+    )
     problems: list[str] = []
     try:
         for chunk in engine.chunks:
@@ -38,7 +45,15 @@ def load_weights(folder: Path, engine: PolicyEngine) -> None:
             loaded = dist_checkpointing.load(wanted, str(folder / MEGATRON_FOLDER))
             odd = chunk.load_state_dict({name: loaded[name] for name in wanted}, strict=False)
             problems += [f"{name} is not filled" for name in odd.missing_keys if not name.endswith(_EXTRA_STATE)]
-    except (CheckpointException, dist_checkpointing.core.CheckpointingException, EOFError, KeyError, OSError, RuntimeError, ValueError) as error:
+    except (
+        CheckpointException,
+        dist_checkpointing.core.CheckpointingException,
+        EOFError,
+        KeyError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         problems.append(_first_line(error))
     raise_together(problems, host, CheckpointError, f"{folder} cannot be loaded")
 

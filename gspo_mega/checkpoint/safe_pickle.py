@@ -1,8 +1,10 @@
-"""Megatron's checkpoint files without trusting them: an unpickler that knows a list of names, and checks before Megatron loads.
+"""Megatron's checkpoint files without trusting them: an unpickler that knows a list of names, and checks before
+Megatron loads.
 
-A pickle is a program: it may call any function that it names. The format's index (`.metadata`) is one, and so is what lies in
-its byte entries. Here such a file may name what the formats themselves use (`ALLOWED`) and nothing else, whoever wrote it.
-Megatron's own loader has no such list; so what it is to load is read here first, and refused before the loader sees it.
+A pickle is a program: it may call any function that it names. The format's index (`.metadata`) is one, and so is what
+lies in its byte entries. Here such a file may name what the formats themselves use (`ALLOWED`) and nothing else,
+whoever wrote it. Megatron's own loader has no such list; so what it is to load is read here first, and refused before
+the loader sees it.
 """
 
 from __future__ import annotations
@@ -16,28 +18,58 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from gspo_mega.errors import CheckpointError
 
 _DISTRIBUTED = "torch.distributed.checkpoint"
 # Classes of plain data, and functions that look a value up or make a tensor of given bytes.
 ALLOWED = {
-    *((f"{_DISTRIBUTED}.metadata", name) for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties", "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )),
+    *(
+        (f"{_DISTRIBUTED}.metadata", name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
     *((f"{_DISTRIBUTED}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
-    *((f"{_DISTRIBUTED}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
+    *(
+        (f"{_DISTRIBUTED}.planner", name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    ),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-    ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
-    ("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes"),
-    ("__builtin__", "bytes"), ("_codecs", "encode"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("_io", "BytesIO"),
-}  # fmt: skip
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.storage", "_load_from_bytes"),
+    ("__builtin__", "bytes"),
+    ("_codecs", "encode"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("_io", "BytesIO"),
+}
 # Transformer Engine's states name the recipe that made them: plain classes, all in one module.
 _RECIPES = "transformer_engine.common.recipe"
 # What Megatron's `metadata.json` says of the format read and written here; of the common part it may say nothing.
-FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 _PICKLE = b"\x80"
 
 
@@ -49,16 +81,21 @@ class _Unpickler(pickle.Unpickler):
             found = super().find_class(module, name)
             if module != _RECIPES or isinstance(found, type):
                 return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs: opening it could run a program")
+        raise pickle.UnpicklingError(
+            f"it asks for {module}.{name}, which no checkpoint needs: opening it could run a program"
+        )
 
 
 def safe_loads(data: bytes) -> Any:
-    """What a pickle of `ALLOWED` names alone holds. Raises pickle.UnpicklingError for others, and anything for a damaged one."""
+    """What a pickle of `ALLOWED` names alone holds. Raises pickle.UnpicklingError for others, and anything for a
+    damaged one.
+    """
     return _Unpickler(io.BytesIO(data)).load()
 
 
 def read_index(folder: Path) -> Metadata:
-    """`.metadata` of a `torch_dist` folder: every entry of the types it should be, every file inside the folder. Runs no code of it.
+    """`.metadata` of a `torch_dist` folder: every entry of the types it should be, every file inside the folder. Runs
+    no code of it.
 
     Raises CheckpointError.
     """
@@ -75,7 +112,8 @@ def read_index(folder: Path) -> Metadata:
 
 
 def refuse_code(folder: Path, share: int = 0, num_shares: int = 1) -> list[str]:
-    """What in a `torch_dist` folder Megatron's loader must not be given, a line each; where there is none, it may load the folder.
+    """What in a `torch_dist` folder Megatron's loader must not be given, a line each; where there is none, it may load
+    the folder.
 
     Reads the index, the common part, and this share of the byte entries; the shares of all ranks make up the whole.
     """
@@ -91,7 +129,11 @@ def refuse_code(folder: Path, share: int = 0, num_shares: int = 1) -> list[str]:
             problems.append(f"{folder / 'common.pt'} cannot be read: {_first_line(error)}")
     # What the index does not call a tensor, the loader takes for bytes.
     tensors = {name for name, kind in index.state_dict_metadata.items() if isinstance(kind, TensorStorageMetadata)}
-    entries = sorted((key.fqn, place.relative_path, place.offset, place.length) for key, place in index.storage_data.items() if key.fqn not in tensors)
+    entries = sorted(
+        (key.fqn, place.relative_path, place.offset, place.length)
+        for key, place in index.storage_data.items()
+        if key.fqn not in tensors
+    )
     for name, relative, offset, length in entries[share::num_shares]:
         try:
             with (folder / relative).open("rb") as file:
@@ -103,7 +145,9 @@ def refuse_code(folder: Path, share: int = 0, num_shares: int = 1) -> list[str]:
 
 
 class _Module:
-    """What `torch.load` needs of a pickle module. torch's own list (`weights_only`) lacks the BytesIO that states come in."""
+    """What `torch.load` needs of a pickle module. torch's own list (`weights_only`) lacks the BytesIO that states come
+    in.
+    """
 
     Unpickler = _Unpickler
     UnpicklingError = pickle.UnpicklingError
@@ -146,17 +190,28 @@ def _check_format(folder: Path) -> None:
 
 
 def _problem_of(index: Any) -> str | None:
-    if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict) or not isinstance(index.storage_data, dict):
+    if (
+        not isinstance(index, Metadata)
+        or not isinstance(index.state_dict_metadata, dict)
+        or not isinstance(index.storage_data, dict)
+    ):
         return "not the index of a checkpoint"
     for name, kind in index.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(kind, (TensorStorageMetadata, BytesStorageMetadata)):
             return f"{name!r} is neither a tensor nor bytes"
         if isinstance(kind, TensorStorageMetadata) and not (
-            isinstance(kind.properties.dtype, torch.dtype) and _are_sizes(kind.size) and all(_fits(chunk, kind.size) for chunk in kind.chunks)
+            isinstance(kind.properties.dtype, torch.dtype)
+            and _are_sizes(kind.size)
+            and all(_fits(chunk, kind.size) for chunk in kind.chunks)
         ):
             return f"{name!r} has a chunk that does not lie in it"
     for key, place in index.storage_data.items():
-        if not isinstance(key, MetadataIndex) or not isinstance(key.fqn, str) or not isinstance(place, _StorageInfo) or not isinstance(place.relative_path, str):
+        if (
+            not isinstance(key, MetadataIndex)
+            or not isinstance(key.fqn, str)
+            or not isinstance(place, _StorageInfo)
+            or not isinstance(place.relative_path, str)
+        ):
             return f"{key!r} is stored nowhere"
         if os.path.basename(place.relative_path) != place.relative_path or place.relative_path in ("", ".", ".."):
             return f"{key.fqn!r} is said to be in {place.relative_path!r}; the name of a file in the folder is wanted"
@@ -167,9 +222,12 @@ def _problem_of(index: Any) -> str | None:
 
 def _fits(chunk: Any, size: Any) -> bool:
     return (
-        isinstance(chunk, ChunkStorageMetadata) and _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes)
-        and len(chunk.offsets) == len(chunk.sizes) == len(size) and all(o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, size))
-    )  # fmt: skip
+        isinstance(chunk, ChunkStorageMetadata)
+        and _are_sizes(chunk.offsets)
+        and _are_sizes(chunk.sizes)
+        and len(chunk.offsets) == len(chunk.sizes) == len(size)
+        and all(o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, size))
+    )
 
 
 def _are_sizes(value: Any) -> bool:

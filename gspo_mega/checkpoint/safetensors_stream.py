@@ -36,7 +36,9 @@ class Placed:
 
 
 class SafetensorsFile:
-    """One file, its header read; tensors are read when asked for. Raises CheckpointError when it is not such a file, or cut short."""
+    """One file, its header read; tensors are read when asked for. Raises CheckpointError when it is not such a file, or
+    cut short.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,13 +47,19 @@ class SafetensorsFile:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
                 if not 0 < length <= min(size - _LENGTH_BYTES, _LONGEST_HEADER):
-                    raise CheckpointError(f"{path}: not a safetensors file: a header of {length} bytes in a file of {size}")
+                    raise CheckpointError(
+                        f"{path}: not a safetensors file: a header of {length} bytes in a file of {size}"
+                    )
                 header = json.loads(file.read(length))
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: cannot be read as safetensors: {type(error).__name__}: {error}") from error
         if not isinstance(header, dict):
             raise CheckpointError(f"{path}: cannot be read as safetensors: its header is no JSON object")
-        self.tensors = {name: self._placed(name, said, _LENGTH_BYTES + length) for name, said in header.items() if name != "__metadata__"}
+        self.tensors = {
+            name: self._placed(name, said, _LENGTH_BYTES + length)
+            for name, said in header.items()
+            if name != "__metadata__"
+        }
         end = max((t.end for t in self.tensors.values()), default=0)
         if end > size:
             raise CheckpointError(f"{path}: cut short: {size} bytes, its header promises {end}")
@@ -66,10 +74,15 @@ class SafetensorsFile:
         if not _are_sizes(shape):
             raise CheckpointError(f"{where}: shape is {shape!r}, a list of sizes is wanted")
         if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise CheckpointError(f"{where}: data_offsets is {offsets!r}, the beginning and the end in bytes are wanted")
+            raise CheckpointError(
+                f"{where}: data_offsets is {offsets!r}, the beginning and the end in bytes are wanted"
+            )
         placed = Placed(DTYPES[kind], tuple(shape), base + offsets[0], base + offsets[1])
         if math.prod(shape) * placed.dtype.itemsize != placed.end - placed.start:
-            raise CheckpointError(f"{where}: {kind} of shape {shape} does not take the {placed.end - placed.start} bytes that data_offsets give it")
+            raise CheckpointError(
+                f"{where}: {kind} of shape {shape} does not take the {placed.end - placed.start} bytes that"
+                " data_offsets give it"
+            )
         return placed
 
     def read(self, name: str) -> torch.Tensor:
@@ -97,8 +110,11 @@ def _read_into(file, target: memoryview) -> None:
         target = target[count:]
 
 
-def write_safetensors(path: Path, described: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterator[torch.Tensor]) -> None:
-    """Write a file of the tensors in `described` (dtype and shape by name), which `tensors` brings in that order; durable on return.
+def write_safetensors(
+    path: Path, described: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterator[torch.Tensor]
+) -> None:
+    """Write a file of the tensors in `described` (dtype and shape by name), which `tensors` brings in that order;
+    durable on return.
 
     Raises CheckpointError for a tensor other than described, OSError.
     """
@@ -115,7 +131,9 @@ def write_safetensors(path: Path, described: dict[str, tuple[torch.dtype, tuple[
         file.write(text)
         for (name, (dtype, shape)), tensor in zip(described.items(), tensors, strict=True):
             if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-                raise CheckpointError(f"{path}: {name} came as {tensor.dtype} {list(tensor.shape)}, {dtype} {list(shape)} was announced")
+                raise CheckpointError(
+                    f"{path}: {name} came as {tensor.dtype} {list(tensor.shape)}, {dtype} {list(shape)} was announced"
+                )
             file.write(memoryview(tensor_bytes(tensor)))
         file.flush()
         os.fsync(file.fileno())

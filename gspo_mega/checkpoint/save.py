@@ -1,7 +1,7 @@
 """Saving a run's state: copy, write, commit; with training going on while it writes where that is asked for.
 
-Owns the order of a save and what all ranks do together in it. Everything is written under a draft's name; only when every
-rank has written does the draft become a checkpoint (`folders.py`). Collectives run on the caller's thread alone.
+Owns the order of a save and what all ranks do together in it. Everything is written under a draft's name; only when
+every rank has written does the draft become a checkpoint (`folders.py`). Collectives run on the caller's thread alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ _WAIT_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class SaveReport:
-    """One committed save. `pause_seconds`: how long training stood still for it. `write_seconds`: from its start to its commit."""
+    """One committed save. `pause_seconds`: how long training stood still for it. `write_seconds`: from its start to its
+    commit.
+    """
 
     folder: Path
     pause_seconds: float
@@ -71,7 +73,9 @@ class Saver:
         self._writing: _Writing | None = None
 
     def tidy(self, step: int) -> None:
-        """Remove what an interrupted save left beside the checkpoint of `step`, which the run goes on from. Collective."""
+        """Remove what an interrupted save left beside the checkpoint of `step`, which the run goes on from.
+        Collective.
+        """
 
         def remove() -> None:
             folders.clear(self._run_folder)
@@ -82,10 +86,10 @@ class Saver:
     def save(self, state: TrainState) -> list[SaveReport]:
         """Save the engine and `state` as `checkpoints/step_N`. Collective over all ranks.
 
-        Returns the saves that were committed meanwhile: this one, or with `checkpoint.asynchronous` at most the one before,
-        and this one is committed by `poll` or `finish`. Raises CheckpointError where it cannot be written or the disk
-        has no room for it, on every rank, or at once on the one that failed while the others wait in Megatron; the checkpoints
-        before it are untouched then.
+        Returns the saves that were committed meanwhile: this one, or with `checkpoint.asynchronous` at most the one
+        before, and this one is committed by `poll` or `finish`. Raises CheckpointError where it cannot be written or
+        the disk has no room for it, on every rank, or at once on the one that failed while the others wait in Megatron;
+        the checkpoints before it are untouched then.
         """
         reports = self.finish()
         started = time.monotonic()
@@ -131,8 +135,11 @@ class Saver:
 
         self._together(make_room, final, only_lead=True)
         record = {
-            "format_version": folders.FORMAT_VERSION, "state": asdict(state), "layout": layout_of(groups), "model": model_of(self._engine),
-        }  # fmt: skip
+            "format_version": folders.FORMAT_VERSION,
+            "state": asdict(state),
+            "layout": layout_of(groups),
+            "model": model_of(self._engine),
+        }
         prepared: list[Any] = []
 
         def keep_random_state() -> None:
@@ -168,19 +175,26 @@ class Saver:
         return writing
 
     def _copies(self, request: Any) -> Any:
-        """What is to be written, on the host. On a CPU that is the parameters' own memory: copied where training goes on."""
+        """What is to be written, on the host. On a CPU that is the parameters' own memory: copied where training goes
+        on.
+        """
         if request.preload_fn is None:
             return None
         buckets = request.preload_fn()
         if not self._settings.asynchronous:
             return buckets
         return [
-            (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors])) for file, key, (data, tensors) in buckets
+            (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+            for file, key, (data, tensors) in buckets
         ]
 
     def _check_room(self, tensors: dict[str, Any], final: Path) -> None:
         kinds = (ShardedTensor, ShardedTensorFactory)
-        own = sum(t.data.nbytes for t in nested_values(tensors) if isinstance(t, kinds) and t.data is not None and is_main_replica(t.replica_id))
+        own = sum(
+            t.data.nbytes
+            for t in nested_values(tensors)
+            if isinstance(t, kinds) and t.data is not None and is_main_replica(t.replica_id)
+        )
         needed = int(sum(all_gather_json(own, self._groups.host)) * _SPACE_FACTOR) + _SPACE_BYTES
 
         def check() -> None:
@@ -189,15 +203,18 @@ class Saver:
             if free < needed:
                 raise OSError(
                     errno.ENOSPC,
-                    f"it needs {needed / 1024**3:.2f} GiB, and {free / 1024**3:.2f} GiB are free there; nothing was written and the "
-                    "checkpoints before it are untouched; make room, or lower checkpoint.keep_last, and start the same command again",
+                    f"it needs {needed / 1024**3:.2f} GiB, and {free / 1024**3:.2f} GiB are free there; nothing was"
+                    " written and the checkpoints before it are untouched; make room, or lower checkpoint.keep_last,"
+                    " and start the same command again",
                 )
 
         self._together(check, final, only_lead=True)
 
     def _commit(self, writing: _Writing) -> None:
         groups, final, draft = self._groups, writing.final, writing.draft
-        raise_together([writing.problem] if writing.problem else [], groups.host, CheckpointError, f"{final} cannot be written")
+        raise_together(
+            [writing.problem] if writing.problem else [], groups.host, CheckpointError, f"{final} cannot be written"
+        )
 
         def finalize() -> None:
             with durable.operation("save.index"):
@@ -207,13 +224,17 @@ class Saver:
         self._waiting_inside(finalize, final)
         sums: list[dict[str, Any]] = []
         self._together(lambda: sums.append(folders.checksums(draft, self._own_files(draft))), final)
-        writing.record["files"] = {name: value for part in all_gather_json(sums[0], groups.host) for name, value in part.items()}
+        writing.record["files"] = {
+            name: value for part in all_gather_json(sums[0], groups.host) for name, value in part.items()
+        }
 
         def commit() -> None:
             durable.atomic_write_json(draft / "state.json", writing.record, at="save.state")
             durable.sync_tree(draft, at="save.sync")
             folders.put_in_place(self._run_folder, draft, final)
-            folders.prune(self._run_folder, writing.record["state"]["step"], self._settings.keep_last, self._settings.keep_every)
+            folders.prune(
+                self._run_folder, writing.record["state"]["step"], self._settings.keep_last, self._settings.keep_every
+            )
 
         self._together(commit, final, only_lead=True)
 
@@ -240,17 +261,21 @@ class Saver:
         raise_together(problems, self._groups.host, CheckpointError, f"{target} cannot be written")
 
     def _waiting_inside(self, action: Callable[[], None], target: Path) -> None:
-        """Run `action`, in which Megatron's ranks wait for each other: one that fails raises CheckpointError at once, and its end is
-        what ends the others, which never come to where it could tell them."""
+        """Run `action`, in which Megatron's ranks wait for each other: one that fails raises CheckpointError at once,
+        and its end is what ends the others, which never come to where it could tell them.
+        """
         try:
             action()
         except (CheckpointException, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{target} cannot be written:\n  rank {self._groups.world.rank}: {first_cause(error)}") from error
+            raise CheckpointError(
+                f"{target} cannot be written:\n  rank {self._groups.world.rank}: {first_cause(error)}"
+            ) from error
 
 
 def _keep_results_here() -> None:
     """Have Megatron hand over what its writer did in this process's memory, where the writer runs.
 
-    Its own queue is a process, for a writer that is one: that takes seconds to start, and lives on for ever after a rank that is killed.
+    Its own queue is a process, for a writer that is one: that takes seconds to start, and lives on for ever after a
+    rank that is killed.
     """
     filesystem_async._results_queue = queue.SimpleQueue()

@@ -1,7 +1,8 @@
-"""A checkpoint of any format, read as Hugging Face tensors one at a time: what conversion and comparison are written in.
+"""A checkpoint of any format, read as Hugging Face tensors one at a time: what conversion and comparison are written
+in.
 
-Formats: a Hugging Face folder of safetensors; a converted folder or a run's `checkpoints/step_N`, with Megatron's files under
-`megatron/`; a bare Megatron `torch_dist` folder, described by a Hugging Face folder besides.
+Formats: a Hugging Face folder of safetensors; a converted folder or a run's `checkpoints/step_N`, with Megatron's files
+under `megatron/`; a bare Megatron `torch_dist` folder, described by a Hugging Face folder besides.
 """
 
 from __future__ import annotations
@@ -38,16 +39,29 @@ class TensorSource(Protocol):
 
 
 def open_checkpoint(folder: Path, description: Path | None = None) -> TensorSource:
-    """The checkpoint in `folder`, all names and shapes checked. `description`: the Hugging Face folder that describes it, where
-    `folder` has no config.json. Raises CheckpointError or ModelError, listing what is missing or of another shape."""
+    """The checkpoint in `folder`, all names and shapes checked. `description`: the Hugging Face folder that describes
+    it, where `folder` has no config.json. Raises CheckpointError or ModelError, listing what is missing or of another
+    shape.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    megatron = next((f for f in (folder / MEGATRON_FOLDER, folder) if (f / "metadata.json").is_file() and (f / ".metadata").is_file()), None)
+    megatron = next(
+        (
+            f
+            for f in (folder / MEGATRON_FOLDER, folder)
+            if (f / "metadata.json").is_file() and (f / ".metadata").is_file()
+        ),
+        None,
+    )
     if megatron is not None:
-        return MegatronSource(megatron, folder if description is None and (folder / "config.json").is_file() else description)
+        return MegatronSource(
+            megatron, folder if description is None and (folder / "config.json").is_file() else description
+        )
     if (folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file():
         return HuggingFaceSource(folder)
-    raise CheckpointError(f"{folder}: no checkpoint; neither safetensors ({SINGLE_NAME}, {INDEX_NAME}) nor Megatron's .metadata is there")
+    raise CheckpointError(
+        f"{folder}: no checkpoint; neither safetensors ({SINGLE_NAME}, {INDEX_NAME}) nor Megatron's .metadata is there"
+    )
 
 
 class HuggingFaceSource:
@@ -68,7 +82,10 @@ class HuggingFaceSource:
         if self.spec.tie_word_embeddings and _HEAD in self._file_of:
             embedding = next(entry for entry in hf_tensors(self.spec) if entry.copies)
             if not torch.equal(self.read(embedding), self._read(_HEAD)):
-                raise ModelError(f"{folder}: config.json ties the embeddings, and {_HEAD} differs from them; set tie_word_embeddings to false there")
+                raise ModelError(
+                    f"{folder}: config.json ties the embeddings, and {_HEAD} differs from them; set tie_word_embeddings"
+                    " to false there"
+                )
 
     def dtype(self, entry: TensorEntry) -> torch.dtype:
         return self._open[self._file_of[entry.name]].tensors[entry.name].dtype
@@ -87,7 +104,9 @@ class MegatronSource:
 
     def __init__(self, folder: Path, description: Path | None) -> None:
         if description is None:
-            raise CheckpointError(f"{folder}: there is no config.json beside it; name the Hugging Face folder that the model came from")
+            raise CheckpointError(
+                f"{folder}: there is no config.json beside it; name the Hugging Face folder that the model came from"
+            )
         self.spec, self.description = read_model_spec(description), description
         self._folder = TorchDistFolder(folder)
         problems = []
@@ -99,9 +118,15 @@ class MegatronSource:
                 stored = f"; {key} is {list(self._folder.tensors[key].size)}" if key else ""
                 problems.append(f"missing: {entry.parameter}{stored}")
             # Megatron pads the vocabulary by settings of its own.
-            elif found[1:] != want[1:] or (found[0] < entry.shape[0] if entry.sharding == "vocabulary" else found != want):
+            elif found[1:] != want[1:] or (
+                found[0] < entry.shape[0] if entry.sharding == "vocabulary" else found != want
+            ):
                 problems.append(f"wrong shape: {entry.parameter} is {list(found)}, config.json makes it {list(want)}")
-        _refuse(list(dict.fromkeys(problems)), CheckpointError, f"{folder} does not hold the {self.spec.family} of {description}")
+        _refuse(
+            list(dict.fromkeys(problems)),
+            CheckpointError,
+            f"{folder} does not hold the {self.spec.family} of {description}",
+        )
         self.files = sorted(folder.glob("*.distcp"))
         self._last: tuple[str, torch.Tensor] | None = None
 

@@ -1,8 +1,8 @@
 """A run's state on disk: everything it needs to go on as if it had not stopped.
 
-One folder a checkpoint: `megatron/` (weights and optimizer in Megatron's `torch_dist` format), `rng/` (one file a
-rank) and `state.json` (counters, prompt order, what the run's progress depends on, the checksum of every file). Owns what
-is in it, choosing one and reading it; writing is `save.py`, the folders are `folders.py`. Weights for the outside world
+One folder a checkpoint: `megatron/` (weights and optimizer in Megatron's `torch_dist` format), `rng/` (one file a rank)
+and `state.json` (counters, prompt order, what the run's progress depends on, the checksum of every file). Owns what is
+in it, choosing one and reading it; writing is `save.py`, the folders are `folders.py`. Weights for the outside world
 are `gspo_mega.weights`.
 """
 
@@ -33,10 +33,10 @@ from gspo_mega.weights.collectives import all_gather_json, broadcast_json, raise
 class TrainState:
     """The counters and host-side state of a run.
 
-    `step`: rollout batches trained on. `num_optimizer_steps`: applied optimizer steps, which drive the
-    schedule. `skipped_in_a_row`: non-finite gradients since the last applied one. `prompts`, `demonstrations`: the
-    orders' own state. `summary`: what the final table needs of earlier attempts. `history`: the fingerprint of the weights, of
-    what the run started from and of all that it trained on.
+    `step`: rollout batches trained on. `num_optimizer_steps`: applied optimizer steps, which drive the schedule.
+    `skipped_in_a_row`: non-finite gradients since the last applied one. `prompts`, `demonstrations`: the orders' own
+    state. `summary`: what the final table needs of earlier attempts. `history`: the fingerprint of the weights, of what
+    the run started from and of all that it trained on.
     """
 
     step: int = 0
@@ -136,8 +136,8 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
 
     The layout may be another one than it was saved from; the ranks' random states are then those of a fresh start.
 
-    Raises CheckpointError for a newer format, another model, a layout it cannot be read into, damaged files, or files that
-    could run a program when Megatron loads them.
+    Raises CheckpointError for a newer format, another model, a layout it cannot be read into, damaged files, or files
+    that could run a program when Megatron loads them.
     """
     record = folders.read_record(folder)
     if record["model"] != model_of(engine):
@@ -145,11 +145,14 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
     saved, here = record["layout"], layout_of(engine.groups)
     if (saved["expert"] > 1) != (here["expert"] > 1):
         raise CheckpointError(
-            f"{folder} was saved with parallel.expert {saved['expert']}; its optimizer state cannot be read with "
-            f"parallel.expert {here['expert']} (Megatron keeps expert parameters apart only above 1): keep both above 1 or both 1"
+            f"{folder} was saved with parallel.expert {saved['expert']}; its optimizer state cannot be read with"
+            f" parallel.expert {here['expert']} (Megatron keeps expert parameters apart only above 1): keep both above"
+            " 1 or both 1"
         )
     world, host = engine.groups.world, engine.groups.host
-    raise_together(refuse_code(folder / "megatron", world.rank, world.size), host, CheckpointError, f"{folder} cannot be read")
+    raise_together(
+        refuse_code(folder / "megatron", world.rank, world.size), host, CheckpointError, f"{folder} cannot be read"
+    )
     problems: list[str] = []
     try:
         for part in engine.optimizer.chained_optimizers:
@@ -192,8 +195,8 @@ def _separate_steps(engine: PolicyEngine) -> None:
                 state["step"] = state["step"].clone()
 
 
-# What checkpoints of the first format have of a spec whatever its value; later fields are left out at their defaults, so that
-# they still fit.
+# What checkpoints of the first format have of a spec whatever its value; later fields are left out at their defaults,
+# so that they still fit.
 _FIRST_EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_intermediate_size", "norm_topk_prob")
 
 
@@ -203,5 +206,9 @@ def model_of(engine: PolicyEngine) -> dict[str, Any]:
         spec.pop(name)
     if engine.spec.moe is not None:
         defaults = {field.name: field.default for field in fields(engine.spec.moe)}
-        spec["moe"] = {name: value for name, value in spec["moe"].items() if name in _FIRST_EXPERT_FIELDS or value != defaults[name]}
+        spec["moe"] = {
+            name: value
+            for name, value in spec["moe"].items()
+            if name in _FIRST_EXPERT_FIELDS or value != defaults[name]
+        }
     return {**spec, "eos_token_ids": list(spec["eos_token_ids"]), "precision": engine.config.precision}

@@ -1,8 +1,9 @@
 """Megatron's `torch_dist` checkpoint format without Megatron's models or ranks: names, files, one parameter at a time.
 
-A stored tensor holds a parameter of all layers (and experts), stacked in front, where layers are alike: `decoder.layers.mlp.linear_fc1.weight` is
-[layers, rows, columns], cut into chunks of any size. Megatron reads it into any tensor, pipeline and expert layout. Owns
-where a canonical parameter lies in it; how tensors are fused into parameters is `model/families.py`.
+A stored tensor holds a parameter of all layers (and experts), stacked in front, where layers are alike:
+`decoder.layers.mlp.linear_fc1.weight` is [layers, rows, columns], cut into chunks of any size. Megatron reads it into
+any tensor, pipeline and expert layout. Owns where a canonical parameter lies in it; how tensors are fused into
+parameters is `model/families.py`.
 
 The format's index (`.metadata`) is a pickle: it is read by `safe_pickle.py`, which runs nothing that is in it.
 """
@@ -22,7 +23,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from gspo_mega.checkpoint.safe_pickle import FORMAT, read_index
@@ -62,7 +69,9 @@ def stored_place(spec: ModelSpec, parameter: str) -> StoredPlace:
     apart = spec.moe is not None and spec.moe.num_dense_layers > 0
     prefix, index, stack = (f"{_STACK}{layer}.", (), ()) if apart else (_STACK, (layer,), (spec.num_layers,))
     if spec.moe is not None and (expert := _EXPERT.fullmatch(rest)):
-        return StoredPlace((f"{prefix}mlp.experts.experts.{expert[2]}",), (*index, int(expert[1])), (*stack, spec.moe.num_experts))
+        return StoredPlace(
+            (f"{prefix}mlp.experts.experts.{expert[2]}",), (*index, int(expert[1])), (*stack, spec.moe.num_experts)
+        )
     return StoredPlace(tuple(prefix + name for name in _stored_names(spec, layer, rest)), index, stack)
 
 
@@ -102,9 +111,15 @@ def write_chunks(path: Path, spec: ModelSpec, parameters: Iterator[tuple[str, to
                 start = file.tell()
                 torch.save(tensor.reshape(*[1] * len(place.stack), *shape), file)
                 chunk = WrittenChunk(
-                    key, [*place.stack, *shape], str(tensor.dtype).removeprefix("torch."), [*place.index, *[0] * len(shape)],
-                    [*[1] * len(place.stack), *shape], path.name, start, file.tell() - start,
-                )  # fmt: skip
+                    key,
+                    [*place.stack, *shape],
+                    str(tensor.dtype).removeprefix("torch."),
+                    [*place.index, *[0] * len(shape)],
+                    [*[1] * len(place.stack), *shape],
+                    path.name,
+                    start,
+                    file.tell() - start,
+                )
                 written.append(asdict(chunk))
         file.flush()
         os.fsync(file.fileno())
@@ -112,15 +127,21 @@ def write_chunks(path: Path, spec: ModelSpec, parameters: Iterator[tuple[str, to
 
 
 def write_index(folder: Path, chunks: list[dict[str, Any]]) -> None:
-    """Complete a folder of written chunks: index, common part, format. Raises CheckpointError when parts of one stored tensor differ."""
+    """Complete a folder of written chunks: index, common part, format. Raises CheckpointError when parts of one stored
+    tensor differ.
+    """
     tensors: dict[str, TensorStorageMetadata] = {}
     results = []
     for chunk in (WrittenChunk(**value) for value in chunks):
         dtype = getattr(torch, chunk.dtype)
-        stored = tensors.setdefault(chunk.key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(chunk.size), []))
+        stored = tensors.setdefault(
+            chunk.key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(chunk.size), [])
+        )
         if stored.properties.dtype != dtype or stored.size != torch.Size(chunk.size):
             kinds = f"{stored.properties.dtype} {list(stored.size)}, {dtype} {chunk.size}"
-            raise CheckpointError(f"{chunk.key}: layers differ in dtype or shape: {kinds}; name one dtype to convert to")
+            raise CheckpointError(
+                f"{chunk.key}: layers differ in dtype or shape: {kinds}; name one dtype to convert to"
+            )
         index = MetadataIndex(chunk.key, torch.Size(chunk.offsets), len(stored.chunks))
         stored.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
         results.append(WriteResult(index, chunk.length, _StorageInfo(chunk.file, chunk.start, chunk.length)))
@@ -163,9 +184,15 @@ class TorchDistFolder:
         """Raises CheckpointError when it is not one, or its index cannot be read."""
         self.path = folder
         if not (folder / "metadata.json").is_file() or not (folder / ".metadata").is_file():
-            raise CheckpointError(f"{folder}: not a Megatron torch_dist checkpoint: metadata.json and .metadata are wanted")
+            raise CheckpointError(
+                f"{folder}: not a Megatron torch_dist checkpoint: metadata.json and .metadata are wanted"
+            )
         metadata = read_index(folder)
-        self.tensors = {key: value for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)}
+        self.tensors = {
+            key: value
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
         self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
@@ -195,11 +222,15 @@ class TorchDistFolder:
             whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets[depth:], chunk.sizes[depth:]))] = part
             covered += part.numel()
         if whole is None or covered != math.prod(shape):
-            raise CheckpointError(f"{self.path}: {key}{list(place.index)}: {covered} of {math.prod(shape)} numbers are stored")
+            raise CheckpointError(
+                f"{self.path}: {key}{list(place.index)}: {covered} of {math.prod(shape)} numbers are stored"
+            )
         return whole
 
     def _chunks_at(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        """The chunks with something of the parameter at `index`; sorted by place once a stored tensor, which can have many thousands."""
+        """The chunks with something of the parameter at `index`; sorted by place once a stored tensor, which can have
+        many thousands.
+        """
         if key not in self._chunks:
             by_index = self._chunks[key] = {}
             for chunk in self.tensors[key].chunks:
@@ -217,7 +248,9 @@ class TorchDistFolder:
             with path.open("rb") as file:
                 tensor = torch.load(_FilePart(file, info.offset, info.length), map_location="cpu", weights_only=True)
         except Exception as error:  # what a damaged file makes of torch.load is anything
-            raise CheckpointError(f"{path}: {key} cannot be read: {f'{type(error).__name__}: {error}'.splitlines()[0]}") from error
+            raise CheckpointError(
+                f"{path}: {key} cannot be read: {f'{type(error).__name__}: {error}'.splitlines()[0]}"
+            ) from error
         if tuple(tensor.shape) != tuple(chunk.sizes):
             raise CheckpointError(f"{path}: {key} is {list(tensor.shape)} there, the index says {list(chunk.sizes)}")
         return tensor

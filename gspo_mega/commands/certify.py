@@ -1,11 +1,12 @@
 """Show that layouts compute the same numbers: one recorded batch, one checkpoint, every case against a reference.
 
-    gspo-mega certify configs/certify_dense.yaml                     a matrix of layouts of a small model, on this machine
-    gspo-mega certify my_run.yaml                                     that file's layout, against one rank
+    gspo-mega certify configs/certify_dense.yaml                     a matrix of layouts of a small model, on this
+    machine gspo-mega certify my_run.yaml                                     that file's layout, against one rank
     gspo-mega certify my_run.yaml certify.reference.ranks=8 certify.reference.set='{parallel.tensor: 8}'
 
 Compares per-token log-probs, the loss, every tensor of the gradient, and the weights after three optimizer steps. A
-`model.path` that is a shape (a .json file) is filled with random weights. Exit code 0: every case holds; 1: one does not.
+`model.path` that is a shape (a .json file) is filled with random weights. Exit code 0: every case holds; 1: one does
+not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sampled accuracy of a run's newest weights, of a Hugging Face folder, or of a configuration's model.
 
-    gspo-mega eval runs/quickstart/train                        the newest weights that the run has exported or published
-    gspo-mega eval path/to/hf --config configs/quickstart.yaml  a folder, on that configuration's held-out prompts
-    gspo-mega eval configs/quickstart.yaml                      the configuration's own model.path
+    gspo-mega eval runs/quickstart/train                        the newest weights that the run has exported or
+    published gspo-mega eval path/to/hf --config configs/quickstart.yaml  a folder, on that configuration's held-out
+    prompts gspo-mega eval configs/quickstart.yaml                      the configuration's own model.path
 
 Samples the held-out prompts of `eval` through SGLang servers and scores them with the configuration's reward; no
 trainer ranks. Leaves its logs in a run folder of its own: `eval` inside the run, else <run.dir>/<run.name>-eval.
@@ -25,9 +25,16 @@ from gspo_mega.run_folder import RunFolder, read_json
 
 # One process collects; nothing is trained, so nothing is laid out.
 _ONE_RANK = (
-    "cluster.num_nodes=1", "cluster.num_rollout_nodes=0", "cluster.ranks_per_node=1", "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1",
-    "parallel.virtual_pipeline=null", "parallel.expert=1", "parallel.expert_tensor=1",
-)  # fmt: skip
+    "cluster.num_nodes=1",
+    "cluster.num_rollout_nodes=0",
+    "cluster.ranks_per_node=1",
+    "parallel.tensor=1",
+    "parallel.pipeline=1",
+    "parallel.context=1",
+    "parallel.virtual_pipeline=null",
+    "parallel.expert=1",
+    "parallel.expert_tensor=1",
+)
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,16 @@ class Target:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", type=Path, help="a run's folder, a Hugging Face folder, or a YAML file")
+    parser.add_argument(
+        "target", metavar="TARGET", type=Path, help="a run's folder, a Hugging Face folder, or a YAML file"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in the configuration")
-    parser.add_argument("--config", type=Path, metavar="CONFIG", help="configuration to evaluate with; needed for a Hugging Face folder")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and all else to standard error")
+    parser.add_argument(
+        "--config", type=Path, metavar="CONFIG", help="configuration to evaluate with; needed for a Hugging Face folder"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as one JSON object, and all else to standard error"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,9 +86,15 @@ def find_target(path: Path, config: Path | None) -> Target:
         return Target(config or folder.config_file, _newest_weights(folder), folder.path, "eval")
     if (path / "config.json").is_file():
         if config is None:
-            raise ConfigError(f"gspo-mega eval: {path} is a Hugging Face folder; say with --config CONFIG on which prompts and reward")
+            raise ConfigError(
+                f"gspo-mega eval: {path} is a Hugging Face folder; say with --config CONFIG on which prompts and reward"
+            )
         return Target(config, path, None, None)
-    what = "holds neither config.resolved.yaml (a run) nor config.json (a Hugging Face folder)" if path.is_dir() else "does not exist"
+    what = (
+        "holds neither config.resolved.yaml (a run) nor config.json (a Hugging Face folder)"
+        if path.is_dir()
+        else "does not exist"
+    )
     raise ConfigError(f"gspo-mega eval: {path} {what}; give a run's folder, a Hugging Face folder or a YAML file")
 
 
@@ -87,14 +106,18 @@ def _newest_weights(folder: RunFolder) -> Path:
     if published is not None and (Path(published["path"]) / "config.json").is_file():
         found.setdefault(Path(published["path"]), int(published["weight_version"]))
     if not found:
-        raise ConfigError(f"gspo-mega eval: the run {folder.path} has no result (hf/) and has published no weights that are still there")
+        raise ConfigError(
+            f"gspo-mega eval: the run {folder.path} has no result (hf/) and has published no weights that are still"
+            " there"
+        )
     newest = max(found, key=lambda path: found[path])  # of equals the first: the result
     trained = _checkpoint_version(folder)
     if trained is not None and trained > found[newest]:
         raise ConfigError(
-            f"gspo-mega eval: the run {folder.path} has trained on to weight version {trained} (its last checkpoint), and the newest weights that a server "
-            f"can load are of version {found[newest]}, {newest}; convert the checkpoint (tools/megatron_to_hf.py) and evaluate that folder with "
-            f"--config {folder.config_file}, or evaluate {newest} so"
+            f"gspo-mega eval: the run {folder.path} has trained on to weight version {trained} (its last checkpoint),"
+            f" and the newest weights that a server can load are of version {found[newest]}, {newest}; convert the"
+            f" checkpoint (tools/megatron_to_hf.py) and evaluate that folder with --config {folder.config_file}, or"
+            f" evaluate {newest} so"
         )
     return newest
 
@@ -138,5 +161,13 @@ def render_result(result: dict[str, Any]) -> str:
     if result["num_left_out"]:
         lines.append(("left out", f"{result['num_left_out']} prompts, longer than data.max_prompt_tokens"))
     if result["num_reward_failures"]:
-        lines.append(("not scored", f"{result['num_reward_failures']} samples: the reward failed on them, and accuracy and reward are of the others"))
+        lines.append(
+            (
+                "not scored",
+                (
+                    f"{result['num_reward_failures']} samples: the reward failed on them, and accuracy and reward are"
+                    " of the others"
+                ),
+            )
+        )
     return "\n".join(f"{name:<12} {value}" for name, value in lines)

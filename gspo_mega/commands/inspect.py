@@ -1,7 +1,7 @@
 """The recorded rollouts of a run: prompts, responses, rewards, advantages, log-probs of the server.
 
-Without --step a line a step. Steps are counted as in metrics.jsonl, from 1. A step that was cut short shows what is there. A
-damaged or newer record is an error (exit code 8).
+Without --step a line a step. Steps are counted as in metrics.jsonl, from 1. A step that was cut short shows what is
+there. A damaged or newer record is an error (exit code 8).
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.kill_points:
         width = max(map(len, kill_points.POINTS))
-        print(json.dumps(kill_points.POINTS) if args.json else "\n".join(f"{name:<{width}}  {what}" for name, what in kill_points.POINTS.items()))
+        print(
+            json.dumps(kill_points.POINTS)
+            if args.json
+            else "\n".join(f"{name:<{width}}  {what}" for name, what in kill_points.POINTS.items())
+        )
         return 0
     if args.run is None:
         raise JournalError("which run? gspo-mega inspect RUN [--step N]")
@@ -43,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(rows) if args.json else "\n".join(_overview_line(row) for row in rows))
         return 0
     if args.step - 1 not in steps:
-        raise JournalError(f"{folder.path}: step {args.step} is not recorded; recorded are steps {steps[0] + 1} to {steps[-1] + 1}")
+        raise JournalError(
+            f"{folder.path}: step {args.step} is not recorded; recorded are steps {steps[0] + 1} to {steps[-1] + 1}"
+        )
     record = journal.read(args.step - 1)
     if record is None:
         raise JournalError(f"{journal.file(args.step - 1)}: was cut short before its first trajectory")
@@ -53,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(record: StepRecord, folder: RunFolder) -> dict[str, Any]:
-    """The step as JSON types. Advantages are those that training gives these rewards, where the step's batch is complete."""
+    """The step as JSON types. Advantages are those that training gives these rewards, where the step's batch is
+    complete.
+    """
     if record.batch is not None:
         # Imported here: they bring torch, which a look at an unfinished step does not need.
         from gspo_mega.runtime.assemble import fill_advantages
@@ -97,7 +105,14 @@ def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
 
 def _overview(record: StepRecord | None, step: int) -> dict[str, Any]:
     if record is None:
-        return {"step": step + 1, "complete": False, "num_groups": 0, "num_trajectories": 0, "num_reward_failures": 0, "reward_mean": None}
+        return {
+            "step": step + 1,
+            "complete": False,
+            "num_groups": 0,
+            "num_trajectories": 0,
+            "num_reward_failures": 0,
+            "reward_mean": None,
+        }
     batch = record.batch or RolloutBatch(step, list(record.groups.values()))
     rewards = [reward for group in batch.groups for reward in group.rewards]
     return {
@@ -114,21 +129,33 @@ def _overview_line(row: dict[str, Any]) -> str:
     reward = "-" if row["reward_mean"] is None else f"{row['reward_mean']:.3f}"
     state = f"  reward failures {row['num_reward_failures']}" if row["num_reward_failures"] else ""
     state += "" if row["complete"] else "  cut short"
-    return f"step {row['step']:>6}  groups {row['num_groups']:>5}  trajectories {row['num_trajectories']:>6}  reward {reward}{state}"
+    return (
+        f"step {row['step']:>6}  groups {row['num_groups']:>5}  trajectories {row['num_trajectories']:>6}  reward"
+        f" {reward}{state}"
+    )
 
 
 def _text(shown: dict[str, Any]) -> str:
-    lines = [f"step {shown['step']}, sampled from weight version {shown['weight_version']}" + ("" if shown["complete"] else "; cut short")]
+    lines = [
+        f"step {shown['step']}, sampled from weight version {shown['weight_version']}"
+        + ("" if shown["complete"] else "; cut short")
+    ]
     for group in shown["groups"]:
         lines += ["", f"=== {group['prompt_id']}   answer: {group['answer']!r}", group["prompt"]]
         for one in group["trajectories"]:
             advantage = "-" if one["advantage"] is None else f"{one['advantage']:+.3f}"
-            mean = "-" if one["log_prob_mean"] is None else f"{one['log_prob_mean']:.4f} (lowest {one['log_prob_min']:.2f})"
+            mean = (
+                "-"
+                if one["log_prob_mean"] is None
+                else f"{one['log_prob_mean']:.4f} (lowest {one['log_prob_min']:.2f})"
+            )
             failed = f"  not trained on, its scoring failed: {one['reward_error']}" if one["reward_error"] else ""
             reward = "-" if one["reward"] is None else f"{one['reward']:g}"
             lines += [
-                f"--- {one['trajectory_id']}  reward {reward}  advantage {advantage}  {one['num_response_tokens']} tokens, "
-                f"{one['finish_reason']}  log-prob a token {mean}{failed}",
+                (
+                    f"--- {one['trajectory_id']}  reward {reward}  advantage {advantage}  {one['num_response_tokens']}"
+                    f" tokens, {one['finish_reason']}  log-prob a token {mean}{failed}"
+                ),
                 one["response"],
             ]
     return "\n".join(lines)

@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if name in RUNS or error.filename is not None:
             raise
-        # Of a command that is there to be read: its reader (`| head`) has seen enough, or the disk behind `> file` is full.
+        # Of a command that is there to be read: its reader (`| head`) has seen enough, or the disk behind `> file` is
+        # full.
         drop_standard_output()
         if isinstance(error, BrokenPipeError):
             return EXIT_BROKEN_PIPE

@@ -1,8 +1,8 @@
 """Lines for the user of a run, shown where its command was started, and never at the run's cost.
 
-Owns the standard descriptors and what their loss means. A reader that is gone (`| head`), a terminal that was closed, a full disk
-behind `> file` or a pager that stands still loses lines and nothing else: they are in the attempt's logs as well. For commands that
-run something; one that is there to be read, as `inspect`, prints as any program does.
+Owns the standard descriptors and what their loss means. A reader that is gone (`| head`), a terminal that was closed, a
+full disk behind `> file` or a pager that stands still loses lines and nothing else: they are in the attempt's logs as
+well. For commands that run something; one that is there to be read, as `inspect`, prints as any program does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET)
 
 
 class Screen:
-    """Shows lines on a stream, in order, from a thread of its own. A context manager; call it with a line. Never raises OSError."""
+    """Shows lines on a stream, in order, from a thread of its own. A context manager; call it with a line. Never raises
+    OSError.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         """`stream`: standard output by default."""
@@ -63,14 +65,19 @@ class Screen:
             except OSError as error:
                 self._is_gone = error.errno in _GONE
                 if not self._is_told:
-                    logger.warning("output cannot be written: %s; the run goes on, and its lines are in console.log", error.strerror)
+                    logger.warning(
+                        "output cannot be written: %s; the run goes on, and its lines are in console.log",
+                        error.strerror,
+                    )
                 self._is_told = True
             except ValueError:  # the stream was closed
                 self._is_gone = True
 
 
 def write_line(stream: TextIO | None, line: str) -> None:
-    """Past Python's buffer, which would keep what could not be written and fail with it once more at exit. Raises OSError."""
+    """Past Python's buffer, which would keep what could not be written and fail with it once more at exit. Raises
+    OSError.
+    """
     if stream is None:
         return
     try:

@@ -1,8 +1,8 @@
 """Own one SGLang server: start it, register it in the run folder, restart it with the run's current weights.
 
-`gspo-mega train` starts as many as `server.num_servers` says. Run by hand, on any machine that sees the run folder, this adds
-one to the attempt that runs, under the next free index; where none runs, the server has an attempt of its own. Ends the server
-and all its processes when it is told to stop, and when whoever started it is gone.
+`gspo-mega train` starts as many as `server.num_servers` says. Run by hand, on any machine that sees the run folder,
+this adds one to the attempt that runs, under the next free index; where none runs, the server has an attempt of its
+own. Ends the server and all its processes when it is told to stop, and when whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from gspo_mega.weights.software import ask
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
-    parser.add_argument("--attempt", type=Path, metavar="DIR", help="attempt folder to register in; the one that runs by default")
+    parser.add_argument(
+        "--attempt", type=Path, metavar="DIR", help="attempt folder to register in; the one that runs by default"
+    )
     parser.add_argument("--index", type=int, metavar="K", help="which server of the attempt this is (server-K)")
-    parser.add_argument("--host", metavar="ADDRESS", help="this machine's address to bind and register, instead of server.host")
+    parser.add_argument(
+        "--host", metavar="ADDRESS", help="this machine's address to bind and register, instead of server.host"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,8 +76,9 @@ def _say_software(attempt: Attempt, index: int) -> None:
 
 
 def running_attempt(folder: RunFolder, now: float, patience_seconds: float) -> Attempt | None:
-    """The attempt whose supervisor shows signs of life, if one does. `now`: unix seconds; where by this clock it has been
-    silent, it is watched for `patience_seconds`, for its clock may be another's."""
+    """The attempt whose supervisor shows signs of life, if one does. `now`: unix seconds; where by this clock it has
+    been silent, it is watched for `patience_seconds`, for its clock may be another's.
+    """
     latest = folder.latest_attempt()
     state = read_state(latest) if latest is not None else None
     if latest is None or state is None or state.is_over:
@@ -82,7 +87,9 @@ def running_attempt(folder: RunFolder, now: float, patience_seconds: float) -> A
 
 
 def free_index(attempt: Attempt, num_servers: int) -> int:
-    """Taken by making its log, so that two servers started at once have one each. Below `num_servers` are the supervisor's own."""
+    """Taken by making its log, so that two servers started at once have one each. Below `num_servers` are the
+    supervisor's own.
+    """
     index = num_servers
     while True:
         try:

@@ -20,9 +20,17 @@ from gspo_mega.run_folder import Attempt, RunFolder, read_json
 
 _SHOWN = (
     # name, key of the report
-    ("run", "run"), ("state", "state"), ("attempt", "attempt"), ("step", "step"), ("speed", "speed"), ("servers", "servers"), ("checkpoint", "checkpoint"),
-    ("error", "error"), ("restarts", "restarts"), ("logs", "logs"),
-)  # fmt: skip
+    ("run", "run"),
+    ("state", "state"),
+    ("attempt", "attempt"),
+    ("step", "step"),
+    ("speed", "speed"),
+    ("servers", "servers"),
+    ("checkpoint", "checkpoint"),
+    ("error", "error"),
+    ("restarts", "restarts"),
+    ("logs", "logs"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,13 +54,20 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
     if attempt is None:
         if not list(folder.path.glob("slurm-*.log")):
             raise ConfigError(f"gspo-mega status: {folder.path} holds no run: no attempts/ and no log of a job")
-        return dict.fromkeys((key for _, key in _SHOWN), None) | {"run": str(folder.path), "state": "no attempt yet; the job's log: slurm-*.log"}
+        return dict.fromkeys((key for _, key in _SHOWN), None) | {
+            "run": str(folder.path),
+            "state": "no attempt yet; the job's log: slurm-*.log",
+        }
     state = read_state(attempt)
     last = last_line(folder.metrics_file)
     return {
         "run": str(folder.path),
         "state": _state(state, now),
-        "attempt": f"{attempt.number}" + (f", job {state.slurm_job}" if state is not None and state.slurm_job else "") + (f", on {state.host}" if state is not None else ""),
+        "attempt": (
+            f"{attempt.number}"
+            + (f", job {state.slurm_job}" if state is not None and state.slurm_job else "")
+            + (f", on {state.host}" if state is not None else "")
+        ),
         "step": _step(folder, last, now),
         "speed": _speed(last),
         "servers": _servers(attempt),
@@ -93,8 +108,14 @@ def _servers(attempt: Attempt) -> str | None:
     except RolloutError as error:
         return str(error)
     counts = Counter("given up" if server.state == "failed" else server.state for server in servers)
-    given_up = [f"{server.server_id}: {(server.error or 'no reason').strip().splitlines()[0]}" for server in servers if server.state == "failed"]
-    text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) + (f" ({'; '.join(given_up)})" if given_up else "")
+    given_up = [
+        f"{server.server_id}: {(server.error or 'no reason').strip().splitlines()[0]}"
+        for server in servers
+        if server.state == "failed"
+    ]
+    text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) + (
+        f" ({'; '.join(given_up)})" if given_up else ""
+    )
     return text or None
 
 

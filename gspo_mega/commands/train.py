@@ -24,9 +24,15 @@ from gspo_mega.launcher.launch_slurm import launch_slurm
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
-    parser.add_argument("--from-rollouts", metavar="RUN", help="train on the rollouts recorded in this run folder, without servers")
-    parser.add_argument("--rollouts-only", action="store_true", help="sample and record the rollouts of every step, train nothing")
-    parser.add_argument("--slurm", action="store_true", help="run on the nodes of the Slurm job that this is the batch script of")
+    parser.add_argument(
+        "--from-rollouts", metavar="RUN", help="train on the rollouts recorded in this run folder, without servers"
+    )
+    parser.add_argument(
+        "--rollouts-only", action="store_true", help="sample and record the rollouts of every step, train nothing"
+    )
+    parser.add_argument(
+        "--slurm", action="store_true", help="run on the nodes of the Slurm job that this is the batch script of"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,13 +13,17 @@ _NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def address_problem(host: str) -> str | None:
-    """Why no server may bind `host`, or None. Every spelling of the wildcard, which would open it to every network, is refused."""
+    """Why no server may bind `host`, or None. Every spelling of the wildcard, which would open it to every network, is
+    refused.
+    """
     own = "give this machine's own address, or 127.0.0.1 or ::1 where all is on one machine"
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return _no_address_problem(host, own)
-    if address.is_unspecified or (address.version == 6 and address.ipv4_mapped is not None and address.ipv4_mapped.is_unspecified):
+    if address.is_unspecified or (
+        address.version == 6 and address.ipv4_mapped is not None and address.ipv4_mapped.is_unspecified
+    ):
         return f"{host} opens the server to every network; {own}"
     if address.is_multicast or str(address) == "255.255.255.255":
         return f"{host} is no machine's address; {own}"
@@ -33,7 +37,11 @@ def _no_address_problem(host: str, own: str) -> str | None:
     except OSError:
         meant = None
     if meant is not None:
-        return f"{host} opens the server to every network; {own}" if meant == "0.0.0.0" else f"{host!r} is {meant} in other words; write that"
+        return (
+            f"{host} opens the server to every network; {own}"
+            if meant == "0.0.0.0"
+            else f"{host!r} is {meant} in other words; write that"
+        )
     if host.startswith("["):
         return f"{host}: an IPv6 address is written without brackets"
     if not _NAME.fullmatch(host):

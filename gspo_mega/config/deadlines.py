@@ -18,7 +18,9 @@ RENDEZVOUS_SECONDS = 600.0
 
 
 class Relation(NamedTuple):
-    """`shorter` must be below `longer`, dotted keys or seconds. `blame`: the key that is named when it is not; `why`: what happens then."""
+    """`shorter` must be below `longer`, dotted keys or seconds. `blame`: the key that is named when it is not; `why`:
+    what happens then.
+    """
 
     shorter: str
     longer: str | float
@@ -28,43 +30,70 @@ class Relation(NamedTuple):
 
 RELATIONS = (
     Relation(
-        "server.start_deadline_seconds", "rollout.no_server_deadline_seconds", "rollout.no_server_deadline_seconds",
+        "server.start_deadline_seconds",
+        "rollout.no_server_deadline_seconds",
+        "rollout.no_server_deadline_seconds",
         "a server that is started again may take that long, and a run with no other would end before it is back",
     ),
     Relation(
-        "rollout.no_server_deadline_seconds", COLLECTIVE_SECONDS, "rollout.no_server_deadline_seconds",
+        "rollout.no_server_deadline_seconds",
+        COLLECTIVE_SECONDS,
+        "rollout.no_server_deadline_seconds",
         "rank 0 waits so long for a server before it publishes, and the other ranks wait for rank 0 in a collective",
     ),
     Relation(
-        "publish.deadline_seconds", COLLECTIVE_SECONDS, "publish.deadline_seconds",
+        "publish.deadline_seconds",
+        COLLECTIVE_SECONDS,
+        "publish.deadline_seconds",
         "the other ranks wait in a collective while rank 0 publishes",
     ),
     Relation(
-        "rollout.progress_deadline_seconds", "rollout.request_deadline_seconds", "rollout.request_deadline_seconds",
+        "rollout.progress_deadline_seconds",
+        "rollout.request_deadline_seconds",
+        "rollout.request_deadline_seconds",
         "a response that stands still would end the run before it goes on on another server",
     ),
     *(
-        Relation(shorter, f"watchdog.{phase}_seconds", f"watchdog.{phase}_seconds", "the run would end as stuck before that deadline, which mends it, can")
+        Relation(
+            shorter,
+            f"watchdog.{phase}_seconds",
+            f"watchdog.{phase}_seconds",
+            "the run would end as stuck before that deadline, which mends it, can",
+        )
         for shorter, phase in (
             ("server.start_deadline_seconds", "start"),
-            ("rollout.no_server_deadline_seconds", "rollout"), ("rollout.progress_deadline_seconds", "rollout"), ("reward.deadline_seconds", "rollout"),
-            ("rollout.no_server_deadline_seconds", "eval"), ("rollout.progress_deadline_seconds", "eval"), ("reward.deadline_seconds", "eval"),
-            ("rollout.no_server_deadline_seconds", "publish"), ("publish.deadline_seconds", "publish"),
+            ("rollout.no_server_deadline_seconds", "rollout"),
+            ("rollout.progress_deadline_seconds", "rollout"),
+            ("reward.deadline_seconds", "rollout"),
+            ("rollout.no_server_deadline_seconds", "eval"),
+            ("rollout.progress_deadline_seconds", "eval"),
+            ("reward.deadline_seconds", "eval"),
+            ("rollout.no_server_deadline_seconds", "publish"),
+            ("publish.deadline_seconds", "publish"),
         )
     ),
-)  # fmt: skip
+)
 
 
 def broken_relations(config: Config) -> Iterator[tuple[str, str]]:
-    """(key to blame, what is wrong and what is valid) of each relation that does not hold. A deadline that is absent breaks none."""
+    """(key to blame, what is wrong and what is valid) of each relation that does not hold. A deadline that is absent
+    breaks none.
+    """
     for relation in RELATIONS:
         shorter, longer = _value(config, relation.shorter), _value(config, relation.longer)
         if shorter is None or longer is None or shorter < longer:
             continue
         if relation.blame == relation.longer:
-            yield relation.blame, f"{longer:g} s is not longer than {relation.shorter} {shorter:g}: {relation.why}; above {shorter:g}"
+            yield (
+                relation.blame,
+                f"{longer:g} s is not longer than {relation.shorter} {shorter:g}: {relation.why}; above {shorter:g}",
+            )
         else:
-            than = f"{relation.longer} {longer:g}" if isinstance(relation.longer, str) else f"the {longer:g} s after which a collective is given up"
+            than = (
+                f"{relation.longer} {longer:g}"
+                if isinstance(relation.longer, str)
+                else f"the {longer:g} s after which a collective is given up"
+            )
             yield relation.blame, f"{shorter:g} s is not shorter than {than}: {relation.why}; below {longer:g}"
 
 

@@ -28,7 +28,12 @@ _TYPES = {
     "dict_type": "keys with values",
     "model_type": "a section: keys with values, indented below it",
 }
-_BOUNDS = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "less_than": ("lt", "<"), "less_than_equal": ("le", "<=")}
+_BOUNDS = {
+    "greater_than": ("gt", ">"),
+    "greater_than_equal": ("ge", ">="),
+    "less_than": ("lt", "<"),
+    "less_than_equal": ("le", "<="),
+}
 
 
 def explain(error: dict[str, Any]) -> str:

@@ -72,7 +72,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | 
         explained |= {()} if document.problems else set()  # then the document as a whole may be unfit, too
         problems += [(order, line) for order, location, line in invalid if location not in explained]
     elif not problems:
-        said = "the file is empty" if tree is None else f"the top level is {'a list' if isinstance(tree, list) else repr(tree)}"
+        said = (
+            "the file is empty"
+            if tree is None
+            else f"the top level is {'a list' if isinstance(tree, list) else repr(tree)}"
+        )
         problems.append(((1, 1), f"{path}:1:1: {said}; it must be keys with values: run, model, batch, data, ..."))
     lines = [line for _, line in sorted(problems)] + override_problems
     if lines:

@@ -39,4 +39,6 @@ _Dumper.add_representer(str, _represent_text)
 def render_config(config: Config) -> str:
     """YAML text in the schema's order; `load_config` of it gives an equal Config."""
     values = config.model_dump(mode="json")
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=10_000)
+    return yaml.dump(
+        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=10_000
+    )

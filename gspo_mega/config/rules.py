@@ -67,8 +67,9 @@ def _objective(config: Config) -> Iterator[Violation]:
             if value > LARGEST_GSPO_CLIP:
                 yield Violation(
                     f"objective.{key}",
-                    f"{value:g} contradicts `algorithm: {algorithm}`, whose ratio is a mean over a whole response and is "
-                    f"clipped at 3e-4 / 4e-4 in the paper; at most {LARGEST_GSPO_CLIP:g} (or `algorithm: custom`, or `algorithm: grpo`)",
+                    f"{value:g} contradicts `algorithm: {algorithm}`, whose ratio is a mean over a whole response and"
+                    f" is clipped at 3e-4 / 4e-4 in the paper; at most {LARGEST_GSPO_CLIP:g} (or `algorithm: custom`,"
+                    " or `algorithm: grpo`)",
                 )
         if objective.aggregation != "sequence_mean_token_mean":
             yield Violation(
@@ -79,12 +80,17 @@ def _objective(config: Config) -> Iterator[Violation]:
     if config.kl.coefficient > 0 and algorithm in _GSPO:
         yield Violation(
             "kl.coefficient",
-            f"{config.kl.coefficient:g} contradicts `algorithm: {algorithm}`, which has no KL term; valid: 0 (or `algorithm: custom`, or `algorithm: grpo`)",
+            f"{config.kl.coefficient:g} contradicts `algorithm: {algorithm}`, which has no KL term; valid: 0 (or"
+            " `algorithm: custom`, or `algorithm: grpo`)",
         )
     if algorithm == "custom" and objective.ratio is None:
-        yield Violation("objective.ratio", "missing; `algorithm: custom` needs it; valid: sequence, sequence_token, token")
+        yield Violation(
+            "objective.ratio", "missing; `algorithm: custom` needs it; valid: sequence, sequence_token, token"
+        )
     if algorithm != "custom" and objective.ratio is not None:
-        yield Violation("objective.ratio", f"`algorithm: {algorithm}` has its own ratio; leave it out, or use `algorithm: custom`")
+        yield Violation(
+            "objective.ratio", f"`algorithm: {algorithm}` has its own ratio; leave it out, or use `algorithm: custom`"
+        )
     if objective.ratio == "token" and not {"clip_low", "clip_high"} <= objective.model_fields_set:
         yield Violation(
             "objective.clip_low",
@@ -93,11 +99,14 @@ def _objective(config: Config) -> Iterator[Violation]:
         )
     norm = objective.aggregation == "sequence_mean_token_sum_norm"
     if norm and objective.norm_constant_tokens is None:
-        yield Violation("objective.norm_constant_tokens", "missing; `aggregation: sequence_mean_token_sum_norm` divides by it")
+        yield Violation(
+            "objective.norm_constant_tokens", "missing; `aggregation: sequence_mean_token_sum_norm` divides by it"
+        )
     if not norm and objective.norm_constant_tokens is not None:
         yield Violation(
             "objective.norm_constant_tokens",
-            f"`aggregation: {objective.aggregation}` does not use it; leave it out, or use sequence_mean_token_sum_norm",
+            f"`aggregation: {objective.aggregation}` does not use it; leave it out, or use"
+            " sequence_mean_token_sum_norm",
         )
 
 
@@ -106,11 +115,13 @@ def _batch_and_optimizer(config: Config) -> Iterator[Violation]:
     if config.batch.num_mini_batches > num_sequences:
         yield Violation(
             "batch.num_mini_batches",
-            f"{config.batch.num_mini_batches} mini-batches of prompts_per_step x group_size = {num_sequences} trajectories "
-            f"leave some empty; at most {num_sequences}",
+            f"{config.batch.num_mini_batches} mini-batches of prompts_per_step x group_size = {num_sequences}"
+            f" trajectories leave some empty; at most {num_sequences}",
         )
     if config.optimizer.min_lr > config.optimizer.lr:
-        yield Violation("optimizer.min_lr", f"{config.optimizer.min_lr:g} is above lr {config.optimizer.lr:g}; at most that")
+        yield Violation(
+            "optimizer.min_lr", f"{config.optimizer.min_lr:g} is above lr {config.optimizer.lr:g}; at most that"
+        )
 
 
 def _optimizer_state(config: Config) -> Iterator[Violation]:
@@ -123,12 +134,14 @@ def _optimizer_state(config: Config) -> Iterator[Violation]:
     if small and config.precision == "fp32":
         yield Violation(
             "optimizer.moments_dtype",
-            f"{optimizer.moments_dtype} with `precision: fp32`: the fused Adam that keeps such moments wants bf16 parameters; valid: fp32",
+            f"{optimizer.moments_dtype} with `precision: fp32`: the fused Adam that keeps such moments wants bf16"
+            " parameters; valid: fp32",
         )
     if small and offloaded:
         yield Violation(
             "optimizer.moments_dtype",
-            f"{optimizer.moments_dtype} with cpu_offload_fraction > 0: Megatron's offloaded Adam keeps fp32 moments; valid: fp32",
+            f"{optimizer.moments_dtype} with cpu_offload_fraction > 0: Megatron's offloaded Adam keeps fp32 moments;"
+            " valid: fp32",
         )
     if offloaded and config.precision == "fp8" and config.fp8.parameters:
         yield Violation(
@@ -142,18 +155,26 @@ def _experts(config: Config) -> Iterator[Violation]:
     if moe.load_balancing != "none" and moe.load_balancing_coefficient == 0:
         yield Violation(
             "moe.load_balancing_coefficient",
-            f"0 leaves `load_balancing: {moe.load_balancing}` without effect; above 0 (1e-3 is usual), or `load_balancing: none`",
+            f"0 leaves `load_balancing: {moe.load_balancing}` without effect; above 0 (1e-3 is usual), or"
+            " `load_balancing: none`",
         )
     if moe.load_balancing == "none" and moe.load_balancing_coefficient > 0:
         yield Violation(
             "moe.load_balancing_coefficient",
-            f"{moe.load_balancing_coefficient:g} has no effect with `load_balancing: none`; 0, or `load_balancing: aux_loss`",
+            f"{moe.load_balancing_coefficient:g} has no effect with `load_balancing: none`; 0, or `load_balancing:"
+            " aux_loss`",
         )
     if moe.routing_replay == "R3" and not config.rollout.return_routed_experts:
-        yield Violation("moe.routing_replay", "R3 replays what the servers return; needs `rollout.return_routed_experts: true` (or R2, or none)")
+        yield Violation(
+            "moe.routing_replay",
+            "R3 replays what the servers return; needs `rollout.return_routed_experts: true` (or R2, or none)",
+        )
     if moe.routing_replay == "R2" and (config.old_log_probs == "rollout" or config.batch.num_mini_batches == 1):
         why = "`old_log_probs: rollout`" if config.old_log_probs == "rollout" else "`batch.num_mini_batches: 1`"
-        yield Violation("moe.routing_replay", f"R2 replays the routes of the old log-prob pass, which {why} leaves out; valid then: none, R3")
+        yield Violation(
+            "moe.routing_replay",
+            f"R2 replays the routes of the old log-prob pass, which {why} leaves out; valid then: none, R3",
+        )
 
 
 def _data(config: Config, command: str | None) -> Iterator[Violation]:
@@ -162,32 +183,47 @@ def _data(config: Config, command: str | None) -> Iterator[Violation]:
     if data.path is None and not data.sources and not certifies:
         yield Violation("data.path", "missing; give `path` (one JSONL file) or `sources` (several with weights)")
     if data.path is not None and data.sources:
-        yield Violation("data.path", "both `path` and `sources` are given; keep one of them (override: data.path=null or data.sources=[])")
+        yield Violation(
+            "data.path",
+            "both `path` and `sources` are given; keep one of them (override: data.path=null or data.sources=[])",
+        )
     if data.path == "":
         yield Violation("data.path", "is empty; the path of a JSONL file")
     for name, count in Counter(source.name for source in data.sources).items():
         if count > 1:
             yield Violation("data.sources", f"{count} sources are named {name!r}; names must differ")
     if data.system_prompt is not None and not data.chat_template:
-        yield Violation("data.system_prompt", "needs `chat_template: true`; without a template there is no system message")
+        yield Violation(
+            "data.system_prompt", "needs `chat_template: true`; without a template there is no system message"
+        )
     own = {source.reward for source in data.sources}
     if config.eval is not None and config.eval.reward is None and None not in own and len(own) > 1:
-        yield Violation("eval.reward", f"missing; the sources have different rewards of their own, and none has `reward`; valid: {', '.join(sorted(filter(None, own)))}, or another")
+        yield Violation(
+            "eval.reward",
+            "missing; the sources have different rewards of their own, and none has `reward`; valid:"
+            f" {', '.join(sorted(filter(None, own)))}, or another",
+        )
     for name, count in Counter(function.function for function in config.reward.functions).items():
         if count > 1:
-            yield Violation("reward.functions", f"{name!r} is listed {count} times; list it once, with the summed weight")
+            yield Violation(
+                "reward.functions", f"{name!r} is listed {count} times; list it once, with the summed weight"
+            )
 
 
 def _fp8(config: Config) -> Iterator[Violation]:
     if config.precision != "fp8" or not config.fp8.parameters:
         return
     if not config.optimizer.distributed:
-        yield Violation("fp8.parameters", "only Megatron's distributed optimizer writes FP8 parameters; set `optimizer.distributed: true`, or false here")
+        yield Violation(
+            "fp8.parameters",
+            "only Megatron's distributed optimizer writes FP8 parameters; set `optimizer.distributed: true`, or false"
+            " here",
+        )
     if config.fp8.recipe == "mxfp8":
         yield Violation(
             "fp8.parameters",
-            "Megatron gathers mxfp8 parameters through its gradient buffers, inside an overlapped forward pass, which a pass between "
-            "two optimizer steps would spoil; valid: false (or recipe delayed, tensorwise or blockwise)",
+            "Megatron gathers mxfp8 parameters through its gradient buffers, inside an overlapped forward pass, which a"
+            " pass between two optimizer steps would spoil; valid: false (or recipe delayed, tensorwise or blockwise)",
         )
 
 
@@ -195,13 +231,15 @@ def _rollout_and_servers(config: Config) -> Iterator[Violation]:
     if config.cluster.num_rollout_nodes > config.server.num_servers:
         yield Violation(
             "cluster.num_rollout_nodes",
-            f"{config.cluster.num_rollout_nodes} nodes for server.num_servers {config.server.num_servers}: some would have nothing to do; "
-            f"at most {config.server.num_servers}",
+            f"{config.cluster.num_rollout_nodes} nodes for server.num_servers {config.server.num_servers}: some would"
+            f" have nothing to do; at most {config.server.num_servers}",
         )
     if config.rollout.top_k == 0:
         yield Violation("rollout.top_k", "0 leaves no token to sample; valid: -1 (all tokens) or at least 1")
     if config.run.name in (".", ".."):
-        yield Violation("run.name", f"{config.run.name!r} is not a folder of its own; valid: letters, digits and `.`, `_`, `-`")
+        yield Violation(
+            "run.name", f"{config.run.name!r} is not a folder of its own; valid: letters, digits and `.`, `_`, `-`"
+        )
     if (problem := address_problem(config.server.host)) is not None:
         yield Violation("server.host", problem)
     for name, text in option_problems(config.server.options):
@@ -217,9 +255,17 @@ def _initial_weights(config: Config, command: str | None) -> Iterator[Violation]
     if config.model.weights is None:
         return
     if command in ("eval", "certify"):
-        yield Violation("model.weights", f"`gspo-mega {command}` takes the weights of model.path; convert these with tools/megatron_to_hf.py and name that folder there")
+        yield Violation(
+            "model.weights",
+            f"`gspo-mega {command}` takes the weights of model.path; convert these with tools/megatron_to_hf.py and"
+            " name that folder there",
+        )
     if config.kl.coefficient > 0 and config.kl.reference_path is None:
-        yield Violation("kl.reference_path", "missing; the policy starts from model.weights, and the reference would be model.path: name the one that is meant")
+        yield Violation(
+            "kl.reference_path",
+            "missing; the policy starts from model.weights, and the reference would be model.path: name the one that is"
+            " meant",
+        )
 
 
 def _command(config: Config, command: str | None) -> Iterator[Violation]:
@@ -228,11 +274,16 @@ def _command(config: Config, command: str | None) -> Iterator[Violation]:
         if getattr(config, section) is None:
             yield Violation(section, f"missing; `gspo-mega {command}` needs this section")
     if config.train is not None and config.train.from_rollouts is not None and config.train.rollouts_only:
-        yield Violation("train.rollouts_only", "contradicts train.from_rollouts: one samples and trains nothing, the other trains and samples nothing; give one")
+        yield Violation(
+            "train.rollouts_only",
+            "contradicts train.from_rollouts: one samples and trains nothing, the other trains and samples nothing;"
+            " give one",
+        )
     if config.sft is not None and config.sft.stop_accuracy_low > config.sft.stop_accuracy_high:
         yield Violation(
             "sft.stop_accuracy_low",
-            f"{config.sft.stop_accuracy_low:g} is above stop_accuracy_high {config.sft.stop_accuracy_high:g}; at most that",
+            f"{config.sft.stop_accuracy_low:g} is above stop_accuracy_high {config.sft.stop_accuracy_high:g}; at most"
+            " that",
         )
 
 
@@ -245,21 +296,34 @@ def _notices(config: Config) -> Iterator[str]:
             f"{config.algorithm if config.algorithm != 'custom' else 'gspo'}"
         )
     if config.algorithm == "custom":
-        yield f"algorithm custom: ratio {objective.ratio}, aggregation {objective.aggregation}; this is not the paper's GSPO by name"
-    if config.kl.coefficient > 0:
-        vanishing = "; the gradient of k1 vanishes in expectation, so it does not hold the policy near the reference (k2 and k3 do)"
         yield (
-            f"KL term {config.kl.coefficient:g} x {config.kl.estimator} to a frozen reference: a second model in memory, one more "
-            f"forward pass a step{vanishing if config.kl.estimator == 'k1' else ''}"
+            f"algorithm custom: ratio {objective.ratio}, aggregation {objective.aggregation}; this is not the paper's"
+            " GSPO by name"
+        )
+    if config.kl.coefficient > 0:
+        vanishing = (
+            "; the gradient of k1 vanishes in expectation, so it does not hold the policy near the reference (k2 and"
+            " k3 do)"
+        )
+        yield (
+            f"KL term {config.kl.coefficient:g} x {config.kl.estimator} to a frozen reference: a second model in"
+            f" memory, one more forward pass a step{vanishing if config.kl.estimator == 'k1' else ''}"
         )
     elif config.kl.reference_path is not None:
         yield "kl.reference_path has no effect with kl.coefficient 0: no reference is loaded"
     if config.moe.routing_replay != "none":
-        yield f"routing replay {config.moe.routing_replay}: experts are not chosen by the current router in training, and routing/changed_since_* is not measured"
+        yield (
+            f"routing replay {config.moe.routing_replay}: experts are not chosen by the current router in training, and"
+            " routing/changed_since_* is not measured"
+        )
     if config.advantage.std_ddof or not config.advantage.divide_by_std:
         yield (
             "advantages are "
-            + ("divided by the sample standard deviation" if config.advantage.divide_by_std else "not divided by a standard deviation")
+            + (
+                "divided by the sample standard deviation"
+                if config.advantage.divide_by_std
+                else "not divided by a standard deviation"
+            )
             + "; the paper divides by a group's own (std_ddof 0)"
         )
     if config.moe.load_balancing != "none" or config.moe.z_loss_coefficient > 0:
@@ -267,15 +331,21 @@ def _notices(config: Config) -> Iterator[str]:
     if objective.dual_clip is not None:
         yield f"dual clip {objective.dual_clip:g}: negative-advantage terms are bounded, which the papers do not do"
     if config.train is not None and config.mismatch.correction != "none" and config.old_log_probs == "trainer":
-        bound = f"min(w, {config.mismatch.cap:g})" if config.mismatch.correction == "truncate" else f"w, or dropped where w leaves [1/{config.mismatch.cap:g}, {config.mismatch.cap:g}]"
+        bound = (
+            f"min(w, {config.mismatch.cap:g})"
+            if config.mismatch.correction == "truncate"
+            else f"w, or dropped where w leaves [1/{config.mismatch.cap:g}, {config.mismatch.cap:g}]"
+        )
         yield (
-            f"mismatch.correction {config.mismatch.correction}: each sequence's term is weighed by {bound}, w the geometric mean ratio of trainer to server, "
-            "which the paper does not do (`none` leaves it out); mismatch/acted_fraction shows whether the bound acts"
+            f"mismatch.correction {config.mismatch.correction}: each sequence's term is weighed by {bound}, w the"
+            " geometric mean ratio of trainer to server, which the paper does not do (`none` leaves it out);"
+            " mismatch/acted_fraction shows whether the bound acts"
         )
     if rollout.filter_constant_groups and rollout.max_oversampling > 1:
         yield (
-            f"rollout.filter_constant_groups: groups whose rewards are all equal are replaced, up to {rollout.max_oversampling:g} x prompts_per_step, "
-            "which the paper does not do: the batch is not a plain sample of the prompts"
+            "rollout.filter_constant_groups: groups whose rewards are all equal are replaced, up to"
+            f" {rollout.max_oversampling:g} x prompts_per_step, which the paper does not do: the batch is not a plain"
+            " sample of the prompts"
         )
     if config.old_log_probs == "rollout":
         yield (
@@ -283,20 +353,29 @@ def _notices(config: Config) -> Iterator[str]:
             "responses (mismatch.correction then has nothing to correct)"
         )
     elif config.batch.num_mini_batches == 1:
-        yield "one mini-batch a step: old and current policy are the same, so the old log-prob pass is skipped and nothing is clipped"
+        yield (
+            "one mini-batch a step: old and current policy are the same, so the old log-prob pass is skipped and"
+            " nothing is clipped"
+        )
     if rollout.top_p < 1 or rollout.top_k > 0:
         yield (
-            f"top_p {rollout.top_p:g}, top_k {rollout.top_k}: sampled from a truncated distribution, while log-probs describe "
-            "the whole one (temperature included)"
+            f"top_p {rollout.top_p:g}, top_k {rollout.top_k}: sampled from a truncated distribution, while log-probs"
+            " describe the whole one (temperature included)"
         )
     if config.precision != "fp8" and config.fp8 != Fp8():
         yield f"`fp8` has no effect with `precision: {config.precision}`"
     if config.precision == "fp8" and config.fp8.recipe == "delayed":
-        yield "fp8.recipe delayed: scales follow the passes before, so the same weights give slightly other log-probs from pass to pass"
+        yield (
+            "fp8.recipe delayed: scales follow the passes before, so the same weights give slightly other log-probs"
+            " from pass to pass"
+        )
     if config.precision == "fp8" and config.fp8.parameters:
         yield "fp8.parameters: what is published and exported are the weights rounded to FP8"
     if rollout.temperature != 1:
-        yield f"temperature {rollout.temperature:g}: the policy that is trained is softmax(logits / {rollout.temperature:g}), on both engines"
+        yield (
+            f"temperature {rollout.temperature:g}: the policy that is trained is softmax(logits /"
+            f" {rollout.temperature:g}), on both engines"
+        )
     if config.reward.permute_in_batch:
         yield "reward.permute_in_batch: a control; rewards are dealt out anew, so accuracy is not expected to rise"
     if rollout.filter_constant_groups and rollout.max_oversampling == 1:
@@ -304,14 +383,20 @@ def _notices(config: Config) -> Iterator[str]:
     if config.train is not None and config.train.from_rollouts is not None:
         yield "train.from_rollouts: trained on recorded rollouts; no server, no publish, no held-out evaluation"
     if config.train is not None and config.train.rollouts_only:
-        yield f"train.rollouts_only: nothing is trained; all batches come from {'model.path' if config.model.weights is None else 'model.weights'}"
+        yield (
+            "train.rollouts_only: nothing is trained; all batches come from"
+            f" {'model.path' if config.model.weights is None else 'model.weights'}"
+        )
     if config.optimizer.schedule == "constant" and config.optimizer.min_lr > 0:
         yield "optimizer.min_lr has no effect with `schedule: constant`"
     if config.optimizer.decay_norms_and_biases and config.optimizer.weight_decay == 0:
         yield "optimizer.decay_norms_and_biases has no effect with weight_decay 0"
     if config.recompute.granularity == "none" and config.recompute.num_layers > 1:
         yield "recompute.num_layers has no effect with `granularity: none`"
-    if config.train is not None and 0 < config.train.num_steps * config.batch.num_mini_batches <= config.optimizer.warmup_steps:
+    if (
+        config.train is not None
+        and 0 < config.train.num_steps * config.batch.num_mini_batches <= config.optimizer.warmup_steps
+    ):
         yield (
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not over before the run ends "
             f"({config.train.num_steps * config.batch.num_mini_batches} optimizer steps)"

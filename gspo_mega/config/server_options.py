@@ -1,5 +1,5 @@
-"""Which of SGLang's arguments `server.options` may not set: those that follow from another key, and those that would run
-foreign code, open the server, or break what a run relies on.
+"""Which of SGLang's arguments `server.options` may not set: those that follow from another key, and those that would
+run foreign code, open the server, or break what a run relies on.
 
 Owns the lists and the reasons. That the installed SGLang has an argument at all is checked where SGLang is.
 """
@@ -24,7 +24,9 @@ OWN = {
     "log_level_http": "server.log_level",
     "attention_backend": "server.attention_backend",
     "weight_version": "(kept by the run)",
-    "random_seed": "run.seed, with the attempt, the server and the number of its start: no start repeats the samples of another",
+    "random_seed": (
+        "run.seed, with the attempt, the server and the number of its start: no start repeats the samples of another"
+    ),
     "enable_return_routed_experts": "rollout.return_routed_experts",
     "incremental_streaming_output": "(how responses are read)",
     "skip_tokenizer_init": "(token ids in, token ids out)",
@@ -35,35 +37,108 @@ OWN = {
 _CODE = "runs code that a file, a module or a request names"
 _OPENS = "makes the server listen or answer beyond its one address with the run's API key"
 _WEIGHTS = "makes the server hold other weights than were published, and every verification of a publish fail"
-_READS = "has weights read from elsewhere, or in a form that may hold code; servers load safetensors from the folder that the run names"
+_READS = (
+    "has weights read from elsewhere, or in a form that may hold code; servers load safetensors from the folder that"
+    " the run names"
+)
 _SAMPLES = "samples from another distribution than the returned log-probs describe"
 _SPREADS = "spreads one server over machines, pipelines or replicas, which publishing does not reach"
 
 _REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (_CODE, (
-        "trust_remote_code", "custom_weight_loader", "enable_custom_logit_processor", "forward_hooks", "sidecar", "sidecar_args",
-        "stat_loggers", "custom_sigquit_handler", "tool_server", "trust_request_chat_template", "hicache_storage_backend",
-        "hicache_storage_backend_extra_config", "unified_cache_external_linker_backend", "unified_cache_external_linker_config",
-        "enable_lmcache", "lmcache_config_file", "enable_flexkv", "flexkv_config_file",
-    )),
-    (_OPENS, (
-        "admin_api_key", "grpc_mode", "smg_grpc_mode", "grpc_port", "smg_http_sidecar_port", "enable_metrics", "fastapi_root_path",
-        "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password", "enable_ssl_refresh", "enable_trace",
-        "otlp_traces_endpoint", "kv_events_config", "load_publish_endpoint", "engine_info_bootstrap_port", "enable_dp_attention",
-        "remote_instance_weight_loader_start_seed_via_transfer_engine", "weight_cache_mode", "weight_cache_socket",
-        "disaggregation_mode", "disaggregation_bootstrap_port", "encoder_bootstrap_port", "decoupled_spec_bind_endpoint",
-    )),
-    (_WEIGHTS, (
-        "quantization", "quantize_and_serve", "rl_quant_profile", "modelopt_quant", "modelopt_checkpoint_restore_path",
-        "enforce_shared_experts_fusion", "kt_weight_path",
-    )),
-    (_READS, (
-        "load_format", "model_loader_extra_config", "remote_instance_weight_loader_backend", "remote_instance_weight_loader_seed_instance_ip",
-        "modelexpress_config", "decrypted_config_file", "delete_ckpt_after_loading", "checkpoint_engine_wait_weights_before_ready",
-    )),
+    (
+        _CODE,
+        (
+            "trust_remote_code",
+            "custom_weight_loader",
+            "enable_custom_logit_processor",
+            "forward_hooks",
+            "sidecar",
+            "sidecar_args",
+            "stat_loggers",
+            "custom_sigquit_handler",
+            "tool_server",
+            "trust_request_chat_template",
+            "hicache_storage_backend",
+            "hicache_storage_backend_extra_config",
+            "unified_cache_external_linker_backend",
+            "unified_cache_external_linker_config",
+            "enable_lmcache",
+            "lmcache_config_file",
+            "enable_flexkv",
+            "flexkv_config_file",
+        ),
+    ),
+    (
+        _OPENS,
+        (
+            "admin_api_key",
+            "grpc_mode",
+            "smg_grpc_mode",
+            "grpc_port",
+            "smg_http_sidecar_port",
+            "enable_metrics",
+            "fastapi_root_path",
+            "ssl_keyfile",
+            "ssl_certfile",
+            "ssl_ca_certs",
+            "ssl_keyfile_password",
+            "enable_ssl_refresh",
+            "enable_trace",
+            "otlp_traces_endpoint",
+            "kv_events_config",
+            "load_publish_endpoint",
+            "engine_info_bootstrap_port",
+            "enable_dp_attention",
+            "remote_instance_weight_loader_start_seed_via_transfer_engine",
+            "weight_cache_mode",
+            "weight_cache_socket",
+            "disaggregation_mode",
+            "disaggregation_bootstrap_port",
+            "encoder_bootstrap_port",
+            "decoupled_spec_bind_endpoint",
+        ),
+    ),
+    (
+        _WEIGHTS,
+        (
+            "quantization",
+            "quantize_and_serve",
+            "rl_quant_profile",
+            "modelopt_quant",
+            "modelopt_checkpoint_restore_path",
+            "enforce_shared_experts_fusion",
+            "kt_weight_path",
+        ),
+    ),
+    (
+        _READS,
+        (
+            "load_format",
+            "model_loader_extra_config",
+            "remote_instance_weight_loader_backend",
+            "remote_instance_weight_loader_seed_instance_ip",
+            "modelexpress_config",
+            "decrypted_config_file",
+            "delete_ckpt_after_loading",
+            "checkpoint_engine_wait_weights_before_ready",
+        ),
+    ),
     (_SAMPLES, ("enable_watermark", "speculative_accept_threshold_single", "speculative_accept_threshold_acc")),
-    (_SPREADS, ("nnodes", "node_rank", "dist_init_addr", "nccl_port", "gated_launch_port", "use_ray", "pp_size", "dp_size", "ep_join_mode")),
-)  # fmt: skip
+    (
+        _SPREADS,
+        (
+            "nnodes",
+            "node_rank",
+            "dist_init_addr",
+            "nccl_port",
+            "gated_launch_port",
+            "use_ray",
+            "pp_size",
+            "dp_size",
+            "ep_join_mode",
+        ),
+    ),
+)
 
 REFUSED: dict[str, str] = {name: why for why, names in _REASONS for name in names}
 """Arguments that are refused, and why."""

@@ -27,7 +27,9 @@ HELD_OUT = "held-out prompts"
 
 
 def held_out_reward(config: Config) -> str | None:
-    """The reward of held-out prompts where that is not `reward`: `eval.reward`, or the one that all sources have as their own."""
+    """The reward of held-out prompts where that is not `reward`: `eval.reward`, or the one that all sources have as
+    their own.
+    """
     if config.eval is not None and config.eval.reward is not None:
         return config.eval.reward
     own = {source.reward for source in config.data.sources}

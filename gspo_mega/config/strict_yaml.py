@@ -199,7 +199,9 @@ class _Builder:
         text, tag = node.value, node.tag.removeprefix(_TAG)
         if tag in ("str", "merge"):
             if any("\ud800" <= character <= "\udfff" for character in text):
-                self._problem(node, path, "an escape that is half a character (a surrogate); write the character itself")
+                self._problem(
+                    node, path, "an escape that is half a character (a surrogate); write the character itself"
+                )
             return text
         if tag == "null":
             return None

@@ -67,8 +67,8 @@ def problems(split: Split, num_problems: int, seed: int, num_digits: int = NUM_D
     share = num_pairs // HELDOUT_EVERY if split == "heldout" else num_pairs - num_pairs // HELDOUT_EVERY
     if num_problems > share // 2:
         raise ValueError(
-            f"{num_problems} {split} problems of {num_digits} digits asked for; at most {share // 2} can be drawn without "
-            "repeating one: ask for fewer, or for more digits"
+            f"{num_problems} {split} problems of {num_digits} digits asked for; at most {share // 2} can be drawn"
+            " without repeating one: ask for fewer, or for more digits"
         )
     rng = random.Random(f"arithmetic/{split}/{num_digits}/{seed}")
     seen: set[tuple[int, int]] = set()

@@ -129,6 +129,8 @@ def _dearest_first(plan: list[Bins], costs: Sequence[float]) -> list[Bins]:
 
 
 def waiting_costs(plan: list[Bins], costs: Sequence[float]) -> tuple[float, float]:
-    """How long the ranks take together, in units of cost: (the dearest rank, the sum over turns of the dearest pack)."""
+    """How long the ranks take together, in units of cost: (the dearest rank, the sum over turns of the dearest
+    pack).
+    """
     by_rank = [[_cost(pack, costs) for pack in packs] for packs in plan]
     return max(sum(packs) for packs in by_rank), sum(max(turn) for turn in zip_longest(*by_rank, fillvalue=0.0))

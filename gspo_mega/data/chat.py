@@ -30,9 +30,14 @@ class PromptEncoder:
         Raises DataError: there is no chat template to apply, a system prompt without one, or no end token.
         """
         if tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer names no end token (eos_token in tokenizer_config.json); a response could never end")
+            raise DataError(
+                "the tokenizer names no end token (eos_token in tokenizer_config.json); a response could never end"
+            )
         if chat_template and not tokenizer.chat_template:
-            raise DataError("the tokenizer has no chat template; add one (chat_template.jinja beside it) or set data.chat_template: false")
+            raise DataError(
+                "the tokenizer has no chat template; add one (chat_template.jinja beside it) or set data.chat_template:"
+                " false"
+            )
         if system_prompt is not None and not chat_template:
             raise DataError("data.system_prompt needs data.chat_template: true")
         self.chat_template = chat_template
@@ -41,7 +46,9 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._template = _template_of(tokenizer) if chat_template else None
         self._system_prompt = system_prompt
-        special = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = {
+            token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
         # Longest first, so that a token that is part of another one does not hide it.
         self._special = sorted(special, key=len, reverse=True)
         self._special_ids = frozenset(special.values())
@@ -81,7 +88,9 @@ class PromptEncoder:
         if not placeholders:
             text = self._render(messages)
             return text, self._encode(text)
-        masked = self._render([{key: _replace(value, placeholders) for key, value in message.items()} for message in messages])
+        masked = self._render(
+            [{key: _replace(value, placeholders) for key, value in message.items()} for message in messages]
+        )
         originals = {placeholder: special for special, placeholder in placeholders.items()}
         return _replace(masked, originals), self._encode_masked(masked, originals)
 
@@ -99,7 +108,9 @@ class PromptEncoder:
 
     def _placeholders(self, messages: Messages) -> dict[str, str]:
         """For each special token that is written out in the messages, a unique word to stand for it in the template."""
-        present = [special for special in self._special if any(special in text for m in messages for text in m.values())]
+        present = [
+            special for special in self._special if any(special in text for m in messages for text in m.values())
+        ]
         # A word that no template treats in a special way and no text contains.
         return {special: f"placeholder{secrets.token_hex(16)}" for special in present}
 
@@ -143,12 +154,16 @@ class PromptEncoder:
         ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) if text else []
         if not self._special_ids.isdisjoint(ids):
             tokens = ", ".join(repr(s) for s in self._special if s in text)
-            raise DataError(f"{tokens} is written out in the text, and this tokenizer cannot encode it as plain text; take it out")
+            raise DataError(
+                f"{tokens} is written out in the text, and this tokenizer cannot encode it as plain text; take it out"
+            )
         return ids
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The Hugging Face tokenizer of a model's folder. Raises DataError where it cannot be read, or is code that the folder brings."""
+    """The Hugging Face tokenizer of a model's folder. Raises DataError where it cannot be read, or is code that the
+    folder brings.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -160,14 +175,22 @@ def load_tokenizer(folder: str) -> Any:
 
 
 def _template_of(tokenizer: Any) -> ChatTemplate | None:
-    """The tokenizer's template, to be rendered in a process of its own; None for a tokenizer that has chats without a template."""
+    """The tokenizer's template, to be rendered in a process of its own; None for a tokenizer that has chats without a
+    template.
+    """
     if type(tokenizer).apply_chat_template.__module__ != "transformers.tokenization_utils_base":
         return None
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:  # several templates and no default
         raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
-    return ChatTemplate(template, {name: str(value) if not isinstance(value, list) else [str(v) for v in value] for name, value in tokenizer.special_tokens_map.items()})
+    return ChatTemplate(
+        template,
+        {
+            name: str(value) if not isinstance(value, list) else [str(v) for v in value]
+            for name, value in tokenizer.special_tokens_map.items()
+        },
+    )
 
 
 def _all_texts(message: dict[str, Any]) -> bool:

@@ -30,7 +30,9 @@ class DemonstrationSource(RowSource[Demonstration]):
     """Demonstrations of one file. Too long: a prompt over `data.max_prompt_tokens`, or a response (end token
     included) over `max_response_tokens`, which no rollout could produce either."""
 
-    def __init__(self, name: str, path: str | Path, data: Data, encoder: PromptEncoder, max_response_tokens: int) -> None:
+    def __init__(
+        self, name: str, path: str | Path, data: Data, encoder: PromptEncoder, max_response_tokens: int
+    ) -> None:
         self._max_response_tokens = max_response_tokens
         super().__init__(name, path, data, encoder)
 
@@ -45,7 +47,10 @@ class DemonstrationSource(RowSource[Demonstration]):
         if not response.strip():
             return f"{key!r} is empty"
         if response.rstrip().endswith(self._encoder.eos_token):
-            return f"{key!r} ends with the end token {self._encoder.eos_token!r}; leave it out, it is added to every response"
+            return (
+                f"{key!r} ends with the end token {self._encoder.eos_token!r}; leave it out, it is added to every"
+                " response"
+            )
         return None
 
     def _make(self, row: int, values: Row) -> Demonstration | None:
@@ -57,13 +62,15 @@ class DemonstrationSource(RowSource[Demonstration]):
         return Demonstration(f"{self.name}:{row}", tuple(prompt_ids), tuple(response_ids))
 
     def _limits(self) -> str:
-        return f"data.max_prompt_tokens: {self._data.max_prompt_tokens}, rollout.max_new_tokens: {self._max_response_tokens}"
+        return (
+            f"data.max_prompt_tokens: {self._data.max_prompt_tokens}, rollout.max_new_tokens:"
+            f" {self._max_response_tokens}"
+        )
 
 
 def load_demonstrations(data: Data, tokenizer: Any, *, max_response_tokens: int) -> list[DemonstrationSource]:
     """Open and check every source of `data` as demonstrations, in its order. Raises DataError as `load_prompts`."""
     encoder = encoder_of(data, tokenizer)
     return [
-        DemonstrationSource(source.name, source.path, data, encoder, max_response_tokens)
-        for source in sources_of(data)
+        DemonstrationSource(source.name, source.path, data, encoder, max_response_tokens) for source in sources_of(data)
     ]

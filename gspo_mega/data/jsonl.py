@@ -100,7 +100,9 @@ class JsonlFile:
 
 
 def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_rows: int) -> None:
-    """What `JsonlFile` would say of the file and of its first `num_rows` rows, at once however long it is. Raises DataError."""
+    """What `JsonlFile` would say of the file and of its first `num_rows` rows, at once however long it is. Raises
+    DataError.
+    """
     problems, seen = [], 0
     with _opened(Path(path)) as file:
         for number, line in enumerate(file, start=1):
@@ -128,7 +130,8 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def parse_row(line: bytes) -> Any:
-    """The JSON value of a line, without its byte-order mark: some editors put one before the first line, and it is not data.
+    """The JSON value of a line, without its byte-order mark: some editors put one before the first line, and it is not
+    data.
 
     Raises ValueError (of which UnicodeDecodeError and json.JSONDecodeError are kinds) for what is not strict JSON of
     Unicode characters and finite numbers, at most `MAX_DEPTH` levels deep; RecursionError for what is far deeper.
@@ -167,7 +170,9 @@ def _refuse_surrogates(value: Any) -> None:
         except UnicodeEncodeError as error:
             found = f"\\u{ord(value[error.start]):04x}"
             raise ValueError(f"a text has {found}, half of a surrogate pair without the other: no character") from None
-    for part in (*value.keys(), *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for part in (
+        (*value.keys(), *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         _refuse_surrogates(part)
 
 

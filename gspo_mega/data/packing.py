@@ -40,7 +40,8 @@ def split_mini_batches(num_trajectories: int, num_mini_batches: int, seed: int, 
     """
     if not 1 <= num_mini_batches <= num_trajectories:
         raise PlanError(
-            f"{num_trajectories} trajectories cannot be split into {num_mini_batches} mini-batches; batch.num_mini_batches must be 1 to {num_trajectories}"
+            f"{num_trajectories} trajectories cannot be split into {num_mini_batches} mini-batches;"
+            f" batch.num_mini_batches must be 1 to {num_trajectories}"
         )
     order = np.random.default_rng((seed, step)).permutation(num_trajectories)
     return [part.tolist() for part in np.array_split(order, num_mini_batches)]
@@ -109,7 +110,8 @@ def plan_rollout_batch(
 ) -> list[RankPlan]:
     """The plan of every data-parallel rank for a rollout batch whose trajectories have `lengths` tokens.
 
-    The arguments are those of `split_mini_batches` and `plan_packs`. Raises PlanError as `split_mini_batches` and `plan_packs` do.
+    The arguments are those of `split_mini_batches` and `plan_packs`. Raises PlanError as `split_mini_batches` and
+    `plan_packs` do.
     """
     packs_of: list[list[list[list[int]]]] = [[] for _ in range(num_data_parallel)]
     for members in split_mini_batches(len(lengths), num_mini_batches, seed, step):
@@ -142,13 +144,13 @@ def build_micro_batch(
     """The arrays of one pack: the `rows` of a rank's shard, in that order; no rows give filler.
 
     A trajectory is a mapping with `prompt_token_ids` [P], `response_token_ids` [R], `response_mask` [R] and
-    `rollout_log_probs` [R]. A position p of its P + R tokens is aligned with what the model predicts there:
-    `labels[p]` is token p + 1, and `loss_mask[p]` and `rollout_log_probs[p]` are those of token p + 1, 0 unless it
-    is an active response token. Padding up to `pad_multiple` belongs to the sequence (token 0, positions go on,
-    loss_mask 0); the last sequence is padded further until the pack is a multiple of `pack_multiple` (itself one of
-    `pad_multiple`). `sequence` holds, [S] each: `num_prompt_tokens`, `num_response_tokens`, `length` (active response tokens)
-    int64, and float64 of every key in `sequence_keys`, looked up in the trajectory; 0 in filler, which is one
-    sequence of the smallest valid pack's length with `trajectory_index` -1.
+    `rollout_log_probs` [R]. A position p of its P + R tokens is aligned with what the model predicts there: `labels[p]`
+    is token p + 1, and `loss_mask[p]` and `rollout_log_probs[p]` are those of token p + 1, 0 unless it is an active
+    response token. Padding up to `pad_multiple` belongs to the sequence (token 0, positions go on, loss_mask 0); the
+    last sequence is padded further until the pack is a multiple of `pack_multiple` (itself one of `pad_multiple`).
+    `sequence` holds, [S] each: `num_prompt_tokens`, `num_response_tokens`, `length` (active response tokens) int64, and
+    float64 of every key in `sequence_keys`, looked up in the trajectory; 0 in filler, which is one sequence of the
+    smallest valid pack's length with `trajectory_index` -1.
 
     Raises ValueError for a trajectory whose arrays differ in length.
     """
@@ -163,7 +165,9 @@ def build_micro_batch(
         return np.concatenate([piece[name] for piece in pieces])
 
     counts = {name: np.array([piece[name] for piece in pieces], dtype=np.int64) for name in COUNTS}
-    values = {key: np.array([trajectories[row][key] for row in rows] or [0.0], dtype=np.float64) for key in sequence_keys}
+    values = {
+        key: np.array([trajectories[row][key] for row in rows] or [0.0], dtype=np.float64) for key in sequence_keys
+    }
     return MicroBatch(
         token_ids=joined("token_ids"),
         position_ids=np.concatenate([np.arange(size, dtype=np.int64) for size in sizes]),
@@ -196,7 +200,10 @@ def _sequence_arrays(trajectory: Mapping[str, Any], row: int, pad_multiple: int)
     mask = np.asarray(trajectory["response_mask"], dtype=np.float32)
     log_probs = np.asarray(trajectory["rollout_log_probs"], dtype=np.float32)
     if not response.shape == mask.shape == log_probs.shape:
-        raise ValueError(f"trajectory in row {row}: {response.shape[0]} response tokens, {mask.shape[0]} mask entries, {log_probs.shape[0]} log-probs")
+        raise ValueError(
+            f"trajectory in row {row}: {response.shape[0]} response tokens, {mask.shape[0]} mask entries,"
+            f" {log_probs.shape[0]} log-probs"
+        )
     if prompt.size == 0:
         raise ValueError(f"trajectory in row {row}: no prompt token, so its first response token has no prediction")
     tokens = np.concatenate([prompt, response])
@@ -207,11 +214,17 @@ def _sequence_arrays(trajectory: Mapping[str, Any], row: int, pad_multiple: int)
     active = mask != 0
     arrays["loss_mask"][predicted] = active
     arrays["rollout_log_probs"][predicted] = np.where(active, log_probs, 0)
-    return arrays | {"num_prompt_tokens": prompt.size, "num_response_tokens": response.size, "length": int(active.sum())}
+    return arrays | {
+        "num_prompt_tokens": prompt.size,
+        "num_response_tokens": response.size,
+        "length": int(active.sum()),
+    }
 
 
 def response_values(micro_batch: MicroBatch, values: np.ndarray) -> dict[int, np.ndarray]:
-    """Values aligned with `labels`, [T], by trajectory: {row of the shard: [R], one entry a response token}. Filler is left out."""
+    """Values aligned with `labels`, [T], by trajectory: {row of the shard: [R], one entry a response token}. Filler is
+    left out.
+    """
     result = {}
     for s, row in enumerate(micro_batch.trajectory_index.tolist()):
         if row >= 0:

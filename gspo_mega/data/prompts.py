@@ -110,16 +110,26 @@ class RowSource(ABC, Generic[Item]):
                 return
             any_fits |= self.item(row) is not None
         if not any_fits:
-            raise DataError(f"{self.path}: every one of its {len(self)} rows is too long ({self._limits()}); raise the limit, or shorten them")
+            raise DataError(
+                f"{self.path}: every one of its {len(self)} rows is too long ({self._limits()}); raise the limit, or"
+                " shorten them"
+            )
 
 
 class PromptSource(RowSource[Prompt]):
     """Prompts with their answers. One of more than `data.max_prompt_tokens` tokens is too long."""
 
     def __init__(
-        self, name: str, path: str | Path, data: Data, encoder: PromptEncoder, check: Callable[[Row], str | None] = lambda row: None
+        self,
+        name: str,
+        path: str | Path,
+        data: Data,
+        encoder: PromptEncoder,
+        check: Callable[[Row], str | None] = lambda row: None,
     ) -> None:
-        """As a `RowSource`; `check(row)` says what else is wrong with a row that has prompt and answer, and sees each once, in order."""
+        """As a `RowSource`; `check(row)` says what else is wrong with a row that has prompt and answer, and sees each
+        once, in order.
+        """
         self._check = check
         super().__init__(name, path, data, encoder)
 
@@ -155,7 +165,10 @@ def missing_key(values: Row, key: str, setting: str) -> str | None:
         return None
     near = difflib.get_close_matches(key, values, n=1)
     guess = f"did you mean {near[0]!r}? " if near else ""
-    return f"no key {key!r}; {guess}the line has {', '.join(map(repr, values)) or 'no keys at all'} ({setting} chooses the key)"
+    return (
+        f"no key {key!r}; {guess}the line has {', '.join(map(repr, values)) or 'no keys at all'} ({setting} chooses the"
+        " key)"
+    )
 
 
 def problem_of_prompt(values: Row, data: Data, encoder: PromptEncoder) -> str | None:
@@ -173,7 +186,9 @@ def encoder_of(data: Data, tokenizer: Any) -> PromptEncoder:
 
 
 def load_prompts(
-    data: Data, tokenizer: Any, check_of: Callable[[Source], Callable[[Row], str | None]] = lambda source: lambda row: None
+    data: Data,
+    tokenizer: Any,
+    check_of: Callable[[Source], Callable[[Row], str | None]] = lambda source: lambda row: None,
 ) -> list[PromptSource]:
     """Open and check every source of `data`, in its order; `PromptStream(sources, weights, ...)` draws from them.
 

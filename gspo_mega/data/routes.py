@@ -14,10 +14,12 @@ _DTYPE = np.int16
 
 
 def packed_routes(micro_batch: MicroBatch, trajectories: Sequence[Trajectory], to_replay: bool) -> np.ndarray | None:
-    """[T, layers, k] int16 for `micro_batch`, whose `trajectory_index` are rows of `trajectories`; None where they have none.
+    """[T, layers, k] int16 for `micro_batch`, whose `trajectory_index` are rows of `trajectories`; None where they have
+    none.
 
-    -1 where the engine returned nothing: a sequence's last token, padding, filler, layers without experts. Raises RolloutError naming the
-    trajectory whose routes have another shape than its tokens, or `to_replay`, where a token goes to one expert twice.
+    -1 where the engine returned nothing: a sequence's last token, padding, filler, layers without experts. Raises
+    RolloutError naming the trajectory whose routes have another shape than its tokens, or `to_replay`, where a token
+    goes to one expert twice.
     """
     shape = next((t.routed_experts.shape[1:] for t in trajectories if t.routed_experts is not None), None)
     if shape is None:
@@ -35,7 +37,10 @@ def _checked(trajectory: Trajectory, shape: tuple[int, ...], to_replay: bool) ->
     given, wanted = trajectory.routed_experts, (trajectory.num_tokens - 1, *shape)
     if given is None or given.shape != wanted:
         has = "no routed experts" if given is None else f"routed experts of shape {given.shape}"
-        raise RolloutError(f"trajectory {trajectory.trajectory_id} has {has}; {wanted} (tokens but the last, layers, experts a token) wanted")
+        raise RolloutError(
+            f"trajectory {trajectory.trajectory_id} has {has}; {wanted} (tokens but the last, layers, experts a token)"
+            " wanted"
+        )
     ordered = np.sort(given, axis=-1)
     if to_replay and ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
         raise RolloutError(f"trajectory {trajectory.trajectory_id} has a token that goes to the same expert twice")

@@ -41,7 +41,9 @@ def epoch_order(num_rows: int, *, seed: int, source: str, epoch: int) -> np.ndar
     """The order of one epoch: a permutation of [0, num_rows), int64. Rows are sorted by a 64-bit hash (splitmix64)."""
     key = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8, person=b"gspo_mega order").digest()
     # Unsigned arithmetic modulo 2^64 is what splitmix64 is defined on.
-    values = np.arange(1, num_rows + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(int.from_bytes(key, "big"))
+    values = np.arange(1, num_rows + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
+        int.from_bytes(key, "big")
+    )
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.argsort(values ^ (values >> np.uint64(31)), kind="stable").astype(np.int64)
@@ -68,10 +70,16 @@ class PromptStream(Generic[Item]):
     """
 
     def __init__(
-        self, sources: Sequence[ItemSource[Item]], weights: Sequence[float], *, seed: int, shuffle: bool, accept_changed: Sequence[str] = ()
+        self,
+        sources: Sequence[ItemSource[Item]],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        shuffle: bool,
+        accept_changed: Sequence[str] = (),
     ) -> None:
-        """`weights`: one positive number a source, relative to each other. `accept_changed`: beginnings of the fingerprints of
-        files that may take the place of those a saved state names (`data.accept_changed`).
+        """`weights`: one positive number a source, relative to each other. `accept_changed`: beginnings of the
+        fingerprints of files that may take the place of those a saved state names (`data.accept_changed`).
 
         Raises ValueError for no sources, weights that do not match them, or two sources of one name.
         """
@@ -128,15 +136,24 @@ class PromptStream(Generic[Item]):
         saved = state["sources"]
         names = [source.name for source in self._sources]
         if set(saved) != set(names):
-            raise DataError(f"the order of the data cannot be continued: its sources were {sorted(saved)} and are now {sorted(names)}")
+            raise DataError(
+                f"the order of the data cannot be continued: its sources were {sorted(saved)} and are now"
+                f" {sorted(names)}"
+            )
         for source in self._sources:
             then = saved[source.name]
             if then["num_rows"] != len(source):
-                raise DataError(f"{source.path}: changed since the run was saved: it had {then['num_rows']} rows and has {len(source)} now")
-            if then["fingerprint"] != source.fingerprint and not source.fingerprint.startswith(self._accept_changed or ("none",)):
                 raise DataError(
-                    f"{source.path}: changed since the run was saved: as many rows, another content; if that is a repair, continue "
-                    f"with 'data.accept_changed={json.dumps([*self._accept_changed, source.fingerprint[:12]])}'"
+                    f"{source.path}: changed since the run was saved: it had {then['num_rows']} rows and has"
+                    f" {len(source)} now"
+                )
+            if then["fingerprint"] != source.fingerprint and not source.fingerprint.startswith(
+                self._accept_changed or ("none",)
+            ):
+                raise DataError(
+                    f"{source.path}: changed since the run was saved: as many rows, another content; if that is a"
+                    " repair, continue with"
+                    f" 'data.accept_changed={json.dumps([*self._accept_changed, source.fingerprint[:12]])}'"
                 )
         self._cursors = [
             _Cursor(epoch=then["epoch"], position=then["position"], progress=then["progress"])

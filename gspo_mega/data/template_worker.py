@@ -1,8 +1,10 @@
-"""The process that renders a chat template: `python -P template_worker.py PARENT`. Run as a file; it imports jinja2 and nothing of ours.
+"""The process that renders a chat template: `python -P template_worker.py PARENT`. Run as a file; it imports jinja2 and
+nothing of ours.
 
-A template is a program of the checkpoint's. Jinja's sandbox keeps it from files and attributes, not from taking all memory or time:
-the bounds here do, in a process whose end harms nothing. First line of standard input: {"template", "values", "cpu_seconds",
-"memory_bytes"}; then a list of messages a line. A line out for each: {"text"}, or {"error"}. Ends with its input, and with PARENT.
+A template is a program of the checkpoint's. Jinja's sandbox keeps it from files and attributes, not from taking all
+memory or time: the bounds here do, in a process whose end harms nothing. First line of standard input: {"template",
+"values", "cpu_seconds", "memory_bytes"}; then a list of messages a line. A line out for each: {"text"}, or {"error"}.
+Ends with its input, and with PARENT.
 """
 
 import ctypes
@@ -24,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 class Generation(Extension):
     """`{% generation %}` marks what a model wrote, for training masks; here its content is rendered as it is."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
     def parse(self, parser):
         line = next(parser.stream).lineno
@@ -69,7 +71,9 @@ def main():
         signal.setitimer(signal.ITIMER_PROF, setup["cpu_seconds"])
         try:
             template = template or environment().from_string(setup["template"])
-            text = template.render(messages=json.loads(line), tools=None, documents=None, add_generation_prompt=True, **setup["values"])
+            text = template.render(
+                messages=json.loads(line), tools=None, documents=None, add_generation_prompt=True, **setup["values"]
+            )
             reply = json.dumps({"text": text}).encode()
         except MemoryError:
             text = reply = None

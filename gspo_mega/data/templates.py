@@ -1,6 +1,8 @@
-"""Rendering a checkpoint's chat template in a process with a bound on its time and memory; one process for all prompts of a run.
+"""Rendering a checkpoint's chat template in a process with a bound on its time and memory; one process for all prompts
+of a run.
 
-Owns that process's life. What a template is given, and that its text is what Hugging Face renders, is `template_worker.py`'s.
+Owns that process's life. What a template is given, and that its text is what Hugging Face renders, is
+`template_worker.py`'s.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. Its process starts with the first prompt, and anew after one that it could not render."""
+    """The chat template of a tokenizer. Its process starts with the first prompt, and anew after one that it could not
+    render.
+    """
 
-    def __init__(self, template: str, values: dict[str, Any], cpu_seconds: float = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self, template: str, values: dict[str, Any], cpu_seconds: float = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES
+    ) -> None:
         """`values`: what the template knows by name besides the messages: the tokenizer's special tokens."""
         self._setup = {"template": template, "values": values, "cpu_seconds": cpu_seconds, "memory_bytes": memory_bytes}
         self._process: subprocess.Popen[bytes] | None = None
@@ -34,7 +40,9 @@ class ChatTemplate:
         self._lock = threading.Lock()  # an answer belongs to the question before it
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """The text of the messages, up to where the assistant's answer begins. Raises DataError: refused, or too much time or memory."""
+        """The text of the messages, up to where the assistant's answer begins. Raises DataError: refused, or too much
+        time or memory.
+        """
         with self._lock:
             return self._render(messages)
 
@@ -52,7 +60,10 @@ class ChatTemplate:
             return reply["text"]
         if reply["error"] is None:
             self.close()  # which may hold on to what it took
-            raise DataError(f"the tokenizer's chat template takes more than {self._setup['memory_bytes'] / 2**20:.0f} MiB of memory for these messages")
+            raise DataError(
+                f"the tokenizer's chat template takes more than {self._setup['memory_bytes'] / 2**20:.0f} MiB of memory"
+                " for these messages"
+            )
         raise DataError(f"the tokenizer's chat template refuses these messages: {reply['error']}")
 
     def close(self) -> None:
@@ -76,7 +87,10 @@ class ChatTemplate:
         self.close()
         if code == -signal.SIGPROF:
             return f"the tokenizer's chat template takes more than {self._setup['cpu_seconds']:g} s for these messages"
-        return f"the process that renders the tokenizer's chat template ended with {f'signal {-code}' if code < 0 else f'exit code {code}'} at these messages"
+        return (
+            "the process that renders the tokenizer's chat template ended with"
+            f" {f'signal {-code}' if code < 0 else f'exit code {code}'} at these messages"
+        )
 
 
 def _write(process: subprocess.Popen[bytes], value: Any) -> None:

@@ -28,20 +28,28 @@ _NEEDED = {
     "server": ("torch", "sglang", "pydantic", "pyyaml", "safetensors"),
 }
 _TORCH = (
-    "import torch; torch.ones(2).sum(); known = torch.distributed.is_available() and torch.distributed.is_nccl_available();"
-    "nccl = '.'.join(map(str, torch.cuda.nccl.version())) if known else None;"
-    "print(torch.__version__, 'CUDA', torch.version.cuda, 'NCCL', nccl, 'sees', torch.cuda.device_count(), 'GPUs')"
+    "import torch; torch.ones(2).sum(); known = torch.distributed.is_available() and"
+    " torch.distributed.is_nccl_available();nccl = '.'.join(map(str, torch.cuda.nccl.version())) if known else"
+    " None;print(torch.__version__, 'CUDA', torch.version.cuda, 'NCCL', nccl, 'sees', torch.cuda.device_count(),"
+    " 'GPUs')"
 )
 _LEAST_FREE_BYTES = 1024**3
 _FEW_FREE_BYTES = 50 * 1024**3
 
 
 def check_machine(
-    roles: tuple[str, ...], folder: Path, gpus: int, fp8: bool, address: str | None, patience: Patience, requests: int = 1024
+    roles: tuple[str, ...],
+    folder: Path,
+    gpus: int,
+    fp8: bool,
+    address: str | None,
+    patience: Patience,
+    requests: int = 1024,
 ) -> Iterator[Finding]:
     """`roles`: trainer, server. `gpus`: expected here, 0 where none are used. `fp8`: the run wants it. `address`: this
-    machine's own, which servers and rank 0 bind. `patience`: for this and what is looked at after it. `requests`: open at
-    once, of all servers."""
+    machine's own, which servers and rank 0 bind. `patience`: for this and what is looked at after it. `requests`: open
+    at once, of all servers.
+    """
     yield _python()
     for role in roles:
         yield from _packages(role)
@@ -59,8 +67,8 @@ def check_machine(
 
 
 def _python() -> Finding:
-    found = "%d.%d.%d" % sys.version_info[:3]
-    if sys.version_info < (3, 11):
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < (3, 11):  # noqa: UP036  it may be asked before anything is installed
         return Finding("wrong", "python", f"{found} at {sys.executable}; 3.11 or newer is needed")
     return Finding("ok", "python", f"{found} at {sys.executable}")
 
@@ -71,7 +79,9 @@ def _packages(role: str) -> Iterator[Finding]:
     if missing:
         yield Finding("wrong", "packages", f"a {role} needs {', '.join(missing)}; not installed at {sys.prefix}")
     else:
-        yield Finding("ok", "packages", f"{role}: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+        yield Finding(
+            "ok", "packages", f"{role}: " + ", ".join(f"{name} {version}" for name, version in versions.items())
+        )
     if role == "server" and versions["sglang"] not in (None, SGLANG):
         yield Finding("note", "sglang", f"version {versions['sglang']}; {SGLANG} is what this release is tested with")
 
@@ -89,13 +99,20 @@ def _imports(what: str, code: str, patience: Patience) -> Finding:
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.left)
     except subprocess.TimeoutExpired as error:
-        return Finding("wrong", what, f"its import did not end within {error.timeout:.0f} s (of --patience {patience.seconds:.0f})")
+        return Finding(
+            "wrong", what, f"its import did not end within {error.timeout:.0f} s (of --patience {patience.seconds:.0f})"
+        )
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()
         return Finding("wrong", what, said[-1] if said else f"its import ended with {done.returncode}")
     took = time.monotonic() - began
     if took > SLOW_SECONDS:
-        return Finding("note", what, f"{done.stdout.strip()}; its import took {took:.0f} s, as every start of a rank or server will: is it in a shared folder?")
+        return Finding(
+            "note",
+            what,
+            f"{done.stdout.strip()}; its import took {took:.0f} s, as every start of a rank or server will: is it in a"
+            " shared folder?",
+        )
     return Finding("ok", what, done.stdout.strip())
 
 
@@ -106,7 +123,11 @@ def _gpus(expected: int, patience: Patience) -> Finding:
         return Finding("wrong", "GPUs", f"{expected} expected; nvidia-smi: {error}")
     found = [line.split(" (UUID")[0] for line in listed.stdout.splitlines() if line.startswith("GPU ")]
     if len(found) < expected:
-        return Finding("wrong", "GPUs", f"{expected} expected, {len(found)} there: {'; '.join(found) or listed.stderr.strip() or 'none'}")
+        return Finding(
+            "wrong",
+            "GPUs",
+            f"{expected} expected, {len(found)} there: {'; '.join(found) or listed.stderr.strip() or 'none'}",
+        )
     return Finding("ok", "GPUs", f"{len(found)}: {found[0].partition(': ')[2]}")
 
 
@@ -127,9 +148,15 @@ def _transformer_engine(fp8: bool, patience: Patience) -> Iterator[Finding]:
 def _descriptors(requests: int) -> Finding:
     """A run raises the soft limit itself; the hard one only an administrator can."""
     limit = descriptors.allowed()
-    text = f"{limit} may be open in one process (ulimit -Hn)" if limit != resource.RLIM_INFINITY else "any number may be open"
+    text = (
+        f"{limit} may be open in one process (ulimit -Hn)"
+        if limit != resource.RLIM_INFINITY
+        else "any number may be open"
+    )
     if not descriptors.enough_for(requests):
-        return Finding("wrong", "files", f"{text}; {requests} requests open at once need {requests + descriptors.SPARE}")
+        return Finding(
+            "wrong", "files", f"{text}; {requests} requests open at once need {requests + descriptors.SPARE}"
+        )
     return Finding("ok", "files", text)
 
 
@@ -156,14 +183,23 @@ def _address(address: str) -> Finding:
 
 
 def _network(address: str) -> Finding:
-    """Who may reach what a run opens at `address`: torch's stores, gloo and NCCL know no password, so the network has to keep others out."""
+    """Who may reach what a run opens at `address`: torch's stores, gloo and NCCL know no password, so the network has
+    to keep others out.
+    """
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:
         ip = None  # a name; whose network it is, the user knows
     if ip is not None and ip.is_loopback:
-        return Finding("ok", "network", f"{address}: all is on this machine; its other users can reach the ranks' store (docs/SECURITY.md)")
-    unprotected = f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL know no password (docs/SECURITY.md)"
+        return Finding(
+            "ok",
+            "network",
+            f"{address}: all is on this machine; its other users can reach the ranks' store (docs/SECURITY.md)",
+        )
+    unprotected = (
+        f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL know no password"
+        " (docs/SECURITY.md)"
+    )
     if ip is not None and ip.is_global:
         return Finding("note", "network", f"{address} is a public address; {unprotected}")
     return Finding("ok", "network", unprotected)

@@ -11,7 +11,9 @@ Level = Literal["ok", "note", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`level`: ok; note: works, and a reader should know; wrong: a run would not start, or would not do what it should."""
+    """`level`: ok; note: works, and a reader should know; wrong: a run would not start, or would not do what it
+    should.
+    """
 
     level: Level
     what: str
@@ -22,4 +24,6 @@ def render(findings: Iterable[Finding], machine: str = "") -> str:
     """A line a finding, what is wrong first."""
     order = {"wrong": 0, "note": 1, "ok": 2}
     prefix = f"{machine}: " if machine else ""
-    return "\n".join(f"{prefix}{f.level:<5} {f.what:<9} {f.text}" for f in sorted(findings, key=lambda f: order[f.level]))
+    return "\n".join(
+        f"{prefix}{f.level:<5} {f.what:<9} {f.text}" for f in sorted(findings, key=lambda f: order[f.level])
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-# A first import of torch by many nodes from one shared folder takes minutes; ranks wait as long for each other at their start.
+# A first import of torch by many nodes from one shared folder takes minutes; ranks wait as long for each other at their
+# start.
 PATIENCE_SECONDS = 600.0
 # An import beyond this is told, though nothing is wrong: every start of every rank and server takes it too.
 SLOW_SECONDS = 60.0

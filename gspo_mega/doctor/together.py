@@ -25,8 +25,9 @@ class Place:
 
 
 def check_together(place: Place, folder: Path, gpus: int, patience: Patience) -> list[Finding]:
-    """`folder`: a new one in the shared folder, this check's own. `patience`: what is left of it; another machine's own checks, which
-    come first, may take much of it."""
+    """`folder`: a new one in the shared folder, this check's own. `patience`: what is left of it; another machine's own
+    checks, which come first, may take much of it.
+    """
     shared = _shared_folder(place, folder, patience)
     # Where some machine is missing, an all-reduce could only wait for it.
     return [shared] if shared.level == "wrong" else [shared, _all_reduce(place, gpus, patience)]
@@ -41,7 +42,12 @@ def _shared_folder(place: Place, folder: Path, patience: Patience) -> Finding:
         missing -= {index for index in missing if (folder / f"machine-{index}").exists()}
         time.sleep(0.1)
     if missing:
-        return Finding("wrong", "shared", f"{folder} does not show the files of machine {', '.join(map(str, sorted(missing)))} of {place.num_machines}")
+        return Finding(
+            "wrong",
+            "shared",
+            f"{folder} does not show the files of machine {', '.join(map(str, sorted(missing)))} of"
+            f" {place.num_machines}",
+        )
     return Finding("ok", "shared", f"all {place.num_machines} machines see {folder.parent}")
 
 
@@ -49,13 +55,29 @@ def _all_reduce(place: Place, gpus: int, patience: Patience) -> Finding:
     address, port = place.master
     seconds = patience.left
     command = [
-        sys.executable, "-m", "gspo_mega.runtime.reach", "--rank", str(place.index), "--world", str(place.num_machines),
-        "--address", address, "--port", str(port), "--seconds", str(seconds), *(["--gpu"] if gpus else []),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "gspo_mega.runtime.reach",
+        "--rank",
+        str(place.index),
+        "--world",
+        str(place.num_machines),
+        "--address",
+        address,
+        "--port",
+        str(port),
+        "--seconds",
+        str(seconds),
+        *(["--gpu"] if gpus else []),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Finding("wrong", "network", f"an all-reduce with {place.num_machines} machines at {address}:{port} did not end within {seconds:.0f} s")
+        return Finding(
+            "wrong",
+            "network",
+            f"an all-reduce with {place.num_machines} machines at {address}:{port} did not end within {seconds:.0f} s",
+        )
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()
         return Finding("wrong", "network", f"all-reduce: {said[-1] if said else f'ended with {done.returncode}'}")

@@ -3,12 +3,13 @@
 Of one pack of T positions (padding included) and one layer of E experts, k a token, with f_i the share of the T x k
 choices that went to expert i and P_i the mean softmax probability of expert i:
 
-    balance = E sum_i f_i P_i        (arXiv:2101.03961; 1 when even; of sigmoid scores P_i is the mean share of a token's sum, and
+    balance = E sum_i f_i P_i        (arXiv:2101.03961; 1 when even; of sigmoid scores P_i is the mean share of a
+    token's sum, and
                                       f_i is counted without expert bias and groups)
     z       = mean_t logsumexp(router logits_t)^2        (arXiv:2202.08906)
 
-What is added to the loss of a mini-batch is coefficient x sum over layers of the mean over its packs, weighed by T. That
-depends on the packs alone: not on how many micro-batches or data-parallel ranks they are dealt to, nor on tensor,
+What is added to the loss of a mini-batch is coefficient x sum over layers of the mean over its packs, weighed by T.
+That depends on the packs alone: not on how many micro-batches or data-parallel ranks they are dealt to, nor on tensor,
 context, expert or pipeline parallelism.
 """
 
@@ -27,9 +28,13 @@ from gspo_mega.records import MicroBatch
 
 
 class LoadBalancing:
-    """The router losses of one rank. `num_routers`: layers with experts on this rank. Does nothing where both are off."""
+    """The router losses of one rank. `num_routers`: layers with experts on this rank. Does nothing where both are
+    off.
+    """
 
-    def __init__(self, settings: Moe, megatron_config: TransformerConfig, groups: ParallelGroups, num_routers: int) -> None:
+    def __init__(
+        self, settings: Moe, megatron_config: TransformerConfig, groups: ParallelGroups, num_routers: int
+    ) -> None:
         self._settings, self._config, self._groups, self._num_routers = settings, megatron_config, groups, num_routers
         self._num_micro_batches = 0
 
@@ -46,11 +51,14 @@ class LoadBalancing:
         """
         if not self.is_on:
             return
-        num_positions = torch.tensor(float(sum(m.num_tokens for m in micro_batches)), dtype=torch.float64, device=device())
+        num_positions = torch.tensor(
+            float(sum(m.num_tokens for m in micro_batches)), dtype=torch.float64, device=device()
+        )
         if self._groups.data.size > 1:
             dist.all_reduce(num_positions, group=self._groups.data.group)
         scale = (1 if router_losses_know_their_parts() else self._parts) / float(num_positions)
-        # Routers read the coefficients at every forward, recomputed ones included; Megatron offers no other way to scale them.
+        # Routers read the coefficients at every forward, recomputed ones included; Megatron offers no other way to
+        # scale them.
         self._config.moe_aux_loss_coeff = megatron_coefficient(self._settings) * scale
         if self._settings.z_loss_coefficient > 0:
             self._config.moe_z_loss_coeff = self._settings.z_loss_coefficient * scale

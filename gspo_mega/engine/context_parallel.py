@@ -6,6 +6,8 @@ attention costs every rank the same. Transformer Engine uses the same layout.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 
@@ -27,7 +29,7 @@ def local_rows(cu_seqlens: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     if size == 1:
         return torch.arange(int(cu_seqlens[-1]))
     bounds = cu_seqlens.tolist()
-    return torch.cat([start + local_positions(end - start, size, rank) for start, end in zip(bounds, bounds[1:])])
+    return torch.cat([start + local_positions(end - start, size, rank) for start, end in itertools.pairwise(bounds)])
 
 
 class _SumForward(torch.autograd.Function):
@@ -55,7 +57,8 @@ def sum_over_context(values: torch.Tensor, context: Group) -> torch.Tensor:
 
 
 def with_known_sum(values: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """As `sum_over_context` where the sum over the ranks is known already: `total` [S], with the gradient of `values` [S].
+    """As `sum_over_context` where the sum over the ranks is known already: `total` [S], with the gradient of `values`
+    [S].
 
     No communication. `values` must be finite.
     """

@@ -21,9 +21,22 @@ from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
-    "arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like",
-    "rand", "randint", "randn", "tensor", "zeros", "zeros_like",
-)  # fmt: skip
+    "arange",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
 
 
 def is_cpu_backend() -> bool:
@@ -133,8 +146,8 @@ def _complete_megatron() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
 
-    # Without Transformer Engine its classes are stand-ins that latent attention must not ask `isinstance` about, and 0.19 does
-    # not know Megatron's own linear layer there.
+    # Without Transformer Engine its classes are stand-ins that latent attention must not ask `isinstance` about, and
+    # 0.19 does not know Megatron's own linear layer there.
     import megatron.core.transformer.multi_latent_attention as multi_latent_attention
     from megatron.core.post_training.modelopt.layers import Linear
 

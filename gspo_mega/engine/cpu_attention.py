@@ -1,7 +1,7 @@
 """Core attention and norm without Transformer Engine: packed sequences on torch's SDPA.
 
-Stands where `TEDotProductAttention` and `TENorm` stand in half precision on a GPU, with the same packed (`thd`) input and
-context-parallel layout, so that everything above them is the same code. Knows nothing of the loss.
+Stands where `TEDotProductAttention` and `TENorm` stand in half precision on a GPU, with the same packed (`thd`) input
+and context-parallel layout, so that everything above them is the same code. Knows nothing of the loss.
 """
 
 from __future__ import annotations
@@ -88,25 +88,39 @@ def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _Padd
 class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed sequences.
 
-    query [t, heads, d], key [t, kv_heads, d], value [t, kv_heads, v] (v is d but with latent attention) with t this rank's
-    share of the packed tokens; returns [t, heads * v]. Under context parallelism each rank holds the two chunks of every sequence that
-    `context_parallel.local_positions` names; keys and values are gathered over the context group.
-    Collective over the context group when its size is above 1.
+    query [t, heads, d], key [t, kv_heads, d], value [t, kv_heads, v] (v is d but with latent attention) with t this
+    rank's share of the packed tokens; returns [t, heads * v]. Under context parallelism each rank holds the two chunks
+    of every sequence that `context_parallel.local_positions` names; keys and values are gathered over the context
+    group. Collective over the context group when its size is above 1.
     """
 
     def __init__(
-        self, config, layer_number, attn_mask_type, attention_type,
-        attention_dropout=None, softmax_scale=None, cp_comm_type=None, pg_collection=None,
-        k_channels=None, v_channels=None,
-    ) -> None:  # fmt: skip
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        k_channels=None,
+        v_channels=None,
+    ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
         self.context_group = pg_collection.cp
 
     def forward(
-        self, query, key, value, attention_mask,
-        attn_mask_type=None, attention_bias=None, packed_seq_params=None,
-    ):  # fmt: skip
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ):
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only; packed_seq_params is None")
         cp_size = self.context_group.size()

@@ -1,8 +1,9 @@
 """Megatron's data parallelism around the model chunks, and the exchange of parameters that it may leave under way.
 
-With `optimizer.overlap` gradients are reduced bucket by bucket during the backward pass, and with `optimizer.distributed`
-too parameters are gathered after the optimizer step while the next forward pass begins: a module waits for its own bucket when it is called. What
-reads parameters in any other way (the LM head in chunks, export, publish, checkpoints) calls `await_parameters` first.
+With `optimizer.overlap` gradients are reduced bucket by bucket during the backward pass, and with
+`optimizer.distributed` too parameters are gathered after the optimizer step while the next forward pass begins: a
+module waits for its own bucket when it is called. What reads parameters in any other way (the LM head in chunks,
+export, publish, checkpoints) calls `await_parameters` first.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ After an optimizer step, for each layer, with c_i the tokens of the mini-batch t
 
     bias_i += rate x sign(mean(c) - c_i)
 
-Counted are positions that a trained log-prob depends on, in training passes alone: not padding and filler, not the old pass
-and not the reference's. So the bias is the same to the bit in every layout and packing in which the routes are the same.
-Where routes are replayed, those taken count. Under R2 the mini-batches of a step all follow the bias of the old pass, and
-answer it together; under R3 they follow the servers', which is the published one.
+Counted are positions that a trained log-prob depends on, in training passes alone: not padding and filler, not the old
+pass and not the reference's. So the bias is the same to the bit in every layout and packing in which the routes are the
+same. Where routes are replayed, those taken count. Under R2 the mini-batches of a step all follow the bias of the old
+pass, and answer it together; under R3 they follow the servers', which is the published one.
 
-Megatron would move the bias with the gradients' reduction, before it is known whether the step is applied, and count padding;
-its own update is given a rate of zero.
+Megatron would move the bias with the gradients' reduction, before it is known whether the step is applied, and count
+padding; its own update is given a rate of zero.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ from gspo_mega.model.spec import LatentAttention, ModelSpec, YarnScaling
 
 
 def latent_settings(spec: ModelSpec, latent: LatentAttention) -> dict:
-    """The part of Megatron's MLATransformerConfig that says how attention is computed; it takes the place of other settings."""
+    """The part of Megatron's MLATransformerConfig that says how attention is computed; it takes the place of other
+    settings.
+    """
     yarn = spec.rope_scaling if isinstance(spec.rope_scaling, YarnScaling) else None
     rope: dict = dict(rope_type="rope", rotary_scaling_factor=1.0)
     if yarn is not None:

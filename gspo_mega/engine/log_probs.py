@@ -54,7 +54,13 @@ class _Head:
     """
 
     def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, first_id: int, temperature: float, chunk_rows: int
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        first_id: int,
+        temperature: float,
+        chunk_rows: int,
     ) -> None:
         self.hidden, self.weight, self.temperature, self.chunk_rows = hidden, weight, temperature, chunk_rows
         local = labels - first_id
@@ -134,7 +140,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
             probabilities = logits.sub_(log_sums[rows, None]).exp_()
             difference = probabilities.scatter_add_(1, head.columns[rows], minus_owned[rows])
             # d loss / d logits, rounded to the model's dtype for the products, as every linear layer does.
-            grad_logits = difference if hidden.dtype == difference.dtype else torch.empty_like(difference, dtype=hidden.dtype)
+            grad_logits = (
+                difference if hidden.dtype == difference.dtype else torch.empty_like(difference, dtype=hidden.dtype)
+            )
             torch.mul(difference, minus_scale[rows], out=grad_logits)
             product = difference.new_empty((difference.size(0), hidden.size(1)))
             _add_product(product, grad_logits, head.weight)
@@ -154,7 +162,9 @@ class _WeightGradient:
         main_grad = getattr(weight, "main_grad", None)
         self._weight = weight
         # The flag is DDP's: its hook then knows not to add the parameter's `grad` a second time.
-        self._is_main = main_grad is not None and main_grad.dtype == dtype and hasattr(weight, "grad_added_to_main_grad")
+        self._is_main = (
+            main_grad is not None and main_grad.dtype == dtype and hasattr(weight, "grad_added_to_main_grad")
+        )
         self.sum = main_grad if self._is_main else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
 
     def for_autograd(self) -> torch.Tensor | None:
@@ -197,7 +207,9 @@ def token_log_probs(
     """
     hidden = hidden_states
     if tensor_group.size > 1 and sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tensor_group.group)
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=tensor_group.group
+        )
     elif tensor_group.size > 1:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=tensor_group.group)
     first_id = tensor_group.rank * head_weight.size(0)

@@ -2,9 +2,9 @@
 supervised loss.
 
 Each is a callable from (batch, log-probs, entropies) to a `PassOutput`; entropies are computed only for one whose
-`wants_entropy` is true, and None otherwise. The maths is `gspo_mega.algorithm`; here it meets the context-parallel group
-and the report. Reports are this rank's part: sums over the tokens it holds, added up over context- and data-parallel
-ranks by whoever gathers them.
+`wants_entropy` is true, and None otherwise. The maths is `gspo_mega.algorithm`; here it meets the context-parallel
+group and the report. Reports are this rank's part: sums over the tokens it holds, added up over context- and
+data-parallel ranks by whoever gathers them.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ class PolicyLoss:
             # Old is current, or the server's: what the log-ratio sums to is 0, or the gap that has just been shared.
             known = old.gap_sums if self.use_rollout else torch.zeros_like(old.gap_sums)
         if self.use_rollout:
-            old = OldLogProbs(batch.rollout_log_probs, torch.ones_like(old.weights), torch.ones_like(old.keep), old.gap_sums)
+            old = OldLogProbs(
+                batch.rollout_log_probs, torch.ones_like(old.weights), torch.ones_like(old.keep), old.gap_sums
+            )
             columns = {name: old.weights if name == "mismatch_weight" else values for name, values in columns.items()}
 
         def reduce_sequences(sums: torch.Tensor) -> torch.Tensor:

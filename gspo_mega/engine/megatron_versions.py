@@ -1,4 +1,6 @@
-"""Where Megatron-Core 0.16 and 0.19 differ in what is used here. Told apart by what a version has, not by its number."""
+"""Where Megatron-Core 0.16 and 0.19 differ in what is used here. Told apart by what a version has, not by its
+number.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def clear_router_losses() -> None:
 
 
 def router_losses_know_their_parts() -> bool:
-    """Does Megatron multiply a router loss by all positions of a pack (0.19), or by this rank's part of them alone (0.16)?
+    """Does Megatron multiply a router loss by all positions of a pack (0.19), or by this rank's part of them alone
+    (0.16)?
 
     With a loss that is divided by tokens later it means the former, and 0.16 forgot the tensor and context ranks.
     """

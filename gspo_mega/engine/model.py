@@ -16,8 +16,8 @@ from megatron.core.post_training.modelopt.layers import Linear as ReplicatedLine
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.balancing import megatron_coefficient
@@ -42,7 +42,8 @@ class PolicyModel(GPTModel):
         return hidden_states
 
     def await_parameters(self) -> None:
-        """Wait for parameters that are still on their way from other ranks; data parallelism replaces it where there are any.
+        """Wait for parameters that are still on their way from other ranks; data parallelism replaces it where there
+        are any.
 
         For whoever reads parameters without calling the module that holds them.
         """
@@ -109,7 +110,9 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
             recompute_granularity="full", recompute_method="uniform", recompute_num_layers=config.recompute.num_layers
         )
     if spec.moe is not None:
-        settings |= _expert_settings(config, spec, spec.moe) | {"moe_grouped_gemm": uses_transformer_engine(settings["params_dtype"])}
+        settings |= _expert_settings(config, spec, spec.moe) | {
+            "moe_grouped_gemm": uses_transformer_engine(settings["params_dtype"])
+        }
     if spec.latent is None:
         return TransformerConfig(**settings)
     return MLATransformerConfig(**settings | latent_settings(spec, spec.latent))
@@ -122,7 +125,11 @@ def _expert_settings(config: Config, spec: ModelSpec, moe: MoeSpec) -> dict:
         moe_router_topk=moe.experts_per_token,
         moe_ffn_hidden_size=moe.expert_intermediate_size,
         # Given as a list even for one dense layer, and not at all without: the list changes the names in checkpoints.
-        **(dict(moe_layer_freq=[int(spec.has_experts(layer)) for layer in range(spec.num_layers)]) if moe.num_dense_layers else {}),
+        **(
+            dict(moe_layer_freq=[int(spec.has_experts(layer)) for layer in range(spec.num_layers)])
+            if moe.num_dense_layers
+            else {}
+        ),
         moe_shared_expert_intermediate_size=moe.shared_intermediate_size or None,
         moe_router_dtype="fp32",
         moe_router_score_function=moe.score_function,
@@ -144,12 +151,17 @@ def _expert_settings(config: Config, spec: ModelSpec, moe: MoeSpec) -> dict:
     )
 
 
-def _layer_specs(megatron_config: TransformerConfig, spec: ModelSpec, virtual_stage: int | None) -> TransformerBlockSubmodules:
+def _layer_specs(
+    megatron_config: TransformerConfig, spec: ModelSpec, virtual_stage: int | None
+) -> TransformerBlockSubmodules:
     first = get_transformer_layer_offset(megatron_config, vp_stage=virtual_stage)
     count = get_num_layers_to_build(megatron_config, vp_stage=virtual_stage)
     make = _transformer_engine_layer if uses_transformer_engine(megatron_config.params_dtype) else _plain_layer
     # One spec for all layers of a kind.
-    kinds = {kind: make(megatron_config, spec, kind) for kind in {spec.has_experts(layer) for layer in range(first, first + count)}}
+    kinds = {
+        kind: make(megatron_config, spec, kind)
+        for kind in {spec.has_experts(layer) for layer in range(first, first + count)}
+    }
     layers = [kinds[spec.has_experts(layer)] for layer in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class(megatron_config))
 

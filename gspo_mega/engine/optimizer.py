@@ -75,7 +75,8 @@ def build_optimizer(settings: Optimizer, precision: str, chunks: list[Distribute
         # Offloading goes the same way through Megatron: fp32 parameters are then the inner optimizer's, which alone
         # knows on which side they live.
         use_precision_aware_optimizer=settings.moments_dtype != "fp32" or offload,
-        # fp32, as the plan counts them, and not bf16 beside the 16 bits that it lacks: that saves, and cannot be read back.
+        # fp32, as the plan counts them, and not bf16 beside the 16 bits that it lacks: that saves, and cannot be read
+        # back.
         store_param_remainders=False,
         exp_avg_dtype=MOMENT_DTYPES[settings.moments_dtype],
         exp_avg_sq_dtype=MOMENT_DTYPES[settings.moments_dtype],
@@ -88,10 +89,14 @@ def build_optimizer(settings: Optimizer, precision: str, chunks: list[Distribute
 
 
 # Query and key norms among them.
-NORMS_AND_BIASES = ParamKey(name="*.bias", predicate=ParamPredicate(name="one_dimensional", fn=lambda parameter: parameter.dim() == 1))
+NORMS_AND_BIASES = ParamKey(
+    name="*.bias", predicate=ParamPredicate(name="one_dimensional", fn=lambda parameter: parameter.dim() == 1)
+)
 
 
-def build_scheduler(settings: Optimizer, optimizer: MegatronOptimizer, num_optimizer_steps: int) -> OptimizerParamScheduler:
+def build_scheduler(
+    settings: Optimizer, optimizer: MegatronOptimizer, num_optimizer_steps: int
+) -> OptimizerParamScheduler:
     """Learning rate by optimizer step: linear warm-up, then constant, linear or cosine to `min_lr`."""
     return OptimizerParamScheduler(
         optimizer,
@@ -133,7 +138,8 @@ def apply_gradients(optimizer: MegatronOptimizer, scheduler: OptimizerParamSched
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> tuple[float, bool]:
-    """(global L2 norm, is every gradient on every rank finite; the norm is infinite where not). Collective over all ranks.
+    """(global L2 norm, is every gradient on every rank finite; the norm is infinite where not). Collective over all
+    ranks.
 
     Waits for the device once.
 
@@ -148,7 +154,11 @@ def gradient_norm(optimizer: MegatronOptimizer) -> tuple[float, bool]:
         group = part.get_grad_stats_parallel_group()
         groups[id(group)] = group
         total = squares.setdefault(id(group), torch.zeros((), dtype=torch.float64, device=device))
-        gradients = [g for p in part.get_parameters() if (g := getattr(p, "decoupled_grad", None) if _decoupled(part) else p.grad) is not None]
+        gradients = [
+            g
+            for p in part.get_parameters()
+            if (g := getattr(p, "decoupled_grad", None) if _decoupled(part) else p.grad) is not None
+        ]
         if not gradients:
             continue
         norms = torch._foreach_norm(gradients)

@@ -40,7 +40,9 @@ class Pipeline:
     chunks: Sequence[PolicyModel]
     models: Sequence[torch.nn.Module]
 
-    def run(self, micro_batches: list[MicroBatch], head: Head, forward_only: bool, routing: RoutingPass) -> list[PassOutput]:
+    def run(
+        self, micro_batches: list[MicroBatch], head: Head, forward_only: bool, routing: RoutingPass
+    ) -> list[PassOutput]:
         """Lead the micro-batches through the pipeline; outputs in order, on last-stage ranks only. Collective.
 
         Without `forward_only` the gradients of the heads' losses are left in Megatron's buffers. `routing` is finished.

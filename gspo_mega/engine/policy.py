@@ -32,9 +32,9 @@ from gspo_mega.records import MicroBatch
 class PassReport:
     """What one pass over a mini-batch has to tell, this rank's part; empty where the rank reports nothing.
 
-    `trajectory_index` [n] int64 rows of the rollout batch; `columns` per sequence, [n] or [n, K] float64;
-    `totals` [K] float64. Parts of context-parallel ranks name the same rows. `routing`: sums over this rank's layers with
-    experts and its positions, from every rank; added up over all of them they are whole.
+    `trajectory_index` [n] int64 rows of the rollout batch; `columns` per sequence, [n] or [n, K] float64; `totals` [K]
+    float64. Parts of context-parallel ranks name the same rows. `routing`: sums over this rank's layers with experts
+    and its positions, from every rank; added up over all of them they are whole.
     """
 
     trajectory_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -133,7 +133,9 @@ class PolicyEngine:
         """As `train_mini_batch` without the step: leaves the reduced gradients in Megatron's buffers. Collective."""
         replay = self._replay(micro_batches, old)
         routing = RoutingPass(self.routers, len(micro_batches), replay)
-        outputs = self.accumulate_gradients(micro_batches, self._policy_loss(settings, denominator, old, reference), routing)
+        outputs = self.accumulate_gradients(
+            micro_batches, self._policy_loss(settings, denominator, old, reference), routing
+        )
         report = self._report(micro_batches, outputs)
         report.routing = self.balancing.sums()
         if replay is None and old is not None:
@@ -165,11 +167,18 @@ class PolicyEngine:
     # --- parts ---------------------------------------------------------------------------------------------
 
     def _policy_loss(
-        self, settings: ObjectiveSettings, denominator: float, old: OldState | None, reference: list[torch.Tensor] | None
+        self,
+        settings: ObjectiveSettings,
+        denominator: float,
+        old: OldState | None,
+        reference: list[torch.Tensor] | None,
     ) -> PolicyLoss:
         kl = self.config.kl
         if (kl.coefficient > 0) != (reference is not None):
-            raise ValueError(f"kl.coefficient is {kl.coefficient:g}, and reference log-probs were {'not ' if reference is None else ''}given")
+            raise ValueError(
+                f"kl.coefficient is {kl.coefficient:g}, and reference log-probs were"
+                f" {'not ' if reference is None else ''}given"
+            )
         return PolicyLoss(
             groups=self.groups,
             settings=settings,
@@ -208,12 +217,15 @@ class PolicyEngine:
             return {}
         return self._changed("rollout", micro_batches, [self.routers.of_rollout(m) for m in micro_batches], recorded)
 
-    def _changed(self, since: str, micro_batches: list[MicroBatch], before: list[Routes], after: list[Routes]) -> dict[str, float]:
+    def _changed(
+        self, since: str, micro_batches: list[MicroBatch], before: list[Routes], after: list[Routes]
+    ) -> dict[str, float]:
         """Of (token, layer) pairs held here: how many there are, and how many go to another set of experts."""
         if not self.routers.all():
             return {}
         counts = [
-            torch.stack(count_changed(b, a, self.routers.compared(m))) for m, b, a in zip(micro_batches, before, after, strict=True)
+            torch.stack(count_changed(b, a, self.routers.compared(m)))
+            for m, b, a in zip(micro_batches, before, after, strict=True)
         ]
         changed, compared = torch.stack(counts).sum(dim=0).tolist()
         return {f"changed_since_{since}": changed, f"compared_with_{since}": compared}
@@ -223,6 +235,8 @@ class PolicyEngine:
             return PassReport()
         index = np.concatenate([m.trajectory_index for m in micro_batches])
         real = index >= 0
-        columns = {n: torch.cat([o.columns[n] for o in outputs]).double().cpu().numpy()[real] for n in outputs[0].columns}
+        columns = {
+            n: torch.cat([o.columns[n] for o in outputs]).double().cpu().numpy()[real] for n in outputs[0].columns
+        }
         totals = {n: sum(o.totals[n] for o in outputs).double().cpu().numpy() for n in outputs[0].totals}
         return PassReport(index[real], columns, totals)

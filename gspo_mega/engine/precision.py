@@ -30,7 +30,9 @@ _FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "m
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Are layers of this parameter dtype Transformer Engine's, or Megatron's plain ones with this package's attention?"""
+    """Are layers of this parameter dtype Transformer Engine's, or Megatron's plain ones with this package's
+    attention?
+    """
     return not is_cpu_backend() and dtype != torch.float32
 
 
@@ -85,7 +87,9 @@ def transformer_engine_version() -> str | None:
 
 
 def has_fused_weight_gradient() -> bool:
-    """Is Apex's `fused_weight_gradient_mlp_cuda` there and loadable? Built from NVIDIA's source, or their container's."""
+    """Is Apex's `fused_weight_gradient_mlp_cuda` there and loadable? Built from NVIDIA's source, or their
+    container's.
+    """
     return not is_cpu_backend() and _loads("fused_weight_gradient_mlp_cuda")
 
 
@@ -106,7 +110,9 @@ def describe_backends() -> list[str]:
     major, minor = torch.cuda.get_device_capability()
     lines.append(f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
     version = transformer_engine_version()
-    lines.append(f"Transformer Engine {version}" if version else f"Transformer Engine: no ({transformer_engine_error()})")
+    lines.append(
+        f"Transformer Engine {version}" if version else f"Transformer Engine: no ({transformer_engine_error()})"
+    )
     lines.append(f"Apex: {_apex()}")
     return lines
 

@@ -124,9 +124,10 @@ def ends_with_groups(module: torch.nn.Module) -> None:
 def destroy_groups() -> None:
     """End every group but the default one, so that another layout can be made in the same processes. Collective.
 
-    What `ends_with_groups` named is unusable afterwards. A gloo group's connections and its three threads end when nothing
-    refers to the group any more. Megatron's data parallelism, its token dispatchers and its rotary embeddings would refer to
-    theirs for good, so they are taken apart here. The last threads end when the caller's own references do.
+    What `ends_with_groups` named is unusable afterwards. A gloo group's connections and its three threads end when
+    nothing refers to the group any more. Megatron's data parallelism, its token dispatchers and its rotary embeddings
+    would refer to theirs for good, so they are taken apart here. The last threads end when the caller's own references
+    do.
     """
     for module in list(_users):
         _take_apart(module)

@@ -32,18 +32,27 @@ Routes = dict[int, torch.Tensor]
 class Routers:
     """The routers of this rank's chunks, in order. A model without experts has none, and nothing here does anything."""
 
-    def __init__(self, chunks: Sequence[nn.Module], moe: MoeSpec | None, groups: ParallelGroups, *, sequence_parallel: bool, recompute: bool) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        moe: MoeSpec | None,
+        groups: ParallelGroups,
+        *,
+        sequence_parallel: bool,
+        recompute: bool,
+    ) -> None:
         self.moe, self._groups = moe, groups
         self._split = groups.tensor.size if sequence_parallel else 1
         self.recompute = recompute
         self.chunks: list[list[tuple[int, TopKRouter]]] = [
-            [(module.layer_number - 1, module) for module in chunk.modules() if isinstance(module, TopKRouter)] for chunk in chunks
+            [(module.layer_number - 1, module) for module in chunk.modules() if isinstance(module, TopKRouter)]
+            for chunk in chunks
         ]
         self._followed: list[tuple[int, torch.Tensor]] = []
         for layer, router in self.all():
             router.register_forward_hook(self._check(layer))
-        # Megatron lists every router of the process for its own static helpers; each is led by itself here, and the list
-        # would keep models alive.
+        # Megatron lists every router of the process for its own static helpers; each is led by itself here, and the
+        # list would keep models alive.
         RouterReplay.clear_global_router_replay_instances()
 
     def all(self) -> list[tuple[int, TopKRouter]]:
@@ -51,7 +60,9 @@ class Routers:
 
     def rows(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Positions [t] int64 of the pack that this rank's routers see, in their order."""
-        held = local_rows(torch.from_numpy(micro_batch.cu_seqlens), self._groups.context.size, self._groups.context.rank)
+        held = local_rows(
+            torch.from_numpy(micro_batch.cu_seqlens), self._groups.context.size, self._groups.context.rank
+        )
         return held.chunk(self._split)[self._groups.tensor.rank] if self._split > 1 else held
 
     def compared(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -135,12 +146,19 @@ class RoutingPass:
     def finish(self) -> None:
         """Raises NumericsError where a layer did not go through the experts it was told, or left some unused."""
         followed = self._routers.take_followed()
-        left = [layer for layer, router in self._routers.all() if self._replay is not None and router.router_replay.replay_backward_list]
+        left = [
+            layer
+            for layer, router in self._routers.all()
+            if self._replay is not None and router.router_replay.replay_backward_list
+        ]
         self._routers.reset()
         if self._replay is None:
             return
         if len(followed) != len(self._replay) * len(self._routers.all()):
-            raise NumericsError(f"routing replay: {len(followed)} forwards of routers, {len(self._replay) * len(self._routers.all())} expected")
+            raise NumericsError(
+                f"routing replay: {len(followed)} forwards of routers, {len(self._replay) * len(self._routers.all())}"
+                " expected"
+            )
         obeyed = torch.stack([same for _, same in followed]).tolist() if followed else []  # one wait for the device
         wrong = sorted({layer for (layer, _), same in zip(followed, obeyed) if not same})
         if wrong:
@@ -165,7 +183,8 @@ def count_changed(before: Routes, after: Routes, compared: torch.Tensor) -> tupl
         zero = torch.zeros((), dtype=torch.int64)
         return zero, zero
     changed = [
-        ((before[layer].sort(dim=1).values != after[layer].sort(dim=1).values).any(dim=1) & compared).sum() for layer in before
+        ((before[layer].sort(dim=1).values != after[layer].sort(dim=1).values).any(dim=1) & compared).sum()
+        for layer in before
     ]
     return torch.stack(changed).sum(), compared.sum() * len(before)
 
@@ -174,8 +193,9 @@ def count_changed(before: Routes, after: Routes, compared: torch.Tensor) -> tupl
 def choice_margins(router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
     """[t] float64: by how little the router, given `hidden` [t, 1, H], passed over what it passed over.
 
-    The last choice minus the best one left, in what the choice goes by: logits, or sigmoid scores with the expert bias; with
-    groups also of groups (each its two best experts' sum), and the smaller of the two. Infinite where nothing was left.
+    The last choice minus the best one left, in what the choice goes by: logits, or sigmoid scores with the expert bias;
+    with groups also of groups (each its two best experts' sum), and the smaller of the two. Infinite where nothing was
+    left.
     """
     scores = router.gating(hidden).flatten(0, -2).double()
     if router.score_function == "sigmoid":

@@ -56,7 +56,9 @@ class FrameFile:
         self.checksum = 0
 
     def frames(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
-        """(JSON values, arrays) of every whole frame. Raises JournalError for a file that is no journal's, or unreadable."""
+        """(JSON values, arrays) of every whole frame. Raises JournalError for a file that is no journal's, or
+        unreadable.
+        """
         try:
             size = self.path.stat().st_size
             with self.path.open("rb") as file:

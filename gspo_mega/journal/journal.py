@@ -1,12 +1,13 @@
 """The journal of one run: what was sampled, a file a step, written as trajectories complete.
 
-Every trajectory is handed to the kernel as soon as it is scored, so a killed process loses none. It reaches the disk at the
-end of the batch and meanwhile every few seconds, so a machine that loses power loses the last seconds of one step.
+Every trajectory is handed to the kernel as soon as it is scored, so a killed process loses none. It reaches the disk at
+the end of the batch and meanwhile every few seconds, so a machine that loses power loses the last seconds of one step.
 
-A step's file begins with the step, the weight version that sampled it and what else made it (`made_by`); a `batch` record ends it.
-What another history made is moved aside, to `step_N.old-NNNN`, and never deleted but by `journal.keep_last`. A restarted step takes a
-complete batch as it is, or of an incomplete one the complete groups. (Those that were not complete are sampled anew, which
-favours short responses a little: what took longest had the least chance to be complete.)
+A step's file begins with the step, the weight version that sampled it and what else made it (`made_by`); a `batch`
+record ends it. What another history made is moved aside, to `step_N.old-NNNN`, and never deleted but by
+`journal.keep_last`. A restarted step takes a complete batch as it is, or of an incomplete one the complete groups.
+(Those that were not complete are sampled anew, which favours short responses a little: what took longest had the least
+chance to be complete.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from typing import Any
 from gspo_mega import durable
 from gspo_mega.errors import JournalError
 from gspo_mega.journal.frames import MAGIC, FrameFile, checksum_of, encode_frame
-from gspo_mega.journal.trajectories import decode_prompt, decode_trajectory, encode_batch, encode_prompt, encode_trajectory
+from gspo_mega.journal.trajectories import (
+    decode_prompt,
+    decode_trajectory,
+    encode_batch,
+    encode_prompt,
+    encode_trajectory,
+)
 from gspo_mega.records import Group, RolloutBatch, Trajectory
 
 FORMAT_VERSION = 1
@@ -36,9 +43,10 @@ _OLD = re.compile(r"step_\d{8}\.old-\d{4,}")
 class StepRecord:
     """What the file of one step holds. `batch` and `prompts` are None until the step's batch was complete.
 
-    `groups`: every trajectory by group, in sample order, incomplete groups too. `prompts`: the prompt order's state behind the batch.
-    `made_by`: fingerprints of what made the trajectories, by kind; none in a record of an earlier release. `checksums`: of every
-    trajectory's frame as it was first written, by trajectory id. `routes_pruned`: the routed experts were there and are not any more.
+    `groups`: every trajectory by group, in sample order, incomplete groups too. `prompts`: the prompt order's state
+    behind the batch. `made_by`: fingerprints of what made the trajectories, by kind; none in a record of an earlier
+    release. `checksums`: of every trajectory's frame as it was first written, by trajectory id. `routes_pruned`: the
+    routed experts were there and are not any more.
     """
 
     step: int
@@ -76,7 +84,9 @@ class Journal:
         return sorted(int(match.group(1)) for match in found if match)
 
     def read(self, step: int) -> StepRecord | None:
-        """What is known of a step, a torn end left out; None without a file of it, or where not even its beginning is whole."""
+        """What is known of a step, a torn end left out; None without a file of it, or where not even its beginning is
+        whole.
+        """
         path = self.file(step)
         if not path.exists():
             return None
@@ -86,11 +96,17 @@ class Journal:
             kind = values["kind"]
             if kind == "begin":
                 if values["format_version"] > FORMAT_VERSION:
-                    raise JournalError(f"{path}: written by a newer gspo_mega (format {values['format_version']}; this one reads {FORMAT_VERSION})")
+                    raise JournalError(
+                        f"{path}: written by a newer gspo_mega (format {values['format_version']}; this one reads"
+                        f" {FORMAT_VERSION})"
+                    )
                 record = StepRecord(
-                    values["step"], values["weight_version"], values["group_size"],
-                    made_by=values.get("made_by", {}), routes_pruned=values.get("routes_pruned", False),
-                )  # fmt: skip
+                    values["step"],
+                    values["weight_version"],
+                    values["group_size"],
+                    made_by=values.get("made_by", {}),
+                    routes_pruned=values.get("routes_pruned", False),
+                )
             elif record is None:
                 raise JournalError(f"{path}: does not begin as a step does")
             elif kind == "prompt":
@@ -111,13 +127,20 @@ class Journal:
         return record
 
     def has_pruned_routes(self, step: int) -> bool:
-        """Whether the routed experts of a step were there and are not any more. Reads the beginning of its file alone."""
+        """Whether the routed experts of a step were there and are not any more. Reads the beginning of its file
+        alone.
+        """
         values = next((values for values, _ in FrameFile(self.file(step)).frames()), {})
         return bool(values.get("routes_pruned", False))
 
     @contextlib.contextmanager
     def write(
-        self, step: int, weight_version: int, group_size: int, known: Mapping[int, Group], made_by: Mapping[str, str] | None = None
+        self,
+        step: int,
+        weight_version: int,
+        group_size: int,
+        known: Mapping[int, Group],
+        made_by: Mapping[str, str] | None = None,
     ) -> Iterator[StepWriter]:
         """Begin the file of `step` anew with the groups `known`, in place of what was there, and append to it.
 
@@ -129,8 +152,12 @@ class Journal:
                 if later > step:
                     self.put_aside(later)
             begin = {
-                "format_version": FORMAT_VERSION, "step": step, "weight_version": weight_version, "group_size": group_size, "made_by": dict(made_by or {}),
-            }  # fmt: skip
+                "format_version": FORMAT_VERSION,
+                "step": step,
+                "weight_version": weight_version,
+                "group_size": group_size,
+                "made_by": dict(made_by or {}),
+            }
             taken = {t.trajectory_id: encode_trajectory(t) for group in known.values() for t in group.trajectories}
             frames = [MAGIC, encode_frame({"kind": "begin", **begin})]
             for number, group in known.items():
@@ -138,7 +165,9 @@ class Journal:
             durable.write_whole(self.file(step), b"".join(frames), at="journal.create")
             descriptor = durable.open_end(self.file(step), at="journal.open")
         try:
-            yield StepWriter(self.file(step), descriptor, set(known), {name: checksum_of(frame) for name, frame in taken.items()})
+            yield StepWriter(
+                self.file(step), descriptor, set(known), {name: checksum_of(frame) for name, frame in taken.items()}
+            )
         finally:
             os.close(descriptor)
 
@@ -160,7 +189,9 @@ class Journal:
                     durable.remove_file(file, at="journal.drop")
 
     def prune_routes(self, before_step: int) -> None:
-        """Write the files of complete steps before `before_step` anew without routed experts; all else stays as it is."""
+        """Write the files of complete steps before `before_step` anew without routed experts; all else stays as it
+        is.
+        """
         for step in self.steps():
             if step < before_step and not self.has_pruned_routes(step):
                 self._prune_routes(step)
@@ -185,7 +216,9 @@ class Journal:
 
 
 class StepWriter:
-    """Appends to the file of one step. Used by one thread at a time. `checksums`: of every trajectory's frame, by its id."""
+    """Appends to the file of one step. Used by one thread at a time. `checksums`: of every trajectory's frame, by its
+    id.
+    """
 
     def __init__(self, path: Path, descriptor: int, prompts: set[int], checksums: dict[str, int]) -> None:
         self._path, self._descriptor, self._prompts = path, descriptor, prompts
@@ -202,7 +235,10 @@ class StepWriter:
                     data = encode_prompt(trajectory.group_id, trajectory.prompt) + data
                     self._prompts.add(trajectory.group_id)
             except (TypeError, ValueError, RecursionError) as error:
-                raise JournalError(f"{self._path}: {trajectory.trajectory_id}, of prompt {trajectory.prompt.prompt_id}, cannot be written down: {error}") from error
+                raise JournalError(
+                    f"{self._path}: {trajectory.trajectory_id}, of prompt {trajectory.prompt.prompt_id}, cannot be"
+                    f" written down: {error}"
+                ) from error
             durable.append(self._descriptor, data, at="journal.append")
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 self._sync()
@@ -223,4 +259,6 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise JournalError(f"{path}: the rollout journal cannot be written: {error.strerror}; what is in it stays") from error
+        raise JournalError(
+            f"{path}: the rollout journal cannot be written: {error.strerror}; what is in it stays"
+        ) from error

@@ -28,7 +28,8 @@ _POLL_SECONDS = 0.02
 class ChildSpec:
     """One process to start. `kind` and `index` name it: rank 3, server 0. `environment` is added to ours.
 
-    Under Slurm a process is an srun: `ranks` are all of them, `watch` looks after the supervisor's own node, `doctor` at one.
+    Under Slurm a process is an srun: `ranks` are all of them, `watch` looks after the supervisor's own node, `doctor`
+    at one.
     """
 
     kind: Literal["rank", "server", "ranks", "watch", "doctor"]
@@ -49,9 +50,13 @@ class Child:
         tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(int(on_our_death))]
         with spec.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*tether, *spec.command], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                env={**os.environ, **spec.environment}, start_new_session=True,
-            )  # fmt: skip
+                [*tether, *spec.command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **spec.environment},
+                start_new_session=True,
+            )
 
     @property
     def name(self) -> str:
@@ -103,7 +108,9 @@ class Family:
         self._reaper.look({*self._strangers, *self._own()})
 
     def close(self, grace_seconds: float) -> None:
-        """SIGTERM to the children that run, up to `grace_seconds`, SIGKILL to everything that is left, in whatever session."""
+        """SIGTERM to the children that run, up to `grace_seconds`, SIGKILL to everything that is left, in whatever
+        session.
+        """
         for child in self.children:
             # The heads alone: a server ends its own processes in order, a rank takes its own along.
             if child.exit_code is None:

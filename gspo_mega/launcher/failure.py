@@ -17,16 +17,24 @@ from gspo_mega.run_folder import Attempt, read_json
 _TAIL_LINES = 20
 # What srun says of tasks, one or several (`task 3`, `tasks 0-1,4`), in the order in which they ended.
 _TASK_END = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILINE)
-_KILLED = ("Killed", "Out Of Memory", "Segmentation fault", "Bus error", "Aborted", "Illegal instruction", "Floating point exception")
+_KILLED = (
+    "Killed",
+    "Out Of Memory",
+    "Segmentation fault",
+    "Bus error",
+    "Aborted",
+    "Illegal instruction",
+    "Floating point exception",
+)
 
 
 def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
     """The error of the run.
 
-    `failed`: the children, at least one, that ended otherwise than they should, before anything was asked to end. The cause is,
-    in this order: a rank that a signal killed (it leaves no record; its peers' records are the echo), the
-    earliest error record, a rank without a record, a server that gave up. `exit_code` of the returned error is
-    the cause's own.
+    `failed`: the children, at least one, that ended otherwise than they should, before anything was asked to end. The
+    cause is, in this order: a rank that a signal killed (it leaves no record; its peers' records are the echo), the
+    earliest error record, a rank without a record, a server that gave up. `exit_code` of the returned error is the
+    cause's own.
     """
     ranks = [child for child in failed if child.spec.kind == "rank"]
     records = sorted(_records(attempt), key=lambda record: record["time"])
@@ -48,7 +56,9 @@ def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
 
 
 def _records(attempt: Attempt) -> list[dict]:
-    return [record for path in sorted(attempt.errors_dir.glob("rank_*.json")) if (record := read_json(path)) is not None]
+    return [
+        record for path in sorted(attempt.errors_dir.glob("rank_*.json")) if (record := read_json(path)) is not None
+    ]
 
 
 def _killed_task(step: Child, recorded: set[int]) -> str | None:
@@ -78,7 +88,8 @@ def _from_record(record: dict, attempt: Attempt) -> RankError:
     if record["is_user_error"]:
         return _error(record["text"], record["exit_code"])
     return _error(
-        f"rank {rank} failed:\n\n{record['traceback'].rstrip()}\n\n(all of its output: {attempt.rank_log(rank)})", record["exit_code"]
+        f"rank {rank} failed:\n\n{record['traceback'].rstrip()}\n\n(all of its output: {attempt.rank_log(rank)})",
+        record["exit_code"],
     )
 
 

@@ -1,7 +1,8 @@
-"""What a command reads besides its configuration and model, looked at before anything starts: data, rewards, recorded rollouts.
+"""What a command reads besides its configuration and model, looked at before anything starts: data, rewards, recorded
+rollouts.
 
-Of data only the first rows, and not yet tokenised: it answers at once on a login node, without torch. What is wrong further
-down is found by the run itself when it opens its files.
+Of data only the first rows, and not yet tokenised: it answers at once on a login node, without torch. What is wrong
+further down is found by the run itself when it opens its files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ NUM_ROWS_CHECKED = 100
 
 
 def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify"]) -> list[str]:
-    """Notices of where the command will have to run. Raises DataError or JournalError with the place of the key, or RewardError."""
+    """Notices of where the command will have to run. Raises DataError or JournalError with the place of the key, or
+    RewardError.
+    """
     if command == "certify":  # which makes its own batch, and samples and scores nothing
         return []
     check_rewards(loaded)
@@ -32,7 +35,9 @@ def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", 
         _check_data(loaded, command)
     nodes = loaded.config.cluster.num_nodes
     if nodes > 1 and command != "eval":
-        return [f"{nodes} trainer nodes: `gspo-mega {command}` alone runs on one machine; submit launch/slurm/train.sbatch"]
+        return [
+            f"{nodes} trainer nodes: `gspo-mega {command}` alone runs on one machine; submit launch/slurm/train.sbatch"
+        ]
     return []
 
 
@@ -44,29 +49,35 @@ def check_rewards(loaded: LoadedConfig) -> None:
 def is_replay(loaded: LoadedConfig, command: str) -> bool:
     """Whether the run trains on recorded rollouts and so has no servers.
 
-    Raises ConfigError where the record is the run's own, JournalError where it is too short, or lacks what the run needs of it.
+    Raises ConfigError where the record is the run's own, JournalError where it is too short, or lacks what the run
+    needs of it.
     """
     train, run = loaded.config.train, loaded.config.run
     if command != "train" or train is None or train.from_rollouts is None:
         return False
     if Path(train.from_rollouts).resolve() == (Path(run.dir) / run.name).resolve():
         raise ConfigError(
-            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} is this run's own folder, whose journal it would "
-            "write over; choose another run.name"
+            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} is this run's own"
+            " folder, whose journal it would write over; choose another run.name"
         )
     journal = Journal(RunFolder(train.from_rollouts).journal_dir)
     present = journal.steps()
     missing = sorted(set(range(train.num_steps)) - set(present))
     if missing:
         raise JournalError(
-            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no rollouts of step {missing[0] + 1}; "
-            f"train.num_steps asks for {train.num_steps}, {len(present)} are recorded"
+            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no rollouts of step"
+            f" {missing[0] + 1}; train.num_steps asks for {train.num_steps}, {len(present)} are recorded"
         )
-    pruned = [step for step in range(train.num_steps) if journal.has_pruned_routes(step)] if loaded.config.moe.routing_replay == "R3" else []
+    pruned = (
+        [step for step in range(train.num_steps) if journal.has_pruned_routes(step)]
+        if loaded.config.moe.routing_replay == "R3"
+        else []
+    )
     if pruned:
         raise JournalError(
-            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no routed experts of step {pruned[0] + 1} "
-            "any more (its journal.prune_routes took them out), and moe.routing_replay: R3 needs them; replay with R2 or none"
+            f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no routed experts"
+            f" of step {pruned[0] + 1} any more (its journal.prune_routes took them out), and moe.routing_replay: R3"
+            " needs them; replay with R2 or none"
         )
     return True
 
@@ -109,4 +120,6 @@ def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Calla
 
 
 def _has(*keys: tuple[str, str]) -> Callable[[Row], str | None]:
-    return lambda row: next((problem for setting, key in keys if (problem := missing_key(row, key, setting)) is not None), None)
+    return lambda row: next(
+        (problem for setting, key in keys if (problem := missing_key(row, key, setting)) is not None), None
+    )

@@ -46,12 +46,16 @@ def launch(
 ) -> int:
     """Run `command` with as many ranks and servers as the configuration says; returns the exit code.
 
-    `say` shows a line to the user. `worker_command`, `serve_command`: what a rank and a server are, before their
-    own arguments; a server is `gspo-mega serve` in the Python that `server.python` names. Call from the main thread. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
-    PlanError before anything starts, RankError for what failed after.
+    `say` shows a line to the user. `worker_command`, `serve_command`: what a rank and a server are, before their own
+    arguments; a server is `gspo-mega serve` in the Python that `server.python` names. Call from the main thread. Raises
+    a GspoMegaError with its exit code: ConfigError, ModelError, PlanError before anything starts, RankError for what
+    failed after.
     """
     config = loaded.config
-    for key, value, here in (("num_nodes", config.cluster.num_nodes, 1), ("num_rollout_nodes", config.cluster.num_rollout_nodes, 0)):
+    for key, value, here in (
+        ("num_nodes", config.cluster.num_nodes, 1),
+        ("num_rollout_nodes", config.cluster.num_rollout_nodes, 0),
+    ):
         if value != here:
             raise PlanError(
                 f"{loaded.where(f'cluster.{key}')}: cluster.{key}: {value}: `gspo-mega {command}` runs on one machine;"
@@ -63,7 +67,9 @@ def launch(
         check_rewards(loaded)
     num_servers = 0 if command == "certify" or is_replay(loaded, command) else config.server.num_servers
     rank_gpus, server_gpus = share_gpus(gpus, config.cluster.ranks_per_node, num_servers, config.server.tensor)
-    serve, serve_variables = (list(serve_command or ()), {}) if serve_command or not num_servers else server_python.serve_command(loaded)
+    serve, serve_variables = (
+        (list(serve_command or ()), {}) if serve_command or not num_servers else server_python.serve_command(loaded)
+    )
     figures = estimate(plan, loaded.where)
     say(render_report(plan, figures))
     folder = RunFolder(Path(config.run.dir) / config.run.name)
@@ -73,10 +79,14 @@ def launch(
         ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
         servers = _servers(server_gpus, attempt, serve, serve_variables)
         grace_seconds = max(stop_grace_seconds, MARGIN * figures.stop_seconds)
-        return Supervisor(attempt, [*servers, *ranks], say, grace_seconds, patience(config, figures), signals, lease.raise_if_lost).run()
+        return Supervisor(
+            attempt, [*servers, *ranks], say, grace_seconds, patience(config, figures), signals, lease.raise_if_lost
+        ).run()
 
     with hold(folder, say) as lease, stop_signals() as signals:
-        restarts = Restarts.begin(folder, config.train.max_restarts if command == "train" and config.train is not None else 0)
+        restarts = Restarts.begin(
+            folder, config.train.max_restarts if command == "train" and config.train is not None else 0
+        )
         while True:
             attempt = new_attempt(folder, loaded, command, say)
             try:
@@ -91,7 +101,9 @@ def launch(
                 say(f"\n{error}\n\n{decision.why}")
 
 
-def _ranks(num_ranks: int, gpus: list[str], attempt: Attempt, command: str, worker_command: Sequence[str]) -> list[ChildSpec]:
+def _ranks(
+    num_ranks: int, gpus: list[str], attempt: Attempt, command: str, worker_command: Sequence[str]
+) -> list[ChildSpec]:
     arguments = ["--config", str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--command", command]
     return [
         ChildSpec("rank", rank, [*worker_command, *arguments], attempt.rank_log(rank), environment)
@@ -99,7 +111,9 @@ def _ranks(num_ranks: int, gpus: list[str], attempt: Attempt, command: str, work
     ]
 
 
-def _servers(gpus: list[list[str]], attempt: Attempt, serve_command: Sequence[str], variables: Mapping[str, str]) -> list[ChildSpec]:
+def _servers(
+    gpus: list[list[str]], attempt: Attempt, serve_command: Sequence[str], variables: Mapping[str, str]
+) -> list[ChildSpec]:
     specs = []
     for index, share in enumerate(gpus):
         arguments = [str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--index", str(index)]

@@ -51,17 +51,32 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
     with hold(folder, say) as lease:
         standing = Standing(
-            allocation, site.signal_seconds, say, answers, site.preflight_seconds, patience(loaded.config, figures), check_lease=lease.raise_if_lost
+            allocation,
+            site.signal_seconds,
+            say,
+            answers,
+            site.preflight_seconds,
+            patience(loaded.config, figures),
+            check_lease=lease.raise_if_lost,
         )
         with signals_taken(SIGNALS, standing.signals):
             return _Attempts(loaded, command, size, site, standing, folder, report).run()
 
 
 class _Attempts:
-    """The attempts of one start of the job: the first one, and those after a failure, on the same nodes and without the queue."""
+    """The attempts of one start of the job: the first one, and those after a failure, on the same nodes and without the
+    queue.
+    """
 
     def __init__(
-        self, loaded: LoadedConfig, command: Literal["train", "sft"], size: JobSize, site: Site, standing: Standing, folder: RunFolder, report: str
+        self,
+        loaded: LoadedConfig,
+        command: Literal["train", "sft"],
+        size: JobSize,
+        site: Site,
+        standing: Standing,
+        folder: RunFolder,
+        report: str,
     ) -> None:
         self._loaded, self._command, self._size, self._site = loaded, command, size, site
         self._standing, self._folder, self._report = standing, folder, report
@@ -90,24 +105,35 @@ class _Attempts:
         standing, site, allocation, say = self._standing, self._site, self._standing.allocation, self._standing.say
         job_id, here = allocation.job_id, allocation.trainer_nodes[0].address
         steps = Steps(allocation, self._size, site, attempt, self._loaded.config.server.tensor)
-        servers = [index for index in range(self._size.num_servers) if steps.server_node(index) not in standing.nodes.known]
+        servers = [
+            index for index in range(self._size.num_servers) if steps.server_node(index) not in standing.nodes.known
+        ]
         config = _in_job(self._loaded.config, here, servers)
         atomic_write_text(attempt.config_file, render_config(config))
         atomic_write_text(attempt.plan_file, self._report + "\n")
         atomic_write_text(attempt.versions_file, versions_text())
         with log_to(attempt.supervisor_log), StateKeeper(attempt, job_id) as state:
             say(f"\nrun      {self._folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
-            say(f"job      {job_id}, restarted {allocation.num_restarts} times; {describe_nodes(allocation, self._size)}")
+            say(
+                f"job      {job_id}, restarted {allocation.num_restarts} times;"
+                f" {describe_nodes(allocation, self._size)}"
+            )
             left = standing.answers.demand(lambda: seconds_left(job_id))
             # Before the first attempt alone: what it looks at does not change with a failed rank.
             requests = self._size.num_servers * config.rollout.max_concurrent_requests
-            doctors = steps.doctors(free_port(here), config.precision == "fp8", requests) if site.preflight and is_first else []
+            doctors = (
+                steps.doctors(free_port(here), config.precision == "fp8", requests)
+                if site.preflight and is_first
+                else []
+            )
             return SlurmJob(attempt, standing, steps, state, left).run(self._command, servers, free_port(here), doctors)
 
 
 def _in_job(config: Config, address: str, servers: Sequence[int]) -> Config:
-    """What the attempt's ranks and servers read: rank 0's own `address` as `server.host`, by which it asks which of its addresses
-    servers reach (every server is told its own node's when it is started), and as many servers as there are nodes left for."""
+    """What the attempt's ranks and servers read: rank 0's own `address` as `server.host`, by which it asks which of its
+    addresses servers reach (every server is told its own node's when it is started), and as many servers as there are
+    nodes left for.
+    """
     server, cluster = config.server, config.cluster
     if servers and len(servers) < server.num_servers:
         server = server.model_copy(update={"num_servers": len(servers)})
@@ -120,13 +146,16 @@ def _check_time(job_id: str, site: Site, answers: Answers) -> None:
     left = answers.demand(lambda: seconds_left(job_id))
     if left is not None and left <= site.signal_seconds:
         raise PlanError(
-            f"job {job_id} has {left:.0f} s, and saves and stops {site.signal_seconds} s before its end (GSPO_SIGNAL_SECONDS): it would be"
-            " queued again for ever without a step; give it more time (--time in GSPO_SBATCH, launch/slurm/site.sh)"
+            f"job {job_id} has {left:.0f} s, and saves and stops {site.signal_seconds} s before its end"
+            " (GSPO_SIGNAL_SECONDS): it would be queued again for ever without a step; give it more time (--time in"
+            " GSPO_SBATCH, launch/slurm/site.sh)"
         )
 
 
 def describe_nodes(allocation: Allocation, size: JobSize) -> str:
-    trainers, rollouts = ([node.name for node in nodes] for nodes in (allocation.trainer_nodes, allocation.rollout_nodes))
+    trainers, rollouts = (
+        [node.name for node in nodes] for nodes in (allocation.trainer_nodes, allocation.rollout_nodes)
+    )
     if size.num_servers == 0:
         return f"ranks on {' '.join(trainers)}, no servers: it trains on recorded rollouts"
     if trainers == rollouts:

@@ -1,14 +1,15 @@
 """The run folder held by one supervisor, on whatever file system and from whatever machine.
 
-Two fences. An flock, which the kernel lets go of however its holder ends; it does nothing between machines where locks are local to a
-node, and fails where there are none. And a lease, files alone:
+Two fences. An flock, which the kernel lets go of however its holder ends; it does nothing between machines where locks
+are local to a node, and fails where there are none. And a lease, files alone:
 
     lease/<8 digits>    a holder's record: host, boot, process, and a heartbeat that it changes every few seconds
 
-The highest number is the holder's. To take the folder is to make the next number, which only one can (`link` refuses a name that is
-there); it may be done once the holder has released it, is seen to be dead (its process, on this machine), or has not changed its
-heartbeat for `LEASE_SECONDS` of our own watching: no clock is compared with another machine's. Numbers only grow, so nobody takes
-from a new holder what was an old one's; whoever finds a higher number than its own has lost the folder, and stops.
+The highest number is the holder's. To take the folder is to make the next number, which only one can (`link` refuses a
+name that is there); it may be done once the holder has released it, is seen to be dead (its process, on this machine),
+or has not changed its heartbeat for `LEASE_SECONDS` of our own watching: no clock is compared with another machine's.
+Numbers only grow, so nobody takes from a new holder what was an old one's; whoever finds a higher number than its own
+has lost the folder, and stops.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ _NUMBER = re.compile(r"\d{8}")
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a folder. `boot`, `pid_space`: of its kernel and its container, without which a process number says nothing;
-    `process_start`: clock ticks since boot, for numbers are used again. `beat` changes while it lives."""
+    """Who holds a folder. `boot`, `pid_space`: of its kernel and its container, without which a process number says
+    nothing; `process_start`: clock ticks since boot, for numbers are used again. `beat` changes while it lives.
+    """
 
     host: str
     boot: str
@@ -103,8 +105,9 @@ class Lease:
             if newest is not None and newest > self._number:
                 other = _read(self._folder, newest)
                 self._lost = (
-                    f"{self._folder.parent} was taken over by {other.described if other else 'another supervisor'}, which saw no sign of life from "
-                    f"this one ({self._holder.described}); this one ends, and writes nothing more"
+                    f"{self._folder.parent} was taken over by {other.described if other else 'another supervisor'},"
+                    f" which saw no sign of life from this one ({self._holder.described}); this one ends, and writes"
+                    " nothing more"
                 )
                 return
             self._holder = replace(self._holder, beat=self._holder.beat + 1)
@@ -119,10 +122,14 @@ class Lease:
 
 @contextlib.contextmanager
 def hold(
-    folder: RunFolder, say: Callable[[str], None] = lambda line: None, lease_seconds: float = LEASE_SECONDS, beat_seconds: float = BEAT_SECONDS
+    folder: RunFolder,
+    say: Callable[[str], None] = lambda line: None,
+    lease_seconds: float = LEASE_SECONDS,
+    beat_seconds: float = BEAT_SECONDS,
 ) -> Iterator[Lease]:
-    """Hold the run folder for this process, making it if need be. Raises ConfigError while another process does, FolderError where
-    the folder cannot be written. `say` tells when that takes long."""
+    """Hold the run folder for this process, making it if need be. Raises ConfigError while another process does,
+    FolderError where the folder cannot be written. `say` tells when that takes long.
+    """
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         lock = folder.lock_file.open("a+", encoding="ascii")
@@ -188,7 +195,9 @@ def _wait_until_free(folder: RunFolder, number: int, say: Callable[[str], None],
 
 def _in_use(folder: RunFolder, holder: Holder | None) -> ConfigError:
     who = holder.described if holder is not None else "a process that has not said which it is"
-    return ConfigError(f"run folder {folder.path} is in use by another run ({who}); stop that one, or choose another run.name")
+    return ConfigError(
+        f"run folder {folder.path} is in use by another run ({who}); stop that one, or choose another run.name"
+    )
 
 
 def _newest(folder: Path) -> int | None:
@@ -217,7 +226,9 @@ def _make(folder: Path, number: int, holder: Holder) -> bool:
             os.link(beside, final)
         except FileExistsError:
             return False
-        except OSError:  # a file system without links: whoever makes the file has it, and its record comes a moment later
+        except (
+            OSError
+        ):  # a file system without links: whoever makes the file has it, and its record comes a moment later
             try:
                 _write(final, holder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
@@ -240,7 +251,9 @@ def _write(path: Path, holder: Holder, flags: int) -> None:
 def _process_start(pid: int) -> int | None:
     """Clock ticks from boot to that process's start; None where it is gone, or a zombie."""
     try:
-        fields = Path("/proc", str(pid), "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path("/proc", str(pid), "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        )
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])

@@ -54,9 +54,12 @@ def rank_environments(num_ranks: int, gpus: list[str], threads: int = 1) -> list
     """
     port = free_port()
     common = {
-        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONUNBUFFERED": "1",
+    }
     if gpus:
         common["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     else:

@@ -1,7 +1,8 @@
 """The run folder before a process starts: of one configuration, with a new attempt.
 
-Owns the question whether a folder may be continued with a configuration, and putting aside what an earlier start recorded there.
-Starts nothing, and deletes nothing that a run recorded; that one supervisor alone has the folder is `lease.py`'s.
+Owns the question whether a folder may be continued with a configuration, and putting aside what an earlier start
+recorded there. Starts nothing, and deletes nothing that a run recorded; that one supervisor alone has the folder is
+`lease.py`'s.
 """
 
 from __future__ import annotations
@@ -19,11 +20,31 @@ from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 # What may differ when a run is continued: how long, how watched, how served, how laid out. None of it changes what is
 # learned from a step (another layout: to rounding). A trailing dot means the whole section.
 MAY_CHANGE = (
-    "run.dir", "cluster.", "parallel.", "train.num_steps", "train.max_restarts", "sft.max_steps", "eval.every_steps", "checkpoint.", "journal.", "metrics.", "watchdog.", "server.", "publish.",
-    "rollout.max_concurrent_requests", "rollout.progress_deadline_seconds", "rollout.request_deadline_seconds", "rollout.max_attempts",
-    "rollout.no_server_deadline_seconds", "reward.deadline_seconds", "reward.num_workers", "reward.recycle_after",
-    "reward.memory_bytes", "mismatch.budget", "data.accept_changed",
-)  # fmt: skip
+    "run.dir",
+    "cluster.",
+    "parallel.",
+    "train.num_steps",
+    "train.max_restarts",
+    "sft.max_steps",
+    "eval.every_steps",
+    "checkpoint.",
+    "journal.",
+    "metrics.",
+    "watchdog.",
+    "server.",
+    "publish.",
+    "rollout.max_concurrent_requests",
+    "rollout.progress_deadline_seconds",
+    "rollout.request_deadline_seconds",
+    "rollout.max_attempts",
+    "rollout.no_server_deadline_seconds",
+    "reward.deadline_seconds",
+    "reward.num_workers",
+    "reward.recycle_after",
+    "reward.memory_bytes",
+    "mismatch.budget",
+    "data.accept_changed",
+)
 
 
 @contextlib.contextmanager
@@ -34,14 +55,17 @@ def _told(folder: RunFolder) -> Iterator[None]:
         raise FolderError(f"run folder {folder.path} cannot be written: {error.strerror}") from error
 
 
-def new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str, say: Callable[[str], None] = lambda line: None) -> Attempt:
+def new_attempt(
+    folder: RunFolder, loaded: LoadedConfig, command: str, say: Callable[[str], None] = lambda line: None
+) -> Attempt:
     """A new attempt of `command` in `folder`, which the caller holds, with config.resolved.yaml in place.
 
-    A folder with a checkpoint is continued and must be of the same command and configuration, `MAY_CHANGE`
-    apart; raises ConfigError with every key that differs. One without a checkpoint has nothing to continue: its
-    run starts over, and what it published is withdrawn, lest a server start with it. What was recorded stays where
-    the configuration is the same: those rollouts are the new start's own. Otherwise it is moved to `old-NNNN` beside,
-    a folder that `--from-rollouts` and `gspo-mega inspect` take, and `say` tells. Raises FolderError where the disk refuses.
+    A folder with a checkpoint is continued and must be of the same command and configuration, `MAY_CHANGE` apart;
+    raises ConfigError with every key that differs. One without a checkpoint has nothing to continue: its run starts
+    over, and what it published is withdrawn, lest a server start with it. What was recorded stays where the
+    configuration is the same: those rollouts are the new start's own. Otherwise it is moved to `old-NNNN` beside, a
+    folder that `--from-rollouts` and `gspo-mega inspect` take, and `say` tells. Raises FolderError where the disk
+    refuses.
     """
     with _told(folder):
         return _new_attempt(folder, loaded, command, say)
@@ -61,8 +85,16 @@ def _new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str, say: Cal
 
 
 def _put_aside(folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Move what another configuration recorded to a folder of its own. One that was killed at it has the rest moved by the next start."""
-    recorded = [folder.journal_dir, folder.metrics_file, folder.tensorboard_dir, folder.huggingface_dir, folder.huggingface_steps_dir]
+    """Move what another configuration recorded to a folder of its own. One that was killed at it has the rest moved by
+    the next start.
+    """
+    recorded = [
+        folder.journal_dir,
+        folder.metrics_file,
+        folder.tensorboard_dir,
+        folder.huggingface_dir,
+        folder.huggingface_steps_dir,
+    ]
     found = [path for path in recorded if path.exists()]
     if not found:
         return
@@ -75,16 +107,25 @@ def _put_aside(folder: RunFolder, say: Callable[[str], None]) -> None:
     for touched in (old, folder.path):
         durable.sync(touched)
     names = ", ".join(path.name for path in found)
-    say(f"notice   {folder.path} was recorded with another configuration, and has no checkpoint to continue: {names} moved to {old}")
+    say(
+        f"notice   {folder.path} was recorded with another configuration, and has no checkpoint to continue: {names}"
+        f" moved to {old}"
+    )
 
 
 def _is_same_start(folder: RunFolder, loaded: LoadedConfig, command: str) -> bool:
     same_command = _last_command(folder) == command
-    return same_command and folder.config_file.exists() and not differing_keys(load_config(folder.config_file).config, loaded.config)
+    return (
+        same_command
+        and folder.config_file.exists()
+        and not differing_keys(load_config(folder.config_file).config, loaded.config)
+    )
 
 
 def _last_command(folder: RunFolder) -> str | None:
-    """What was last started here. A server that was started by hand has an attempt without a command, which says nothing."""
+    """What was last started here. A server that was started by hand has an attempt without a command, which says
+    nothing.
+    """
     files = [attempt.command_file for attempt in folder.attempts() if attempt.command_file.exists()]
     return files[-1].read_text(encoding="utf-8").strip() if files else None
 
@@ -92,21 +133,28 @@ def _last_command(folder: RunFolder) -> str | None:
 def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> None:
     before = _last_command(folder)
     if before not in (None, command):
-        raise ConfigError(f"run folder {folder.path} holds a `gspo-mega {before}` run; choose another run.name for {command}")
+        raise ConfigError(
+            f"run folder {folder.path} holds a `gspo-mega {before}` run; choose another run.name for {command}"
+        )
     if not folder.config_file.exists():
-        raise ConfigError(f"run folder {folder.path} holds checkpoints and no {folder.config_file.name}; choose another run.name")
+        raise ConfigError(
+            f"run folder {folder.path} holds checkpoints and no {folder.config_file.name}; choose another run.name"
+        )
     before_config = load_config(folder.config_file).config
     saved, here = before_config.parallel.expert, loaded.config.parallel.expert
     if (saved > 1) != (here > 1):
         raise ConfigError(
-            f"{loaded.where('parallel.expert')}: parallel.expert: {here} here, {saved} in the folder {folder.path}: optimizer state does not "
-            "pass between 1 and more (Megatron keeps expert parameters apart only above 1); keep both above 1 or both 1, or start "
-            "another run from this one's Hugging Face folder"
+            f"{loaded.where('parallel.expert')}: parallel.expert: {here} here, {saved} in the folder {folder.path}:"
+            " optimizer state does not pass between 1 and more (Megatron keeps expert parameters apart only above 1);"
+            " keep both above 1 or both 1, or start another run from this one's Hugging Face folder"
         )
     differing = differing_keys(before_config, loaded.config)
     if differing:
         lines = [f"run folder {folder.path} holds checkpoints of another configuration:"]
-        lines += [f"{loaded.where(key)}: {key}: {now!r} here, {before!r} in the folder" for key, (before, now) in differing.items()]
+        lines += [
+            f"{loaded.where(key)}: {key}: {now!r} here, {before!r} in the folder"
+            for key, (before, now) in differing.items()
+        ]
         lines.append("choose another run.name, or give these keys the folder's values to continue it")
         raise ConfigError("\n".join(lines))
 

@@ -3,14 +3,13 @@
 Owns the decision and `attempts/NNNN/restart.json`. Starting the next attempt is the caller's:
 
     restarts = Restarts.begin(folder, config.train.max_restarts)     # one command on one machine: a budget of its own
-    restarts = Restarts.carry_on(folder, config.train.max_restarts)  # a job that was queued again: the budget of the attempts before
-    ...the attempt fails with `error`, and nobody asked for a stop...
-    decision = restarts.decide(error, furthest(folder), time.time())
-    restarts.record(attempt, decision)                               # whatever was decided; `status` shows it
-    if decision.again: a new attempt of the same command, else raise `error`
+    restarts = Restarts.carry_on(folder, config.train.max_restarts)  # a job that was queued again: the budget of the
+    attempts before ...the attempt fails with `error`, and nobody asked for a stop... decision = restarts.decide(error,
+    furthest(folder), time.time()) restarts.record(attempt, decision)                               # whatever was
+    decided; `status` shows it if decision.again: a new attempt of the same command, else raise `error`
 
-A restart is a new attempt: it continues from the last checkpoint, or from the start where there is none, and the journal spares it
-what was sampled before.
+A restart is a new attempt: it continues from the last checkpoint, or from the start where there is none, and the
+journal spares it what was sampled before.
 """
 
 from __future__ import annotations
@@ -39,7 +38,17 @@ from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_json, read_jso
 # Restarts that are older count no more: a run of weeks may fail now and then.
 WINDOW_SECONDS = 24 * 3600.0
 # What comes back whoever starts the run, until a person changes something. 2 is the code of several.
-_PERSONS = (ConfigError, PlanError, ModelError, DataError, RewardError, NumericsError, CheckpointError, JournalError, FolderError)
+_PERSONS = (
+    ConfigError,
+    PlanError,
+    ModelError,
+    DataError,
+    RewardError,
+    NumericsError,
+    CheckpointError,
+    JournalError,
+    FolderError,
+)
 _LASTING_CODES = {error.exit_code for error in _PERSONS}
 _CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
 _TAIL_BYTES = 65_536
@@ -47,8 +56,9 @@ _TAIL_BYTES = 65_536
 
 @dataclass(frozen=True)
 class Furthest:
-    """How far a run ever came. `saved`: step of its last checkpoint; `trained`: its last step with metrics; `sampled`: complete steps
-    in its journal. 0: none."""
+    """How far a run ever came. `saved`: step of its last checkpoint; `trained`: its last step with metrics; `sampled`:
+    complete steps in its journal. 0: none.
+    """
 
     saved: int = 0
     trained: int = 0
@@ -60,7 +70,9 @@ class Furthest:
 
     def joined(self, other: Furthest) -> Furthest:
         """The further of each: a start from an older checkpoint takes lines of metrics back."""
-        return Furthest(max(self.saved, other.saved), max(self.trained, other.trained), max(self.sampled, other.sampled))
+        return Furthest(
+            max(self.saved, other.saved), max(self.trained, other.trained), max(self.sampled, other.sampled)
+        )
 
 
 @dataclass(frozen=True)
@@ -74,8 +86,9 @@ class Decision:
 
 @dataclass(frozen=True)
 class RestartRecord:
-    """What `restart.json` of a failed attempt holds. `restarted_at`: unix seconds of all automatic restarts of this run so far that
-    still count; `furthest`: how far it had ever come by then."""
+    """What `restart.json` of a failed attempt holds. `restarted_at`: unix seconds of all automatic restarts of this run
+    so far that still count; `furthest`: how far it had ever come by then.
+    """
 
     again: bool
     why: str
@@ -85,7 +98,9 @@ class RestartRecord:
 
 
 class Restarts:
-    """The budget of one run. `max_restarts` within `WINDOW_SECONDS`; none where nothing is there that the start before had not."""
+    """The budget of one run. `max_restarts` within `WINDOW_SECONDS`; none where nothing is there that the start before
+    had not.
+    """
 
     def __init__(self, max_restarts: int, furthest: Furthest, restarted_at: Sequence[float] = ()) -> None:
         """`furthest`: how far the run had come when the attempt that runs now was begun."""
@@ -110,25 +125,41 @@ class Restarts:
         return len(self._restarted_at)
 
     def decide(self, error: GspoMegaError, furthest: Furthest, now: float) -> Decision:
-        """Of a failure that nobody asked for. `furthest`: where the run is now; `now`: unix seconds. Counts the restart it decides on."""
+        """Of a failure that nobody asked for. `furthest`: where the run is now; `now`: unix seconds. Counts the restart
+        it decides on.
+        """
         cause = _one_line(error)
         if self._max_restarts == 0:
             return Decision(False, "not started again by itself: train.max_restarts is 0", cause)
         if error.exit_code in _LASTING_CODES:
-            return Decision(False, "not started again by itself: the same would come of it until somebody changes something", cause)
+            return Decision(
+                False, "not started again by itself: the same would come of it until somebody changes something", cause
+            )
         if not furthest.is_beyond(self._furthest):
             return Decision(False, "not started again by itself: it came no further than the start before", cause)
         self._restarted_at = [moment for moment in self._restarted_at if now - moment < WINDOW_SECONDS]
         if len(self._restarted_at) >= self._max_restarts:
-            return Decision(False, f"not started again by itself: {self.count} restarts in {WINDOW_SECONDS / 3600:.0f} h (train.max_restarts)", cause)
+            return Decision(
+                False,
+                f"not started again by itself: {self.count} restarts in {WINDOW_SECONDS / 3600:.0f} h"
+                " (train.max_restarts)",
+                cause,
+            )
         self._furthest = furthest.joined(self._furthest)
         self._restarted_at.append(now)
-        begin = f"from the checkpoint of step {furthest.saved}" if furthest.saved else "from its start, for there is no checkpoint"
-        return Decision(True, f"started again {begin} (restart {self.count} of {self._max_restarts}, train.max_restarts)", cause)
+        begin = (
+            f"from the checkpoint of step {furthest.saved}"
+            if furthest.saved
+            else "from its start, for there is no checkpoint"
+        )
+        return Decision(
+            True, f"started again {begin} (restart {self.count} of {self._max_restarts}, train.max_restarts)", cause
+        )
 
     def record(self, attempt: Attempt, decision: Decision) -> bool:
-        """Note a decision in the attempt that failed. Returns whether another attempt begins: what cannot be recorded, on a full
-        disk, is not done either."""
+        """Note a decision in the attempt that failed. Returns whether another attempt begins: what cannot be recorded,
+        on a full disk, is not done either.
+        """
         record = RestartRecord(decision.again, decision.why, decision.cause, self._restarted_at, self._furthest)
         try:
             atomic_write_json(attempt.restart_file, asdict(record))

@@ -1,7 +1,7 @@
 """The Python that servers of one machine run in, where `server.python` names another than the ranks'.
 
-Owns the command and the variables of `gspo-mega serve` there, and refusing a Python in which it could not start. Under Slurm
-`slurm_site.py` says what a server's Python is, in its container, and this key replaces the site's.
+Owns the command and the variables of `gspo-mega serve` there, and refusing a Python in which it could not start. Under
+Slurm `slurm_site.py` says what a server's Python is, in its container, and this key replaces the site's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ print(json.dumps([list(sys.version_info[:2]), [name for name in needed if import
 """
 
 
-def serve_command(loaded: LoadedConfig, environment: Mapping[str, str] = os.environ) -> tuple[list[str], dict[str, str]]:
+def serve_command(
+    loaded: LoadedConfig, environment: Mapping[str, str] = os.environ
+) -> tuple[list[str], dict[str, str]]:
     """`gspo-mega serve` in the servers' Python, and the variables that it needs besides `environment`.
 
     Raises PlanError, with the place of the key, where `server.python` is no Python that could serve.
@@ -42,7 +44,12 @@ def serve_command(loaded: LoadedConfig, environment: Mapping[str, str] = os.envi
         raise PlanError(f"{place}: there is no such program; the path of a Python, as /opt/sglang/bin/python")
     try:
         looked = subprocess.run(
-            [found, "-c", _LOOK], capture_output=True, text=True, timeout=_LOOK_SECONDS, stdin=subprocess.DEVNULL, env={**environment, **variables}
+            [found, "-c", _LOOK],
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_SECONDS,
+            stdin=subprocess.DEVNULL,
+            env={**environment, **variables},
         )
         version, missing = json.loads(looked.stdout)
     except subprocess.TimeoutExpired:
@@ -52,13 +59,16 @@ def serve_command(loaded: LoadedConfig, environment: Mapping[str, str] = os.envi
     if tuple(version) < (3, 11):
         raise PlanError(f"{place}: is Python {version[0]}.{version[1]}; 3.11 or newer is needed")
     if missing:
-        raise PlanError(f"{place}: has no {', '.join(missing)}; what a server needs there is in launch/env/gpu-server.txt")
+        raise PlanError(
+            f"{place}: has no {', '.join(missing)}; what a server needs there is in launch/env/gpu-server.txt"
+        )
     return [found, "-m", "gspo_mega", "serve"], variables
 
 
 def _found_there(environment: Mapping[str, str]) -> dict[str, str]:
-    """Where another Python finds this very gspo_mega: its repository. One that is installed among other packages must not bring
-    those along; the other Python then has a gspo_mega of its own."""
+    """Where another Python finds this very gspo_mega: its repository. One that is installed among other packages must
+    not bring those along; the other Python then has a gspo_mega of its own.
+    """
     root = Path(gspo_mega.__file__).resolve().parents[1]
     if not (root / "pyproject.toml").is_file():
         return {}

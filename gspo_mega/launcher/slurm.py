@@ -24,7 +24,9 @@ class NoAnswerError(RankError):
 
 @dataclass(frozen=True)
 class Node:
-    """`address`: what other nodes reach it by (NodeAddr). `het_group`: its component of a heterogeneous job, else None."""
+    """`address`: what other nodes reach it by (NodeAddr). `het_group`: its component of a heterogeneous job, else
+    None.
+    """
 
     name: str
     address: str
@@ -33,9 +35,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job by what they do; `rollout_nodes` are the trainer nodes themselves where servers share them, or would.
+    """The nodes of a job by what they do; `rollout_nodes` are the trainer nodes themselves where servers share them, or
+    would.
 
-    The first trainer node is the one that the batch script runs on, and rank 0. `num_restarts`: times the job was queued again.
+    The first trainer node is the one that the batch script runs on, and rank 0. `num_restarts`: times the job was
+    queued again.
     """
 
     job_id: str
@@ -71,14 +75,16 @@ def read_allocation(environment: Mapping[str, str], num_trainer_nodes: int, num_
     if not enough:
         had = f"{len(trainers)} and {len(rollouts)}" if is_het else str(len(trainers) + len(rollouts))
         raise PlanError(
-            f"job {job_id} has {had} nodes; the configuration needs {num_trainer_nodes} for the trainer (cluster.num_nodes)"
-            f" and {num_rollout_nodes} for servers (cluster.num_rollout_nodes)"
+            f"job {job_id} has {had} nodes; the configuration needs {num_trainer_nodes} for the trainer"
+            f" (cluster.num_nodes) and {num_rollout_nodes} for servers (cluster.num_rollout_nodes)"
         )
     trainers = trainers[:num_trainer_nodes]
     return Allocation(
-        job_id, int(environment.get("SLURM_RESTART_COUNT", "0")), tuple(trainers),
+        job_id,
+        int(environment.get("SLURM_RESTART_COUNT", "0")),
+        tuple(trainers),
         tuple(rollouts[:num_rollout_nodes] if num_rollout_nodes else trainers),
-    )  # fmt: skip
+    )
 
 
 def lost_nodes(job_id: str, nodes: Iterable[Node]) -> list[Node]:
@@ -97,12 +103,16 @@ def lost_nodes(job_id: str, nodes: Iterable[Node]) -> list[Node]:
 
 
 def job_runs(job_id: str) -> bool:
-    """Whether Slurm lets the job run; False once it is being ended (cancelled, preempted), when nodes leave it one by one."""
+    """Whether Slurm lets the job run; False once it is being ended (cancelled, preempted), when nodes leave it one by
+    one.
+    """
     return set(re.findall(r"\bJobState=(\w+)", _scontrol("show", "job", "-o", job_id))) == {"RUNNING"}
 
 
 def seconds_left(job_id: str) -> float | None:
-    """Until Slurm ends the job for its time; None where it has no limit. Of a heterogeneous job the component that ends first."""
+    """Until Slurm ends the job for its time; None where it has no limit. Of a heterogeneous job the component that ends
+    first.
+    """
     # Times are the machine's own, but where the user's shell asks for another form of them.
     shown = _output(["env", "-u", "SLURM_TIME_FORMAT", "scontrol", "show", "job", "-o", job_id])
     ends = re.findall(r"\bTimeLimit=(?!UNLIMITED)\S+.*?\bEndTime=(\d\S+)", shown)
@@ -114,7 +124,14 @@ def silent_nodes(nodes: Iterable[Node]) -> list[Node]:
     probes = []
     for node in nodes:
         command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", *at(node), "true"]
-        probes.append((node, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)))
+        probes.append(
+            (
+                node,
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                ),
+            )
+        )
     silent = []
     for node, probe in probes:
         try:

@@ -32,15 +32,19 @@ class Answers:
 
     @contextmanager
     def or_later(self) -> Iterator[None]:
-        """Around questions that are asked again later: without an answer the block is left, with one warning for all of them.
-        Raises NoAnswerError when Slurm has not answered for `NO_ANSWER_SECONDS`."""
+        """Around questions that are asked again later: without an answer the block is left, with one warning for all of
+        them. Raises NoAnswerError when Slurm has not answered for `NO_ANSWER_SECONDS`.
+        """
         try:
             yield
         except NoAnswerError as error:
             now = time.monotonic()
             if self._missing_since is None:
                 self._missing_since = now
-                self._say(f"warning  Slurm does not answer; the run goes on for {NO_ANSWER_SECONDS / 60:.0f} min without ({error})")
+                self._say(
+                    f"warning  Slurm does not answer; the run goes on for {NO_ANSWER_SECONDS / 60:.0f} min without"
+                    f" ({error})"
+                )
             elif now - self._missing_since > NO_ANSWER_SECONDS:
                 raise
         else:

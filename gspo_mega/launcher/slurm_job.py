@@ -3,11 +3,11 @@
 Owns what an ended step and a lost node mean. What a signal means is `slurm_stop.py`'s, which servers there are
 `slurm_servers.py`'s, what the steps are `slurm_steps.py`'s, what Slurm is asked `slurm.py`'s.
 
-    USR1 (time limit; preemption: see site.sh)     the step is finished or given up, checkpoint, queued again
-    TERM, INT, HUP, a stop file                    the same, and not queued again
-    a trainer node lost, or all servers' nodes     queued again, from the last checkpoint
-    some of the servers lost or given up           the run goes on with the others
-    a rank or the last server failed, or hangs     the attempt failed: the first error is the last line; `launch_slurm.py`
+    USR1 (time limit; preemption: see site.sh)     the step is finished or given up, checkpoint, queued again TERM, INT,
+    HUP, a stop file                    the same, and not queued again a trainer node lost, or all servers' nodes
+    queued again, from the last checkpoint some of the servers lost or given up           the run goes on with the
+    others a rank or the last server failed, or hangs     the attempt failed: the first error is the last line;
+    `launch_slurm.py`
                                                    may begin another on the same nodes
 """
 
@@ -42,7 +42,8 @@ _POLL_SECONDS = 0.2
 _SETTLE_SECONDS = 1.0
 # Slurm is asked for the job's nodes and time so often.
 _LOOK_SECONDS = 15.0
-# Slurm looks at time limits twice a minute. A signal that is later than this was sent before there was a supervisor to hear it.
+# Slurm looks at time limits twice a minute. A signal that is later than this was sent before there was a supervisor to
+# hear it.
 _LATE_SECONDS = 60.0
 _END_GRACE_SECONDS = 3.0
 # A watch that ended is started again, and not at once each time.
@@ -55,11 +56,13 @@ class AttemptError(RankError):
 
 @dataclass
 class Standing:
-    """What outlives an attempt: the nodes, which of them are lost, patience with Slurm, signals that nobody has heard yet.
+    """What outlives an attempt: the nodes, which of them are lost, patience with Slurm, signals that nobody has heard
+    yet.
 
-    `signal_seconds`: time from USR1 to the limit. `say` shows a line in the job's log. `preflight_seconds`: what a doctor takes
-    at most. `patience`: how long ranks may be stuck; None: nobody looks. `check_lease` raises FolderError
-    once another supervisor has the run folder."""
+    `signal_seconds`: time from USR1 to the limit. `say` shows a line in the job's log. `preflight_seconds`: what a
+    doctor takes at most. `patience`: how long ranks may be stuck; None: nobody looks. `check_lease` raises FolderError
+    once another supervisor has the run folder.
+    """
 
     allocation: Allocation
     signal_seconds: float
@@ -78,11 +81,22 @@ class Standing:
 class SlurmJob:
     """One attempt's steps. `seconds_left`: until the job's time limit, None without one."""
 
-    def __init__(self, attempt: Attempt, standing: Standing, steps: Steps, state: StateKeeper, seconds_left: float | None) -> None:
+    def __init__(
+        self, attempt: Attempt, standing: Standing, steps: Steps, state: StateKeeper, seconds_left: float | None
+    ) -> None:
         self._attempt, self._steps, self._state, self._say = attempt, steps, state, standing.say
         self._allocation, self._answers, self._nodes = standing.allocation, standing.answers, standing.nodes
         self._signal_seconds, self._preflight_seconds = standing.signal_seconds, standing.preflight_seconds
-        self.stop = Stop(attempt, self._allocation.job_id, state, self._answers, standing.signals, self._say, self._signal_seconds, seconds_left)
+        self.stop = Stop(
+            attempt,
+            self._allocation.job_id,
+            state,
+            self._answers,
+            standing.signals,
+            self._say,
+            self._signal_seconds,
+            seconds_left,
+        )
         self._check_lease = standing.check_lease
         self._console = ConsoleTail(attempt.console_log, self._say)
         self._watchdog = None if standing.patience is None else Watchdog(attempt, steps.num_ranks, standing.patience)
@@ -90,11 +104,14 @@ class SlurmJob:
         self._watch_again = 0.0
         self._look_again = time.monotonic() + _LOOK_SECONDS
 
-    def run(self, command: str, servers: Sequence[int], master_port: int, doctors: Sequence[tuple[Node, ChildSpec]]) -> int:
+    def run(
+        self, command: str, servers: Sequence[int], master_port: int, doctors: Sequence[tuple[Node, ChildSpec]]
+    ) -> int:
         """Start the steps, the doctors' first, and stay until they are over. `servers`: indices of those to be started.
 
-        Returns 0, or 75 when stopped; when the job is queued again, as soon as Slurm ends it. Raises AttemptError for what
-        failed, RankError for what no other attempt would mend, one line each; call from the main thread."""
+        Returns 0, or 75 when stopped; when the job is queued again, as soon as Slurm ends it. Raises AttemptError for
+        what failed, RankError for what no other attempt would mend, one line each; call from the main thread.
+        """
         if self.stop.hear():
             return self._ended_by_slurm()
         family = Family()
@@ -147,8 +164,9 @@ class SlurmJob:
             time.sleep(_POLL_SECONDS)
 
     def look(self) -> bool:
-        """Ask Slurm every so often. Returns whether it gave a trainer node up: the ranks that are left may wait for that in a collective,
-        for half an hour. Raises NoAnswerError once Slurm has been silent for long."""
+        """Ask Slurm every so often. Returns whether it gave a trainer node up: the ranks that are left may wait for
+        that in a collective, for half an hour. Raises NoAnswerError once Slurm has been silent for long.
+        """
         if time.monotonic() < self._look_again:
             return False
         self._look_again = time.monotonic() + _LOOK_SECONDS
@@ -185,8 +203,9 @@ class SlurmJob:
         return EXIT_STOPPED if self.stop.queues_again else None
 
     def _are_stuck(self) -> bool:
-        """Whether ranks are stuck for a reason that has the job queued again: a lost node, of which Slurm learns later, or a stop.
-        Raises AttemptError for any other."""
+        """Whether ranks are stuck for a reason that has the job queued again: a lost node, of which Slurm learns later,
+        or a stop. Raises AttemptError for any other.
+        """
         error = self._watchdog.look() if self._watchdog is not None else None
         if error is not None:
             with self._answers.or_later():
@@ -218,8 +237,14 @@ class SlurmJob:
         lines = str(error).splitlines()
         self._say(str(error))
         # Of a traceback the end says what happened, where the beginning says which rank.
-        what = [line for line in lines if line.strip() and not line.startswith(("(", " "))][-1] if "Traceback" in str(error) else ""
-        summary = AttemptError(f"error: {lines[0].rstrip(':')}{': ' * bool(what)}{what} (logs: {self._attempt.logs_dir})")
+        what = (
+            [line for line in lines if line.strip() and not line.startswith(("(", " "))][-1]
+            if "Traceback" in str(error)
+            else ""
+        )
+        summary = AttemptError(
+            f"error: {lines[0].rstrip(':')}{': ' * bool(what)}{what} (logs: {self._attempt.logs_dir})"
+        )
         summary.exit_code = error.exit_code
         raise summary
 

@@ -1,7 +1,7 @@
 """Which nodes of a job are lost, and whether a failure is theirs.
 
-Owns that knowledge, which outlives an attempt: what was lost does not come back to the same job. What follows from it is
-`slurm_job.py`'s and `slurm_servers.py`'s.
+Owns that knowledge, which outlives an attempt: what was lost does not come back to the same job. What follows from it
+is `slurm_job.py`'s and `slurm_servers.py`'s.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class LostNodes:
         return lost_nodes(self._allocation.job_id, self._allocation.trainer_nodes)
 
     def behind_failure(self) -> list[Node]:
-        """Nodes whose loss explains that ranks failed just now, which they do before Slurm knows of it. Takes as long as Slurm does."""
+        """Nodes whose loss explains that ranks failed just now, which they do before Slurm knows of it. Takes as long
+        as Slurm does.
+        """
         nodes = self._allocation.nodes
         lost = lost_nodes(self._allocation.job_id, nodes)
         if not lost and (silent := self._silent(nodes)):
@@ -44,6 +46,8 @@ class LostNodes:
         return lost if set(lost) - self.known or set(lost) & set(self._allocation.trainer_nodes) else []
 
     def _silent(self, nodes: Sequence[Node]) -> list[Node]:
-        """Twice in a row: a step that could not be started may be a failure of Slurm's controller, or of the network's moment."""
+        """Twice in a row: a step that could not be started may be a failure of Slurm's controller, or of the network's
+        moment.
+        """
         silent = silent_nodes([node for node in nodes if node not in self.known])
         return silent_nodes(silent) if silent else []

@@ -20,10 +20,16 @@ _POLL_SECONDS = 0.2
 
 
 def preflight(
-    starts: Starts, answers: Answers, job_id: str, doctors: Sequence[tuple[Node, ChildSpec]], patience_seconds: float, say: Callable[[str], None]
+    starts: Starts,
+    answers: Answers,
+    job_id: str,
+    doctors: Sequence[tuple[Node, ChildSpec]],
+    patience_seconds: float,
+    say: Callable[[str], None],
 ) -> None:
-    """Start all `doctors` and wait; `patience_seconds`: what each gives its checks. Raises RankError, one line, when something is wrong;
-    what, and where, is said before."""
+    """Start all `doctors` and wait; `patience_seconds`: what each gives its checks. Raises RankError, one line, when
+    something is wrong; what, and where, is said before.
+    """
     children = [(node, starts.start(spec)) for node, spec in doctors]
     deadline = time.monotonic() + patience_seconds + MARGIN_SECONDS
     over: set[int] = set()
@@ -47,8 +53,15 @@ def preflight(
         if child.exit_code != 0:
             bad.append(node.name)
             if not any(": wrong" in line for line in said):
-                what = f"did not end within {patience_seconds + MARGIN_SECONDS:.0f} s" if child.exit_code is None else child.end_described
+                what = (
+                    f"did not end within {patience_seconds + MARGIN_SECONDS:.0f} s"
+                    if child.exit_code is None
+                    else child.end_described
+                )
                 say(f"doctor   {node.name}: {what}: {said[-1] if said else 'without a word'}")
     if bad:
-        raise RankError(f"error: something is wrong on {', '.join(bad)}: see the doctor's lines above (all of them: {children[0][1].spec.log.parent}/doctor_*.log)")
+        raise RankError(
+            f"error: something is wrong on {', '.join(bad)}: see the doctor's lines above (all of them:"
+            f" {children[0][1].spec.log.parent}/doctor_*.log)"
+        )
     say(f"doctor   nothing is wrong on {len(children)} nodes")

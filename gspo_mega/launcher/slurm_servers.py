@@ -24,9 +24,19 @@ _GRACE_SECONDS = 5.0
 
 
 class Servers:
-    """`indices`: of those that are started. `gave_up`: the step of the last one that ended, where no node is to blame."""
+    """`indices`: of those that are started. `gave_up`: the step of the last one that ended, where no node is to
+    blame.
+    """
 
-    def __init__(self, attempt: Attempt, steps: Steps, nodes: LostNodes, starts: Starts, say: Callable[[str], None], indices: Iterable[int]) -> None:
+    def __init__(
+        self,
+        attempt: Attempt,
+        steps: Steps,
+        nodes: LostNodes,
+        starts: Starts,
+        say: Callable[[str], None],
+        indices: Iterable[int],
+    ) -> None:
         self._attempt, self._steps, self._nodes, self._starts, self._say = attempt, steps, nodes, starts, say
         self._children = {index: starts.start(steps.server(index)) for index in indices}
         self.gave_up: Child | None = None
@@ -51,7 +61,8 @@ class Servers:
             node = self._steps.server_node(index)
             if node in self._nodes.known:
                 del self._children[index]
-                # Nobody waits at a start for one that failed. Of the last one ranks are not to hear that: they are asked to stop, with a checkpoint.
+                # Nobody waits at a start for one that failed. Of the last one ranks are not to hear that: they are
+                # asked to stop, with a checkpoint.
                 self._withdraw(index, "failed" if self._children else "stopped", f"node {node.name} is lost")
                 self._say(f"warning  node {node.name} is lost, and server-{index} with it; {self._left()}")
                 self.gave_up = None
@@ -62,7 +73,10 @@ class Servers:
                 self.gave_up = child
                 why = self._withdraw(index, "failed", f"its step {child.end_described}")
                 if self._children:
-                    self._say(f"warning  server-{index} gave up: {why.splitlines()[0]} (its log: {child.spec.log}); {self._left()}")
+                    self._say(
+                        f"warning  server-{index} gave up: {why.splitlines()[0]} (its log: {child.spec.log});"
+                        f" {self._left()}"
+                    )
 
     def end(self) -> None:
         for child in self._children.values():
@@ -76,7 +90,9 @@ class Servers:
         return f"{len(self._children)} servers are left"
 
     def _withdraw(self, index: int, state: State, error: str) -> str:
-        """Its one writer is gone: say in its place that the server is no more, and why, where it did not itself. Returns why."""
+        """Its one writer is gone: say in its place that the server is no more, and why, where it did not itself.
+        Returns why.
+        """
         name = f"server-{index}"
         record = read_json(self._attempt.server_file(name))
         known = Registration(name, "", 0, "starting", 0, 0, time.time()) if record is None else Registration(**record)

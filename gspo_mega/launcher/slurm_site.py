@@ -1,7 +1,8 @@
 """What a site's cluster is like, as launch/slurm/site.sh exports it: GPUs a node, containers, Pythons, network.
 
 Owns the names of those variables and their meaning. A container is one line: options for srun when it begins with `--`
-(pyxis: `--container-image=... --container-mounts=...`), else words put before the command (`apptainer exec --nv IMAGE`).
+(pyxis: `--container-image=... --container-mounts=...`), else words put before the command (`apptainer exec --nv
+IMAGE`).
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Environment:
 
 @dataclass(frozen=True)
 class Site:
-    """`gpus_per_node` 0: none. `cpus_per_task`: of every rank and server. `network`: interfaces of gloo and NCCL, or None
-    for their own choice. `signal_seconds`: how long before the time limit Slurm says so, 0 for as long as the plan asks for.
-    `preflight`: run the doctor first, on every node; `preflight_seconds`: what it may take there.
+    """`gpus_per_node` 0: none. `cpus_per_task`: of every rank and server. `network`: interfaces of gloo and NCCL, or
+    None for their own choice. `signal_seconds`: how long before the time limit Slurm says so, 0 for as long as the plan
+    asks for. `preflight`: run the doctor first, on every node; `preflight_seconds`: what it may take there.
     """
 
     gpus_per_node: int
@@ -61,10 +62,15 @@ class Site:
             raise ConfigError(f"launch/slurm/site.sh: {', '.join(wrong)}: not a number")
         gpus, cpus, signal_seconds, preflight_seconds = (int(values[name]) for name in _NUMBERS)
         return cls(
-            gpus, max(cpus, 1), environment.get("GSPO_NETWORK") or None, signal_seconds, preflight_seconds,
+            gpus,
+            max(cpus, 1),
+            environment.get("GSPO_NETWORK") or None,
+            signal_seconds,
+            preflight_seconds,
             environment.get("GSPO_PREFLIGHT", "1") != "0",
-            trainer=_environment(environment, "TRAINER"), server=_environment(environment, "SERVER"),
-        )  # fmt: skip
+            trainer=_environment(environment, "TRAINER"),
+            server=_environment(environment, "SERVER"),
+        )
 
     def with_server_python(self, python: str | None) -> Site:
         """The site with the Python that `server.python` names in place of GSPO_SERVER_PYTHON, where it names one."""
@@ -80,9 +86,13 @@ def _environment(environment: Mapping[str, str], kind: str) -> Environment:
 
 
 def words_of(environment: Mapping[str, str], name: str) -> list[str]:
-    """The words of a variable that holds several, quoted as in a shell. Raises ConfigError where a quote is left open."""
+    """The words of a variable that holds several, quoted as in a shell. Raises ConfigError where a quote is left
+    open.
+    """
     text = environment.get(name, "")
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"launch/slurm/site.sh: {name}={text}: {error}; words with spaces stand in one pair of quotes") from None
+        raise ConfigError(
+            f"launch/slurm/site.sh: {name}={text}: {error}; words with spaces stand in one pair of quotes"
+        ) from None

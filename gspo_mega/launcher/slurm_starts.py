@@ -1,7 +1,7 @@
 """Starting a job's steps, and starting again those that srun could not start.
 
-Owns the question whether a step ever ran: a call of Slurm that failed is no failure of a rank or a server. What a failed
-rank or server means is `slurm_job.py`'s and `slurm_servers.py`'s.
+Owns the question whether a step ever ran: a call of Slurm that failed is no failure of a rank or a server. What a
+failed rank or server means is `slurm_job.py`'s and `slurm_servers.py`'s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.slurm_answers import ASK_AGAIN_SECONDS
 from gspo_mega.run_folder import Attempt
 
-# Starts of one step in a row while Slurm answers: what srun refuses every time, as an option it does not know, is told soon.
+# Starts of one step in a row while Slurm answers: what srun refuses every time, as an option it does not know, is told
+# soon.
 _MOST_STARTS = 3
 # What srun says of a task, or of the node under it: there was one.
 _OF_A_TASK = re.compile(r"^srun: error: (\S+: tasks? \d|Node failure)", re.MULTILINE)
@@ -48,7 +49,10 @@ class Starts:
         if not child.exit_code or (child.spec.kind == "ranks" and any(self._attempt.logs_dir.glob("rank_*.log"))):
             return False
         said = _said(child)
-        return all(line.startswith("srun:") for line in said.splitlines() if line.strip()) and _OF_A_TASK.search(said) is None
+        return (
+            all(line.startswith("srun:") for line in said.splitlines() if line.strip())
+            and _OF_A_TASK.search(said) is None
+        )
 
 
 def _said(child: Child) -> str:

@@ -33,20 +33,43 @@ class Steps:
         allocation, site = self._allocation, self._site
         nodes = allocation.trainer_nodes
         environment = {
-            "MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(master_port), "PYTHONUNBUFFERED": "1", **site.network_variables(),
-        }  # fmt: skip
+            "MASTER_ADDR": nodes[0].address,
+            "MASTER_PORT": str(master_port),
+            "PYTHONUNBUFFERED": "1",
+            **site.network_variables(),
+        }
         if not site.gpus_per_node:
             # Ranks that each take every core hinder each other by far more than they gain.
             environment["OMP_NUM_THREADS"] = str(site.cpus_per_task)
-        places = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes) * self._size.ranks_per_node}", f"--ntasks-per-node={self._size.ranks_per_node}"]
-        places += [f"--nodelist={','.join(node.name for node in nodes)}", *at(nodes[0])[1:], "--distribution=block:block"]
+        places = [
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(nodes) * self._size.ranks_per_node}",
+            f"--ntasks-per-node={self._size.ranks_per_node}",
+        ]
+        places += [
+            f"--nodelist={','.join(node.name for node in nodes)}",
+            *at(nodes[0])[1:],
+            "--distribution=block:block",
+        ]
         worker = site.trainer.command(
-            "-m", "gspo_mega.runtime.worker", "--config", str(self._attempt.config_file), "--attempt", str(self._attempt.path),
-            "--command", command,
-        )  # fmt: skip
+            "-m",
+            "gspo_mega.runtime.worker",
+            "--config",
+            str(self._attempt.config_file),
+            "--attempt",
+            str(self._attempt.path),
+            "--command",
+            command,
+        )
         # One rank's end is every rank's: what is left would wait in a collective for it.
         options = [*places, "--kill-on-bad-exit=1", *site.trainer.srun_options]
-        return ChildSpec("ranks", 0, self._srun(options, worker, 0, self._size.ranks_per_node), self._attempt.logs_dir / "srun_ranks.log", environment)
+        return ChildSpec(
+            "ranks",
+            0,
+            self._srun(options, worker, 0, self._size.ranks_per_node),
+            self._attempt.logs_dir / "srun_ranks.log",
+            environment,
+        )
 
     def server(self, index: int) -> ChildSpec:
         """One step of one server, bound to its node's own address."""
@@ -54,11 +77,25 @@ class Steps:
         node = self._allocation.rollout_nodes[number]
         first_gpu = (self._size.ranks_per_node if self._size.num_rollout_nodes == 0 else 0) + before * self._tensor
         serve = self._site.server.command(
-            "-m", "gspo_mega", "serve", str(self._attempt.config_file), "--attempt", str(self._attempt.path), "--index", str(index),
-            "--host", node.address,
-        )  # fmt: skip
+            "-m",
+            "gspo_mega",
+            "serve",
+            str(self._attempt.config_file),
+            "--attempt",
+            str(self._attempt.path),
+            "--index",
+            str(index),
+            "--host",
+            node.address,
+        )
         options = [*self._one_task(node), *self._site.server.srun_options]
-        return ChildSpec("server", index, self._srun(options, serve, first_gpu, self._tensor), self._attempt.server_log(index), self._site.network_variables())
+        return ChildSpec(
+            "server",
+            index,
+            self._srun(options, serve, first_gpu, self._tensor),
+            self._attempt.server_log(index),
+            self._site.network_variables(),
+        )
 
     def server_node(self, index: int) -> Node:
         return self._allocation.rollout_nodes[self._size.place_of(index)[0]]
@@ -78,17 +115,58 @@ class Steps:
             if trains and self._serves(node) and site.trainer == site.server:
                 roles.append("server")
             words = [word for role in roles for word in ("--role", role)] + (["--fp8"] if fp8 else [])
-            words += ["--folder", str(attempt.run_folder.path), "--gpus", str(site.gpus_per_node), "--address", node.address, "--requests", str(requests)]
-            words += ["--machines", str(len(nodes)), "--index", str(index), "--master", f"{nodes[0].address}:{master_port}"]
-            doctor = environment.command("-m", "gspo_mega", "doctor", *words, "--meet", str(attempt.path / "meeting"), "--patience", str(site.preflight_seconds))
+            words += [
+                "--folder",
+                str(attempt.run_folder.path),
+                "--gpus",
+                str(site.gpus_per_node),
+                "--address",
+                node.address,
+                "--requests",
+                str(requests),
+            ]
+            words += [
+                "--machines",
+                str(len(nodes)),
+                "--index",
+                str(index),
+                "--master",
+                f"{nodes[0].address}:{master_port}",
+            ]
+            doctor = environment.command(
+                "-m",
+                "gspo_mega",
+                "doctor",
+                *words,
+                "--meet",
+                str(attempt.path / "meeting"),
+                "--patience",
+                str(site.preflight_seconds),
+            )
             options = [*self._one_task(node), *environment.srun_options]
             srun = self._srun(options, doctor, 0, site.gpus_per_node)
-            steps.append((node, ChildSpec("doctor", index, srun, attempt.logs_dir / f"doctor_{node.name}.log", site.network_variables())))
+            steps.append(
+                (
+                    node,
+                    ChildSpec(
+                        "doctor", index, srun, attempt.logs_dir / f"doctor_{node.name}.log", site.network_variables()
+                    ),
+                )
+            )
         return steps
 
     def watch(self, node: Node) -> ChildSpec:
-        """The step on `node` that has the job queued again when the batch node is lost, which ends the supervisor with it."""
-        words = [sys.executable, "-I", str(_WATCH), self._allocation.job_id, self._allocation.trainer_nodes[0].name, str(self._attempt.state_file)]
+        """The step on `node` that has the job queued again when the batch node is lost, which ends the supervisor with
+        it.
+        """
+        words = [
+            sys.executable,
+            "-I",
+            str(_WATCH),
+            self._allocation.job_id,
+            self._allocation.trainer_nodes[0].name,
+            str(self._attempt.state_file),
+        ]
         log = self._attempt.logs_dir / "watch.log"
         return ChildSpec("watch", 0, ["srun", "--overlap", *self._one_task(node), *words, str(log)], log)
 

@@ -1,7 +1,7 @@
 """Whether an attempt is to end, until when, and whether its job is queued again after it.
 
-Owns what a signal means and the first reason that counts: what asked first for the end decides whether the job is queued
-again, and nothing that comes later changes that. Starts and ends no step.
+Owns what a signal means and the first reason that counts: what asked first for the end decides whether the job is
+queued again, and nothing that comes later changes that. Starts and ends no step.
 """
 
 from __future__ import annotations
@@ -28,14 +28,29 @@ _EARLY_SECONDS = 60.0
 
 
 class Stop:
-    """The end of one attempt of job `job_id`. `signals`: filled as they come, by `signals_taken`. `signal_seconds`: from USR1 to
-    the time limit; `seconds_left`: to the limit, None without one. `is_over`: the ranks had their time."""
+    """The end of one attempt of job `job_id`. `signals`: filled as they come, by `signals_taken`. `signal_seconds`:
+    from USR1 to the time limit; `seconds_left`: to the limit, None without one. `is_over`: the ranks had their time.
+    """
 
     def __init__(
-        self, attempt: Attempt, job_id: str, state: StateKeeper, answers: Answers, signals: list[int], say: Callable[[str], None],
-        signal_seconds: float, seconds_left: float | None,
-    ) -> None:  # fmt: skip
-        self._attempt, self._job_id, self._state, self._answers, self._signals, self._say = attempt, job_id, state, answers, signals, say
+        self,
+        attempt: Attempt,
+        job_id: str,
+        state: StateKeeper,
+        answers: Answers,
+        signals: list[int],
+        say: Callable[[str], None],
+        signal_seconds: float,
+        seconds_left: float | None,
+    ) -> None:
+        self._attempt, self._job_id, self._state, self._answers, self._signals, self._say = (
+            attempt,
+            job_id,
+            state,
+            answers,
+            signals,
+            say,
+        )
         self._signal_seconds = signal_seconds
         self._grace_seconds = grace_seconds(signal_seconds)
         self._seconds = None if seconds_left is None else seconds_left - signal_seconds
@@ -64,7 +79,9 @@ class Stop:
             self._again_because = reason if again and self._attempt.stop_reason() is None else None
             self._attempt.request_stop(reason)
             self._deadline = time.monotonic() + self._grace_seconds
-            self._time_is_up = self._seconds is not None and time.monotonic() - self._began > self._seconds - _EARLY_SECONDS
+            self._time_is_up = (
+                self._seconds is not None and time.monotonic() - self._began > self._seconds - _EARLY_SECONDS
+            )
             self._state.tell("stopping", note=reason)
             self._say(f"{reason}: stopping after a checkpoint, within {self._grace_seconds:.0f} s")
 
@@ -81,7 +98,9 @@ class Stop:
         self._again_because = None
 
     def hear(self) -> bool:
-        """Make a stop of the signals that came. Returns whether they came with the job's end, which leaves no time for one."""
+        """Make a stop of the signals that came. Returns whether they came with the job's end, which leaves no time for
+        one.
+        """
         while self._signals:
             number = self._signals.pop(0)
             name = signal.Signals(number).name
@@ -114,9 +133,10 @@ class Stop:
         without_progress = self._time_is_up and self._latest_checkpoint() == self._began_with
         if without_progress and self._last_was_without_progress():
             raise RankError(
-                f"error: for the second time in a row job {self._job_id} came to its time limit without a new checkpoint, {self._seconds:.0f} s after"
-                f" its start, and is not queued again: they are too few for a start and a step; give it more (--time in GSPO_SBATCH), or, where the ranks"
-                f" did not stop in time, more for that (GSPO_SIGNAL_SECONDS, {self._signal_seconds:.0f}); both in launch/slurm/site.sh"
+                f"error: for the second time in a row job {self._job_id} came to its time limit without a new"
+                f" checkpoint, {self._seconds:.0f} s after its start, and is not queued again: they are too few for a"
+                " start and a step; give it more (--time in GSPO_SBATCH), or, where the ranks did not stop in time,"
+                f" more for that (GSPO_SIGNAL_SECONDS, {self._signal_seconds:.0f}); both in launch/slurm/site.sh"
             )
         self._state.tell("requeued", note=self._again_because, without_progress=without_progress)
         self._say(f"queued again: {self._again_because}")
@@ -126,7 +146,9 @@ class Stop:
             if self._is_terminated():
                 return EXIT_STOPPED
             time.sleep(_POLL_SECONDS)
-        raise RankError(f"Slurm took the requeue of job {self._job_id} and did not end it within {_REQUEUE_SECONDS:.0f} s")
+        raise RankError(
+            f"Slurm took the requeue of job {self._job_id} and did not end it within {_REQUEUE_SECONDS:.0f} s"
+        )
 
     def _is_terminated(self) -> bool:
         return signal.SIGTERM in self._signals

@@ -1,8 +1,8 @@
 """Watches over the batch node from another node of the job: `python -I slurm_watch.py JOB BATCH_NODE STATE_FILE LOG`.
 
-A job that may go on without a node (--no-kill) also goes on without the one its batch script ran on, with nobody left to
-do anything about it. This process then has Slurm queue the job again. A Slurm that does not answer is asked again for ten
-minutes, as the supervisor does. Standard library alone: it is run as a file.
+A job that may go on without a node (--no-kill) also goes on without the one its batch script ran on, with nobody left
+to do anything about it. This process then has Slurm queue the job again. A Slurm that does not answer is asked again
+for ten minutes, as the supervisor does. Standard library alone: it is run as a file.
 """
 
 import os
@@ -35,16 +35,26 @@ def main() -> None:
             except (OSError, subprocess.SubprocessError) as error:
                 if unanswered is None:
                     unanswered = time.monotonic()
-                    _tell(log, f"Slurm does not answer, and is asked again for {_NO_ANSWER_SECONDS / 60:.0f} min ({_described(error)})")
+                    _tell(
+                        log,
+                        f"Slurm does not answer, and is asked again for {_NO_ANSWER_SECONDS / 60:.0f} min"
+                        f" ({_described(error)})",
+                    )
                 elif time.monotonic() - unanswered > _NO_ANSWER_SECONDS:
-                    _tell(log, f"Slurm did not answer for {_NO_ANSWER_SECONDS / 60:.0f} min ({_described(error)}): the watch over {batch_node} ends")
+                    _tell(
+                        log,
+                        f"Slurm did not answer for {_NO_ANSWER_SECONDS / 60:.0f} min ({_described(error)}): the watch"
+                        f" over {batch_node} ends",
+                    )
                     raise SystemExit(1) from error
             else:
                 since, unanswered = time.monotonic(), None
 
 
 def _requeued_if_lost(job: str, batch_node: str, log: str) -> bool:
-    """Whether the batch node had left the job, which is queued again then. Raises what a call of Slurm's programs raises."""
+    """Whether the batch node had left the job, which is queued again then. Raises what a call of Slurm's programs
+    raises.
+    """
     if batch_node in _nodes_of(job):
         return False
     # Before it is: Slurm ends this process with the rest of the job.
@@ -74,7 +84,9 @@ def _changed(path: str) -> float:
 def _nodes_of(job: str) -> set[str]:
     shown = _output("scontrol", "show", "job", "-o", job)
     lists = re.findall(r"(?<!\w)NodeList=(\S+)", shown)
-    return {name for nodes in lists if nodes != "(null)" for name in _output("scontrol", "show", "hostnames", nodes).split()}
+    return {
+        name for nodes in lists if nodes != "(null)" for name in _output("scontrol", "show", "hostnames", nodes).split()
+    }
 
 
 def _output(*command: str) -> str:

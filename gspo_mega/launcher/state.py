@@ -25,8 +25,8 @@ SILENCE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RunState:
-    """`heartbeat`, `started`: unix seconds. `error`: why it failed; `note`: what else a reader should know of the state.
-    `without_progress`: it was queued again for its time limit, with the checkpoint it had begun with.
+    """`heartbeat`, `started`: unix seconds. `error`: why it failed; `note`: what else a reader should know of the
+    state. `without_progress`: it was queued again for its time limit, with the checkpoint it had begun with.
     """
 
     state: State
@@ -55,7 +55,9 @@ def read_state(attempt: Attempt) -> RunState | None:
 
 
 def beats(attempt: Attempt, patience_seconds: float) -> bool:
-    """Does the attempt's supervisor live? Watches for a heartbeat that changes, so no clock is compared with another machine's."""
+    """Does the attempt's supervisor live? Watches for a heartbeat that changes, so no clock is compared with another
+    machine's.
+    """
     before = read_state(attempt)
     deadline = time.monotonic() + patience_seconds
     while before is not None and not before.is_over and time.monotonic() < deadline:

@@ -3,10 +3,11 @@
 Owns the life of the children and what signals mean. What they are is `launch.py`'s choice, how they are ended
 `children.py`'s, what a failure is called `failure.py`'s.
 
-Signals. The first SIGINT (Ctrl-C), SIGTERM, SIGHUP (a closed terminal) or SIGUSR1 makes a stop request: the ranks finish
-what they are at, save a checkpoint and end. A second SIGINT or SIGTERM, or the end of the grace period, ends everything now;
-SIGHUP and SIGUSR1 never count as the second or the first of two, for a terminal that is closed sends several signals of its
-own. Exit code 128 + the first signal's number: 130 for Ctrl-C, 143 for SIGTERM; the same command continues the run.
+Signals. The first SIGINT (Ctrl-C), SIGTERM, SIGHUP (a closed terminal) or SIGUSR1 makes a stop request: the ranks
+finish what they are at, save a checkpoint and end. A second SIGINT or SIGTERM, or the end of the grace period, ends
+everything now; SIGHUP and SIGUSR1 never count as the second or the first of two, for a terminal that is closed sends
+several signals of its own. Exit code 128 + the first signal's number: 130 for Ctrl-C, 143 for SIGTERM; the same command
+continues the run.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class ConsoleTail:
 
 @contextmanager
 def signals_taken(numbers: Iterable[int], received: list[int]) -> Iterator[None]:
-    """While this lasts, each of these signals is noted at the end of `received` and does nothing else. Main thread only."""
+    """While this lasts, each of these signals is noted at the end of `received` and does nothing else. Main thread
+    only.
+    """
     before = {number: signal.signal(number, lambda heard, _: received.append(heard)) for number in numbers}
     try:
         yield
@@ -73,8 +76,9 @@ def signals_taken(numbers: Iterable[int], received: list[int]) -> Iterator[None]
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The signals that ask for a stop, as they come, while this lasts. One that was ignored at our start stays so: `nohup`, and jobs a
-    script puts in the background. Main thread only."""
+    """The signals that ask for a stop, as they come, while this lasts. One that was ignored at our start stays so:
+    `nohup`, and jobs a script puts in the background. Main thread only.
+    """
     received: list[int] = []
     with signals_taken([number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN], received):
         yield received
@@ -84,11 +88,18 @@ class Supervisor:
     """One attempt's processes. `say` shows a line to the user."""
 
     def __init__(
-        self, attempt: Attempt, specs: Sequence[ChildSpec], say: Callable[[str], None], stop_grace_seconds: float = STOP_GRACE_SECONDS,
-        patience: Patience | None = None, signals: list[int] | None = None, check: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """`patience`: how long ranks may be stuck; None: nobody looks. `signals`: where the caller's `stop_signals` notes them.
-        `check` is called all the time; what it raises ends the run."""
+        self,
+        attempt: Attempt,
+        specs: Sequence[ChildSpec],
+        say: Callable[[str], None],
+        stop_grace_seconds: float = STOP_GRACE_SECONDS,
+        patience: Patience | None = None,
+        signals: list[int] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`patience`: how long ranks may be stuck; None: nobody looks. `signals`: where the caller's `stop_signals`
+        notes them. `check` is called all the time; what it raises ends the run.
+        """
         self._attempt, self._specs, self._say, self._patience = attempt, specs, say, patience
         self._stop_grace_seconds = stop_grace_seconds
         self._console = ConsoleTail(attempt.console_log, say)
@@ -101,8 +112,8 @@ class Supervisor:
     def run(self) -> int:
         """Start everything, watch, end everything. Returns 0, or 128 + signal after a stop (75 when nobody signalled).
 
-        Call from the main thread, inside `stop_signals`. Raises RankError with the text for the user and the exit code when something
-        failed. However it ends, none of the processes, nor of theirs, is left.
+        Call from the main thread, inside `stop_signals`. Raises RankError with the text for the user and the exit code
+        when something failed. However it ends, none of the processes, nor of theirs, is left.
         """
         family = Family()
         self._children = family.children
@@ -145,7 +156,11 @@ class Supervisor:
 
     def _failed(self) -> list[Child]:
         """Ranks that ended otherwise than they should, and all servers once none of them is left."""
-        ranks = [child for child in self._children if child.spec.kind == "rank" and child.exit_code not in (None, 0, EXIT_STOPPED)]
+        ranks = [
+            child
+            for child in self._children
+            if child.spec.kind == "rank" and child.exit_code not in (None, 0, EXIT_STOPPED)
+        ]
         return [*ranks, *self._servers_left.look()]
 
     def _settle(self) -> None:
@@ -169,8 +184,8 @@ class Supervisor:
             logger.info("%s: stop requested", name)
             self._stop_deadline = time.monotonic() + self._stop_grace_seconds
             self._say(
-                f"{name}: stopping after a checkpoint, within {self._stop_grace_seconds:.0f} s. Once more ends the run now,"
-                " and loses the steps since the last checkpoint."
+                f"{name}: stopping after a checkpoint, within {self._stop_grace_seconds:.0f} s. Once more ends the run"
+                " now, and loses the steps since the last checkpoint."
             )
         self._request_stop(name)
         if sum(number in _PERSONS_SIGNALS for number in self._signals) > 1:

@@ -8,9 +8,18 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = (
-    "gspo_mega", "torch", "megatron-core", "transformer-engine", "sglang", "transformers", "tokenizers", "safetensors", "numpy",
-    "pydantic", "aiohttp",
-)  # fmt: skip
+    "gspo_mega",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "sglang",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pydantic",
+    "aiohttp",
+)
 
 
 def versions_text() -> str:
@@ -27,10 +36,15 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the sources this process runs, marked when they differ from it; `-` where they are no repository."""
+    """The commit of the sources this process runs, marked when they differ from it; `-` where they are no
+    repository.
+    """
     try:
         done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, timeout=30
+            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"],
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
     except (OSError, subprocess.TimeoutExpired):
         return "-"

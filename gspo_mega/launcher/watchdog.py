@@ -1,7 +1,7 @@
 """Notices ranks that are stuck, says which and where they are; on one machine and under Slurm alike.
 
-Owns the verdict. What may last how long is `plan/patience.py`'s, what a rank writes of itself `runtime/beat_writer.py`'s. Reads files of
-the attempt alone, and /proc for ranks of this machine; ends nothing.
+Owns the verdict. What may last how long is `plan/patience.py`'s, what a rank writes of itself
+`runtime/beat_writer.py`'s. Reads files of the attempt alone, and /proc for ranks of this machine; ends nothing.
 
     watchdog = Watchdog(attempt, num_ranks, patience(config, figures))
     while ...: if (error := watchdog.look()) is not None: the run failed with `error`, a RankError
@@ -21,14 +21,23 @@ from gspo_mega.plan.patience import Patience
 from gspo_mega.run_folder import Attempt, read_json
 
 _STATES = {
-    "T": "stopped (T)", "t": "stopped by a debugger (t)", "D": "waits for a device or a file server (D)", "Z": "ended (Z)",
-    "R": "runs (R)", "S": "sleeps (S)",
-}  # fmt: skip
+    "T": "stopped (T)",
+    "t": "stopped by a debugger (t)",
+    "D": "waits for a device or a file server (D)",
+    "Z": "ended (Z)",
+    "R": "runs (R)",
+    "S": "sleeps (S)",
+}
 _STOPPED = ("T", "t")
-# A gap between two looks counts for so many intervals at most: a supervisor that was stopped, with all its ranks, saw nothing.
+# A gap between two looks counts for so many intervals at most: a supervisor that was stopped, with all its ranks, saw
+# nothing.
 _GAP_INTERVALS = 4
 # Whose main thread is here waits for another rank.
-_WAITING = ("torch/distributed/", "gspo_mega/runtime/exchange.py", "megatron/core/pipeline_parallel/p2p_communication.py")
+_WAITING = (
+    "torch/distributed/",
+    "gspo_mega/runtime/exchange.py",
+    "megatron/core/pipeline_parallel/p2p_communication.py",
+)
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 _NEAR_FRAMES = 4
 _MOST_SHOWN = 3
@@ -36,7 +45,9 @@ _MOST_SHOWN = 3
 
 @dataclass
 class _Rank:
-    """What was seen of a rank; `still`, `silent`: seconds of watching since anything got done, since its process wrote at all."""
+    """What was seen of a rank; `still`, `silent`: seconds of watching since anything got done, since its process wrote
+    at all.
+    """
 
     phase: str = beats.START
     count: int = -1
@@ -52,11 +63,18 @@ class _Rank:
 
 
 class Watchdog:
-    """Over all ranks of one attempt. Every rank that works waits for the others sooner or later, so they are stuck when nothing gets
-    done in any of them for as long as the most patient of their phases allows; or when one gives no sign of life."""
+    """Over all ranks of one attempt. Every rank that works waits for the others sooner or later, so they are stuck when
+    nothing gets done in any of them for as long as the most patient of their phases allows; or when one gives no sign
+    of life.
+    """
 
     def __init__(
-        self, attempt: Attempt, num_ranks: int, patience: Patience, pids: Mapping[int, int] | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        attempt: Attempt,
+        num_ranks: int,
+        patience: Patience,
+        pids: Mapping[int, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pids`: of ranks that are processes of this machine, by rank."""
         self._attempt, self._patience, self._clock = attempt, patience, clock
@@ -114,12 +132,17 @@ class Watchdog:
 
     def _silence_text(self, silent: list[int]) -> str:
         lines = [
-            f"{self._name(number)} is stuck: no sign of life for {self._ranks[number].silent:.0f} s (watchdog.silence_seconds); "
-            f"{self._state_text(number)}, in phase {self._ranks[number].phase}"
+            f"{self._name(number)} is stuck: no sign of life for {self._ranks[number].silent:.0f} s"
+            f" (watchdog.silence_seconds); {self._state_text(number)}, in phase {self._ranks[number].phase}"
             for number in silent[:_MOST_SHOWN]
         ]
-        # Of one that is stopped there may be stacks of another time; of one whose interpreter is held they came after its last sign.
-        recent = [number for number in silent[:_MOST_SHOWN] if _written(self._attempt.stacks_file(number)) > _written(self._attempt.beat_file(number))]
+        # Of one that is stopped there may be stacks of another time; of one whose interpreter is held they came after
+        # its last sign.
+        recent = [
+            number
+            for number in silent[:_MOST_SHOWN]
+            if _written(self._attempt.stacks_file(number)) > _written(self._attempt.beat_file(number))
+        ]
         return "\n".join(lines + _and_more(silent) + self._stacks(recent))
 
     def _still_text(self, at_work: Mapping[int, _Rank]) -> str:
@@ -135,27 +158,43 @@ class Watchdog:
             rank, stack = at_work[number], stacks[number]
             place = f" at {stack[0]}" if stack else f", {self._state_text(number)}"
             key = self._patience.key(rank.phase) if rank.phase != beats.WAIT else "watchdog"
-            lines.append(f"{self._name(number)} is stuck: nothing got done for {still:.0f} s in phase {rank.phase} ({key}); it is{place}")
+            lines.append(
+                f"{self._name(number)} is stuck: nothing got done for {still:.0f} s in phase {rank.phase} ({key}); it"
+                f" is{place}"
+            )
         others = [number for number in at_work if number not in blamed]
         if others:
-            lines.append(f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others[:16]))}{' ...' * (len(others) > 16)} wait{'s' * (len(others) == 1)} for it")
+            lines.append(
+                f"{'rank' if len(others) == 1 else 'ranks'}"
+                f" {', '.join(map(str, others[:16]))}{' ...' * (len(others) > 16)} wait{'s' * (len(others) == 1)}"
+                " for it"
+            )
         return "\n".join(lines + _and_more(blamed) + self._stacks(blamed[:_MOST_SHOWN]))
 
     def _name(self, number: int) -> str:
         rank = self._ranks[number]
         pid = self._pids.get(number, rank.pid)
-        return f"rank {number}" + (f" (process {pid}{f' on {rank.host}' if rank.host else ''})" if pid is not None else "")
+        return f"rank {number}" + (
+            f" (process {pid}{f' on {rank.host}' if rank.host else ''})" if pid is not None else ""
+        )
 
     def _state_text(self, number: int) -> str:
         state = _state(self._pids[number]) if number in self._pids else None
-        return "its process is not on this machine, or gone" if state is None else f"its process {_STATES.get(state, state)}"
+        return (
+            "its process is not on this machine, or gone"
+            if state is None
+            else f"its process {_STATES.get(state, state)}"
+        )
 
     def _stacks(self, numbers: list[int]) -> list[str]:
         lines = []
         for number in numbers:
             stack = _main_stack(self._attempt.stacks_file(number))
             if stack:
-                lines += [f"\nstack of rank {number}, most recent call first (all threads: {self._attempt.stacks_file(number)}):"]
+                lines += [
+                    f"\nstack of rank {number}, most recent call first (all threads:"
+                    f" {self._attempt.stacks_file(number)}):"
+                ]
                 lines += [f"  {frame}" for frame in stack]
         return lines
 
@@ -175,13 +214,15 @@ def _written(file: Path) -> float:
 def _state(pid: int) -> str | None:
     """The state letter of a process of this machine."""
     try:
-        return Path("/proc", str(pid), "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+        return (
+            Path("/proc", str(pid), "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+        )
     except OSError:
         return None
 
 
 def _main_stack(file: Path) -> list[str]:
-    """"file:line in function" of the main thread in the newest dump of `faulthandler`, most recent call first."""
+    """ "file:line in function" of the main thread in the newest dump of `faulthandler`, most recent call first."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -93,18 +93,36 @@ _ROLLOUT_COUNTS = {
     "num_request_failures": ("requests", "requests that failed, all kinds"),
     "num_request_failures_<kind>": ("requests", "requests that failed, by kind"),
     "num_aborted_requests": ("requests", "requests cut short by their server, continued from their tokens"),
-    "num_moved_responses": ("responses", "responses taken from a slow server and continued, from their tokens, on another; each time it happens"),
+    "num_moved_responses": (
+        "responses",
+        "responses taken from a slow server and continued, from their tokens, on another; each time it happens",
+    ),
     "num_continued_requests": ("requests", "requests that went on with a response from tokens it had, for any reason"),
-    "num_discarded_tokens": ("tokens", "tokens so far of responses that could not be continued exactly: of other weights, or their experts not returned"),
+    "num_discarded_tokens": (
+        "tokens",
+        (
+            "tokens so far of responses that could not be continued exactly: of other weights, or their experts not"
+            " returned"
+        ),
+    ),
     "num_registration_errors": ("readings", "readings of a server's registration that the file system failed"),
-    "num_reward_failures": ("trajectories", "trajectories whose scoring failed (exception, NaN, deadline, crash) and that are not trained on"),
-    "num_servers_given_up": ("servers", "servers that failed more often than server.max_restarts allows and are not started again"),
+    "num_reward_failures": (
+        "trajectories",
+        "trajectories whose scoring failed (exception, NaN, deadline, crash) and that are not trained on",
+    ),
+    "num_servers_given_up": (
+        "servers",
+        "servers that failed more often than server.max_restarts allows and are not started again",
+    ),
 }
 
 
 def _entries() -> list[Metric]:
     def summaries(prefix: str, unit: str, what: str) -> list[Metric]:
-        return [Metric(f"{prefix}/{key}", unit, reduction, f"{key} over sequences of {what}") for key, reduction in _SUMMARIES.items()]
+        return [
+            Metric(f"{prefix}/{key}", unit, reduction, f"{key} over sequences of {what}")
+            for key, reduction in _SUMMARIES.items()
+        ]
 
     return [
         Metric("reward/mean", "reward", "mean", "reward over trajectories"),
@@ -112,7 +130,9 @@ def _entries() -> list[Metric]:
         Metric("reward/source/<source>", "reward", "mean", "reward over one source's trajectories"),
         Metric("reward/function/<function>", "reward", "mean", "one reward function's own value, unweighted"),
         Metric("groups/num_groups", "groups", "sum", "groups trained on"),
-        Metric("groups/constant_fraction", "fraction", "ratio", "groups trained on whose rewards are all equal: no signal"),
+        Metric(
+            "groups/constant_fraction", "fraction", "ratio", "groups trained on whose rewards are all equal: no signal"
+        ),
         Metric("response/length_mean", "tokens", "mean", "response length"),
         Metric("response/length_max", "tokens", "max", "response length"),
         Metric("response/length_positive_mean", "tokens", "mean", "length of responses with A > 0"),
@@ -122,23 +142,70 @@ def _entries() -> list[Metric]:
         Metric("rollout/staleness_mean", "steps", "mean", "weight versions between sampling and training, by token"),
         Metric("rollout/staleness_max", "steps", "max", "weight versions between sampling and training, by token"),
         Metric("policy/entropy", "nats", "mean", "entropy of the next-token distribution at active tokens"),
-        *(Metric(f"policy/{name}", unit, reduction, f"{what}; over all mini-batches") for name, (unit, reduction, what) in _POLICY.items()),
-        *(Metric(f"policy/mini_batch/<index>/{name}", unit, reduction, what) for name, (unit, reduction, what) in _POLICY.items()),
+        *(
+            Metric(f"policy/{name}", unit, reduction, f"{what}; over all mini-batches")
+            for name, (unit, reduction, what) in _POLICY.items()
+        ),
+        *(
+            Metric(f"policy/mini_batch/<index>/{name}", unit, reduction, what)
+            for name, (unit, reduction, what) in _POLICY.items()
+        ),
         *summaries("policy/log_ratio", "nats", "log s, trainer now - server: mismatch + staleness"),
         *summaries("policy/log_ratio/mismatch", "nats", "mean(old - server): the engines' part of log s"),
         *summaries("policy/log_ratio/staleness", "nats", "mean(current - old): the policy's part of log s"),
-        Metric("policy/kl_reference", "nats", "mean", "KL(policy || reference) per token by kl.estimator, over all mini-batches"),
+        Metric(
+            "policy/kl_reference",
+            "nats",
+            "mean",
+            "KL(policy || reference) per token by kl.estimator, over all mini-batches",
+        ),
         Metric("policy/ess", "fraction", "ratio", "effective share of sequences under weights s_i"),
         *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _MISMATCH.items()),
         Metric("mismatch/weight_mean", "1", "mean", "correction weight of kept sequences"),
-        Metric("mismatch/acted_fraction", "fraction", "ratio", "sequences whose correction weight was cut to mismatch.cap, or that it dropped"),
-        Metric("mismatch/log_weight_abs_max", "nats", "max", "largest |log correction weight| of a sequence, before the cap"),
+        Metric(
+            "mismatch/acted_fraction",
+            "fraction",
+            "ratio",
+            "sequences whose correction weight was cut to mismatch.cap, or that it dropped",
+        ),
+        Metric(
+            "mismatch/log_weight_abs_max",
+            "nats",
+            "max",
+            "largest |log correction weight| of a sequence, before the cap",
+        ),
         Metric("mismatch/budget_share", "fraction", "ratio", "mean |sequence log mismatch| / (clip_low + clip_high)"),
-        Metric("routing/changed_since_rollout", "fraction", "ratio", "(token, layer) pairs that the trainer sends to another set of experts than the server did"),
-        Metric("routing/changed_since_old", "fraction", "ratio", "(token, layer) pairs that go to another set of experts in the last mini-batch than in the old pass"),
-        Metric("routing/load_balancing_loss", "1", "mean", "E sum_i f_i P_i over layers and micro-batches, before its coefficient; 1 when even"),
-        Metric("routing/z_loss", "nats^2", "mean", "squared log-sum-exp of router logits over layers and micro-batches, before its coefficient"),
-        Metric("routing/load_max_over_mean", "1", "mean", "tokens of a layer's busiest expert over the mean expert's, over layers and optimizer steps, where the expert bias moves; 1 when even"),
+        Metric(
+            "routing/changed_since_rollout",
+            "fraction",
+            "ratio",
+            "(token, layer) pairs that the trainer sends to another set of experts than the server did",
+        ),
+        Metric(
+            "routing/changed_since_old",
+            "fraction",
+            "ratio",
+            "(token, layer) pairs that go to another set of experts in the last mini-batch than in the old pass",
+        ),
+        Metric(
+            "routing/load_balancing_loss",
+            "1",
+            "mean",
+            "E sum_i f_i P_i over layers and micro-batches, before its coefficient; 1 when even",
+        ),
+        Metric(
+            "routing/z_loss",
+            "nats^2",
+            "mean",
+            "squared log-sum-exp of router logits over layers and micro-batches, before its coefficient",
+        ),
+        Metric(
+            "routing/load_max_over_mean",
+            "1",
+            "mean",
+            "tokens of a layer's busiest expert over the mean expert's, over layers and optimizer steps, where the"
+            " expert bias moves; 1 when even",
+        ),
         Metric("optimizer/grad_norm", "1", "mean", "global gradient norm before clipping, over optimizer steps"),
         Metric("optimizer/grad_norm_max", "1", "max", "global gradient norm before clipping, over optimizer steps"),
         Metric("optimizer/lr", "1", "value", "learning rate of the last optimizer step"),
@@ -146,14 +213,31 @@ def _entries() -> list[Metric]:
         Metric("optimizer/num_skipped", "steps", "sum", "optimizer steps skipped for a non-finite gradient"),
         Metric("publish/weight_version", "versions", "value", "version the servers hold after the step"),
         Metric("publish/num_bytes", "bytes", "value", "size of what was published"),
-        Metric("speed/tokens_per_second", "tokens/s", "ratio", "prompt and response tokens of the batch over the step's time"),
+        Metric(
+            "speed/tokens_per_second",
+            "tokens/s",
+            "ratio",
+            "prompt and response tokens of the batch over the step's time",
+        ),
         Metric("speed/tokens_per_second_per_rank", "tokens/s", "ratio", "the same by trainer rank"),
         Metric("speed/generated_tokens_per_second", "tokens/s", "ratio", "response tokens over the generation's time"),
-        Metric("speed/packing_efficiency", "fraction", "ratio", "tokens of trajectories over positions computed, padding and filler included"),
+        Metric(
+            "speed/packing_efficiency",
+            "fraction",
+            "ratio",
+            "tokens of trajectories over positions computed, padding and filler included",
+        ),
         Metric("time/step_seconds", "seconds", "value", "the whole step"),
         *(Metric(f"time/{phase}_seconds", "seconds", "value", what) for phase, what in PHASES.items()),
-        Metric("time/rollout/<part>_seconds", "seconds", "value", "a part of the rollout phase, as the collector saw it"),
-        Metric("time/checkpoint/pause_seconds", "seconds", "value", "how long training stood still for the save that was committed last"),
+        Metric(
+            "time/rollout/<part>_seconds", "seconds", "value", "a part of the rollout phase, as the collector saw it"
+        ),
+        Metric(
+            "time/checkpoint/pause_seconds",
+            "seconds",
+            "value",
+            "how long training stood still for the save that was committed last",
+        ),
         Metric("time/checkpoint/write_seconds", "seconds", "value", "from that save's start to its commit"),
         Metric("eval/accuracy", "fraction", "mean", "held-out samples that are correct, of those that could be scored"),
         Metric("eval/accuracy_standard_error", "fraction", "value", "standard error of eval/accuracy"),
@@ -165,15 +249,32 @@ def _entries() -> list[Metric]:
         Metric("sft/loss", "nats", "mean", "negative log-prob of a demonstration's token"),
         Metric("sft/num_tokens", "tokens", "sum", "demonstration tokens learnt from"),
         Metric("data/epoch", "epochs", "value", "passes over the prompts, by prompts drawn"),
-        Metric("run/num_restarts", "restarts", "value", "times that the run was started again by itself after a failure, so far"),
-        Metric("metrics/num_non_finite", "metrics", "sum", "metrics of this line that were NaN or infinite, written as null"),
+        Metric(
+            "run/num_restarts",
+            "restarts",
+            "value",
+            "times that the run was started again by itself after a failure, so far",
+        ),
+        Metric(
+            "metrics/num_non_finite",
+            "metrics",
+            "sum",
+            "metrics of this line that were NaN or infinite, written as null",
+        ),
     ]
 
 
 CATALOGUE: dict[str, Metric] = {metric.name: metric for metric in _entries()}
 
 _PATTERNS = [
-    (re.compile("".join(r"[A-Za-z0-9._-]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))), metric)
+    (
+        re.compile(
+            "".join(
+                r"[A-Za-z0-9._-]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name)
+            )
+        ),
+        metric,
+    )
     for name, metric in CATALOGUE.items()
     if "<" in name
 ]
@@ -188,4 +289,6 @@ def find_metric(name: str) -> Metric:
         if pattern.fullmatch(name):
             return metric
     near = difflib.get_close_matches(name, CATALOGUE, n=3)
-    raise ValueError(f"metric {name!r} is not in the catalogue" + (f"; did you mean {', '.join(near)}?" if near else ""))
+    raise ValueError(
+        f"metric {name!r} is not in the catalogue" + (f"; did you mean {', '.join(near)}?" if near else "")
+    )

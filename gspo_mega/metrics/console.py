@@ -32,7 +32,9 @@ _PHASE_ORDER = ("rollout", "old_log_probs", "train", "publish", "eval", "checkpo
 
 
 def progress_line(step: int, metrics: Mapping[str, float], num_steps: int | None = None) -> str:
-    """One line for a step: what is there of the usual curves, its time with the phases over 0.05 s, and failures if any."""
+    """One line for a step: what is there of the usual curves, its time with the phases over 0.05 s, and failures if
+    any.
+    """
     width = len(str(num_steps)) if num_steps is not None else 0
     parts = [f"step {step:>{width}}" + (f"/{num_steps}" if num_steps is not None else "")]
     for label, name, form in _PROGRESS:
@@ -58,7 +60,10 @@ def final_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> s
         raise ValueError(f"rows of different width: {sorted({len(line) for line in lines})}")
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     text = [
-        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in lines
     ]
     if headers:

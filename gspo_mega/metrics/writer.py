@@ -57,7 +57,8 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line. A NaN or infinite value becomes null, and `metrics/num_non_finite` says how many did.
 
-        Raises ValueError for a name that is not in the catalogue; nothing is written then. FolderError where the disk refuses.
+        Raises ValueError for a name that is not in the catalogue; nothing is written then. FolderError where the disk
+        refuses.
         """
         for name in metrics:
             find_metric(name)
@@ -86,7 +87,9 @@ class MetricsWriter:
             with suppress(OSError):
                 self.close()
             self._file = self._events = None
-            raise FolderError(f"{self.path}: the metrics cannot be written: {error.strerror}; the same command continues the run") from error
+            raise FolderError(
+                f"{self.path}: the metrics cannot be written: {error.strerror}; the same command continues the run"
+            ) from error
 
     def close(self) -> None:
         """Close both sinks; writing again opens them again."""

@@ -26,7 +26,10 @@ class ConfigReader:
         value = self.raw.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-        self.problem(key, "missing; a positive whole number" if value is None else f"is {value!r}; must be a positive whole number")
+        self.problem(
+            key,
+            "missing; a positive whole number" if value is None else f"is {value!r}; must be a positive whole number",
+        )
         return 0
 
     def count(self, key: str) -> int:

@@ -16,10 +16,15 @@ def read_latent_attention(reader: ConfigReader) -> LatentAttention:
     """The sizes of multi-head latent attention."""
     raw = reader.raw
     if raw.get("rope_interleave", True) is not True:
-        reader.problem("rope_interleave", f"{raw['rope_interleave']!r}: Megatron's latent attention turns neighbouring elements; supported: true")
+        reader.problem(
+            "rope_interleave",
+            f"{raw['rope_interleave']!r}: Megatron's latent attention turns neighbouring elements; supported: true",
+        )
     heads, key_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if key_heads is not None and key_heads != heads:
-        reader.problem("num_key_value_heads", f"{key_heads!r}: latent attention has as many as num_attention_heads, {heads!r}")
+        reader.problem(
+            "num_key_value_heads", f"{key_heads!r}: latent attention has as many as num_attention_heads, {heads!r}"
+        )
     rotary = reader.size("qk_rope_head_dim")
     if rotary % 2:
         reader.problem("qk_rope_head_dim", f"{rotary} is odd; rotary positions need pairs")
@@ -38,19 +43,27 @@ def read_experts(reader: ConfigReader, num_experts: int, experts_per_token: int,
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
         if raw.get(key, only) != only:
             reader.problem(key, f"{raw[key]!r} is not supported; supported: {only!r}")
-    # Megatron divides sigmoid scores by their sum where a token goes to several experts, and never where it goes to one.
+    # Megatron divides sigmoid scores by their sum where a token goes to several experts, and never where it goes to
+    # one.
     if raw.get("norm_topk_prob") is not (experts_per_token > 1):
-        reader.problem("norm_topk_prob", f"{raw.get('norm_topk_prob')!r} is not supported with num_experts_per_tok {experts_per_token}; supported: {experts_per_token > 1}")
+        reader.problem(
+            "norm_topk_prob",
+            f"{raw.get('norm_topk_prob')!r} is not supported with num_experts_per_tok {experts_per_token}; supported:"
+            f" {experts_per_token > 1}",
+        )
     num_groups, groups_per_token = reader.size("n_group"), reader.size("topk_group")
     if num_groups and num_experts % num_groups:
         reader.problem("n_group", f"{num_groups} does not divide the {num_experts} experts")
     if groups_per_token > num_groups:
         reader.problem("topk_group", f"{groups_per_token} is more than the {num_groups} groups there are (n_group)")
-    elif 0 < groups_per_token < num_groups and not _groups_agree(num_experts // num_groups, experts_per_token, groups_per_token):
+    elif 0 < groups_per_token < num_groups and not _groups_agree(
+        num_experts // num_groups, experts_per_token, groups_per_token
+    ):
         reader.problem(
             "topk_group",
-            f"{groups_per_token}: transformers ranks a group by its 2 best experts, Megatron by num_experts_per_tok {experts_per_token} // topk_group of them; "
-            f"supported: those for which that is 2, with as many experts a group, or n_group {num_groups} (no limit)",
+            f"{groups_per_token}: transformers ranks a group by its 2 best experts, Megatron by num_experts_per_tok"
+            f" {experts_per_token} // topk_group of them; supported: those for which that is 2, with as many experts a"
+            f" group, or n_group {num_groups} (no limit)",
         )
     num_layers, num_dense = reader.size("num_hidden_layers"), reader.count("first_k_dense_replace")
     if num_layers and num_dense >= num_layers:
@@ -71,4 +84,8 @@ def read_experts(reader: ConfigReader, num_experts: int, experts_per_token: int,
 
 
 def _groups_agree(group_size: int, experts_per_token: int, groups_per_token: int) -> bool:
-    return experts_per_token // groups_per_token == 2 and group_size >= 2 and group_size * groups_per_token >= experts_per_token
+    return (
+        experts_per_token // groups_per_token == 2
+        and group_size >= 2
+        and group_size * groups_per_token >= experts_per_token
+    )

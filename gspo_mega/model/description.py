@@ -1,7 +1,8 @@
-"""The files of a Hugging Face folder that describe a model, weights and code apart: what an export or a conversion copies.
+"""The files of a Hugging Face folder that describe a model, weights and code apart: what an export or a conversion
+copies.
 
-Owns which files these are and which links among them are followed. A folder that was downloaded is not to be trusted: a link
-in it could carry any file that this user can read into a folder that is then published.
+Owns which files these are and which links among them are followed. A folder that was downloaded is not to be trusted: a
+link in it could carry any file that this user can read into a folder that is then published.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ _OF_WEIGHTS = (".index.json", "manifest.json")
 def description_files(folder: Path) -> list[Path]:
     """The files of `folder` that describe its model, by name.
 
-    A link is followed inside the folder, into the blobs of a Hugging Face cache that the folder belongs to, and to the file
-    of the same name in another model's folder. Raises ModelError naming a link that leads elsewhere.
+    A link is followed inside the folder, into the blobs of a Hugging Face cache that the folder belongs to, and to the
+    file of the same name in another model's folder. Raises ModelError naming a link that leads elsewhere.
     """
     files = sorted(entry for entry in folder.iterdir() if entry.is_file() and _describes(entry.name))
     for file in files:
         if file.is_symlink() and not _may_lead_to(file, folder):
             raise ModelError(
-                f"{file}: a link to {os.path.realpath(file)}, outside the model's folder, whose content would be copied into every export; "
-                "put the file itself there, or remove the link"
+                f"{file}: a link to {os.path.realpath(file)}, outside the model's folder, whose content would be copied"
+                " into every export; put the file itself there, or remove the link"
             )
     return files
 
@@ -37,7 +38,7 @@ def description_files(folder: Path) -> list[Path]:
 def _describes(name: str) -> bool:
     if name.startswith(".") or name.endswith(_OF_WEIGHTS):
         return False
-    return name.endswith(_SUFFIXES) or name.partition(".")[0] in _WITHOUT_SUFFIX and not name.endswith((".py", ".sh"))
+    return name.endswith(_SUFFIXES) or (name.partition(".")[0] in _WITHOUT_SUFFIX and not name.endswith((".py", ".sh")))
 
 
 def _may_lead_to(link: Path, folder: Path) -> bool:

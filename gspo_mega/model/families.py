@@ -38,9 +38,10 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 class TensorEntry:
     """One tensor of the checkpoint. `shape` is global; `layer` and `expert` are global, zero-based, or None.
 
-    `parameter` is the canonical name of the parameter that owns it. `copies` are parameters that hold the same
-    values where they exist: the last pipeline stage's output layer when embeddings are tied. `is_buffer`: not trained by
-    the optimizer, and fp32 in a checkpoint of any dtype. An expert's tensor is cut over the expert-tensor group, any other over the tensor group.
+    `parameter` is the canonical name of the parameter that owns it. `copies` are parameters that hold the same values
+    where they exist: the last pipeline stage's output layer when embeddings are tied. `is_buffer`: not trained by the
+    optimizer, and fp32 in a checkpoint of any dtype. An expert's tensor is cut over the expert-tensor group, any other
+    over the tensor group.
     """
 
     name: str
@@ -61,7 +62,9 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Block:
-    """[start, start + length) of a tensor equals [local_start, local_start + length) of a rank's parameter, along `dim`."""
+    """[start, start + length) of a tensor equals [local_start, local_start + length) of a rank's parameter, along
+    `dim`.
+    """
 
     dim: int
     start: int
@@ -121,7 +124,9 @@ def hf_tensors(spec: ModelSpec) -> list[TensorEntry]:
     if (spec.moe is None) != (family.experts is None):
         raise ModelError(f"{spec.family}: the tensor table and the configuration disagree on whether there are experts")
     if (spec.latent is None) == family.latent:
-        raise ModelError(f"{spec.family}: the tensor table and the configuration disagree on whether attention is latent")
+        raise ModelError(
+            f"{spec.family}: the tensor table and the configuration disagree on whether attention is latent"
+        )
     rules = family.tensors
     entries = [_entry(spec, rule) for rule in rules if rule.stage == "first"]
     for layer in range(spec.num_layers):
@@ -206,7 +211,10 @@ def parameter_shape(spec: ModelSpec, entry: TensorEntry, tensor_parallel: int) -
 
 def _share(entry: TensorEntry, size: int, parts: int) -> int:
     if size % parts:
-        raise ModelError(f"{entry.name}: {size} rows or columns of {entry.parameter} cannot be divided over {parts} tensor-parallel ranks")
+        raise ModelError(
+            f"{entry.name}: {size} rows or columns of {entry.parameter} cannot be divided over {parts} tensor-parallel"
+            " ranks"
+        )
     return size // parts
 
 

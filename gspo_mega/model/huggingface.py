@@ -23,7 +23,8 @@ from gspo_mega.model.tables import FAMILIES, ExpertKeys, Family
 ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
 _DTYPES = ("float32", "bfloat16")
 
-# Where one of these is set, the model computes something that no family here has. (False, 0 and null are as good as absent.)
+# Where one of these is set, the model computes something that no family here has. (False, 0 and null are as good as
+# absent.)
 _FOREIGN = {
     "quantization_config": "quantised weights",
     "shared_expert_intermediate_size": "shared experts",
@@ -42,7 +43,8 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
 
     A `.json` file instead of a folder is read as a config.json: a shape to plan with.
 
-    Raises ModelError listing everything that is missing, malformed or unsupported, and for a link that leads out of the folder.
+    Raises ModelError listing everything that is missing, malformed or unsupported, and for a link that leads out of the
+    folder.
     """
     folder = Path(folder)
     if folder.is_file() and folder.suffix == ".json":
@@ -57,11 +59,15 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     return spec_from_config(raw, where=str(folder / "config.json"), generation=generation)
 
 
-def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation: dict[str, Any] | None = None) -> ModelSpec:
+def spec_from_config(
+    raw: dict[str, Any], where: str = "config.json", generation: dict[str, Any] | None = None
+) -> ModelSpec:
     """The ModelSpec of a parsed `config.json`. `where` names it in errors. Raises ModelError."""
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        raise ModelError(f"{where}: architectures is {architectures!r}; supported: {', '.join(ARCHITECTURES)}, one of them")
+        raise ModelError(
+            f"{where}: architectures is {architectures!r}; supported: {', '.join(ARCHITECTURES)}, one of them"
+        )
     name = ARCHITECTURES[architectures[0]]
     family = FAMILIES[name]
     reader = ConfigReader(raw)
@@ -76,7 +82,10 @@ def spec_from_config(raw: dict[str, Any], where: str = "config.json", generation
     elif reader.is_omitted("head_dim", family):
         head_dim = hidden_size // num_heads if num_heads else 0
         if num_heads and hidden_size % num_heads:
-            reader.problem("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}, and there is no head_dim")
+            reader.problem(
+                "num_attention_heads",
+                f"{num_heads} does not divide hidden_size {hidden_size}, and there is no head_dim",
+            )
     else:
         head_dim = reader.size("head_dim")
     if num_kv_heads and num_heads % num_kv_heads:
@@ -125,15 +134,23 @@ def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
     layer_types = raw.get("layer_types") or []
     if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
         key = "use_sliding_window" if raw.get("use_sliding_window") else "layer_types"
-        reader.problem(key, "sliding-window and other partial attention is not supported; supported: full attention in every layer")
+        reader.problem(
+            key, "sliding-window and other partial attention is not supported; supported: full attention in every layer"
+        )
     for key, meaning in (_FOREIGN | dict(family.refused)).items():
         if raw.get(key) and key not in family.understood:
             reader.problem(key, f"{meaning} are not supported; a checkpoint without them is wanted")
     if family.experts is not None:
         if raw.get("mlp_only_layers"):
-            reader.problem("mlp_only_layers", f"{raw['mlp_only_layers']!r}: dense layers between MoE layers are not supported; supported: []")
+            reader.problem(
+                "mlp_only_layers",
+                f"{raw['mlp_only_layers']!r}: dense layers between MoE layers are not supported; supported: []",
+            )
         if raw.get("decoder_sparse_step", 1) != 1:
-            reader.problem("decoder_sparse_step", f"{raw['decoder_sparse_step']!r} is not supported; supported: 1, experts in every layer")
+            reader.problem(
+                "decoder_sparse_step",
+                f"{raw['decoder_sparse_step']!r} is not supported; supported: 1, experts in every layer",
+            )
 
 
 def _dtype(reader: ConfigReader) -> str:
@@ -148,9 +165,16 @@ def _dtype(reader: ConfigReader) -> str:
 def _eos_token_ids(reader: ConfigReader, generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Ids that end a response: those of generation_config.json and of config.json, each once, in that order."""
     ids: list[int] = []
-    for source, value in (("generation_config.json's eos_token_id", generation.get("eos_token_id")), ("eos_token_id", reader.raw.get("eos_token_id"))):
+    for source, value in (
+        ("generation_config.json's eos_token_id", generation.get("eos_token_id")),
+        ("eos_token_id", reader.raw.get("eos_token_id")),
+    ):
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < (vocab_size or math.inf):
+            if (
+                isinstance(token_id, bool)
+                or not isinstance(token_id, int)
+                or not 0 <= token_id < (vocab_size or math.inf)
+            ):
                 reader.problem(source, f"{token_id!r} is not a token id below vocab_size {vocab_size}")
             elif token_id not in ids:
                 ids.append(token_id)

@@ -10,8 +10,9 @@ from gspo_mega.model.tables import Family
 
 
 def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling | YarnScaling | None]:
-    """The rotary base, at the top level (4.x) or in `rope_parameters` (5.x), and the family's scaling (Llama 3's, or YaRN with
-    latent attention); any other is refused."""
+    """The rotary base, at the top level (4.x) or in `rope_parameters` (5.x), and the family's scaling (Llama 3's, or
+    YaRN with latent attention); any other is refused.
+    """
     theta = reader.raw.get("rope_theta")
     scalings: list[RopeScaling | YarnScaling] = []
     own = "yarn" if family.latent else "llama3"
@@ -29,18 +30,24 @@ def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling 
             reader.problem(key, f"rotary scaling {kind!r} is not supported; supported: 'default', {own!r}")
         theta = rope.get("rope_theta", theta)
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            reader.problem(key, f"partial_rotary_factor {rope['partial_rotary_factor']!r} is not supported; supported: 1.0")
+            reader.problem(
+                key, f"partial_rotary_factor {rope['partial_rotary_factor']!r} is not supported; supported: 1.0"
+            )
     if len(set(scalings)) > 1:
         reader.problem("rope_scaling", "says otherwise than rope_parameters; one of them is enough")
     if reader.raw.get("partial_rotary_factor", 1.0) != 1.0:
-        reader.problem("partial_rotary_factor", f"{reader.raw['partial_rotary_factor']!r} is not supported; supported: 1.0")
+        reader.problem(
+            "partial_rotary_factor", f"{reader.raw['partial_rotary_factor']!r} is not supported; supported: 1.0"
+        )
     if theta is None and "rope_theta" in family.may_omit:
         theta = 10000.0
     return reader.check_number("rope_theta", theta), scalings[0] if scalings else None
 
 
 def _llama3(reader: ConfigReader, key: str, rope: dict[str, Any]) -> RopeScaling:
-    values = [rope.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")]
+    values = [
+        rope.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    ]
     if any(isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0 for value in values):
         wanted = "factor, low_freq_factor, high_freq_factor and original_max_position_embeddings"
         reader.problem(key, f"'llama3' needs positive numbers {wanted}")
@@ -52,24 +59,47 @@ def _llama3(reader: ConfigReader, key: str, rope: dict[str, Any]) -> RopeScaling
 
 
 def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any]) -> YarnScaling:
-    """YaRN where Megatron and transformers compute the same: the range of wavelengths in whole dimensions, and cosines scaled by
-    `mscale` and `mscale_all_dim` alone, both or neither."""
-    values = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0} | {n: v for n, v in rope.items() if v is not None}
+    """YaRN where Megatron and transformers compute the same: the range of wavelengths in whole dimensions, and cosines
+    scaled by `mscale` and `mscale_all_dim` alone, both or neither.
+    """
+    values = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0} | {
+        n: v for n, v in rope.items() if v is not None
+    }
     wanted = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
     for name in (*wanted, "mscale", "mscale_all_dim"):
         value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (name in wanted and value == 0):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or value < 0
+            or (name in wanted and value == 0)
+        ):
             reader.problem(key, f"'yarn' needs a positive number {name}; {value!r} is there")
             return YarnScaling(1.0, 1, 32.0, 1.0, 1.0, 0.0)
     if values.get("truncate", True) is not True:
-        reader.problem(key, "truncate false: Megatron's YaRN with latent attention always rounds to whole dimensions; supported: true")
+        reader.problem(
+            key,
+            "truncate false: Megatron's YaRN with latent attention always rounds to whole dimensions; supported: true",
+        )
     if "attention_factor" in values:
-        reader.problem(key, f"attention_factor {values['attention_factor']!r} is not supported; supported: mscale and mscale_all_dim")
+        reader.problem(
+            key,
+            f"attention_factor {values['attention_factor']!r} is not supported; supported: mscale and mscale_all_dim",
+        )
     scale, scale_all = float(values["mscale"]), float(values["mscale_all_dim"])
     if scale_all and not scale:
-        reader.problem(key, f"mscale_all_dim {scale_all} without mscale: transformers then scales scores and not cosines, Megatron both")
+        reader.problem(
+            key,
+            f"mscale_all_dim {scale_all} without mscale: transformers then scales scores and not cosines, Megatron"
+            " both",
+        )
     if not scale_all:
         scale = 1.0  # transformers reads mscale only beside mscale_all_dim
     return YarnScaling(
-        float(values["factor"]), int(values["original_max_position_embeddings"]), float(values["beta_fast"]), float(values["beta_slow"]), scale, scale_all
+        float(values["factor"]),
+        int(values["original_max_position_embeddings"]),
+        float(values["beta_fast"]),
+        float(values["beta_slow"]),
+        scale,
+        scale_all,
     )

@@ -36,8 +36,9 @@ def count_parameters(spec: ModelSpec) -> ParameterCounts:
 def forward_flops_per_token(spec: ModelSpec, sequence_tokens: int) -> float:
     """FLOPs of one forward pass, a token, averaged over a causal sequence of `sequence_tokens`; backward is twice that.
 
-    Counted are matrix products: two FLOPs a weight that multiplies the token (LM head included, embedding look-up
-    not), and in attention 2 x heads x (a key's + a value's size) a position attended to, (sequence_tokens + 1) / 2 on average.
+    Counted are matrix products: two FLOPs a weight that multiplies the token (LM head included, embedding look-up not),
+    and in attention 2 x heads x (a key's + a value's size) a position attended to, (sequence_tokens + 1) / 2 on
+    average.
     """
     return _matrix_flops(spec) + _attention_flops(spec, sequence_tokens)
 

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """`score_function` of the router; `expert_bias`: a bias an expert, added to its score where experts are chosen and not
-    where they are weighed. Experts are chosen from the best `groups_per_token` of `num_groups` equal groups; one group is
-    no grouping. `scaling_factor` multiplies the weights of the chosen. `shared_intermediate_size`: width of the experts that
-    every token goes to, all together, 0 without. The first `num_dense_layers` layers have an MLP of `intermediate_size`
-    instead."""
+    """`score_function` of the router; `expert_bias`: a bias an expert, added to its score where experts are chosen and
+    not where they are weighed. Experts are chosen from the best `groups_per_token` of `num_groups` equal groups; one
+    group is no grouping. `scaling_factor` multiplies the weights of the chosen. `shared_intermediate_size`: width of
+    the experts that every token goes to, all together, 0 without. The first `num_dense_layers` layers have an MLP of
+    `intermediate_size` instead.
+    """
 
     num_experts: int
     experts_per_token: int
@@ -34,9 +35,9 @@ class MoeSpec:
 class LatentAttention:
     """Multi-head latent attention: queries and keys and values are projected up from a few numbers a token.
 
-    `query_rank`: of the queries, None where they are projected from the hidden state; `key_value_rank`: of keys and values.
-    A head's query and key have `content_dim` elements from there and `rotary_dim` with positions, which for keys all heads
-    share; its value has `value_dim`.
+    `query_rank`: of the queries, None where they are projected from the hidden state; `key_value_rank`: of keys and
+    values. A head's query and key have `content_dim` elements from there and `rotary_dim` with positions, which for
+    keys all heads share; its value has `value_dim`.
     """
 
     query_rank: int | None
@@ -48,8 +49,10 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of rotary wavelengths, in tokens: those above `original_positions` / `low_frequency_factor` become
-    `factor` times as long, those below `original_positions` / `high_frequency_factor` stay, in between goes smoothly."""
+    """Llama 3's stretching of rotary wavelengths, in tokens: those above `original_positions` / `low_frequency_factor`
+    become `factor` times as long, those below `original_positions` / `high_frequency_factor` stay, in between goes
+    smoothly.
+    """
 
     factor: float
     low_frequency_factor: float
@@ -59,9 +62,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv:2309.00071): wavelengths that turn less than `beta_slow` times in `original_positions` tokens become `factor`
-    times as long, those that turn more than `beta_fast` times stay. With m(a) = 1 + 0.1 a ln(factor), cosines and sines are
-    multiplied by m(`attention_scale`) / m(`attention_scale_all`), attention scores by m(`attention_scale_all`)^2 besides."""
+    """YaRN (arXiv:2309.00071): wavelengths that turn less than `beta_slow` times in `original_positions` tokens become
+    `factor` times as long, those that turn more than `beta_fast` times stay. With m(a) = 1 + 0.1 a ln(factor), cosines
+    and sines are multiplied by m(`attention_scale`) / m(`attention_scale_all`), attention scores by
+    m(`attention_scale_all`)^2 besides.
+    """
 
     factor: float
     original_positions: int
@@ -76,9 +81,10 @@ class ModelSpec:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP or MoE.
 
     `family` is the key of the table in `tables.py` (`qwen3`, `llama`). Sizes are global, before any parallelism.
-    `head_dim` is a query's; with latent attention (`latent`) there are as many key-value heads as heads. `attention_bias`: the query, key and value projections add one (the output projection never does). `torch_dtype` is
-    the checkpoint's (`float32`, `bfloat16`). `num_ignored_layers`: layers for multi-token prediction behind the last one that a
-    checkpoint may hold; they are not loaded. `raw` is config.json as read.
+    `head_dim` is a query's; with latent attention (`latent`) there are as many key-value heads as heads.
+    `attention_bias`: the query, key and value projections add one (the output projection never does). `torch_dtype` is
+    the checkpoint's (`float32`, `bfloat16`). `num_ignored_layers`: layers for multi-token prediction behind the last
+    one that a checkpoint may hold; they are not loaded. `raw` is config.json as read.
     """
 
     family: str
@@ -129,7 +135,9 @@ _IMMATERIAL = ("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings",
 
 
 def shape_differences(theirs: ModelSpec, ours: ModelSpec) -> list[str]:
-    """What keeps one model's weights from taking the place of the other's, one text a field; empty for models of one shape."""
+    """What keeps one model's weights from taking the place of the other's, one text a field; empty for models of one
+    shape.
+    """
     return [
         f"{field.name} {getattr(theirs, field.name)!r} instead of {getattr(ours, field.name)!r}"
         for field in fields(ModelSpec)

@@ -29,8 +29,8 @@ Omissible = Literal["head_dim", "num_key_value_heads", "rope_theta"]
 class TensorRule:
     """One row of a family table; `{layer}` and `{expert}` are filled in, sizes are named as in `families.py`.
 
-    `where`: None for everywhere. `is_buffer`: Megatron keeps it as a buffer: no gradient, no optimizer, and fp32 in whatever
-    precision the model is.
+    `where`: None for everywhere. `is_buffer`: Megatron keeps it as a buffer: no gradient, no optimizer, and fp32 in
+    whatever precision the model is.
     """
 
     name: str
@@ -47,7 +47,9 @@ class TensorRule:
 class ExpertKeys:
     """Where a family's config.json describes its experts: `num_experts` under any of these keys, their width under
     `intermediate_size`. `norm_topk_prob` is the family's own, or None where the key of that name says (absent: false).
-    `deepseek`: DeepSeek-V3's router (sigmoid scores, a bias, groups), shared experts and first dense layers, under its keys."""
+    `deepseek`: DeepSeek-V3's router (sigmoid scores, a bias, groups), shared experts and first dense layers, under its
+    keys.
+    """
 
     num_experts: tuple[str, ...]
     intermediate_size: str
@@ -57,7 +59,8 @@ class ExpertKeys:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture. `architecture` is the class name in config.json; `qk_norm` and `qkv_bias` hold for every model of it.
+    """One architecture. `architecture` is the class name in config.json; `qk_norm` and `qkv_bias` hold for every model
+    of it.
 
     `refused`: keys of config.json, and their meaning, that change this family's maths to what is not done here when
     they are set; `understood`: keys that other families refuse. `latent`: multi-head latent attention.
@@ -75,9 +78,24 @@ class Family:
 
 
 def _layer(
-    name: str, shape: tuple[str, ...], parameter: str, role: Role, sharding: Sharding, where: Where | None = None, is_buffer: bool = False
+    name: str,
+    shape: tuple[str, ...],
+    parameter: str,
+    role: Role,
+    sharding: Sharding,
+    where: Where | None = None,
+    is_buffer: bool = False,
 ) -> TensorRule:
-    return TensorRule(f"model.layers.{{layer}}.{name}", shape, f"decoder.layers.{{layer}}.{parameter}", role, sharding, "layer", where, is_buffer)
+    return TensorRule(
+        f"model.layers.{{layer}}.{name}",
+        shape,
+        f"decoder.layers.{{layer}}.{parameter}",
+        role,
+        sharding,
+        "layer",
+        where,
+        is_buffer,
+    )
 
 
 def _attention(*own: TensorRule) -> tuple[TensorRule, ...]:
@@ -105,24 +123,61 @@ _QKV_BIAS = (
 
 
 def _latent_attention() -> tuple[TensorRule, ...]:
-    """Norms and latent attention of one layer. Up-projections lie head by head on both sides: [content, rotary] of a query,
-    [content, value] of a key and its value. Down-projections are on every tensor rank."""
+    """Norms and latent attention of one layer. Up-projections lie head by head on both sides: [content, rotary] of a
+    query, [content, value] of a key and its value. Down-projections are on every tensor rank.
+    """
     whole, copied = ("whole", "rows"), ("whole", "replicated")
     return (
         _layer("input_layernorm.weight", ("hidden",), "input_layernorm.weight", *copied),
-        _layer("self_attn.q_proj.weight", ("query", "hidden"), "self_attention.linear_q_proj.weight", *whole, "no query latent"),
-        _layer("self_attn.q_a_proj.weight", ("query_rank", "hidden"), "self_attention.linear_q_down_proj.weight", *copied, "query latent"),
-        _layer("self_attn.kv_a_proj_with_mqa.weight", ("latent", "hidden"), "self_attention.linear_kv_down_proj.weight", *copied),
-        _layer("self_attn.q_b_proj.weight", ("query", "query_rank"), "self_attention.linear_q_up_proj.weight", *whole, "query latent"),
-        _layer("self_attn.kv_b_proj.weight", ("content_value", "key_value_rank"), "self_attention.linear_kv_up_proj.weight", *whole),
-        _layer("self_attn.q_a_layernorm.weight", ("query_rank",), "self_attention.q_layernorm.weight", *copied, "query latent"),
+        _layer(
+            "self_attn.q_proj.weight",
+            ("query", "hidden"),
+            "self_attention.linear_q_proj.weight",
+            *whole,
+            "no query latent",
+        ),
+        _layer(
+            "self_attn.q_a_proj.weight",
+            ("query_rank", "hidden"),
+            "self_attention.linear_q_down_proj.weight",
+            *copied,
+            "query latent",
+        ),
+        _layer(
+            "self_attn.kv_a_proj_with_mqa.weight",
+            ("latent", "hidden"),
+            "self_attention.linear_kv_down_proj.weight",
+            *copied,
+        ),
+        _layer(
+            "self_attn.q_b_proj.weight",
+            ("query", "query_rank"),
+            "self_attention.linear_q_up_proj.weight",
+            *whole,
+            "query latent",
+        ),
+        _layer(
+            "self_attn.kv_b_proj.weight",
+            ("content_value", "key_value_rank"),
+            "self_attention.linear_kv_up_proj.weight",
+            *whole,
+        ),
+        _layer(
+            "self_attn.q_a_layernorm.weight",
+            ("query_rank",),
+            "self_attention.q_layernorm.weight",
+            *copied,
+            "query latent",
+        ),
         _layer("self_attn.kv_a_layernorm.weight", ("key_value_rank",), "self_attention.kv_layernorm.weight", *copied),
         _layer("self_attn.o_proj.weight", ("hidden", "value"), "self_attention.linear_proj.weight", "whole", "columns"),
         _layer("post_attention_layernorm.weight", ("hidden",), "pre_mlp_layernorm.weight", *copied),
     )
 
 
-def _mlp(block: str, ours: str, width: str, names: tuple[str, str, str], where: Where | None = None) -> tuple[TensorRule, ...]:
+def _mlp(
+    block: str, ours: str, width: str, names: tuple[str, str, str], where: Where | None = None
+) -> tuple[TensorRule, ...]:
     """A gated MLP under the checkpoint's names for gate, up and down."""
     gate, up, down = (f"{block}.{name}.weight" for name in names)
     return (
@@ -137,7 +192,9 @@ _DENSE_MLP = _mlp("mlp", "mlp", "intermediate", _NAMES)
 
 
 def _router(block: str) -> TensorRule:
-    return _layer(f"{block}.gate.weight", ("experts", "hidden"), "mlp.router.weight", "whole", "replicated", "expert layer")
+    return _layer(
+        f"{block}.gate.weight", ("experts", "hidden"), "mlp.router.weight", "whole", "replicated", "expert layer"
+    )
 
 
 def _experts(block: str, names: tuple[str, str, str] = _NAMES) -> tuple[TensorRule, ...]:
@@ -146,15 +203,25 @@ def _experts(block: str, names: tuple[str, str, str] = _NAMES) -> tuple[TensorRu
 
 
 _EXPERT_BIAS = _layer(
-    "mlp.gate.e_score_correction_bias", ("experts",), "mlp.router.expert_bias", "whole", "replicated", "expert layer", is_buffer=True
+    "mlp.gate.e_score_correction_bias",
+    ("experts",),
+    "mlp.router.expert_bias",
+    "whole",
+    "replicated",
+    "expert layer",
+    is_buffer=True,
 )
 _SHARED_EXPERTS = _mlp("mlp.shared_experts", "mlp.shared_experts", "shared_intermediate", _NAMES, "expert layer")
 _FIRST_DENSE = _mlp("mlp", "mlp", "intermediate", _NAMES, "dense layer")
 
 
 _VOCABULARY = ("vocabulary", "hidden")
-EMBEDDING = TensorRule("model.embed_tokens.weight", _VOCABULARY, "embedding.word_embeddings.weight", "whole", "vocabulary", "first")
-_FINAL_NORM = TensorRule("model.norm.weight", ("hidden",), "decoder.final_layernorm.weight", "whole", "replicated", "last")
+EMBEDDING = TensorRule(
+    "model.embed_tokens.weight", _VOCABULARY, "embedding.word_embeddings.weight", "whole", "vocabulary", "first"
+)
+_FINAL_NORM = TensorRule(
+    "model.norm.weight", ("hidden",), "decoder.final_layernorm.weight", "whole", "replicated", "last"
+)
 HEAD = TensorRule("lm_head.weight", _VOCABULARY, "output_layer.weight", "whole", "vocabulary", "last")
 
 
@@ -184,7 +251,9 @@ FAMILIES: dict[str, Family] = {
         "Qwen3MoeForCausalLM",
         _decoder(*_attention(*_QK_NORM), _router("mlp"), *_experts("mlp")),
         qk_norm=True,
-        experts=ExpertKeys(("num_experts", "num_local_experts"), "moe_intermediate_size"),  # 4.x and 5.x of transformers
+        experts=ExpertKeys(
+            ("num_experts", "num_local_experts"), "moe_intermediate_size"
+        ),  # 4.x and 5.x of transformers
         may_omit=frozenset({"head_dim"}),
     ),
     "mixtral": Family(

@@ -32,9 +32,10 @@ class LayerActivations:
 
 @dataclass(frozen=True)
 class HeadActivations:
-    """`row`: bytes that a token with an active label saves on the last stage; `token`: those of any token there, the final
-    norm's; `working`: of any token for a moment, gathered hidden states and gradients. `chunk_forward`, `chunk_backward`:
-    bytes of the logits held at once."""
+    """`row`: bytes that a token with an active label saves on the last stage; `token`: those of any token there, the
+    final norm's; `working`: of any token for a moment, gathered hidden states and gradients. `chunk_forward`,
+    `chunk_backward`: bytes of the logits held at once.
+    """
 
     row: float
     token: float
@@ -46,13 +47,16 @@ class HeadActivations:
 def layer_activations(
     config: Config, spec: ModelSpec, layout: Layout, device: Literal["cpu", "gpu"], has_experts: bool | None = None
 ) -> LayerActivations:
-    """Of one layer, of a token on one rank (in the pack's share of a context-parallel rank). `has_experts`: None for the model's
-    last layer."""
+    """Of one layer, of a token on one rank (in the pack's share of a context-parallel rank). `has_experts`: None for
+    the model's last layer.
+    """
     moe = None if has_experts is False else spec.moe
     size = WEIGHT_BYTES[config.precision]
     # What sequence parallelism divides over tensor ranks.
     part = 1 / layout.tensor if layout.sequence_parallel else 1.0
-    attention, mlp = (_cpu if device == "cpu" or config.precision == "fp32" else _gpu)(config, spec, moe, layout, size, part)
+    attention, mlp = (_cpu if device == "cpu" or config.precision == "fp32" else _gpu)(
+        config, spec, moe, layout, size, part
+    )
     return LayerActivations(attention, mlp, part * spec.hidden_size * size, _working(spec, moe, layout, size, part))
 
 
@@ -79,21 +83,37 @@ def _heads(spec: ModelSpec, layout: Layout) -> tuple[float, float, float, float]
 
 
 def _projected(spec: ModelSpec, layout: Layout) -> float:
-    """Elements that queries, keys and values are views of. Where tensor ranks share a key-value head they are gathered whole."""
+    """Elements that queries, keys and values are views of. Where tensor ranks share a key-value head they are gathered
+    whole.
+    """
     ranks = layout.tensor if spec.num_kv_heads >= layout.tensor else 1
     return (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / ranks
 
 
-def _cpu(config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float) -> tuple[float, float]:
-    """Megatron's plain layers with this package's norm and attention: sequences of one length, without context parallelism."""
+def _cpu(
+    config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float
+) -> tuple[float, float]:
+    """Megatron's plain layers with this package's norm and attention: sequences of one length, without context
+    parallelism.
+    """
     hidden = spec.hidden_size
     norm = part * (8 * hidden + 4)  # fp32 input, the same normalised, one scale
-    attention = norm + part * hidden * size + (_cpu_heads(spec, layout, size) if spec.latent is None else _cpu_latent(spec, spec.latent, layout, size, part))
+    attention = (
+        norm
+        + part * hidden * size
+        + (
+            _cpu_heads(spec, layout, size)
+            if spec.latent is None
+            else _cpu_latent(spec, spec.latent, layout, size, part)
+        )
+    )
     mlp = norm + part * hidden * size
     if moe is None:
         return attention, mlp + 5 * spec.intermediate_size / layout.tensor * size
     shared = 5 * moe.shared_intermediate_size / layout.tensor * size
-    return attention, mlp + shared + part * (_router(moe) + moe.experts_per_token * (20 + _routed(spec, moe, layout, size, size)))
+    return attention, mlp + shared + part * (
+        _router(moe) + moe.experts_per_token * (20 + _routed(spec, moe, layout, size, size))
+    )
 
 
 def _cpu_heads(spec: ModelSpec, layout: Layout, size: int) -> float:
@@ -102,7 +122,9 @@ def _cpu_heads(spec: ModelSpec, layout: Layout, size: int) -> float:
     attention = 0.0
     if spec.qk_norm:
         # In fp32 no copy is made of the keys: they keep the fused projection's whole output alive.
-        attention += 8 * query + 4 * heads + 4 * kv_heads + 4 * key + 4 * (_projected(spec, layout) if size == 4 else key)
+        attention += (
+            8 * query + 4 * heads + 4 * kv_heads + 4 * key + 4 * (_projected(spec, layout) if size == 4 else key)
+        )
     attention += 4 * spec.head_dim * size  # cosines and sines, of queries and of keys
     attention += (2 * key + 2 * query) * size + 4 * heads  # keys, values, queries, output, log-sum-exp
     return attention + query * size  # what the output projection multiplies
@@ -119,13 +141,19 @@ def _cpu_latent(spec: ModelSpec, latent: LatentAttention, layout: Layout, size: 
     return kept + heads * latent.value_dim * size  # what the output projection multiplies
 
 
-def _gpu(config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float) -> tuple[float, float]:
+def _gpu(
+    config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float
+) -> tuple[float, float]:
     """Transformer Engine's layers: norms fused into the linear layer that follows (but before experts)."""
     hidden = spec.hidden_size
     linear = _FP8_BYTES if config.precision == "fp8" else size
     norm = part * (hidden * size + 4)
     attention = norm + part * hidden * linear
-    attention += _gpu_heads(config, spec, layout, size, linear) if spec.latent is None else _gpu_latent(config, spec, spec.latent, layout, size, part, linear)
+    attention += (
+        _gpu_heads(config, spec, layout, size, linear)
+        if spec.latent is None
+        else _gpu_latent(config, spec, spec.latent, layout, size, part, linear)
+    )
     if moe is None:
         intermediate = spec.intermediate_size / layout.tensor
         return attention, norm + part * hidden * linear + intermediate * (4 * size + linear)
@@ -146,12 +174,18 @@ def _gpu_heads(config: Config, spec: ModelSpec, layout: Layout, size: int, linea
     return attention
 
 
-def _gpu_latent(config: Config, spec: ModelSpec, latent: LatentAttention, layout: Layout, size: int, part: float, linear: float) -> float:
-    """Norms of latents are not fused: their input, and their output as it is projected up. Rotary positions are not either."""
+def _gpu_latent(
+    config: Config, spec: ModelSpec, latent: LatentAttention, layout: Layout, size: int, part: float, linear: float
+) -> float:
+    """Norms of latents are not fused: their input, and their output as it is projected up. Rotary positions are not
+    either.
+    """
     heads = spec.num_heads / layout.tensor
     ranks = latent.key_value_rank + (latent.query_rank or 0)
     kept = part * (ranks * (size + linear) + latent.rotary_dim * size + 8) + 4 * latent.rotary_dim * size
-    kept += heads * (2 * (spec.head_dim + latent.value_dim) * size + 4)  # queries and keys, values and output, log-sum-exp
+    kept += heads * (
+        2 * (spec.head_dim + latent.value_dim) * size + 4
+    )  # queries and keys, values and output, log-sum-exp
     return kept + (heads * latent.value_dim * linear if config.precision == "fp8" else 0)
 
 
@@ -159,7 +193,9 @@ def _router(moe: MoeSpec) -> float:
     """Scores and choice of a token, all experts' and all groups'."""
     if moe.score_function == "softmax":
         return 5 * moe.num_experts
-    grouped = moe.num_experts + 16 * moe.num_groups + 8 * moe.groups_per_token if moe.groups_per_token < moe.num_groups else 0
+    grouped = (
+        moe.num_experts + 16 * moe.num_groups + 8 * moe.groups_per_token if moe.groups_per_token < moe.num_groups else 0
+    )
     return 9 * moe.num_experts + 4 + grouped
 
 

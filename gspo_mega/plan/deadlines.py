@@ -22,7 +22,9 @@ MARGIN = 1.25
 
 
 def check_deadlines(config: Config, time: StepTime | None, save_seconds: float, where: Callable[[str], str]) -> None:
-    """Raises PlanError with a line for each deadline that is shorter than what the plan expects. `time`: None where no GPU is named."""
+    """Raises PlanError with a line for each deadline that is shorter than what the plan expects. `time`: None where no
+    GPU is named.
+    """
     wrong = [f"{where(key)}: {key}: {text}" for key, text in _broken(config, time, save_seconds)]
     if wrong:
         raise PlanError("\n".join(wrong))
@@ -35,21 +37,35 @@ def _broken(config: Config, time: StepTime | None, save_seconds: float) -> Itera
     if total is not None and total <= time.rollout:
         yield (
             "rollout.request_deadline_seconds",
-            f"{total:g} s, and a rollout takes {time.rollout:.0f} s by estimate: the run would stop at the first response that takes longer; "
-            f"above {time.rollout:.0f}, or leave it out",
+            (
+                f"{total:g} s, and a rollout takes {time.rollout:.0f} s by estimate: the run would stop at the first"
+                f" response that takes longer; above {time.rollout:.0f}, or leave it out"
+            ),
         )
     if config.publish.deadline_seconds <= time.publish and _publishes(config):
         yield (
             "publish.deadline_seconds",
-            f"{config.publish.deadline_seconds:g} s, and a publish takes {time.publish:.0f} s by estimate; above {time.publish:.0f}",
+            (
+                f"{config.publish.deadline_seconds:g} s, and a publish takes {time.publish:.0f} s by estimate; above"
+                f" {time.publish:.0f}"
+            ),
         )
     bound = config.watchdog.checkpoint_seconds
     if bound is not None and bound <= save_seconds:
-        yield "watchdog.checkpoint_seconds", f"{bound:g} s, and a save takes {save_seconds:.0f} s by estimate; above {save_seconds:.0f}, or leave it out"
+        yield (
+            "watchdog.checkpoint_seconds",
+            (
+                f"{bound:g} s, and a save takes {save_seconds:.0f} s by estimate; above {save_seconds:.0f}, or leave"
+                " it out"
+            ),
+        )
     if save_seconds >= COLLECTIVE_SECONDS:
         yield (
             "checkpoint",
-            f"a save takes {save_seconds:.0f} s by estimate, and ranks wait {COLLECTIVE_SECONDS:g} s at most for each other; a smaller checkpoint: optimizer.moments_dtype",
+            (
+                f"a save takes {save_seconds:.0f} s by estimate, and ranks wait {COLLECTIVE_SECONDS:g} s at most for"
+                " each other; a smaller checkpoint: optimizer.moments_dtype"
+            ),
         )
 
 
@@ -68,5 +84,7 @@ def grace_seconds(signal_seconds: float) -> float:
 
 
 def signal_seconds(stop: float) -> int:
-    """How long before its time limit a job is to be told, whole minutes, where it takes `stop` seconds by estimate to stop."""
+    """How long before its time limit a job is to be told, whole minutes, where it takes `stop` seconds by estimate to
+    stop.
+    """
     return max(LEAST_SIGNAL_SECONDS, 60 * math.ceil((MARGIN * stop + RESERVE_SECONDS) / 60))

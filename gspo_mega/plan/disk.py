@@ -1,7 +1,9 @@
-"""What a run writes to its folder: rollout journal, checkpoints, exports and published weights, against the free space there.
+"""What a run writes to its folder: rollout journal, checkpoints, exports and published weights, against the free space
+there.
 
-Lengths are not known beforehand, so the journal's bytes are the most that a step can take: every prompt and response of its
-longest length. Nothing here deletes anything: what is kept is `journal`, `checkpoint` and `publish` in the configuration.
+Lengths are not known beforehand, so the journal's bytes are the most that a step can take: every prompt and response of
+its longest length. Nothing here deletes anything: what is kept is `journal`, `checkpoint` and `publish` in the
+configuration.
 """
 
 from __future__ import annotations
@@ -16,20 +18,24 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.shares import WEIGHT_BYTES
 
-# The journal's records: token id (4), mask (1), log-prob (8) and weight version (4) a response token; an id a prompt token.
+# The journal's records: token id (4), mask (1), log-prob (8) and weight version (4) a response token; an id a prompt
+# token.
 RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 17, 4
 # What is written as text: about four characters a token, and the names of the fields.
 TEXT_BYTES_PER_TOKEN, TRAJECTORY_BYTES, PROMPT_BYTES = 4, 385, 185
 # Expert numbers are kept as the server sends them, in four bytes, for every layer.
 ROUTE_BYTES = 4
-# A line of metrics.jsonl, TensorBoard's events of it, and the line of the console. Logs of servers depend on what happens.
+# A line of metrics.jsonl, TensorBoard's events of it, and the line of the console. Logs of servers depend on what
+# happens.
 METRICS_BYTES_PER_STEP = 24 * 1024
 
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Bytes. `journal_step`, `routes_step`: of one step's trajectories without, and of their routed experts. `parts`: of the
-    whole run, by name, where most of it is there at once. `free`: on the run folder's file system; `present`: of such parts there already."""
+    """Bytes. `journal_step`, `routes_step`: of one step's trajectories without, and of their routed experts. `parts`:
+    of the whole run, by name, where most of it is there at once. `free`: on the run folder's file system; `present`: of
+    such parts there already.
+    """
 
     journal_step: int
     routes_step: int
@@ -86,7 +92,15 @@ def journal_bytes(config: Config, spec: ModelSpec) -> tuple[int, int]:
     own += prompts * batch.group_size * (TRAJECTORY_BYTES + response * (RESPONSE_TOKEN_BYTES + TEXT_BYTES_PER_TOKEN))
     if spec.moe is None or not config.rollout.return_routed_experts:
         return own, 0
-    return own, prompts * batch.group_size * (prompt + response - 1) * spec.num_layers * spec.moe.experts_per_token * ROUTE_BYTES
+    return (
+        own,
+        prompts
+        * batch.group_size
+        * (prompt + response - 1)
+        * spec.num_layers
+        * spec.moe.experts_per_token
+        * ROUTE_BYTES,
+    )
 
 
 def disk_lines(use: DiskUse | None) -> list[str]:
@@ -96,7 +110,10 @@ def disk_lines(use: DiskUse | None) -> list[str]:
     routes = f" and {_size(use.routes_step)} of routed experts" if use.routes_step else ""
     parts = ", ".join(f"{name} {_size(size)}" for name, size in use.parts.items())
     free = "" if use.free is None else f"; {_size(use.free)} are free under {use.where}"
-    return [f"rollouts of a step at most {_size(use.journal_step)}{routes}, were all of the longest length", f"run: {parts}: {_size(use.total)} in all{free}"]
+    return [
+        f"rollouts of a step at most {_size(use.journal_step)}{routes}, were all of the longest length",
+        f"run: {parts}: {_size(use.total)} in all{free}",
+    ]
 
 
 def disk_notices(use: DiskUse | None) -> list[str]:
@@ -104,14 +121,17 @@ def disk_notices(use: DiskUse | None) -> list[str]:
         return []
     largest = max(use.parts, key=lambda name: use.parts[name])
     advice = {
-        "journal": "journal.keep_last keeps fewer steps" + (", journal.prune_routes none of their routed experts" if use.routes_step else ""),
+        "journal": (
+            "journal.keep_last keeps fewer steps"
+            + (", journal.prune_routes none of their routed experts" if use.routes_step else "")
+        ),
         "checkpoints": "checkpoint.keep_last and checkpoint.keep_every keep fewer",
         "exports": "a larger checkpoint.export_every_steps writes fewer",
         "published weights": "publish.method: distributed writes none",
     }.get(largest, "fewer steps write less")
     return [
-        f"disk: the run may take {_size(use.total)} and {_size((use.free or 0) + use.present)} are to be had under {use.where}; "
-        f"most of it {largest} ({_size(use.parts[largest])}): {advice}, or choose another run.dir"
+        f"disk: the run may take {_size(use.total)} and {_size((use.free or 0) + use.present)} are to be had under"
+        f" {use.where}; most of it {largest} ({_size(use.parts[largest])}): {advice}, or choose another run.dir"
     ]
 
 

@@ -31,8 +31,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Servers:
-    """`nodes`: machines that servers need besides those of the trainer, where a machine's GPUs are known; None where all
-    fit beside the ranks of one machine."""
+    """`nodes`: machines that servers need besides those of the trainer, where a machine's GPUs are known; None where
+    all fit beside the ranks of one machine.
+    """
 
     num_gpus: int
     nodes: int | None
@@ -41,8 +42,10 @@ class Servers:
 
 @dataclass(frozen=True)
 class Estimate:
-    """`states`: of the fullest rank of each pipeline stage. `memory`, `time`: None where no GPU is named (`time`: none by
-    name). `stop_seconds`: from a stop request to the end of the save. `limit`: bytes of one GPU. `notices`: what these figures warn of."""
+    """`states`: of the fullest rank of each pipeline stage. `memory`, `time`: None where no GPU is named (`time`: none
+    by name). `stop_seconds`: from a stop request to the end of the save. `limit`: bytes of one GPU. `notices`: what
+    these figures warn of.
+    """
 
     counts: ParameterCounts
     flops_per_token: float
@@ -64,8 +67,9 @@ class Estimate:
 
 
 def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuration") -> Estimate:
-    """Raises PlanError, with the key's place, where weights, gradients and optimizer state alone exceed the GPU, or a deadline is shorter
-    than what it bounds."""
+    """Raises PlanError, with the key's place, where weights, gradients and optimizer state alone exceed the GPU, or a
+    deadline is shorter than what it bounds.
+    """
     config, layout, spec = plan.config, plan.layout, plan.spec
     shares, counts = ModelShares(spec), count_parameters(spec)
     states = []
@@ -77,9 +81,9 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     key = "cluster.gpu_memory_gib" if config.cluster.gpu_memory_gib is not None else "cluster.gpu"
     if memory is not None and limit is not None and memory.exact > limit:
         raise PlanError(
-            f"{where(key)}: {key}: weights, gradients and optimizer state take {memory.exact / GIB:.1f} GiB of a GPU with "
-            f"{limit / GIB:.1f} GiB before anything is computed; more ranks, more parallelism, or optimizer.distributed, "
-            "optimizer.moments_dtype, optimizer.cpu_offload_fraction"
+            f"{where(key)}: {key}: weights, gradients and optimizer state take {memory.exact / GIB:.1f} GiB of a GPU"
+            f" with {limit / GIB:.1f} GiB before anything is computed; more ranks, more parallelism, or"
+            " optimizer.distributed, optimizer.moments_dtype, optimizer.cpu_offload_fraction"
         )
     time = None
     if config.cluster.gpu is not None:
@@ -119,7 +123,11 @@ def _spans(plan: Plan) -> list[Span]:
             ("expert tensor", layout.expert_tensor, 1),
             ("expert data", layout.expert_data, layout.expert_tensor * layout.expert),
         ]
-    return [Span(name, size, len({index * apart // node for index in range(size)})) for name, size, apart in kinds if size > 1]
+    return [
+        Span(name, size, len({index * apart // node for index in range(size)}))
+        for name, size, apart in kinds
+        if size > 1
+    ]
 
 
 def _servers(plan: Plan, total_parameters: int, limit: int | None) -> Servers:
@@ -139,14 +147,22 @@ def _notices(plan: Plan, spans: tuple[Span, ...], memory: Memory | None, limit: 
     for span in spans:
         # Tensor groups are the layout's own notice.
         if span.name == "expert" and span.nodes > 1:
-            found.append(f"expert groups of {span.size} ranks span {span.nodes} nodes: tokens go over the network in every layer; slower than inside a node")
+            found.append(
+                f"expert groups of {span.size} ranks span {span.nodes} nodes: tokens go over the network in every"
+                " layer; slower than inside a node"
+            )
     if memory is not None and limit is not None and memory.peak > limit:
         part = max(memory.parts, key=lambda name: memory.parts[name])
         found.append(
-            f"does not fit by estimate: {memory.peak / GIB:.1f} GiB in {memory.peak_phase} on GPUs of {limit / GIB:.1f} GiB, "
-            f"most of it {part} ({memory.parts[part] / GIB:.1f})"
+            f"does not fit by estimate: {memory.peak / GIB:.1f} GiB in {memory.peak_phase} on GPUs of {limit / GIB:.1f}"
+            f" GiB, most of it {part} ({memory.parts[part] / GIB:.1f})"
         )
     server = _servers(plan, 0, None)
-    if limit is not None and plan.config.cluster.gpus_per_node is None and server.nodes is not None and plan.config.cluster.num_nodes == 1:
+    if (
+        limit is not None
+        and plan.config.cluster.gpus_per_node is None
+        and server.nodes is not None
+        and plan.config.cluster.num_nodes == 1
+    ):
         found.append("cluster.gpus_per_node is not given: servers are counted on machines of their own")
     return found

@@ -21,36 +21,66 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
     value: dict[str, Any] = {
         "run": {"name": plan.config.run.name, "dir": plan.config.run.dir},
         "model": {
-            "path": str(plan.model), "family": plan.spec.family, "parameters": figures.counts.total,
-            "active_parameters": figures.counts.active, "forward_flops_per_token": figures.flops_per_token,
+            "path": str(plan.model),
+            "family": plan.spec.family,
+            "parameters": figures.counts.total,
+            "active_parameters": figures.counts.active,
+            "forward_flops_per_token": figures.flops_per_token,
         },
         "cluster": plan.config.cluster.model_dump(),
         "layout": asdict(plan.layout),
         "groups": [asdict(span) for span in figures.spans],
         "servers": {
-            "num_servers": plan.config.server.num_servers, "tensor": plan.config.server.tensor, "num_gpus": figures.servers.num_gpus,
-            "nodes": figures.servers.nodes, "weights": plan.verification, "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
+            "num_servers": plan.config.server.num_servers,
+            "tensor": plan.config.server.tensor,
+            "num_gpus": figures.servers.num_gpus,
+            "nodes": figures.servers.nodes,
+            "weights": plan.verification,
+            "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
         },
-        "state": [{"stage": stage, "elements": asdict(state), "bytes": asdict(size)} for stage, (state, size) in enumerate(figures.states)],
+        "state": [
+            {"stage": stage, "elements": asdict(state), "bytes": asdict(size)}
+            for stage, (state, size) in enumerate(figures.states)
+        ],
         "memory": None,
         "time": None,
-        "checkpoint": {"bytes": figures.checkpoint_bytes, "save_seconds": figures.save_seconds, "stop_seconds": figures.stop_seconds},
-        "disk": None if disk is None else {
-            "journal_step_bytes": disk.journal_step, "routes_step_bytes": disk.routes_step, "run_bytes": disk.parts, "free_bytes": disk.free, "fits": disk.fits,
+        "checkpoint": {
+            "bytes": figures.checkpoint_bytes,
+            "save_seconds": figures.save_seconds,
+            "stop_seconds": figures.stop_seconds,
+        },
+        "disk": None
+        if disk is None
+        else {
+            "journal_step_bytes": disk.journal_step,
+            "routes_step_bytes": disk.routes_step,
+            "run_bytes": disk.parts,
+            "free_bytes": disk.free,
+            "fits": disk.fits,
         },
         "fits": figures.fits,
         "notices": [*plan.notices, *figures.notices, *disk_notices(disk)],
-    }  # fmt: skip
+    }
     if memory is not None:
         value["memory"] = {
-            "limit_bytes": figures.limit, "peak_bytes": memory.peak, "peak_phase": memory.peak_phase, "stage": memory.stage,
-            "parts_bytes": memory.parts, "phases_bytes": memory.phases, "offloaded_bytes": memory.offloaded, "verified_on_gpu": False,
-        }  # fmt: skip
+            "limit_bytes": figures.limit,
+            "peak_bytes": memory.peak,
+            "peak_phase": memory.peak_phase,
+            "stage": memory.stage,
+            "parts_bytes": memory.parts,
+            "phases_bytes": memory.phases,
+            "offloaded_bytes": memory.offloaded,
+            "verified_on_gpu": False,
+        }
     if time is not None:
         value["time"] = {
-            "phases_seconds": time.phases, "training_seconds": time.train.training, "total_seconds": time.total,
-            "bottleneck": time.bottleneck, "saved_one_step_off_seconds": time.saved_one_step_off, "assumptions": list(ASSUMPTIONS),
-        }  # fmt: skip
+            "phases_seconds": time.phases,
+            "training_seconds": time.train.training,
+            "total_seconds": time.total,
+            "bottleneck": time.bottleneck,
+            "saved_one_step_off_seconds": time.saved_one_step_off,
+            "assumptions": list(ASSUMPTIONS),
+        }
     return json.dumps(value, indent=2)
 
 

@@ -1,7 +1,8 @@
 """GPUs by name: memory, rates and links, and what share of a rate is reached. All that estimates of time rest on.
 
-Peaks are the vendor's, dense, one direction. Shares of FLOP/s come from published end-to-end figures, named at each, raised
-by what those lose to communication and pipeline bubbles, which the estimate counts itself. None was measured here.
+Peaks are the vendor's, dense, one direction. Shares of FLOP/s come from published end-to-end figures, named at each,
+raised by what those lose to communication and pipeline bubbles, which the estimate counts itself. None was measured
+here.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """`memory_gib`: as the driver leaves it to a process. FLOP/s and bytes/s at their peaks. `network`: of one GPU's share
-    of its node's InfiniBand, 400 Gb/s (A100: 200)."""
+    """`memory_gib`: as the driver leaves it to a process. FLOP/s and bytes/s at their peaks. `network`: of one GPU's
+    share of its node's InfiniBand, 400 Gb/s (A100: 200).
+    """
 
     memory_gib: float
     bf16_flops: float
@@ -41,7 +43,8 @@ ATTENTION_SHARE = 0.40
 # What follows has no published end-to-end figure behind it: rules of thumb.
 # A product whose narrowest side has n elements reaches n / (n + this) of the share.
 NARROW_ELEMENTS = 128
-# DeepEP's own kernels reach .81 of NVLink (8 B200) and .9 of the network (2 nodes of H100), its README says; NCCL's less.
+# DeepEP's own kernels reach .81 of NVLink (8 B200) and .9 of the network (2 nodes of H100), its README says; NCCL's
+# less.
 LINK_SHARE = 0.75
 MEMORY_SHARE = 0.60
 # The least time of one layer's forward pass: its kernels' launches.
@@ -51,9 +54,14 @@ STORAGE_BYTES_PER_SECOND = 10e9
 
 ASSUMPTIONS = (
     "prompts and responses are half as long as their limits on average; experts evenly loaded; packs full",
-    f"share of peak: matrices {MATRIX_SHARE['bf16']:.0%} (FP8 {MATRIX_SHARE['fp8']:.0%}), experts {EXPERT_SHARE['bf16']:.0%} "
-    f"(FP8 {EXPERT_SHARE['fp8']:.0%}), attention {ATTENTION_SHARE:.0%}, links {LINK_SHARE:.0%}, memory {MEMORY_SHARE:.0%}",
-    "tensor and expert exchange is not hidden behind computation; context exchange is; storage "
-    f"{STORAGE_BYTES_PER_SECOND / 1e9:.0f} GB/s; scoring, evaluation and start-up are left out",
+    (
+        f"share of peak: matrices {MATRIX_SHARE['bf16']:.0%} (FP8 {MATRIX_SHARE['fp8']:.0%}), experts"
+        f" {EXPERT_SHARE['bf16']:.0%} (FP8 {EXPERT_SHARE['fp8']:.0%}), attention {ATTENTION_SHARE:.0%}, links"
+        f" {LINK_SHARE:.0%}, memory {MEMORY_SHARE:.0%}"
+    ),
+    (
+        "tensor and expert exchange is not hidden behind computation; context exchange is; storage "
+        f"{STORAGE_BYTES_PER_SECOND / 1e9:.0f} GB/s; scoring, evaluation and start-up are left out"
+    ),
     "publishing: rank 0's GPU sends one copy of the model per server; hashing and verifying it are left out",
 )

@@ -39,8 +39,8 @@ class Layout:
     `layers_per_chunk`: layers of one model chunk (a pipeline stage, or a virtual one). `sequence_multiple_tokens`:
     every packed sequence is padded to a multiple of it, and the whole pack to one of `pack_multiple_tokens`.
     `mini_batch_sequences`: trajectories of each mini-batch when no sample is dropped, the largest first.
-    `attention_crossover_tokens`: the model's, see `model/sizes.py`. `equal_packs`: micro-batches that run at the same time
-    on different data-parallel ranks are padded to one length.
+    `attention_crossover_tokens`: the model's, see `model/sizes.py`. `equal_packs`: micro-batches that run at the same
+    time on different data-parallel ranks are padded to one length.
     """
 
     world_size: int
@@ -71,12 +71,16 @@ class Layout:
 
     @property
     def micro_batches_multiple(self) -> int:
-        """Interleaved stages take micro-batches in turns of as many as there are stages; filler completes the last turn."""
+        """Interleaved stages take micro-batches in turns of as many as there are stages; filler completes the last
+        turn.
+        """
         return self.pipeline if self.virtual_pipeline is not None else 1
 
     def chunk_layers(self, stage: int) -> list[range]:
         """The layers of each of a pipeline stage's model chunks, counted from 0."""
-        firsts = [(index * self.pipeline + stage) * self.layers_per_chunk for index in range(self.virtual_pipeline or 1)]
+        firsts = [
+            (index * self.pipeline + stage) * self.layers_per_chunk for index in range(self.virtual_pipeline or 1)
+        ]
         return [range(first, first + self.layers_per_chunk) for first in firsts]
 
     def coordinates(self, rank: int) -> Coordinates:

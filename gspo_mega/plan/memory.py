@@ -26,8 +26,9 @@ EXPERT_IMBALANCE = 1.3
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank. `parts`: by what they are, each at the peak. `phases`: totals by phase of a step. `stage`:
-    the pipeline stage of that rank. `exact`: the part that is there whatever the estimates are worth."""
+    """Bytes on the fullest rank. `parts`: by what they are, each at the peak. `phases`: totals by phase of a step.
+    `stage`: the pipeline stage of that rank. `exact`: the part that is there whatever the estimates are worth.
+    """
 
     parts: dict[str, int]
     phases: dict[str, int]
@@ -101,9 +102,15 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
     size = state_bytes(config, state)
     parts = _Parts()
     parts.always = {
-        "weights": size.weights, "gradients": size.gradients, "padding": size.padding, "main weights": size.main, "moments": size.moments,
-        "FP8 copies": size.fp8_copies, "reference": size.reference, "reserve": RESERVE_BYTES,
-    }  # fmt: skip
+        "weights": size.weights,
+        "gradients": size.gradients,
+        "padding": size.padding,
+        "main weights": size.main,
+        "moments": size.moments,
+        "FP8 copies": size.fp8_copies,
+        "reference": size.reference,
+        "reserve": RESERVE_BYTES,
+    }
     exact = sum(parts.always.values()) - RESERVE_BYTES
     tokens = config.batch.micro_batch_tokens / layout.context
     layer, head = layer_activations(config, spec, layout, "gpu"), head_activations(config, spec, layout)
@@ -126,13 +133,16 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
         return {"activations": round(tokens * saved), "fragmentation": round(FRAGMENTATION * tokens * saved)}
 
     parts.phases["old pass"] = {
-        **activations(working), "logits": (head.chunk_forward + round(tokens * head.working)) * is_last, "pipeline buffers": buffers,
-    }  # fmt: skip
+        **activations(working),
+        "logits": (head.chunk_forward + round(tokens * head.working)) * is_last,
+        "pipeline buffers": buffers,
+    }
     head_saved = (head.row + head.token) if is_last else 0.0
     parts.phases["training"] = {
         **activations(chunks * a_chunk + working + head_saved),
-        "logits": (head.chunk_backward + round(tokens * head.working)) * is_last, "pipeline buffers": buffers,
-    }  # fmt: skip
+        "logits": (head.chunk_backward + round(tokens * head.working)) * is_last,
+        "pipeline buffers": buffers,
+    }
     parts.phases["optimizer"] = {}
     bucket = config.publish.bucket_bytes if config.publish.method == "distributed" else 0
     parts.phases["publish"] = {"publish": 2 * whole + bucket}
@@ -148,12 +158,18 @@ def _largest_tensor(spec: ModelSpec) -> int:
 
 
 def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory_bytes: int) -> ServerMemory:
-    """Of one GPU of a server. SGLang takes `memory_fraction` for weights and KV cache; a server's ranks share the key-value heads."""
+    """Of one GPU of a server. SGLang takes `memory_fraction` for weights and KV cache; a server's ranks share the
+    key-value heads.
+    """
     server = config.server
     size = 4 if config.precision == "fp32" else 2
     weights = total_parameters * size // server.tensor
     # Every rank of a server keeps the whole latent.
-    elements = 2 * spec.num_layers * max(1, spec.num_kv_heads // server.tensor) * spec.head_dim if spec.latent is None else spec.cache_elements_per_token
+    elements = (
+        2 * spec.num_layers * max(1, spec.num_kv_heads // server.tensor) * spec.head_dim
+        if spec.latent is None
+        else spec.cache_elements_per_token
+    )
     token = elements * size
     room = max(0, int(memory_bytes * server.memory_fraction) - weights)
     tokens = room // token

@@ -22,6 +22,9 @@ def check_optimizer(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) ->
             problems.append(("optimizer.moments_dtype", f"{value}, which cannot be imported; {advice}"))
     if settings.cpu_offload_fraction > 0 and not has_gpu:
         problems.append(
-            ("optimizer.cpu_offload_fraction", f"{settings.cpu_offload_fraction:g}: there is no GPU to move optimizer state away from")
+            (
+                "optimizer.cpu_offload_fraction",
+                f"{settings.cpu_offload_fraction:g}: there is no GPU to move optimizer state away from",
+            )
         )
     return problems

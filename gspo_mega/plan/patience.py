@@ -1,7 +1,8 @@
 """How long a phase of a run may go without anything getting done, before its ranks count as stuck.
 
-Owns the bounds: `watchdog` of the configuration, else derived from the deadlines that the phase has of its own and, where there is
-one, the plan's estimate. They are for gaps between two things that get done (a micro-batch, a trajectory), not for the whole phase.
+Owns the bounds: `watchdog` of the configuration, else derived from the deadlines that the phase has of its own and,
+where there is one, the plan's estimate. They are for gaps between two things that get done (a micro-batch, a
+trajectory), not for the whole phase.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ from gspo_mega.plan.estimate import Estimate
 
 # What a phase is a part of; one that is not named here is "other".
 _KIND = {
-    "start": "start", "rollout": "rollout", "eval": "eval", "publish": "publish", "checkpoint": "checkpoint",
-    "train": "train", "old_log_probs": "train", "reference_log_probs": "train",
-}  # fmt: skip
+    "start": "start",
+    "rollout": "rollout",
+    "eval": "eval",
+    "publish": "publish",
+    "checkpoint": "checkpoint",
+    "train": "train",
+    "old_log_probs": "train",
+    "reference_log_probs": "train",
+}
 # For what no deadline bounds: weights read from a slow disk and a first step's compilers, a save, a batch packed.
 _START_SECONDS, _TRAIN_SECONDS, _CHECKPOINT_SECONDS, _OTHER_SECONDS = 3600.0, 900.0, 1800.0, 900.0
 # On top of a phase's own deadlines, which are to speak first.
@@ -64,9 +71,12 @@ def patience(config: Config, figures: Estimate | None = None) -> Patience | None
         "rollout": sampling + _MARGIN_SECONDS,
         "eval": sampling + _MARGIN_SECONDS,
         "train": max(_TRAIN_SECONDS, time.train.total if time is not None else 0.0),
-        "publish": max(2 * config.publish.deadline_seconds + rollout.no_server_deadline_seconds + _MARGIN_SECONDS, _ESTIMATE_FACTOR * time.publish if time is not None else 0.0),
+        "publish": max(
+            2 * config.publish.deadline_seconds + rollout.no_server_deadline_seconds + _MARGIN_SECONDS,
+            _ESTIMATE_FACTOR * time.publish if time is not None else 0.0,
+        ),
         "checkpoint": max(_CHECKPOINT_SECONDS, _ESTIMATE_FACTOR * figures.save_seconds if figures is not None else 0.0),
         "other": _OTHER_SECONDS,
-    }  # fmt: skip
+    }
     chosen: dict[str, Any] = {kind: getattr(watchdog, f"{kind}_seconds") for kind in derived}
     return Patience({kind: chosen[kind] or seconds for kind, seconds in derived.items()}, watchdog.silence_seconds)

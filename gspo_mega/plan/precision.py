@@ -41,27 +41,49 @@ def check_precision(
         return f"{config.precision} needs {_chip(_BF16_CHIP)} or later; this GPU has {_dotted(capability)}; use fp32"
     if engine_version is None:
         return (
-            f"{config.precision} on a GPU needs Transformer Engine (packed sequences need its attention, fp8 its linear layers), and it "
-            "cannot be imported: install transformer-engine[pytorch] for this PyTorch and CUDA, or use fp32"
+            f"{config.precision} on a GPU needs Transformer Engine (packed sequences need its attention, fp8 its linear"
+            " layers), and it cannot be imported: install transformer-engine[pytorch] for this PyTorch and CUDA, or"
+            " use fp32"
         )
     if config.precision == "bf16":
         return None
     return _recipe_problem(config.fp8.recipe, capability, _version(cuda_version or "0"), _version(engine_version))
 
 
-def _recipe_problem(recipe: str, capability: tuple[int, int], cuda: tuple[int, ...], engine: tuple[int, ...]) -> str | None:
+def _recipe_problem(
+    recipe: str, capability: tuple[int, int], cuda: tuple[int, ...], engine: tuple[int, ...]
+) -> str | None:
     first = _FIRST_CHIP[recipe]
-    other = "" if capability < (8, 9) else f"; `fp8.recipe: {'blockwise' if _has_blockwise(capability, cuda) else 'tensorwise'}` runs here"
+    other = (
+        ""
+        if capability < (8, 9)
+        else f"; `fp8.recipe: {'blockwise' if _has_blockwise(capability, cuda) else 'tensorwise'}` runs here"
+    )
     if recipe == "mxfp8" and capability >= _NO_MXFP8_FROM:
-        return f"fp8.recipe mxfp8 needs {_chip((10, 0))}; this GPU has {_dotted(capability)}, which lacks some of its products{other}"
+        return (
+            f"fp8.recipe mxfp8 needs {_chip((10, 0))}; this GPU has {_dotted(capability)}, which lacks some of its"
+            f" products{other}"
+        )
     if capability < first:
-        return f"fp8.recipe {recipe} needs {_chip(first)} or later; this GPU has {_dotted(capability)}{other or '; use bf16'}"
+        return (
+            f"fp8.recipe {recipe} needs {_chip(first)} or later; this GPU has"
+            f" {_dotted(capability)}{other or '; use bf16'}"
+        )
     if recipe == "blockwise" and cuda < _BLOCKWISE_CUDA:
-        return f"fp8.recipe blockwise needs a PyTorch built for CUDA {_dotted(_BLOCKWISE_CUDA)} or later; this one has {_dotted(cuda)}{other}"
+        return (
+            f"fp8.recipe blockwise needs a PyTorch built for CUDA {_dotted(_BLOCKWISE_CUDA)} or later; this one has"
+            f" {_dotted(cuda)}{other}"
+        )
     if capability < (9, 0) and cuda < _ADA_CUDA:
-        return f"fp8 on Ada needs a PyTorch built for CUDA {_dotted(_ADA_CUDA)} or later; this one has {_dotted(cuda)}; use bf16"
+        return (
+            f"fp8 on Ada needs a PyTorch built for CUDA {_dotted(_ADA_CUDA)} or later; this one has {_dotted(cuda)};"
+            " use bf16"
+        )
     if engine < _FIRST_ENGINE[recipe]:
-        return f"fp8.recipe {recipe} needs Transformer Engine {_dotted(_FIRST_ENGINE[recipe])} or later; {_dotted(engine)} is installed"
+        return (
+            f"fp8.recipe {recipe} needs Transformer Engine {_dotted(_FIRST_ENGINE[recipe])} or later; {_dotted(engine)}"
+            " is installed"
+        )
     return None
 
 

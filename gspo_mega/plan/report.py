@@ -14,7 +14,9 @@ _MOST_RANKS_SHOWN = 16
 
 
 def render_report(plan: Plan, figures: Estimate | None = None) -> str:
-    """The report that `gspo-mega plan` prints, without a newline at its end. `figures`: the plan's, made here when absent."""
+    """The report that `gspo-mega plan` prints, without a newline at its end. `figures`: the plan's, made here when
+    absent.
+    """
     figures = figures or estimate(plan)
     disk = disk_use(plan.config, plan.spec, figures.counts.total, figures.checkpoint_bytes)
     sections = {
@@ -25,13 +27,22 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
         "state": _state(figures),
         "memory": _memory(figures),
         "time": _time(figures),
-        "save": [f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth assumed; a stop takes up to {figures.stop_seconds:.0f} s"] if figures.time else [],
+        "save": (
+            [
+                f"checkpoint {figures.checkpoint_bytes / GIB:.3g} GiB, {figures.save_seconds:.0f} s at the bandwidth"
+                f" assumed; a stop takes up to {figures.stop_seconds:.0f} s"
+            ]
+            if figures.time
+            else []
+        ),
         "stuck": _stuck(plan, figures),
         "disk": disk_lines(disk),
         "notice": [*plan.notices, *figures.notices, *disk_notices(disk)],
     }
     return "\n".join(
-        f"{title if index == 0 else '':<8} {line}".rstrip() for title, lines in sections.items() for index, line in enumerate(lines)
+        f"{title if index == 0 else '':<8} {line}".rstrip()
+        for title, lines in sections.items()
+        for index, line in enumerate(lines)
     )
 
 
@@ -43,9 +54,14 @@ def _model(plan: Plan, figures: Estimate) -> list[str]:
         f"({spec.num_kv_heads} key-value), vocabulary {spec.vocab_size} (padded {plan.layout.padded_vocab_size})"
     )
     if spec.latent is not None:
-        shape += f", latents of {spec.latent.query_rank or 'no'} (query) and {spec.latent.key_value_rank} (key and value)"
+        shape += (
+            f", latents of {spec.latent.query_rank or 'no'} (query) and {spec.latent.key_value_rank} (key and value)"
+        )
     if spec.moe is not None:
-        shape += f", {spec.moe.num_experts} experts of {spec.moe.expert_intermediate_size}, {spec.moe.experts_per_token} a token"
+        shape += (
+            f", {spec.moe.num_experts} experts of {spec.moe.expert_intermediate_size}, {spec.moe.experts_per_token} a"
+            " token"
+        )
         if spec.moe.shared_intermediate_size:
             shape += f", shared {spec.moe.shared_intermediate_size}"
     if not spec.has_experts(0):
@@ -54,8 +70,10 @@ def _model(plan: Plan, figures: Estimate) -> list[str]:
     return [
         f"{plan.model}, {config.precision}",
         shape,
-        f"{_quantity(counts.total)} parameters, {_quantity(counts.active)} active a token; "
-        f"{_quantity(figures.flops_per_token)} FLOPs a token forward, at {longest} tokens",
+        (
+            f"{_quantity(counts.total)} parameters, {_quantity(counts.active)} active a token; "
+            f"{_quantity(figures.flops_per_token)} FLOPs a token forward, at {longest} tokens"
+        ),
     ]
 
 
@@ -64,7 +82,10 @@ def _stuck(plan: Plan, figures: Estimate) -> list[str]:
     if bounds is None:
         return ["nobody looks (watchdog.enabled): only the timeout of collectives notices a stuck rank"]
     kinds = ", ".join(f"{seconds:g} in {kind}" for kind, seconds in bounds.bounds.items())
-    return [f"a rank counts as stuck after so many seconds without progress: {kinds}; without a sign of life: {bounds.silence:g} (watchdog)"]
+    return [
+        f"a rank counts as stuck after so many seconds without progress: {kinds}; without a sign of life:"
+        f" {bounds.silence:g} (watchdog)"
+    ]
 
 
 def _ranks(plan: Plan) -> list[str]:
@@ -87,8 +108,8 @@ def _ranks(plan: Plan) -> list[str]:
     ]
     if plan.spec.moe is not None:
         lines.append(
-            f"experts: expert {layout.expert} x expert tensor {layout.expert_tensor} x expert data {layout.expert_data} "
-            f"x pipeline {layout.pipeline}, {plan.spec.moe.num_experts // layout.expert} experts a rank"
+            f"experts: expert {layout.expert} x expert tensor {layout.expert_tensor} x expert data {layout.expert_data}"
+            f" x pipeline {layout.pipeline}, {plan.spec.moe.num_experts // layout.expert} experts a rank"
         )
     return lines
 
@@ -124,18 +145,25 @@ def _batch(plan: Plan) -> list[str]:
     lines = []
     if config.train is not None or config.sft is None:
         lines.append(
-            f"{batch.prompts_per_step} prompts x {batch.group_size} = {batch.prompts_per_step * batch.group_size} trajectories a step, "
-            f"{batch.num_mini_batches} mini-batches of {sizes}, {share} a data-parallel rank"
+            f"{batch.prompts_per_step} prompts x {batch.group_size} = {batch.prompts_per_step * batch.group_size}"
+            f" trajectories a step, {batch.num_mini_batches} mini-batches of {sizes}, {share} a data-parallel rank"
         )
     if config.train is not None:
         steps = config.train.num_steps
         lines.append(f"{steps} steps, {steps * batch.num_mini_batches} optimizer steps")
     if config.sft is not None:
-        lines.append(f"supervised: {config.sft.sequences_per_step} demonstrations an optimizer step, at most {config.sft.max_steps} steps")
+        lines.append(
+            f"supervised: {config.sft.sequences_per_step} demonstrations an optimizer step, at most"
+            f" {config.sft.max_steps} steps"
+        )
     lines.append(
         f"packs of at most {batch.micro_batch_tokens} tokens; longest sequence {Sizes.of(config).longest_sequence}"
         + (f", padded to multiples of {layout.sequence_multiple_tokens}" if layout.sequence_multiple_tokens > 1 else "")
-        + (f", packs to multiples of {layout.pack_multiple_tokens}" if layout.pack_multiple_tokens > layout.sequence_multiple_tokens else "")
+        + (
+            f", packs to multiples of {layout.pack_multiple_tokens}"
+            if layout.pack_multiple_tokens > layout.sequence_multiple_tokens
+            else ""
+        )
     )
     return lines
 
@@ -145,14 +173,20 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
     server, rollout = config.server, config.rollout
     context = server.context_tokens or Sizes.of(config).longest_sequence
     lines = [
-        f"{server.num_servers} x tensor {server.tensor} on {server.host}, ports chosen at start, {context} tokens of context, "
-        f"at most {rollout.max_concurrent_requests} open requests each; weights by {config.publish.method}",
+        (
+            f"{server.num_servers} x tensor {server.tensor} on {server.host}, ports chosen at start, {context} tokens"
+            f" of context, at most {rollout.max_concurrent_requests} open requests each; weights by"
+            f" {config.publish.method}"
+        ),
         f"weights {plan.verification}",
     ]
     if figures.servers.nodes is not None and figures.limit is not None:
         lines.append(f"{figures.servers.num_gpus} GPUs on {figures.servers.nodes} nodes of their own")
     if (memory := figures.servers.memory) is not None:
-        lines.append(f"a GPU: {_gib(memory.weights)} weights, {_gib(memory.cache)} cache, which holds {_quantity(memory.cache_tokens)} tokens a server")
+        lines.append(
+            f"a GPU: {_gib(memory.weights)} weights, {_gib(memory.cache)} cache, which holds"
+            f" {_quantity(memory.cache_tokens)} tokens a server"
+        )
     return lines
 
 
@@ -164,8 +198,9 @@ def _state(figures: Estimate) -> list[str]:
         state, size = figures.states[stage]
         where = "a rank" if len(figures.states) == 1 else f"a rank of stage {stage}"
         lines.append(
-            f"{where}: {_quantity(state.parameters)} parameters and gradients, {_quantity(state.padding)} padding, optimizer state of "
-            f"{_quantity(state.optimized)}: {_gib(size.on_device)}" + (f" and {_gib(size.offloaded)} on the host" if size.offloaded else "")
+            f"{where}: {_quantity(state.parameters)} parameters and gradients, {_quantity(state.padding)} padding,"
+            f" optimizer state of {_quantity(state.optimized)}: {_gib(size.on_device)}"
+            + (f" and {_gib(size.offloaded)} on the host" if size.offloaded else "")
         )
         if size.reference:
             lines.append(f"{where} with the frozen reference of the KL term among that: {_gib(size.reference)}")
@@ -176,7 +211,11 @@ def _memory(figures: Estimate) -> list[str]:
     memory, limit = figures.memory, figures.limit
     if memory is None or limit is None:
         return []
-    verdict = f"fits, {_gib(limit - memory.peak)} to spare" if figures.fits else f"does not fit, {_gib(memory.peak - limit)} too much"
+    verdict = (
+        f"fits, {_gib(limit - memory.peak)} to spare"
+        if figures.fits
+        else f"does not fit, {_gib(memory.peak - limit)} too much"
+    )
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in memory.parts.items() if size >= 2**20)
     return [
         f"peak {_gib(memory.peak)} of {_gib(limit)} in {memory.peak_phase}, on stage {memory.stage}: {verdict}",
@@ -191,7 +230,9 @@ def _time(figures: Estimate) -> list[str]:
     if time is None:
         return []
     return [
-        f"about {time.total:.0f} s a step: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in time.phases.items()) + f"; bottleneck {time.bottleneck}",
+        f"about {time.total:.0f} s a step: "
+        + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in time.phases.items())
+        + f"; bottleneck {time.bottleneck}",
         "training: " + ", ".join(f"{part} {seconds:.1f}" for part, seconds in time.train.training.items()),
         f"one step off-policy would save about {time.saved_one_step_off:.0f} s of it",
         *(f"assumed: {line}" for line in ASSUMPTIONS),

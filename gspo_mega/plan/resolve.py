@@ -53,14 +53,18 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         place = f"{loaded.where('model.weights')}: model.weights: "
         _check_same_shape(config.model.weights, spec, place)
         if not (Path(config.model.weights) / "megatron" / "metadata.json").is_file():
-            raise ModelError(f"{place}{config.model.weights}: there is no Megatron checkpoint in it; tools/hf_to_megatron.py makes such a folder")
+            raise ModelError(
+                f"{place}{config.model.weights}: there is no Megatron checkpoint in it; tools/hf_to_megatron.py makes"
+                " such a folder"
+            )
     layout = resolve_layout(config, spec, loaded.where, device)
     notices = [*loaded.notices, *_notices(config, spec, layout, device)]
     if source.is_dir() and not spec.eos_token_ids:
         notices.append("the model names no end-of-sequence token: every response runs to max_new_tokens")
     if spec.num_ignored_layers:
         notices.append(
-            f"num_nextn_predict_layers {spec.num_ignored_layers}: layers for multi-token prediction are not loaded, not trained, and not in what is published or exported"
+            f"num_nextn_predict_layers {spec.num_ignored_layers}: layers for multi-token prediction are not loaded, not"
+            " trained, and not in what is published or exported"
         )
     return Plan(source, config, spec, layout, tuple(notices), describe_verification(config, is_on_gpu(config, device)))
 
@@ -81,8 +85,11 @@ def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | N
         yield f"tensor groups of {layout.tensor} ranks span nodes of {ranks_per_node}: slow; keep them inside a node"
     if layout.mini_batch_sequences[-1] % layout.data:
         yield (
-            f"{layout.mini_batch_sequences[-1]} trajectories a mini-batch do not divide over {layout.data} data-parallel ranks: "
-            "some compute less and wait"
+            f"{layout.mini_batch_sequences[-1]} trajectories a mini-batch do not divide over {layout.data}"
+            " data-parallel ranks: some compute less and wait"
         )
     if device is None and gathers_unevenly(config, spec):
-        yield "expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher: allgather`"
+        yield (
+            "expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher:"
+            " allgather`"
+        )

@@ -81,7 +81,9 @@ def search_layouts(config: Config, spec: ModelSpec, nodes: int, gpus_per_node: i
         layout = layout_of(candidate, spec, crossover)
         crossover = layout.attention_crossover_tokens
         memory = trainer_memory(candidate, layout, shares)
-        found = Candidate(candidate, layout, memory, train_time(candidate, layout, shares, GPUS[gpu]), memory.peak <= limit)
+        found = Candidate(
+            candidate, layout, memory, train_time(candidate, layout, shares, GPUS[gpu]), memory.peak <= limit
+        )
         (fitting if found.fits else too_large).append(found)
     if not fitting and not too_large:
         reasons = ", ".join(f"{key} ({count})" for key, count in refused.most_common())
@@ -93,7 +95,9 @@ def search_layouts(config: Config, spec: ModelSpec, nodes: int, gpus_per_node: i
 
 def _configurations(config: Config, spec: ModelSpec, nodes: int, gpus_per_node: int) -> Iterator[Config]:
     world = nodes * gpus_per_node
-    cluster = config.cluster.model_copy(update={"num_nodes": nodes, "ranks_per_node": gpus_per_node, "gpus_per_node": gpus_per_node})
+    cluster = config.cluster.model_copy(
+        update={"num_nodes": nodes, "ranks_per_node": gpus_per_node, "gpus_per_node": gpus_per_node}
+    )
     tensors = [d for d in divisors(gpus_per_node) if d <= _MOST_TENSOR and spec.num_heads % d == 0]
     pipelines = [d for d in divisors(world) if spec.num_layers % d == 0]
     contexts = [d for d in divisors(world) if d <= _MOST_CONTEXT]
@@ -104,7 +108,13 @@ def _configurations(config: Config, spec: ModelSpec, nodes: int, gpus_per_node: 
         layers = spec.num_layers // pipeline
         virtuals = [None] if pipeline == 1 else [None, *(d for d in divisors(layers) if 1 < d <= _MOST_VIRTUAL)]
         for virtual, granularity in product(virtuals, ("none", "full")):
-            sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert, "virtual_pipeline": virtual}
+            sizes = {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "context": context,
+                "expert": expert,
+                "virtual_pipeline": virtual,
+            }
             yield config.model_copy(
                 update={
                     "cluster": cluster,
@@ -117,19 +127,30 @@ def _configurations(config: Config, spec: ModelSpec, nodes: int, gpus_per_node: 
 def render_search(search: Search) -> str:
     """The ranking for a person: the best layouts, what the slower ones lose by, and why the rest cannot run."""
     limit = search.memory_bytes / GIB
-    lines = [f"{len(search.fitting)} layouts fit {limit:.0f} GiB ({search.gpu}); seconds of a step's old pass and training, estimated"]
+    lines = [
+        f"{len(search.fitting)} layouts fit {limit:.0f} GiB ({search.gpu}); seconds of a step's old pass and training,"
+        " estimated"
+    ]
     best = search.fitting[0] if search.fitting else None
     for candidate in search.fitting[:_SHOWN]:
-        lines.append(f"  {candidate.name:<42} {candidate.seconds:8.1f} s {candidate.memory.peak / GIB:6.1f} GiB  {_why_slower(candidate, best)}")
+        lines.append(
+            f"  {candidate.name:<42} {candidate.seconds:8.1f} s {candidate.memory.peak / GIB:6.1f} GiB "
+            f" {_why_slower(candidate, best)}"
+        )
     if search.too_large:
         nearest = search.too_large[0]
         lines.append(f"{len(search.too_large)} do not fit; the smallest of them:")
         part = max(nearest.memory.parts, key=lambda name: nearest.memory.parts[name])
-        lines.append(f"  {nearest.name:<42} {nearest.memory.peak / GIB:6.1f} GiB in {nearest.memory.peak_phase}, most of it {part}")
+        lines.append(
+            f"  {nearest.name:<42} {nearest.memory.peak / GIB:6.1f} GiB in {nearest.memory.peak_phase}, most of it"
+            f" {part}"
+        )
         faster = [c for c in search.too_large if best is not None and c.seconds < best.seconds]
         if faster:
             first = min(faster, key=lambda c: c.seconds)
-            lines.append(f"  {first.name:<42} {first.memory.peak / GIB:6.1f} GiB: would be the fastest, {first.seconds:.1f} s")
+            lines.append(
+                f"  {first.name:<42} {first.memory.peak / GIB:6.1f} GiB: would be the fastest, {first.seconds:.1f} s"
+            )
     if search.refused:
         lines.append("refused: " + ", ".join(f"{key} {count}" for key, count in search.refused.most_common()))
     if best is not None:
@@ -152,8 +173,17 @@ def _time_parts(candidate: Candidate) -> dict[str, float]:
 def render_block(config: Config) -> str:
     """The YAML of a layout."""
     cluster, parallel = config.cluster, config.parallel
-    lines = ["cluster:", f"  num_nodes: {cluster.num_nodes}", f"  ranks_per_node: {cluster.ranks_per_node}", "parallel:"]
-    lines += [f"  {key}: {getattr(parallel, key)}" for key in ("tensor", "pipeline", "context", "expert") if getattr(parallel, key) > 1]
+    lines = [
+        "cluster:",
+        f"  num_nodes: {cluster.num_nodes}",
+        f"  ranks_per_node: {cluster.ranks_per_node}",
+        "parallel:",
+    ]
+    lines += [
+        f"  {key}: {getattr(parallel, key)}"
+        for key in ("tensor", "pipeline", "context", "expert")
+        if getattr(parallel, key) > 1
+    ]
     if parallel.virtual_pipeline is not None:
         lines.append(f"  virtual_pipeline: {parallel.virtual_pipeline}")
     if lines[-1] == "parallel:":

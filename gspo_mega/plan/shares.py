@@ -18,8 +18,8 @@ from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_shape
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.layout import Layout
 
-# Megatron's data-parallel buffers with the distributed optimizer: where a parameter may start, and what a bucket's end is
-# rounded to (its least common multiple with the number of ranks that share it).
+# Megatron's data-parallel buffers with the distributed optimizer: where a parameter may start, and what a bucket's end
+# is rounded to (its least common multiple with the number of ranks that share it).
 _START_ELEMENTS, _END_ELEMENTS = 64, 128
 # Its bucket size with overlapped reduction: the larger of the two, the second for each data-parallel rank.
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK = 40_000_000, 1_000_000
@@ -44,7 +44,8 @@ MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 @dataclass(frozen=True)
 class Share:
     """A rank's part of one parameter. `expert_data`: its gradient is summed over the expert-data group instead of the
-    data-context group. `own_bucket`: tied embeddings of two stages. `linear`: Transformer Engine multiplies it in FP8."""
+    data-context group. `own_bucket`: tied embeddings of two stages. `linear`: Transformer Engine multiplies it in FP8.
+    """
 
     name: str
     num_elements: int
@@ -55,8 +56,10 @@ class Share:
 
 @dataclass(frozen=True)
 class State:
-    """Elements of one rank. `parameters`: of its modules. `linear`: of these, in layers that FP8 computes. `padding`: what
-    the buffers of weights and gradients hold besides. `optimized`: parameters whose main copy and moments are here."""
+    """Elements of one rank. `parameters`: of its modules. `linear`: of these, in layers that FP8 computes. `padding`:
+    what the buffers of weights and gradients hold besides. `optimized`: parameters whose main copy and moments are
+    here.
+    """
 
     parameters: int
     linear: int
@@ -72,8 +75,10 @@ class State:
 @dataclass(frozen=True)
 class StateBytes:
     """The same in bytes. `padding`: of weights and gradients. `offloaded`: optimizer state on the host instead.
-    `fp8_copies`: linear weights in FP8 beside those of `weights`, rowwise and columnwise. `reference`: the weights of the frozen
-    reference of a KL term, with the FP8 copies that a forward pass keeps; it has no gradients, padding or optimizer state."""
+    `fp8_copies`: linear weights in FP8 beside those of `weights`, rowwise and columnwise. `reference`: the weights of
+    the frozen reference of a KL term, with the FP8 copies that a forward pass keeps; it has no gradients, padding or
+    optimizer state.
+    """
 
     weights: int
     gradients: int
@@ -86,7 +91,9 @@ class StateBytes:
 
     @property
     def on_device(self) -> int:
-        return self.weights + self.gradients + self.padding + self.main + self.moments + self.fp8_copies + self.reference
+        return (
+            self.weights + self.gradients + self.padding + self.main + self.moments + self.fp8_copies + self.reference
+        )
 
 
 class ModelShares:
@@ -96,7 +103,8 @@ class ModelShares:
         self.spec = spec
         self._first: list[TensorEntry] = []
         self._last: list[TensorEntry] = []
-        # Of what does not change from layout to layout: a layer cut into so many parts, buffers shared by so many ranks.
+        # Of what does not change from layout to layout: a layer cut into so many parts, buffers shared by so many
+        # ranks.
         self._cut: dict[tuple[int, ...], list[Share]] = {}
         self._held: dict[tuple, _Buffers] = {}
         self._layers: list[list[TensorEntry]] = [[] for _ in range(spec.num_layers)]
@@ -160,14 +168,27 @@ class ModelShares:
     def state(self, config: Config, layout: Layout, stage: int) -> StageState:
         """The state that the ranks of a pipeline stage hold."""
         fp8_weights = config.fp8.parameters and config.precision == "fp8"
-        bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK * layout.data) if config.optimizer.overlap and stage == 0 else None
-        sizes = (layout.world_size, layout.tensor, layout.pipeline, layout.virtual_pipeline, layout.expert, layout.expert_tensor)
+        bucket = (
+            max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK * layout.data)
+            if config.optimizer.overlap and stage == 0
+            else None
+        )
+        sizes = (
+            layout.world_size,
+            layout.tensor,
+            layout.pipeline,
+            layout.virtual_pipeline,
+            layout.expert,
+            layout.expert_tensor,
+        )
         key = (*sizes, stage, fp8_weights, config.optimizer.distributed, bucket)
         if key not in self._held:
             self._held[key] = self._make_buffers(config, layout, stage, fp8_weights, bucket)
         return StageState(self._held[key], layout)
 
-    def _make_buffers(self, config: Config, layout: Layout, stage: int, fp8_weights: bool, bucket: int | None) -> _Buffers:
+    def _make_buffers(
+        self, config: Config, layout: Layout, stage: int, fp8_weights: bool, bucket: int | None
+    ) -> _Buffers:
         """`bucket`: elements of a full bucket of the stage's first chunk, None where nothing is overlapped."""
         buffers = _Buffers()
         for index, shares in enumerate(self.chunks(layout, stage)):
@@ -177,7 +198,9 @@ class ModelShares:
                     # FP8 parameters have buffers of their own.
                     held = [s for s in shares if s.expert_data == expert_data and linear in (None, s.linear)]
                     if held:
-                        buffers.append(_Buffer(held, ranks, bucket if index == 0 else None, config.optimizer.distributed))
+                        buffers.append(
+                            _Buffer(held, ranks, bucket if index == 0 else None, config.optimizer.distributed)
+                        )
         return buffers
 
 
@@ -275,7 +298,9 @@ class _Buffer:
 
 
 def state_bytes(config: Config, state: State) -> StateBytes:
-    """Bytes of the state. FP8 copies are Transformer Engine's; moments below fp32 and offloading are without their scales."""
+    """Bytes of the state. FP8 copies are Transformer Engine's; moments below fp32 and offloading are without their
+    scales.
+    """
     optimizer = config.optimizer
     weight = WEIGHT_BYTES[config.precision]
     fp8 = config.precision == "fp8"

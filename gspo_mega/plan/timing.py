@@ -29,8 +29,8 @@ from gspo_mega.plan.shares import GRADIENT_BYTES, MAIN_BYTES, MOMENT_BYTES, WEIG
 # Forward passes that a backward pass costs.
 _BACKWARD = 2
 # The same of each kind of exchange. tensor: with sequence parallelism inputs are gathered once more for the weights'
-# gradients. context: keys and values go round again, and their gradients with them. Gradients of what experts and pipeline
-# stages were sent go back as they came.
+# gradients. context: keys and values go round again, and their gradients with them. Gradients of what experts and
+# pipeline stages were sent go back as they came.
 _BACKWARD_EXCHANGE = {"tensor": 1.5, "context": 2.0, "expert": 1.0, "pipeline": 1.0}
 # What the optimizer reads and writes of an element besides moments: gradient, main weight twice, weight.
 _OPTIMIZER_BYTES = 4 + 2 * 4 + 2
@@ -50,7 +50,9 @@ class TrainTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds. `saved_one_step_off`: what rolling out the next batch while training on this one would save of a step."""
+    """Seconds. `saved_one_step_off`: what rolling out the next batch while training on this one would save of a
+    step.
+    """
 
     rollout: float
     train: TrainTime
@@ -58,7 +60,12 @@ class StepTime:
 
     @property
     def phases(self) -> dict[str, float]:
-        return {"rollout": self.rollout, "old pass": self.train.old_pass, "training": sum(self.train.training.values()), "publish": self.publish}
+        return {
+            "rollout": self.rollout,
+            "old pass": self.train.old_pass,
+            "training": sum(self.train.training.values()),
+            "publish": self.publish,
+        }
 
     @property
     def total(self) -> float:
@@ -87,8 +94,10 @@ def step_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu, tot
 
 
 def publish_seconds(config: Config, layout: Layout, gpu: Gpu, total_parameters: int) -> float:
-    """Moving the weights of one publish: what other ranks own to rank 0, then a copy per server out of rank 0's GPU, after each
-    other. From disk: written once and read by every server. The proof at a server's start sends once more, and is left out."""
+    """Moving the weights of one publish: what other ranks own to rank 0, then a copy per server out of rank 0's GPU,
+    after each other. From disk: written once and read by every server. The proof at a server's start sends once more,
+    and is left out.
+    """
     weight_bytes = total_parameters * (4 if config.precision == "fp32" else 2)
     servers, cluster = config.server.num_servers, config.cluster
     if config.publish.method == "disk":
@@ -159,12 +168,20 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
     bubble = (layout.pipeline - 1) / (chunks * num_micro)
     compute = passes * slower * layer.compute * (1 + again + _BACKWARD)
     head_time = passes * head * (1 + 1 + _BACKWARD)  # its logits are computed again in the backward pass
-    exchange = passes * slower * sum(seconds * (1 + again + _BACKWARD_EXCHANGE[kind]) for kind, seconds in layer.exchange.items())
+    exchange = (
+        passes
+        * slower
+        * sum(seconds * (1 + again + _BACKWARD_EXCHANGE[kind]) for kind, seconds in layer.exchange.items())
+    )
     forward_pass = passes * (slower * layer.total + head) * (1 + bubble)
     runs_old_pass = config.old_log_probs == "trainer" and num_steps > 1
     num_passes = runs_old_pass + (config.kl.coefficient > 0)
     state = shares.state(config, layout, 0).largest
-    update = state.optimized * (_OPTIMIZER_BYTES + 4 * MOMENT_BYTES[config.optimizer.moments_dtype]) / (MEMORY_SHARE * gpu.memory_bytes_per_second)
+    update = (
+        state.optimized
+        * (_OPTIMIZER_BYTES + 4 * MOMENT_BYTES[config.optimizer.moments_dtype])
+        / (MEMORY_SHARE * gpu.memory_bytes_per_second)
+    )
     return TrainTime(
         old_pass=forward_pass * num_passes,
         training={
@@ -179,16 +196,28 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
 
 
 class _Layer:
-    """Seconds of one layer's forward pass over one micro-batch on one rank: `compute`, and `exchange` with other ranks by kind."""
+    """Seconds of one layer's forward pass over one micro-batch on one rank: `compute`, and `exchange` with other ranks
+    by kind.
+    """
 
     def __init__(self, config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, tokens: float, length: int) -> None:
         kind = config.precision
         peak = gpu.fp8_flops if kind == "fp8" else gpu.bf16_flops
         hidden, tensor = spec.hidden_size, layout.tensor
         rate = peak * MATRIX_SHARE[kind]
-        projections = sum(2 * tokens * rows * columns / (rate * _width(min(rows, columns))) for rows, columns in _projections(spec, layout))
+        projections = sum(
+            2 * tokens * rows * columns / (rate * _width(min(rows, columns)))
+            for rows, columns in _projections(spec, layout)
+        )
         scored = spec.num_heads * (spec.head_dim + spec.value_head_dim) / tensor
-        attended = 2 * tokens * scored * (length + 1) / 2 / (gpu.bf16_flops * (ATTENTION_SHARE if kind != "fp32" else MATRIX_SHARE["fp32"]))
+        attended = (
+            2
+            * tokens
+            * scored
+            * (length + 1)
+            / 2
+            / (gpu.bf16_flops * (ATTENTION_SHARE if kind != "fp32" else MATRIX_SHARE["fp32"]))
+        )
 
         def gated(width: float) -> float:
             return 6 * tokens * hidden * width / (rate * _width(width)) if width else 0.0
@@ -209,7 +238,9 @@ class _Layer:
         self.exchange = self._exchange(config, layout, spec, gpu, tokens, keys, attended)
         self.total = self.compute + sum(self.exchange.values())
 
-    def _exchange(self, config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, tokens: float, keys: float, attended: float) -> dict[str, float]:
+    def _exchange(
+        self, config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, tokens: float, keys: float, attended: float
+    ) -> dict[str, float]:
         size, node = WEIGHT_BYTES[config.precision], config.cluster.ranks_per_node
         row = tokens * spec.hidden_size * size
         seconds: dict[str, float] = {}
@@ -221,16 +252,29 @@ class _Layer:
             ring = tokens * keys * size * (layout.context - 1) / _link(gpu, layout.tensor * layout.context, node)
             seconds["context"] = max(0.0, ring - attended)
         if spec.moe is not None and layout.expert * layout.expert_tensor > 1:
-            sent = 2 * row / (layout.tensor if layout.sequence_parallel else 1) * spec.moe.experts_per_token * layout.expert_tensor
+            sent = (
+                2
+                * row
+                / (layout.tensor if layout.sequence_parallel else 1)
+                * spec.moe.experts_per_token
+                * layout.expert_tensor
+            )
             seconds["expert"] = _all_to_all(gpu, sent, layout.expert * layout.expert_tensor, node)
         if layout.pipeline > 1:
             sends = (layout.virtual_pipeline or 1) / (spec.num_layers / layout.pipeline)
-            seconds["pipeline"] = sends * row / (layout.tensor if layout.sequence_parallel else 1) / (LINK_SHARE * gpu.network_bytes_per_second)
+            seconds["pipeline"] = (
+                sends
+                * row
+                / (layout.tensor if layout.sequence_parallel else 1)
+                / (LINK_SHARE * gpu.network_bytes_per_second)
+            )
         return seconds
 
 
 def _projections(spec: ModelSpec, layout: Layout) -> list[tuple[float, float]]:
-    """(rows, columns) of attention's matrices on one tensor rank: products that read one input together count as one matrix."""
+    """(rows, columns) of attention's matrices on one tensor rank: products that read one input together count as one
+    matrix.
+    """
     hidden, heads, latent = spec.hidden_size, spec.num_heads / layout.tensor, spec.latent
     output = (hidden, heads * spec.value_head_dim)
     if latent is None:
@@ -238,7 +282,10 @@ def _projections(spec: ModelSpec, layout: Layout) -> list[tuple[float, float]]:
         return [((heads + 2 * keys) * spec.head_dim, hidden), output]
     # Down-projections are whole on every tensor rank, and each does them for its own part of the tokens.
     own = layout.tensor if layout.sequence_parallel else 1
-    down, up = latent.key_value_rank + latent.rotary_dim + (latent.query_rank or 0), heads * (latent.content_dim + latent.value_dim)
+    down, up = (
+        latent.key_value_rank + latent.rotary_dim + (latent.query_rank or 0),
+        heads * (latent.content_dim + latent.value_dim),
+    )
     query = (heads * spec.head_dim, latent.query_rank or hidden)
     return [(down / own, hidden), query, (up, latent.key_value_rank), output]
 
@@ -246,7 +293,9 @@ def _projections(spec: ModelSpec, layout: Layout) -> list[tuple[float, float]]:
 def _head_seconds(config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, rows: float) -> float:
     """Logits of one micro-batch's response tokens; in bf16 at most. Other stages wait for the last one meanwhile."""
     kind = "fp32" if config.precision == "fp32" else "bf16"
-    return 2 * rows * spec.hidden_size * layout.padded_vocab_size / layout.tensor / (gpu.bf16_flops * MATRIX_SHARE[kind])
+    return (
+        2 * rows * spec.hidden_size * layout.padded_vocab_size / layout.tensor / (gpu.bf16_flops * MATRIX_SHARE[kind])
+    )
 
 
 def _gradient_seconds(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> float:
@@ -258,7 +307,9 @@ def _gradient_seconds(config: Config, layout: Layout, shares: ModelShares, gpu: 
         elements = stage.reduced(is_expert)
         if ranks > 1:
             span = ranks * (layout.expert * layout.expert_tensor if is_expert else layout.tensor)
-            volume = elements * (GRADIENT_BYTES + (WEIGHT_BYTES[config.precision] if config.optimizer.distributed else GRADIENT_BYTES))
+            volume = elements * (
+                GRADIENT_BYTES + (WEIGHT_BYTES[config.precision] if config.optimizer.distributed else GRADIENT_BYTES)
+            )
             seconds += volume * (ranks - 1) / ranks / _link(gpu, span, node)
     return seconds * (0.25 if config.optimizer.overlap else 1.0)
 

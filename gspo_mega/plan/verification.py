@@ -1,7 +1,7 @@
 """How a publish is verified: what `publish.verify` comes to on a machine with GPUs, and without.
 
-Owns the choice alone; the verification is `weights/verify.py`. SGLang's checksums are SHA-256 on a CPU, where the trainer can
-foretell them for a server of one rank. On a GPU, and for shares of a tensor, it cannot.
+Owns the choice alone; the verification is `weights/verify.py`. SGLang's checksums are SHA-256 on a CPU, where the
+trainer can foretell them for a server of one rank. On a GPU, and for shares of a tensor, it cannot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ Verification = Literal["tensors", "replicas"]
 
 MEANING: dict[Verification, str] = {
     "tensors": "every server tensor's checksum is that of what was sent",
-    "replicas": "all servers agree, exactly what changed in the trainer changed there, and once per server start a publish reaches every tensor",
+    "replicas": (
+        "all servers agree, exactly what changed in the trainer changed there, and once per server start a publish"
+        " reaches every tensor"
+    ),
 }
 
 
@@ -27,7 +30,9 @@ def resolve_verification(config: Config, on_gpu: bool) -> Verification:
 
 
 def is_on_gpu(config: Config, device: Literal["cpu", "gpu"] | None) -> bool | None:
-    """What is known before anything runs. `device`: that of the ranks, where it is known; None where the configuration names no GPU either."""
+    """What is known before anything runs. `device`: that of the ranks, where it is known; None where the configuration
+    names no GPU either.
+    """
     if device is not None:
         return device == "gpu"
     return True if config.cluster.gpu is not None else None

@@ -1,7 +1,7 @@
 """The built-in rewards: is the final answer right?
 
-Own comparing a final answer; numbers in a text are `numerals.py`'s. They are ordinary reward functions (`functions.py` has
-the protocol) and run in the scoring processes like anyone's. Nothing here evaluates text.
+Own comparing a final answer; numbers in a text are `numerals.py`'s. They are ordinary reward functions (`functions.py`
+has the protocol) and run in the scoring processes like anyone's. Nothing here evaluates text.
 """
 
 from __future__ import annotations
@@ -10,23 +10,28 @@ from typing import Any
 
 from gspo_mega.reward.numerals import final_number, gold_number
 
+
 def arithmetic(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -> float:
     """1 where what follows the last `#` of the response is the answer, digit for digit; else 0. The quickstart's."""
     _, mark, result = response.rpartition("#")
     return float(bool(mark) and result.strip() == str(answer))
 
 
-def exact_match(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any], ignore_case: bool = False) -> float:
+def exact_match(
+    *, prompt: str, response: str, answer: Any, metadata: dict[str, Any], ignore_case: bool = False
+) -> float:
     """1 where the response is the answer, apart from white space around it (and case, with `ignore_case`); else 0."""
     given, expected = response.strip(), str(answer).strip()
     return float(given.casefold() == expected.casefold() if ignore_case else given == expected)
 
 
 def gsm8k(*, prompt: str, response: str, answer: Any, metadata: dict[str, Any]) -> float:
-    """1 where the response's final number equals the answer's as a number (`1,200.0` is `1200`, `3/4` is `0.75`); else 0.
+    """1 where the response's final number equals the answer's as a number (`1,200.0` is `1200`, `3/4` is `0.75`); else
+    0.
 
-    `numerals.final_number` says which number is the final one, `numerals.gold_number` what the answer may be; nothing is
-    evaluated. Raises ValueError: the answer is not exactly one number. The data check refuses such a row before a run.
+    `numerals.final_number` says which number is the final one, `numerals.gold_number` what the answer may be; nothing
+    is evaluated. Raises ValueError: the answer is not exactly one number. The data check refuses such a row before a
+    run.
     """
     expected = gold_number(str(answer))
     return float(final_number(response) == expected)

@@ -4,13 +4,15 @@ A reward is a function
 
     def score(*, prompt: str, response: str, answer, metadata: dict, **options) -> float | dict[str, float]
 
-`prompt` is the rendered prompt, `response` the response as text (its last 64 Ki characters), `answer` and
-`metadata` are what the data file has for the prompt, `options` what the configuration gives. The result is a finite
-number; or a dictionary of them whose entry `reward` counts and whose others are recorded beside it, but for `correct`: it says
-whether the response is right (True or False), which is what held-out accuracy counts. The built-in verifiers say so by being 1.
+`prompt` is the rendered prompt, `response` the response as text (its last 64 Ki characters), `answer` and `metadata`
+are what the data file has for the prompt, `options` what the configuration gives. The result is a finite number; or a
+dictionary of them whose entry `reward` counts and whose others are recorded beside it, but for `correct`: it says
+whether the response is right (True or False), which is what held-out accuracy counts. The built-in verifiers say so by
+being 1.
 
-The function runs in a process of its own: it may be slow, raise, print or crash, and loses nothing but that response, which
-is then not trained on. It may be called again for a response whose scoring was interrupted, so it should have no side effects.
+The function runs in a process of its own: it may be slow, raise, print or crash, and loses nothing but that response,
+which is then not trained on. It may be called again for a response whose scoring was interrupted, so it should have no
+side effects.
 
 Owns the names and the checks before a run. Running functions is `worker.py`'s.
 """
@@ -78,7 +80,8 @@ def _import(name: str) -> RewardFunction:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise RewardError(
-                f"reward {name!r}: there is no module {error.name!r}, neither in {os.getcwd()} nor among the installed packages"
+                f"reward {name!r}: there is no module {error.name!r}, neither in {os.getcwd()} nor among the installed"
+                " packages"
             ) from error
         raise RewardError(f"reward {name!r}: importing {module_name} fails: {describe(error)}") from error
     except BaseException as error:  # a module may raise anything while it is imported, SystemExit too
@@ -94,7 +97,9 @@ def _import(name: str) -> RewardFunction:
 
 
 def _offer(module: ModuleType, wanted: str) -> str:
-    functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+    functions = [
+        key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
     if not functions:
         return f"{module.__file__} defines none"
     near = difflib.get_close_matches(wanted, functions, n=1)
@@ -107,13 +112,15 @@ def _check_call(name: str, function: RewardFunction, options: dict[str, Any]) ->
     own = {"prompt": "", "response": "", "answer": None, "metadata": {}}
     taken = own.keys() & options.keys()
     if taken:
-        raise RewardError(f"reward {name!r}: option {sorted(taken)[0]!r} is an argument that every reward gets; give it another name")
+        raise RewardError(
+            f"reward {name!r}: option {sorted(taken)[0]!r} is an argument that every reward gets; give it another name"
+        )
     try:
         inspect.signature(function).bind(**own, **options)
     except TypeError as error:
         raise RewardError(
-            f"reward {name!r}: cannot be called with prompt, response, answer, metadata{''.join(f', {key}' for key in options)} "
-            f"as keywords: {error}"
+            f"reward {name!r}: cannot be called with prompt, response, answer,"
+            f" metadata{''.join(f', {key}' for key in options)} as keywords: {error}"
         ) from error
 
 

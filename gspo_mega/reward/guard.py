@@ -1,8 +1,8 @@
 """The guard of a scoring process: its parent, which ends it together with everything that it ever started.
 
 A reward function may start children in sessions of their own; no process group reaches those. The guard is the kernel's
-subreaper of all of them: a process whose parent ends becomes its child, so none is lost, and the guard leaves once none lives.
-It runs no code of a user. The pool ends it by SIGTERM, and so does the kernel when the pool's thread dies.
+subreaper of all of them: a process whose parent ends becomes its child, so none is lost, and the guard leaves once none
+lives. It runs no code of a user. The pool ends it by SIGTERM, and so does the kernel when the pool's thread dies.
 
 Also here: giving up the network, by a name space of one's own.
 """
@@ -26,7 +26,8 @@ _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 def go_on_guarded(parent_pid: int) -> None:
     """Return in a child of this process; this process stays behind as its guard and does not return.
 
-    The guard ends as the child did (exit code or signal), after whatever the child left running. Call it before any thread.
+    The guard ends as the child did (exit code or signal), after whatever the child left running. Call it before any
+    thread.
     """
     adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
@@ -49,8 +50,9 @@ def leave_network() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
         raise RewardError(
-            f"reward.network: false: the kernel refuses this user a network name space ({os.strerror(ctypes.get_errno())}); "
-            "allow unprivileged user name spaces on this machine, or set reward.network: true and isolate the run from outside"
+            "reward.network: false: the kernel refuses this user a network name space"
+            f" ({os.strerror(ctypes.get_errno())}); allow unprivileged user name spaces on this machine, or set"
+            " reward.network: true and isolate the run from outside"
         )
     try:
         Path("/proc/self/setgroups").write_text("deny", encoding="ascii")

@@ -4,9 +4,9 @@ Owns the notations that are one number, and where in a text the final one is:
 
     18   -3   - 3   +3   1,200   1 200   1.5   .5   $1,200.50   -$5   50% (fifty)   1e3   3/4   1 1/2   \\frac{3}{4}
 
-with Unicode's minus signs and dashes for a sign, its thin and no-break spaces between thousands, full-width digits, and LaTeX's
-spacing. What an operator joins (2^10, 3*4, 10-3, 3:45, a decimal comma) is no number, and neither is one of over 400 digits.
-Every pattern takes time linear in its input.
+with Unicode's minus signs and dashes for a sign, its thin and no-break spaces between thousands, full-width digits, and
+LaTeX's spacing. What an operator joins (2^10, 3*4, 10-3, 3:45, a decimal comma) is no number, and neither is one of
+over 400 digits. Every pattern takes time linear in its input.
 """
 
 from __future__ import annotations
@@ -23,10 +23,26 @@ _CHARACTERS = str.maketrans(
     {
         **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
         **dict.fromkeys("\u2212\uff0d\ufe63\u2010\u2011\u2013", "-"),  # minus signs, hyphens, en dash
-        **dict.fromkeys("\u00a0\u2006\u2007\u2008\u2009\u200a\u202f", "\u00a0"),  # spaces that do not break, or are thin
+        **dict.fromkeys(
+            "\u00a0\u2006\u2007\u2008\u2009\u200a\u202f", "\u00a0"
+        ),  # spaces that do not break, or are thin
         **dict.fromkeys("\u200b\u2060\ufeff", ""),
-        **{"\uff0b": "+", "\uff0e": ".", "\uff0c": ",", "\uff0f": "/", "\u2044": "/", "\u2215": "/", "\uff05": "%", "\uff04": "$", "\uff03": "#"},
-        **{"\u00bc": " 1/4", "\u00bd": " 1/2", "\u00be": " 3/4", "\u2153": " 1/3", "\u2154": " 2/3", "\u215b": " 1/8", "\u00b0": ""},
+        "\uff0b": "+",
+        "\uff0e": ".",
+        "\uff0c": ",",
+        "\uff0f": "/",
+        "\u2044": "/",
+        "\u2215": "/",
+        "\uff05": "%",
+        "\uff04": "$",
+        "\uff03": "#",
+        "\u00bc": " 1/4",
+        "\u00bd": " 1/2",
+        "\u00be": " 3/4",
+        "\u2153": " 1/3",
+        "\u2154": " 2/3",
+        "\u215b": " 1/8",
+        "\u00b0": "",
     }
 )
 # LaTeX and Markdown that changes how a number looks and not what it is.
@@ -55,20 +71,25 @@ _QUANTITY = (
 
 
 def _quantity(thousands: str, sign_space: str) -> re.Pattern[str]:
-    return re.compile(_QUANTITY.replace("{plain}", _PLAIN.replace("{thousands}", thousands)).replace("{sign_space}", sign_space))
+    return re.compile(
+        _QUANTITY.replace("{plain}", _PLAIN.replace("{thousands}", thousands)).replace("{sign_space}", sign_space)
+    )
 
 
 # In running text "10 200 gram bags" are two numbers, and "- 5 apples" is an entry of a list.
 _IN_TEXT = _quantity(_COMMAS, "")
 _ALONE = _quantity(_COMMAS + _SPACES, "[ \u00a0]?")
 
-# What joins a number to something else: it is a part of an expression, of a date, of a number in a notation that is not read.
+# What joins a number to something else: it is a part of an expression, of a date, of a number in a notation that is not
+# read.
 _JOINED_AFTER = re.compile(
-    r"[ \u00a0]?(?:[\^!*\u00d7\u00f7\u00b7]|\\(?:times|cdot|div|pm|sqrt|pi|over|frac|%)(?![A-Za-z])|[xX]\s?[0-9]|/[ \u00a0]?[0-9({\\.]|[-+:][ \u00a0]?[$]?[0-9({\\.])"
+    r"[ \u00a0]?(?:[\^!*\u00d7\u00f7\u00b7]|\\(?:times|cdot|div|pm|sqrt|pi|over|frac|%)(?![A-Za-z])|[xX]\s?[0-9]|/["
+    r" \u00a0]?[0-9({\\.]|[-+:][ \u00a0]?[$]?[0-9({\\.])"
     r"|,\s?[0-9]|\.[0-9]|['\u2019_][0-9]|[\u00b2\u00b3\u00b9\u2070-\u207e]|[eE][-+]?[0-9]|[xyzn](?![A-Za-z])"
 )
 _JOINED_BEFORE = re.compile(
-    r"(?:(?:[*/\u00d7\u00f7\u00b7^_]|[\^_]\{|\\sqrt\{?|\\(?:times|cdot|div|pm)|[\w)\]}%][ \u00a0]?[-+]|[0-9)\]}%][ \u00a0]?[xX])[ \u00a0]?|[0-9][.,:'\u2019])[$]?$"
+    r"(?:(?:[*/\u00d7\u00f7\u00b7^_]|[\^_]\{|\\sqrt\{?|\\(?:times|cdot|div|pm)|[\w)\]}%][ \u00a0]?[-+]|[0-9)\]}%]["
+    r" \u00a0]?[xX])[ \u00a0]?|[0-9][.,:'\u2019])[$]?$"
 )
 _SUBTRACTED_FROM = re.compile(r"[0-9)\]}%][ \u00a0]?$")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -77,8 +98,9 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 def final_number(text: str) -> Fraction | None:
     """The number that a response ends up with, or None.
 
-    Behind the last `####`, the first number of the line; without such a mark the number in the last `\\boxed{...}` (behind its
-    last `=`), which has to be the only one; without a box the last number of all. None where that is not a number alone.
+    Behind the last `####`, the first number of the line; without such a mark the number in the last `\\boxed{...}`
+    (behind its last `=`), which has to be the only one; without a box the last number of all. None where that is not a
+    number alone.
     """
     text = _normalised(text)
     segment = _marked(text)
@@ -89,7 +111,7 @@ def final_number(text: str) -> Fraction | None:
     if box is not None:
         return _only_number(box)
     found = None
-    for found in _IN_TEXT.finditer(text):
+    for found in _IN_TEXT.finditer(text):  # noqa: B007  the last one
         pass
     return None if found is None else _value(found)
 
@@ -112,7 +134,10 @@ def gold_number(answer: str) -> Fraction:
     if count == 0:
         raise ValueError(f"no number in the answer {answer[-100:]!r}")
     what = "several numbers" if count > 1 else "more than a number"
-    raise ValueError(f"{what} in the answer {segment.strip()[-100:]!r}; one is expected, in such a notation as 1,200.5 or -3/4 or 1e6, behind `{MARK}` in a longer text")
+    raise ValueError(
+        f"{what} in the answer {segment.strip()[-100:]!r}; one is expected, in such a notation as 1,200.5 or -3/4 or"
+        f" 1e6, behind `{MARK}` in a longer text"
+    )
 
 
 def _normalised(text: str) -> str:
@@ -140,11 +165,25 @@ def _value(found: re.Match[str]) -> Fraction | None:
     """The number of a match, or None where it is joined to something else, has no value, or is too long."""
     text = found.string
     before, part = text[max(0, found.start() - _CONTEXT) : found.start()], found.groupdict()
-    if _JOINED_AFTER.match(text, found.end()) or _JOINED_BEFORE.search(before) or (part["sign"] and _SUBTRACTED_FROM.search(before)):
+    if (
+        _JOINED_AFTER.match(text, found.end())
+        or _JOINED_BEFORE.search(before)
+        or (part["sign"] and _SUBTRACTED_FROM.search(before))
+    ):
         return None
-    pieces = [_rational(part[name] or default) for name, default in (
-        ("whole", "0"), ("mixed", "0"), ("top", "0"), ("bottom", "1"), ("over", "0"), ("under", "1"), ("value", "0"), ("divisor", "1"),
-    )]  # fmt: skip
+    pieces = [
+        _rational(part[name] or default)
+        for name, default in (
+            ("whole", "0"),
+            ("mixed", "0"),
+            ("top", "0"),
+            ("bottom", "1"),
+            ("over", "0"),
+            ("under", "1"),
+            ("value", "0"),
+            ("divisor", "1"),
+        )
+    ]
     if any(piece is None for piece in pieces):
         return None
     whole, mixed, top, bottom, over, under, value, divisor = pieces

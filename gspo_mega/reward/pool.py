@@ -1,7 +1,8 @@
 """The scoring pool: rewards for trajectories, from isolated processes, with a deadline.
 
-Owns which process scores what, and what becomes of a scoring that fails: it is that trajectory's, which has no reward then,
-and is recorded and counted. A function that can no longer be loaded stops the run; how many failures do is the collector's.
+Owns which process scores what, and what becomes of a scoring that fails: it is that trajectory's, which has no reward
+then, and is recorded and counted. A function that can no longer be loaded stops the run; how many failures do is the
+collector's.
 
     score(trajectory) -> one job a function -> a process takes jobs -> replies, in order -> the trajectory's reward
 """
@@ -36,7 +37,9 @@ _START_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class _Entry:
-    """One function of a sum. `label` is its name in a trajectory's `reward_parts`; a verifier's 1 says that the response is right."""
+    """One function of a sum. `label` is its name in a trajectory's `reward_parts`; a verifier's 1 says that the
+    response is right.
+    """
 
     label: str
     weight: float
@@ -92,7 +95,8 @@ class ScoringPool:
     async def start(self) -> None:
         """Start all processes and load the functions. Raises RewardError as `check_reward`."""
         started = await asyncio.gather(
-            *(ScoringProcess.start(self._setup, self._settings.environment) for _ in range(self._settings.num_workers)), return_exceptions=True
+            *(ScoringProcess.start(self._setup, self._settings.environment) for _ in range(self._settings.num_workers)),
+            return_exceptions=True,
         )
         self._slots = [_Slot(process) for process in started if isinstance(process, ScoringProcess)]
         for outcome in started:
@@ -120,8 +124,9 @@ class ScoringPool:
     async def score(self, trajectory: Trajectory) -> None:
         """Fill `reward`, `reward_parts`, `reward_error` and `correct` of a trajectory.
 
-        The reward is the weighted sum, in float64, rounded once; 0 where its terms cancel but for rounding. If any function fails,
-        the reward is None and `reward_error` names function and reason; the parts of the others are kept.
+        The reward is the weighted sum, in float64, rounded once; 0 where its terms cancel but for rounding. If any
+        function fails, the reward is None and `reward_error` names function and reason; the parts of the others are
+        kept.
 
         Raises RewardError: the pool is closed or was never started, or its functions cannot be loaded any more.
         """
@@ -310,12 +315,21 @@ def _table(
         functions[label] = {"function": name, "options": options}
         return label
 
-    entries = tuple(_Entry(label_of(f.function, f.options), f.weight, f.function in BUILTINS) for f in settings.functions)
+    entries = tuple(
+        _Entry(label_of(f.function, f.options), f.weight, f.function in BUILTINS) for f in settings.functions
+    )
     own: dict[str, str] = {}
     for name in source_rewards.values():
         if name not in own:
-            plain = next((label for label, entry in functions.items() if entry == {"function": name, "options": {}}), None)
+            plain = next(
+                (label for label, entry in functions.items() if entry == {"function": name, "options": {}}), None
+            )
             own[name] = plain or label_of(name, {})
     of_source = {source: (_Entry(own[name], 1.0, name in BUILTINS),) for source, name in source_rewards.items()}
-    setup = {"functions": functions, "memory_bytes": settings.memory_bytes, "file_bytes": settings.file_bytes, "network": settings.network}
+    setup = {
+        "functions": functions,
+        "memory_bytes": settings.memory_bytes,
+        "file_bytes": settings.file_bytes,
+        "network": settings.network,
+    }
     return setup, entries, of_source

@@ -7,6 +7,7 @@ happens inside is `worker.py`'s.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -31,14 +32,39 @@ _END_SECONDS = 10.0
 # What a reward function finds in its environment. Of all else, credentials and addresses of the run among it, nothing;
 # `reward.environment` names what a function needs besides.
 ENVIRONMENT = (
-    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TEMP", "TMP", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
-    "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE",
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "LANGUAGE",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "TEMP",
+    "TMP",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONHASHSEED",
+    "PYTHONUTF8",
+    "PYTHONIOENCODING",
+    "PYTHONUNBUFFERED",
+    "PYTHONDONTWRITEBYTECODE",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 class ScoringProcess:
-    """A running scoring process that has loaded its functions. What is started is its guard (`guard.py`), in a group of its own."""
+    """A running scoring process that has loaded its functions. What is started is its guard (`guard.py`), in a group of
+    its own.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -52,16 +78,23 @@ class ScoringProcess:
     async def start(cls, setup: dict[str, Any], variables: Sequence[str] = ()) -> ScoringProcess:
         """Start a process and have it load the functions of `setup` (`worker.py` has the format).
 
-        `variables`: environment variables that the functions get besides `ENVIRONMENT`. Raises RewardError: one of them is not
-        set; a function cannot be loaded; or the process ends or hangs while it tries.
+        `variables`: environment variables that the functions get besides `ENVIRONMENT`. Raises RewardError: one of them
+        is not set; a function cannot be loaded; or the process ends or hangs while it tries.
         """
         process = cls(
             await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "gspo_mega.reward.worker", str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                env=_environment(variables), start_new_session=True, limit=_LONGEST_REPLY_BYTES,
+                sys.executable,
+                "-m",
+                "gspo_mega.reward.worker",
+                str(os.getpid()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=_environment(variables),
+                start_new_session=True,
+                limit=_LONGEST_REPLY_BYTES,
             )
-        )  # fmt: skip
+        )
         try:
             await process._load(setup)
         except BaseException:
@@ -77,7 +110,9 @@ class ScoringProcess:
         except TimeoutError:
             raise RewardError(f"rewards {names}: loading took longer than {START_DEADLINE_SECONDS:g} s") from None
         if reply is None:
-            raise RewardError(f"rewards {names}: the scoring process ended while it loaded them ({await self.exit_text()})")
+            raise RewardError(
+                f"rewards {names}: the scoring process ended while it loaded them ({await self.exit_text()})"
+            )
         if "load_error" in reply:
             raise RewardError(reply["load_error"])
 
@@ -90,7 +125,9 @@ class ScoringProcess:
         self._requests.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self, timeout_seconds: float) -> dict[str, Any] | None:
-        """The next reply; None when the process is gone or talks nonsense. Raises TimeoutError when there is none in time."""
+        """The next reply; None when the process is gone or talks nonsense. Raises TimeoutError when there is none in
+        time.
+        """
         try:
             async with asyncio.timeout(max(timeout_seconds, 0)):
                 line = await self._replies.readline()
@@ -123,10 +160,8 @@ class ScoringProcess:
         if self._ended:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
+            with contextlib.suppress(ProcessLookupError):  # it is gone, and so is its group
                 os.killpg(self._process.pid, number)
-            except ProcessLookupError:
-                pass  # it is gone, and so is its group
             try:
                 async with asyncio.timeout(_END_SECONDS):
                     await self._process.wait()
@@ -157,7 +192,8 @@ async def _show(output: asyncio.StreamReader) -> None:
         if left > 0:
             shown, left = chunk[:left], left - len(chunk)
             if left <= 0:
-                shown += f"\n(a scoring process printed more than {MOST_OUTPUT_BYTES} bytes; what follows is not shown)\n".encode()
+                cut = f"(a scoring process printed more than {MOST_OUTPUT_BYTES} bytes; what follows is not shown)"
+                shown += f"\n{cut}\n".encode()
             try:
                 os.write(2, shown)
             except OSError:

@@ -3,13 +3,13 @@
 Owns calling reward functions, one request at a time, and judging what they return. It speaks JSON lines over the pipes
 that it was started with as stdin and stdout:
 
-    in   {"functions": {label: {"function": name, "options": {...}}}, "memory_bytes": n, "file_bytes": n, "network": bool}   once
-    out  {"ready": true}  or  {"load_error": text}
-    in   {"id": n, "label": label, "prompt": ..., "response": ..., "answer": ..., "metadata": ...}
-    out  {"id": n, "value": x, "parts": {name: x}, "correct": true, false or null}  or  {"id": n, "failure": kind, "why": text}
+    in   {"functions": {label: {"function": name, "options": {...}}}, "memory_bytes": n, "file_bytes": n, "network":
+    bool}   once out  {"ready": true}  or  {"load_error": text}
+    in   {"id": n, "label": label, "prompt": ..., "response": ..., "answer": ..., "metadata": ...} out  {"id": n,
+    "value": x, "parts": {name: x}, "correct": true, false or null}  or  {"id": n, "failure": kind, "why": text}
 
-What functions print goes to stderr and cannot disturb this. The process ends with its stdin, or with its guard (`guard.py`)
-when that is told to, or loses its parent: deadlines are enforced from outside.
+What functions print goes to stderr and cannot disturb this. The process ends with its stdin, or with its guard
+(`guard.py`) when that is told to, or loses its parent: deadlines are enforced from outside.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def result_of(returned: Any) -> tuple[float, dict[str, float], bool | None]:
     if not isinstance(returned, dict):
         return number_of(returned, "the result"), {}, None
     if "reward" not in returned:
-        raise BadResult("wrong_type", f"returned a dictionary without 'reward'; it has {', '.join(map(repr, returned)) or 'nothing'}")
+        raise BadResult(
+            "wrong_type",
+            f"returned a dictionary without 'reward'; it has {', '.join(map(repr, returned)) or 'nothing'}",
+        )
     parts = {str(key): number_of(value, repr(key)) for key, value in returned.items()}
     correct = parts.pop("correct", None)
     if correct not in (None, 0.0, 1.0):
@@ -118,8 +121,9 @@ def take_over_pipes() -> tuple[Any, Any]:
 
 
 def limit(memory_bytes: int, file_bytes: int) -> None:
-    """Bound the address space to what is used now and `memory_bytes` more, beyond which allocations fail, and every file that
-    is written to `file_bytes`, beyond which writes fail."""
+    """Bound the address space to what is used now and `memory_bytes` more, beyond which allocations fail, and every
+    file that is written to `file_bytes`, beyond which writes fail.
+    """
     with open("/proc/self/statm", encoding="ascii") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))

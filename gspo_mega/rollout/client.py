@@ -37,7 +37,9 @@ _TAIL_SECONDS = 1.0
 class ServerError(RolloutError):
     """One call of one server failed. `kind` is how, for counting and for deciding what to do about it."""
 
-    def __init__(self, server_id: str, request: str, kind: Literal["connection", "deadline", "status", "nonsense"], why: str):
+    def __init__(
+        self, server_id: str, request: str, kind: Literal["connection", "deadline", "status", "nonsense"], why: str
+    ):
         super().__init__(f"{server_id}: {request}: {why}")
         self.server_id = server_id
         self.kind = kind
@@ -50,7 +52,9 @@ class ServerClient:
     `deadline_seconds`, refuses, or answers nonsense.
     """
 
-    def __init__(self, server_id: str, address: str, api_key: str, *, vocab_size: int, routing: RoutingShape | None = None):
+    def __init__(
+        self, server_id: str, address: str, api_key: str, *, vocab_size: int, routing: RoutingShape | None = None
+    ):
         self.server_id = server_id
         self.address = address
         self._api_key = Secret(api_key)
@@ -74,15 +78,17 @@ class ServerClient:
         report_tokens: int = 32,
         flight: Flight | None = None,
     ) -> Completion:
-        """Sample one response to `input_ids`, streamed: the server reports the first token, and then every `report_tokens`.
+        """Sample one response to `input_ids`, streamed: the server reports the first token, and then every
+        `report_tokens`.
 
-        There is no bound on the whole: a request is ended, and ServerError raised, where for `deadline_seconds` it got no
-        new token. The answer is bound to this very request: it must name an id that no other request has. `flight` is kept up
-        to date, has what was reported where the request fails, and ends it early: finish_reason is then `abort`, as it is where
-        the server cuts it short. Cancelling the call aborts the request on the server.
+        There is no bound on the whole: a request is ended, and ServerError raised, where for `deadline_seconds` it got
+        no new token. The answer is bound to this very request: it must name an id that no other request has. `flight`
+        is kept up to date, has what was reported where the request fails, and ends it early: finish_reason is then
+        `abort`, as it is where the server cuts it short. Cancelling the call aborts the request on the server.
         """
         flight = flight or Flight(deadline_seconds)
-        # Of one length behind the name, so that none begins with another: SGLang aborts what begins with the id it is given.
+        # Of one length behind the name, so that none begins with another: SGLang aborts what begins with the id it is
+        # given.
         unique_id = f"{request_id}.{secrets.token_hex(8)}"
         body = {
             "rid": unique_id,
@@ -94,7 +100,11 @@ class ServerClient:
         }
         what = f"generate {request_id}"
         answer = Answer(
-            request_id=unique_id, num_prompt_tokens=len(input_ids), params=params, vocab_size=self._vocab_size, routing=self._routing
+            request_id=unique_id,
+            num_prompt_tokens=len(input_ids),
+            params=params,
+            vocab_size=self._vocab_size,
+            routing=self._routing,
         )
         limit_bytes = answer_bytes(len(input_ids), params.max_new_tokens, report_tokens, self._routing)
         try:
@@ -105,7 +115,9 @@ class ServerClient:
             if answer.completion is None:
                 raise ServerError(self.server_id, what, "deadline", _silence(flight, deadline_seconds)) from error
         except (NonsenseAnswer, RefusedAnswer) as error:
-            raise ServerError(self.server_id, what, "status" if isinstance(error, RefusedAnswer) else "nonsense", str(error)) from error
+            raise ServerError(
+                self.server_id, what, "status" if isinstance(error, RefusedAnswer) else "nonsense", str(error)
+            ) from error
         except aiohttp.ClientResponseError as error:
             raise ServerError(self.server_id, what, "status", f"HTTP {error.status}: {error.message}") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -125,7 +137,9 @@ class ServerClient:
         async with self._request("POST", path, body) as response:
             if response.status != 200:
                 text = (await read_body(response, _MOST_CONTROL_BYTES)).decode(errors="replace")
-                raise aiohttp.ClientResponseError(response.request_info, (), status=response.status, message=_message(text))
+                raise aiohttp.ClientResponseError(
+                    response.request_info, (), status=response.status, message=_message(text)
+                )
             async for report in read_events(response, limit_bytes):
                 if (count := answer.add(report)) > 0:
                     flight.report(count)
@@ -134,7 +148,9 @@ class ServerClient:
                     limit.reschedule(asyncio.get_running_loop().time() + _TAIL_SECONDS)
 
     def _abort(self, unique_id: str, deadline_seconds: float) -> None:
-        """Ask the server to end this request. Its answer ends then, with what it has; nobody waits for this call's own."""
+        """Ask the server to end this request. Its answer ends then, with what it has; nobody waits for this call's
+        own.
+        """
 
         async def ask() -> None:
             try:
@@ -187,9 +203,16 @@ class ServerClient:
         await self._update("/end_weight_update", {}, deadline_seconds)
 
     async def init_group(
-        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str,
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
         deadline_seconds: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Have the server's ranks join a group, from rank `rank_offset` on. Returns when all members have joined."""
         body = {
             "master_address": master_address,
@@ -205,9 +228,14 @@ class ServerClient:
         await self._update("/destroy_weights_update_group", {"group_name": group_name}, deadline_seconds)
 
     async def update_from_distributed(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str, *,
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        *,
         deadline_seconds: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Receive these tensors, in this order, as broadcasts from rank 0 of the group. `dtypes` as in "float32".
 
         The server answers success to names it does not know and leaves its weights as they are: verify afterwards.
@@ -232,7 +260,9 @@ class ServerClient:
         try:
             return [dict(rank["checksums"]) for rank in answer["ranks"]]
         except (KeyError, TypeError) as error:
-            raise ServerError(self.server_id, "checksum", "nonsense", f"no ranks with checksums: {str(answer)[:200]}") from error
+            raise ServerError(
+                self.server_id, "checksum", "nonsense", f"no ranks with checksums: {str(answer)[:200]}"
+            ) from error
 
     async def snapshot(self, *, deadline_seconds: float) -> None:
         """Have the server remember its weights, for `compare`."""

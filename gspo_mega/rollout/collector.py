@@ -35,11 +35,11 @@ class Prompts(Protocol):
 class Collector:
     """`start(step)` begins a rollout batch, `take(step)` waits for it. One batch at a time.
 
-    `score` fills a trajectory's reward fields in place and is called on the pool's thread as each response completes, so
-    it must not block. `decode` turns token ids into text for it. Anything they raise ends the batch and comes out of
-    `take`; a reward that merely failed is the scorer's to record. More failures in a batch than `reward.max_failed_fraction` raise
-    RewardError as soon as that is certain, and so does a batch without any group of two rewards. A group with fewer than two is
-    not among the batch's: nothing is left to compare.
+    `score` fills a trajectory's reward fields in place and is called on the pool's thread as each response completes,
+    so it must not block. `decode` turns token ids into text for it. Anything they raise ends the batch and comes out of
+    `take`; a reward that merely failed is the scorer's to record. More failures in a batch than
+    `reward.max_failed_fraction` raise RewardError as soon as that is certain, and so does a batch without any group of
+    two rewards. A group with fewer than two is not among the batch's: nothing is left to compare.
     """
 
     def __init__(
@@ -62,20 +62,24 @@ class Collector:
         self._running: tuple[int, concurrent.futures.Future] | None = None
 
     def start(
-        self, step: int, known: Mapping[int, Group] | None = None, keep: Callable[[Trajectory], None] = lambda trajectory: None
+        self,
+        step: int,
+        known: Mapping[int, Group] | None = None,
+        keep: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> None:
         """Begin sampling the batch of `step` from the committed weights. Returns at once.
 
-        `known`: groups of this batch that are there already, by their number among its prompts; their prompts are drawn and not
-        sampled. `keep` is called on the pool's thread for every other trajectory as soon as it is scored.
+        `known`: groups of this batch that are there already, by their number among its prompts; their prompts are drawn
+        and not sampled. `keep` is called on the pool's thread for every other trajectory as soon as it is scored.
         """
         if self._running is not None:
             raise RuntimeError(f"the batch of step {self._running[0]} was started and not taken")
         self._running = (step, self._pool.loop.submit(self._collect(step, known or {}, keep)))
 
     def take(self, step: int, on_wait: Callable[[], None] = lambda: None) -> RolloutBatch:
-        """The batch of `step`, started now if it was not. `on_wait` is called about every 50 ms meanwhile, on this thread;
-        what it raises ends the batch. Raises RolloutError if a sample cannot be had."""
+        """The batch of `step`, started now if it was not. `on_wait` is called about every 50 ms meanwhile, on this
+        thread; what it raises ends the batch. Raises RolloutError if a sample cannot be had.
+        """
         if self._running is None:
             self.start(step)
         started, future = self._running
@@ -95,7 +99,8 @@ class Collector:
         name: str = "eval",
         on_wait: Callable[[], None] = lambda: None,
     ) -> list[Group]:
-        """Scored groups of these prompts, in their order, from the committed weights: evaluation through the same machinery.
+        """Scored groups of these prompts, in their order, from the committed weights: evaluation through the same
+        machinery.
 
         `temperature` 0 is greedy; else top_p and top_k are not applied. `name` begins the trajectories' ids.
         """
@@ -152,12 +157,14 @@ class Collector:
         constant: list[Group] = []
         unscored: list[Group] = []
         num_sampled = 0
-        # Groups come through a queue: a wait for the first of all that run costs as much as there are, once for each of them.
+        # Groups come through a queue: a wait for the first of all that run costs as much as there are, once for each of
+        # them.
         done: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
         num_running = 0
         async with _TaskGroup() as tasks:
             while True:
-                # Groups that could only wait for a server are not started yet: the garbage collector looks at everything that waits.
+                # Groups that could only wait for a server are not started yet: the garbage collector looks at
+                # everything that waits.
                 most = max(_LEAST_RUNNING, 2 * self._pool.capacity // self._config.batch.group_size)
                 while len(kept) + num_running < wanted and num_sampled < allowed and num_running < most:
                     prompt = self._prompts.next()
@@ -258,7 +265,9 @@ class _Batch:
         if not trajectory.is_scored:
             self._own["num_reward_failures"] += 1
             if len(self._first_failures) < _FAILURES_SHOWN:
-                self._first_failures.append(f"{trajectory.trajectory_id} ({trajectory.prompt.prompt_id}): {trajectory.reward_error}")
+                self._first_failures.append(
+                    f"{trajectory.trajectory_id} ({trajectory.prompt.prompt_id}): {trajectory.reward_error}"
+                )
         self._own["num_truncated"] += trajectory.finish_reason == "length"
 
     def check_failures(self, most_fraction: float, anything_left: bool) -> None:
@@ -267,12 +276,15 @@ class _Batch:
         if num_failed > most_fraction * num_scored:
             raise self._too_many_failures(most_fraction)
         if not anything_left:
-            raise RewardError(f"no group of the batch has two rewards; {num_failed} of {num_scored} scorings failed. The first:{self._shown_failures()}")
+            raise RewardError(
+                f"no group of the batch has two rewards; {num_failed} of {num_scored} scorings failed. The"
+                f" first:{self._shown_failures()}"
+            )
 
     def _too_many_failures(self, most_fraction: float) -> RewardError:
         return RewardError(
-            f"{self._own['num_reward_failures']} of {self._own['num_trajectories']} scorings failed, more than reward.max_failed_fraction "
-            f"{most_fraction:g} allows in a step. The first:{self._shown_failures()}"
+            f"{self._own['num_reward_failures']} of {self._own['num_trajectories']} scorings failed, more than"
+            f" reward.max_failed_fraction {most_fraction:g} allows in a step. The first:{self._shown_failures()}"
         )
 
     def _shown_failures(self) -> str:
@@ -280,13 +292,21 @@ class _Batch:
 
     def counts(self) -> dict[str, float]:
         names = (
-            "num_trajectories", "num_reward_failures", "num_truncated", "num_retries", "num_request_failures",
-            "num_aborted_requests", "num_moved_responses", "num_continued_requests", "num_discarded_tokens", "num_generated_tokens",
+            "num_trajectories",
+            "num_reward_failures",
+            "num_truncated",
+            "num_retries",
+            "num_request_failures",
+            "num_aborted_requests",
+            "num_moved_responses",
+            "num_continued_requests",
+            "num_discarded_tokens",
+            "num_generated_tokens",
             "num_registration_errors",
-        )  # fmt: skip
+        )
         self._own["num_registration_errors"] = self._collector._pool.num_registration_errors - self._registration_errors
         counted = self._own + self._sampler.counts
-        return {name: 0 for name in names} | dict(counted)
+        return dict.fromkeys(names, 0) | dict(counted)
 
 
 class _TaskGroup(asyncio.TaskGroup):

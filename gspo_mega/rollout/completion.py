@@ -74,11 +74,10 @@ class RoutingShape:
 class Completion:
     """One response, or the beginning of one. Lists have one entry per response token.
 
-    `log_probs` are nats, of the sampled token. `weight_versions` says which weights made each token.
-    `finish_reason` is `stop` (its last token is a stop token), `length`, or `abort`: cut short, and these are its
-    tokens so far, sampled as all others are. `routed_experts`: int32 [prompt + response - 1, layers, experts_per_token],
-    -1 in layers without experts, or None if not asked for; None as well where a response was cut short and the server
-    did not return them.
+    `log_probs` are nats, of the sampled token. `weight_versions` says which weights made each token. `finish_reason` is
+    `stop` (its last token is a stop token), `length`, or `abort`: cut short, and these are its tokens so far, sampled
+    as all others are. `routed_experts`: int32 [prompt + response - 1, layers, experts_per_token], -1 in layers without
+    experts, or None if not asked for; None as well where a response was cut short and the server did not return them.
     """
 
     token_ids: list[int]
@@ -89,14 +88,21 @@ class Completion:
 
 
 class Answer:
-    """One answer of SGLang's streaming /generate while it comes, with disjoint reports (`incremental_streaming_output`).
+    """One answer of SGLang's streaming /generate while it comes, with disjoint reports
+    (`incremental_streaming_output`).
 
-    `request_id` and `num_prompt_tokens` are what was sent: an answer to another request is nonsense, however well formed.
-    `completion` is None until the last report.
+    `request_id` and `num_prompt_tokens` are what was sent: an answer to another request is nonsense, however well
+    formed. `completion` is None until the last report.
     """
 
     def __init__(
-        self, *, request_id: str, num_prompt_tokens: int, params: SamplingParams, vocab_size: int, routing: RoutingShape | None
+        self,
+        *,
+        request_id: str,
+        num_prompt_tokens: int,
+        params: SamplingParams,
+        vocab_size: int,
+        routing: RoutingShape | None,
     ) -> None:
         self._request_id = request_id
         self._num_prompt_tokens = num_prompt_tokens
@@ -128,7 +134,9 @@ class Answer:
         if reason == "abort" and finish.get("status_code") is not None:
             raise RefusedAnswer(f"{finish['status_code']}: {finish.get('message')}")
         # A request that is cut short while it waits in the server's queue is answered without a prompt.
-        if meta.get("prompt_tokens") != self._num_prompt_tokens and not (reason == "abort" and "prompt_tokens" not in meta):
+        if meta.get("prompt_tokens") != self._num_prompt_tokens and not (
+            reason == "abort" and "prompt_tokens" not in meta
+        ):
             raise NonsenseAnswer(f"{meta.get('prompt_tokens')} prompt tokens; {self._num_prompt_tokens} were sent")
         count = self._take_tokens(report, meta, reason)
         if reason is not None:
@@ -253,7 +261,9 @@ def _log_probs(entries: list, token_ids: list[int]) -> list[float]:
             raise NonsenseAnswer(f"log-prob entry {entry!r} at position {position} beside token {token}")
         value = entry[0]
         if type(value) not in (float, int) or not math.isfinite(value) or value > _LOG_PROB_ROUNDING:
-            raise NonsenseAnswer(f"log-prob {value!r} of token {token} at position {position}; a finite number <= 0 expected")
+            raise NonsenseAnswer(
+                f"log-prob {value!r} of token {token} at position {position}; a finite number <= 0 expected"
+            )
         log_probs.append(float(value))
     return log_probs
 

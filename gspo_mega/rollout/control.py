@@ -62,26 +62,45 @@ class HttpServerControl:
         self._change(self._entry.client.end_update(deadline_seconds=deadline_seconds))
 
     def init_group(
-        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str, *,
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        *,
         deadline_seconds: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._run(
             self._entry.client.init_group(
-                master_address=master_address, master_port=master_port, rank_offset=rank_offset, world_size=world_size,
-                group_name=group_name, backend=backend, deadline_seconds=deadline_seconds,
-            )  # fmt: skip
+                master_address=master_address,
+                master_port=master_port,
+                rank_offset=rank_offset,
+                world_size=world_size,
+                group_name=group_name,
+                backend=backend,
+                deadline_seconds=deadline_seconds,
+            )
         )
 
     def destroy_group(self, group_name: str, *, deadline_seconds: float) -> None:
         self._run(self._entry.client.destroy_group(group_name, deadline_seconds=deadline_seconds))
 
     def update_from_distributed(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str, *,
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        *,
         deadline_seconds: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Blocks while the server receives the broadcasts that the caller sends meanwhile from another thread."""
         self._change(
-            self._entry.client.update_from_distributed(names, dtypes, shapes, group_name, deadline_seconds=deadline_seconds)
+            self._entry.client.update_from_distributed(
+                names, dtypes, shapes, group_name, deadline_seconds=deadline_seconds
+            )
         )
 
     def set_weight_version(self, weight_version: int, *, deadline_seconds: float) -> None:

@@ -171,4 +171,6 @@ def _attend(bucket: _Bucket, query, keys, values, output, layer) -> None:
     if bucket.valid_rows is None:
         output.index_copy_(0, bucket.query_rows, out)
     else:
-        output.index_copy_(0, bucket.query_rows.index_select(0, bucket.valid_rows), out.index_select(0, bucket.valid_rows))
+        output.index_copy_(
+            0, bucket.query_rows.index_select(0, bucket.valid_rows), out.index_select(0, bucket.valid_rows)
+        )

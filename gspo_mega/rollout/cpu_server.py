@@ -137,7 +137,9 @@ def _register_attention(module: types.ModuleType) -> None:
 
 def _attend_to_latents(module: types.ModuleType) -> None:
     """With latent attention the cache holds latents: have them read as one wide key-value head, prefill too."""
-    module.AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda attention, forward_batch: module.AttnForwardMethod.MLA)
+    module.AttentionBackendRegistry.register(
+        ATTENTION_BACKEND, lambda attention, forward_batch: module.AttnForwardMethod.MLA
+    )
 
 
 class _ForkingMultiprocessing:
@@ -154,8 +156,8 @@ class _ForkingMultiprocessing:
 
 
 def _fork_children(module: types.ModuleType) -> None:
-    """Scheduler and detokenizer begin as copies of the process that has imported everything: each would otherwise import
-    SGLang and torch again, which is two thirds of a start's work.
+    """Scheduler and detokenizer begin as copies of the process that has imported everything: each would otherwise
+    import SGLang and torch again, which is two thirds of a start's work.
     """
     module.mp = _ForkingMultiprocessing()
 

@@ -1,7 +1,7 @@
 """A streamed answer as it is read: server-sent events, JSON objects, never more bytes than the answer can need.
 
-Owns the reading. A server is not trusted with the collector's memory: bodies are bounded while they are read, and compressed
-ones are refused, for a few kilobytes of those can be gigabytes.
+Owns the reading. A server is not trusted with the collector's memory: bodies are bounded while they are read, and
+compressed ones are refused, for a few kilobytes of those can be gigabytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ async def read_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes
 async def read_events(response: aiohttp.ClientResponse, limit_bytes: int) -> AsyncIterator[Any]:
     """The JSON values of a `text/event-stream` up to its `[DONE]`; then nothing more may come.
 
-    Raises NonsenseAnswer: no event stream, compressed, longer than `limit_bytes` in all, no JSON, ended without `[DONE]`.
+    Raises NonsenseAnswer: no event stream, compressed, longer than `limit_bytes` in all, no JSON, ended without
+    `[DONE]`.
     """
     check_plain(response)
     if response.content_type != "text/event-stream":

@@ -1,8 +1,8 @@
 """One request while a server works on it: the tokens that it reported, and an early end that loses none of them.
 
-Owns the judgement that a request no longer makes progress. A request that does is never ended for being long: a deadline on the
-whole of it would cut long responses and keep short ones. Ending one early asks the server for what it has: the answer ends
-with all tokens so far, and the response goes on from there elsewhere.
+Owns the judgement that a request no longer makes progress. A request that does is never ended for being long: a
+deadline on the whole of it would cut long responses and keep short ones. Ending one early asks the server for what it
+has: the answer ends with all tokens so far, and the response goes on from there elsewhere.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Flight:
         return self.cause == "stalled" and self.num_tokens == self._num_at_end
 
     def begin(self, answer: Answer, limit: asyncio.Timeout, abort: Callable[[], None]) -> None:
-        """The request is being sent. `limit` ends it where it does not end by itself; `abort` asks the server to end it."""
+        """The request is being sent. `limit` ends it where it does not end by itself; `abort` asks the server to end
+        it.
+        """
         self._answer, self._limit, self._abort = answer, limit, abort
         self._watch()
 

@@ -1,7 +1,7 @@
 """One thread with one asyncio event loop, for everything that talks to servers.
 
-Owns the thread. The trainer's own threads hand coroutines to it and wait for results; a thread that has ended is their error, for
-nothing would ever answer.
+Owns the thread. The trainer's own threads hand coroutines to it and wait for results; a thread that has ended is their
+error, for nothing would ever answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class LoopThread:
             raise RolloutError(f"the thread {self._name!r} has ended: {self._error!r}") from self._error
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
-        """Run `coroutine` on the loop; the future may be waited for and cancelled from any other thread. Raises RolloutError."""
+        """Run `coroutine` on the loop; the future may be waited for and cancelled from any other thread. Raises
+        RolloutError.
+        """
         try:
             self.check()
         except RolloutError:

@@ -40,8 +40,9 @@ _MAX_REST_SECONDS = 5.0
 class Entry:
     """One generation of one server. `verified_version` is the version it is known to hold in full, or None.
 
-    A server that started from a committed version holds that one; from anything else, none. Whoever begins to change its weights sets None; only
-    `ServerPool.commit` sets it again. `gone` is set when the server of this generation is no more.
+    A server that started from a committed version holds that one; from anything else, none. Whoever begins to change
+    its weights sets None; only `ServerPool.commit` sets it again. `gone` is set when the server of this generation is
+    no more.
     """
 
     def __init__(self, registration: Registration, client: ServerClient):
@@ -73,7 +74,9 @@ class ServerPool:
         if config.rollout.return_routed_experts:
             if spec.moe is None:
                 raise RolloutError("rollout.return_routed_experts: the model has no experts")
-            self._routing = RoutingShape(spec.num_layers, spec.moe.experts_per_token, spec.moe.num_experts, spec.moe.num_dense_layers)
+            self._routing = RoutingShape(
+                spec.num_layers, spec.moe.experts_per_token, spec.moe.num_experts, spec.moe.num_dense_layers
+            )
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._committed_version = 0
@@ -126,7 +129,9 @@ class ServerPool:
         return len(self._ready_entries()) * self._config.rollout.max_concurrent_requests
 
     def check(self) -> None:
-        """Raise what ended the pool's own work, if something did: nobody would be told otherwise that servers come and go."""
+        """Raise what ended the pool's own work, if something did: nobody would be told otherwise that servers come and
+        go.
+        """
         self._raise_problem()
         self.loop.check()
 
@@ -151,7 +156,9 @@ class ServerPool:
 
     @property
     def num_given_up(self) -> int:
-        """Servers of this attempt that failed more often than allowed, or refused their configuration, and are not started again."""
+        """Servers of this attempt that failed more often than allowed, or refused their configuration, and are not
+        started again.
+        """
         return sum(registration.state == "failed" for registration in self._roster.registrations)
 
     def controls(self) -> list[HttpServerControl]:
@@ -160,13 +167,18 @@ class ServerPool:
 
     def servers_behind(self) -> list[HttpServerControl]:
         """Servers that are up and not known to hold the committed version: the runtime publishes it to them again."""
-        return [HttpServerControl(self, e) for e in self._ready_entries() if e.verified_version != self._committed_version]
+        return [
+            HttpServerControl(self, e) for e in self._ready_entries() if e.verified_version != self._committed_version
+        ]
 
     def wait_ready(self, num_servers: int, deadline_seconds: float, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Block until `num_servers` are up, or all of them but those that gave up or were stopped and at least one, calling `on_wait` meanwhile.
-        Raises RolloutError at the deadline, or as soon as all have given up."""
+        """Block until `num_servers` are up, or all of them but those that gave up or were stopped and at least one,
+        calling `on_wait` meanwhile. Raises RolloutError at the deadline, or as soon as all have given up.
+        """
         deadline = time.monotonic() + deadline_seconds
-        while len(self._ready_entries()) < max(1, num_servers - sum(r.state in ("failed", "stopped") for r in self._roster.registrations)):
+        while len(self._ready_entries()) < max(
+            1, num_servers - sum(r.state in ("failed", "stopped") for r in self._roster.registrations)
+        ):
             self.check()
             if len(self._roster.registrations) >= num_servers:
                 self._raise_if_all_failed()
@@ -185,9 +197,10 @@ class ServerPool:
     # From here on: on the loop.
 
     async def acquire(self, avoid: frozenset[str] = frozenset(), num_tokens: int = 0) -> Entry:
-        """Wait for a server that may work and has room, rather none of `avoid`; the least loaded by tokens in flight and speed.
-        `num_tokens`: of the request's prompt. Give it back with `release`. Raises RolloutError when for
-        `rollout.no_server_deadline_seconds` none may work."""
+        """Wait for a server that may work and has room, rather none of `avoid`; the least loaded by tokens in flight
+        and speed. `num_tokens`: of the request's prompt. Give it back with `release`. Raises RolloutError when for
+        `rollout.no_server_deadline_seconds` none may work.
+        """
         limit = self._config.rollout.no_server_deadline_seconds
         started = time.monotonic()
         async with self._changed:
@@ -211,8 +224,9 @@ class ServerPool:
                 await self._changed.wait()
 
     async def release(self, entry: Entry, error: ServerError | None = None, num_tokens: int = 0) -> None:
-        """Give `entry` back; with the error of the request, if it failed. A failing server rests, longer each time. `num_tokens`:
-        of the prompt and the response."""
+        """Give `entry` back; with the error of the request, if it failed. A failing server rests, longer each time.
+        `num_tokens`: of the prompt and the response.
+        """
         entry.num_open -= 1
         entry.load.num_tokens -= num_tokens + 1
         if error is None:
@@ -245,7 +259,9 @@ class ServerPool:
 
     def _able(self, now: float) -> list[Entry]:
         """Servers that may be given work now, whether or not they have room."""
-        return [e for e in self._ready_entries() if e.verified_version == self._committed_version and e.rest_until <= now]
+        return [
+            e for e in self._ready_entries() if e.verified_version == self._committed_version and e.rest_until <= now
+        ]
 
     def _raise_if_all_failed(self) -> None:
         if self._roster.registrations and all(r.state == "failed" for r in self._roster.registrations):
@@ -272,7 +288,9 @@ class ServerPool:
         return f"{registration.server_id}: {registration.state}, {what}{error}"
 
     def _watch_ended(self, watch: concurrent.futures.Future) -> None:
-        """Called on the loop when `_watch` is over, which it never is but for `close`: whoever waits for samples is told."""
+        """Called on the loop when `_watch` is over, which it never is but for `close`: whoever waits for samples is
+        told.
+        """
         error = None if watch.cancelled() else watch.exception()
         if error is not None and not isinstance(error, RolloutError):
             logger.error("the watch over the servers ended", exc_info=error)
@@ -322,14 +340,21 @@ class ServerPool:
             replaced = []
             for server_id, entry in list(self._entries.items()):
                 seen = fresh.get(server_id)
-                if seen is None or seen.generation != entry.registration.generation or seen.address != entry.registration.address:
+                if (
+                    seen is None
+                    or seen.generation != entry.registration.generation
+                    or seen.address != entry.registration.address
+                ):
                     replaced.append(self._entries.pop(server_id))
             added = [r for r in fresh.values() if r.server_id not in self._entries]
             for registration in added:
                 client = ServerClient(
-                    registration.server_id, registration.address, self._api_key,
-                    vocab_size=self._vocab_size, routing=self._routing,
-                )  # fmt: skip
+                    registration.server_id,
+                    registration.address,
+                    self._api_key,
+                    vocab_size=self._vocab_size,
+                    routing=self._routing,
+                )
                 self._entries[registration.server_id] = Entry(registration, client)
         for entry in replaced:
             entry.gone.set()

@@ -42,7 +42,8 @@ def group_members(group: int) -> list[int]:
 
 
 def end_group(process: subprocess.Popen, grace_seconds: float) -> None:
-    """End `process` and everything in its group or session: SIGTERM, `grace_seconds`, SIGKILL. Waits until all are gone.
+    """End `process` and everything in its group or session: SIGTERM, `grace_seconds`, SIGKILL. Waits until all are
+    gone.
 
     Also right when the head is dead already and left children behind.
     """

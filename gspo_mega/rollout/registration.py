@@ -23,9 +23,10 @@ State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 class Registration:
     """One server as it sees itself.
 
-    `generation` counts its starts in the attempt; a new one means that it holds the weights it was started with, whatever it was
-    told before. Their version is `weight_version`: None where the run has committed no version of what it started from, as
-    with `model.path`. `heartbeat` is unix seconds. `error` says why it failed, or why it last had to be started again.
+    `generation` counts its starts in the attempt; a new one means that it holds the weights it was started with,
+    whatever it was told before. Their version is `weight_version`: None where the run has committed no version of what
+    it started from, as with `model.path`. `heartbeat` is unix seconds. `error` says why it failed, or why it last had
+    to be started again.
     """
 
     server_id: str
@@ -42,10 +43,13 @@ class Registration:
         atomic_write_json(servers_dir / f"{self.server_id}.json", asdict(self))
 
 
-def read_registrations(servers_dir: Path, on_error: Callable[[Path, OSError], object] | None = None) -> list[Registration]:
+def read_registrations(
+    servers_dir: Path, on_error: Callable[[Path, OSError], object] | None = None
+) -> list[Registration]:
     """All registrations of an attempt, by server id. Raises RolloutError for a file that is none.
 
-    A file that the file system does not give is handed to `on_error` and left out; without it, and for the folder, OSError.
+    A file that the file system does not give is handed to `on_error` and left out; without it, and for the folder,
+    OSError.
     """
     found = []
     names = sorted(os.listdir(servers_dir)) if servers_dir.exists() else []

@@ -13,13 +13,16 @@ _LONGEST_DELAY_SECONDS = 30.0
 
 
 class RestartBudget:
-    """Restarts that count against a server: each adds one, and `forgiven_after_seconds` of serving in health take one away.
+    """Restarts that count against a server: each adds one, and `forgiven_after_seconds` of serving in health take one
+    away.
 
-    A server that never becomes healthy has `max_restarts` of them; one that fails once a week has them for ever. Time spent
-    starting, hanging or waiting forgives nothing.
+    A server that never becomes healthy has `max_restarts` of them; one that fails once a week has them for ever. Time
+    spent starting, hanging or waiting forgives nothing.
     """
 
-    def __init__(self, max_restarts: int, forgiven_after_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_restarts: int, forgiven_after_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._max_restarts, self._forgiven_after_seconds, self._clock = max_restarts, forgiven_after_seconds, clock
         self._counted = 0.0
         self._healthy_since: float | None = None
@@ -29,7 +32,8 @@ class RestartBudget:
         self._healthy_since = self._clock()
 
     def failed(self, last_healthy: float | None = None) -> float | None:
-        """The server is gone: seconds to wait before it is started again, longer each time; None when it is to be given up.
+        """The server is gone: seconds to wait before it is started again, longer each time; None when it is to be given
+        up.
 
         `last_healthy`: when, by the clock, it was last seen in health; now, by default.
         """

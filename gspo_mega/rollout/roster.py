@@ -1,7 +1,7 @@
 """The servers' registrations as the pool reads them, again and again: who is there, who was heard of lately.
 
-Owns what a file system's failure means: nothing is concluded from a file that cannot be read. What it said before holds until its
-heartbeat is too old.
+Owns what a file system's failure means: nothing is concluded from a file that cannot be read. What it said before holds
+until its heartbeat is too old.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ STALE_SECONDS = 60.0
 class Roster:
     """Read it from one thread at a time.
 
-    `registrations`: the latest of every server. `num_errors`: readings that failed for the file system, one a file and time;
-    `last_error`: what the latest reading could not read, or None.
+    `registrations`: the latest of every server. `num_errors`: readings that failed for the file system, one a file and
+    time; `last_error`: what the latest reading could not read, or None.
     """
 
     def __init__(self, servers_dir: Path) -> None:
         self._servers_dir = servers_dir
-        self._heard: dict[str, tuple[float, float]] = {}  # server: its latest heartbeat, and our monotonic time when it came
+        self._heard: dict[
+            str, tuple[float, float]
+        ] = {}  # server: its latest heartbeat, and our monotonic time when it came
         self._told: set[tuple[str, str]] = set()
         self.registrations: list[Registration] = []
         self.num_errors = 0
         self.last_error: str | None = None
 
     def read(self) -> list[Registration]:
-        """Read all files; returns the ready servers whose heartbeat goes on. Raises RolloutError for a file that is no registration."""
+        """Read all files; returns the ready servers whose heartbeat goes on. Raises RolloutError for a file that is no
+        registration.
+        """
         errors: dict[Path, OSError] = {}
         try:
             found = read_registrations(self._servers_dir, on_error=errors.__setitem__)
@@ -61,8 +65,10 @@ class Roster:
         self._told = {(path, text) for path, text in self._told if Path(path) in errors}
 
     def _is_heard(self, registration: Registration) -> bool:
-        """Whether the server's heartbeat goes on. Clocks of two machines differ, and one may be set: its changes count, by our own
-        monotonic time; only a heartbeat that is seen for the first time is compared with the clock on the wall."""
+        """Whether the server's heartbeat goes on. Clocks of two machines differ, and one may be set: its changes count,
+        by our own monotonic time; only a heartbeat that is seen for the first time is compared with the clock on the
+        wall.
+        """
         now, beat = time.monotonic(), registration.heartbeat
         last = self._heard.get(registration.server_id, (beat, now - max(0.0, time.time() - beat)))
         self._heard[registration.server_id] = last if last[0] == beat else (beat, now)

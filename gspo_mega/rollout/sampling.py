@@ -1,9 +1,10 @@
-"""One sample, whatever happens to servers: try, go on elsewhere with the tokens so far, and say why if it cannot be had.
+"""One sample, whatever happens to servers: try, go on elsewhere with the tokens so far, and say why if it cannot be
+had.
 
 Owns retries and their counts. Which prompts are sampled and what becomes of the responses is the collector's.
 
-Nothing here prefers short responses: no request is ended for being long, and one that is ended early, by a slow, stalled or
-dying server, goes on from the tokens that were sampled, which are a draw from the policy like any others.
+Nothing here prefers short responses: no request is ended for being long, and one that is ended early, by a slow,
+stalled or dying server, goes on from the tokens that were sampled, which are a draw from the policy like any others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Sampler:
     """Draws single responses from a pool. Runs on the pool's loop.
 
     `counts` adds up: num_request_failures (and _connection, _deadline, _status, _nonsense), num_retries,
-    num_aborted_requests, num_moved_responses, num_continued_requests, num_discarded_tokens, num_generated_tokens (of answers kept).
+    num_aborted_requests, num_moved_responses, num_continued_requests, num_discarded_tokens, num_generated_tokens (of
+    answers kept).
     """
 
     def __init__(self, settings: Rollout, pool: ServerPool) -> None:
@@ -39,9 +41,10 @@ class Sampler:
     async def sample(self, prompt: Prompt, params: SamplingParams, request_id: str) -> Completion:
         """One complete response, all of it from the committed weights.
 
-        A request that fails, stalls, is cut short by the server or taken from a slow one is continued, on another server if there
-        is one; one that comes back wrong is tried again. Raises RolloutError after `rollout.max_attempts` tries in a row that
-        brought no token, if no server is left, or at `rollout.request_deadline_seconds` where that is set.
+        A request that fails, stalls, is cut short by the server or taken from a slow one is continued, on another
+        server if there is one; one that comes back wrong is tried again. Raises RolloutError after
+        `rollout.max_attempts` tries in a row that brought no token, if no server is left, or at
+        `rollout.request_deadline_seconds` where that is set.
         """
         response = Response(len(prompt.token_ids), params, self._pool.returns_routed_experts)
         try:
@@ -50,9 +53,9 @@ class Sampler:
         except TimeoutError:
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: no whole response within {self._settings.request_deadline_seconds:g} s"
-                f" (rollout.request_deadline_seconds), {len(response)} of at most {params.max_new_tokens} tokens so far. To leave such"
-                " responses out would train on short ones only: raise it, or leave it out, for rollout.progress_deadline_seconds"
-                " alone finds servers that hang"
+                f" (rollout.request_deadline_seconds), {len(response)} of at most {params.max_new_tokens} tokens so"
+                " far. To leave such responses out would train on short ones only: raise it, or leave it out, for"
+                " rollout.progress_deadline_seconds alone finds servers that hang"
             ) from None
         self.counts["num_generated_tokens"] += len(response)
         return response.whole
@@ -66,7 +69,8 @@ class Sampler:
         while response.whole.finish_reason == "abort":
             if tries == self._settings.max_attempts:
                 raise RolloutError(
-                    f"prompt {prompt.prompt_id}: no answer in {tries} attempts (rollout.max_attempts); the last: {last_error}"
+                    f"prompt {prompt.prompt_id}: no answer in {tries} attempts (rollout.max_attempts); the last:"
+                    f" {last_error}"
                 )
             if tries > 0:
                 self.counts["num_retries"] += 1
@@ -83,7 +87,9 @@ class Sampler:
             else:
                 last_error, tries = what, tries + 1
 
-    async def _go_on(self, response: Response, entry: Entry, prompt: Prompt, params: SamplingParams, request_id: str) -> str | None:
+    async def _go_on(
+        self, response: Response, entry: Entry, prompt: Prompt, params: SamplingParams, request_id: str
+    ) -> str | None:
         """One request to `entry`'s server, for what the response lacks. Returns what went wrong, if something did."""
         before = len(response)
         self.counts["num_continued_requests"] += before > 0
@@ -94,11 +100,14 @@ class Sampler:
             part = await self._pool.run_on(
                 entry,
                 entry.client.generate(
-                    [*prompt.token_ids, *response.whole.token_ids], params.after(before), request_id=request_id,
+                    [*prompt.token_ids, *response.whole.token_ids],
+                    params.after(before),
+                    request_id=request_id,
                     deadline_seconds=self._settings.progress_deadline_seconds,
-                    report_tokens=entry.load.report_tokens(self._settings.progress_deadline_seconds), flight=flight,
+                    report_tokens=entry.load.report_tokens(self._settings.progress_deadline_seconds),
+                    flight=flight,
                 ),
-            )  # fmt: skip
+            )
             self._check_version(part, entry.server_id, request_id)
             self._add(response, part)
             if response.whole.finish_reason != "abort":
@@ -136,7 +145,10 @@ class Sampler:
         made_by = sorted(set(part.weight_versions))
         if made_by not in ([committed], []):
             raise ServerError(
-                server_id, f"generate {request_id}", "nonsense", f"tokens of weight versions {made_by}; {committed} is committed"
+                server_id,
+                f"generate {request_id}",
+                "nonsense",
+                f"tokens of weight versions {made_by}; {committed} is committed",
             )
 
 

@@ -1,8 +1,9 @@
-"""What one start of a server leaves on its machine, and its removal: a temporary folder, and shared memory that SGLang names itself.
+"""What one start of a server leaves on its machine, and its removal: a temporary folder, and shared memory that SGLang
+names itself.
 
-Owns both, also those of a server that was killed together with whoever watched it: the next one to start removes them. A
-folder is its watcher's as long as that holds a lock on a file in it (flock, which ends with its holder), and a segment is the
-server's whose processes were seen to map it. Nothing else is ever touched.
+Owns both, also those of a server that was killed together with whoever watched it: the next one to start removes them.
+A folder is its watcher's as long as that holds a lock on a file in it (flock, which ends with its holder), and a
+segment is the server's whose processes were seen to map it. Nothing else is ever touched.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Scratch:
-    """A folder for one start of a server, mode 0700, and what is known of its shared memory. Remove it when the server is gone."""
+    """A folder for one start of a server, mode 0700, and what is known of its shared memory. Remove it when the server
+    is gone.
+    """
 
     def __init__(self) -> None:
         # Not below the run folder, whose path may be longer than a socket's may be.

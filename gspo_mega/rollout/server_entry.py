@@ -34,8 +34,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def meet_in_private(spec: ServerSpec) -> None:
-    """Have SGLang's processes find each other through a file of their own, and where the server's address is this machine's alone,
-    have their sockets listen there alone.
+    """Have SGLang's processes find each other through a file of their own, and where the server's address is this
+    machine's alone, have their sockets listen there alone.
 
     By default they meet in a torch store, which listens on every address of the machine and takes keys from anybody.
     """
@@ -84,7 +84,9 @@ def check_context(spec: ServerSpec, model_config: dict[str, Any]) -> None:
     """Raise ConfigError if the model's positions do not reach the context asked for."""
     limit = model_config.get("max_position_embeddings")
     if limit is not None and spec.context_tokens > limit:
-        raise ConfigError(f"server.context_tokens: {spec.context_tokens} tokens, but the model's positions end at {limit}")
+        raise ConfigError(
+            f"server.context_tokens: {spec.context_tokens} tokens, but the model's positions end at {limit}"
+        )
     # The few tokens of slack that SGLang's own bounds need may reach beyond; no position there is ever used.
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 

@@ -24,13 +24,16 @@ _CONTEXT_SLACK = 8
 
 
 # By architecture, with the only values that a model here can have.
-_LOOKED_FOR: dict[str, dict[str, Any]] = {"DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
+_LOOKED_FOR: dict[str, dict[str, Any]] = {
+    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+}
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One start of one server. `weight_version` is that of the weights in `model_path`, None where they have none. `store` is a
-    file that its processes, and nobody else, meet in."""
+    """One start of one server. `weight_version` is that of the weights in `model_path`, None where they have none.
+    `store` is a file that its processes, and nobody else, meet in.
+    """
 
     model_path: str
     weight_version: int | None
@@ -59,9 +62,17 @@ class ServerSpec:
 
 
 def spec_from_config(
-    config: Config, *, model_path: str, weight_version: int | None, port: int, api_key_file: Path, attempt: str, index: int, generation: int,
+    config: Config,
+    *,
+    model_path: str,
+    weight_version: int | None,
+    port: int,
+    api_key_file: Path,
+    attempt: str,
+    index: int,
+    generation: int,
     store: Path,
-) -> ServerSpec:  # fmt: skip
+) -> ServerSpec:
     """The spec of server `index` at its `generation`-th start in the attempt of that name."""
     server, rollout = config.server, config.rollout
     check_options_ours(server.options)
@@ -95,15 +106,17 @@ def spec_from_config(
 def sampling_seed(run_seed: int, attempt: str, index: int, generation: int) -> int:
     """What SGLang seeds its sampling with, below 2**31: another one for each start of each server of each attempt.
 
-    A run that is continued samples what its earlier attempts had not sampled yet. Were the seeds those of an earlier attempt, so
-    would be the random numbers, and responses of different steps would be correlated.
+    A run that is continued samples what its earlier attempts had not sampled yet. Were the seeds those of an earlier
+    attempt, so would be the random numbers, and responses of different steps would be correlated.
     """
     name = f"{run_seed}/{attempt}/{index}/{generation}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") % 2**31
 
 
 def check_options_ours(options: dict[str, Any]) -> None:
-    """Raise ConfigError for an option that this package sets itself or refuses. A run's file is refused earlier, with its line."""
+    """Raise ConfigError for an option that this package sets itself or refuses. A run's file is refused earlier, with
+    its line.
+    """
     problems = [f"server.options.{name}: {text}" for name, text in option_problems(options)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -162,13 +175,17 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
             # An idle scheduler otherwise spins on a core that the trainer needs.
             "sleep_on_idle": True,
             # memory_fraction is of the whole machine on CPU: take what the open requests can fill instead.
-            "max_total_tokens": spec.max_total_tokens or spec.max_concurrent_requests * (spec.context_tokens + _CONTEXT_SLACK),
+            "max_total_tokens": (
+                spec.max_total_tokens or spec.max_concurrent_requests * (spec.context_tokens + _CONTEXT_SLACK)
+            ),
         }
     return arguments | spec.options
 
 
 def missing_values(model_config: dict[str, Any]) -> dict[str, str]:
-    """The argument with which SGLang finds what its model code looks for in config.json and transformers does not write there."""
+    """The argument with which SGLang finds what its model code looks for in config.json and transformers does not write
+    there.
+    """
     wanted = [_LOOKED_FOR.get(architecture, {}) for architecture in model_config.get("architectures") or []]
     missing = {key: value for values in wanted for key, value in values.items() if key not in model_config}
     return {"json_model_override_args": json.dumps(missing)} if missing else {}

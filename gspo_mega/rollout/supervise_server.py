@@ -72,13 +72,21 @@ class ServerSupervisor:
         # A generation names one start of the attempt, whoever watched over it.
         before = read_json(attempt.server_file(f"server-{index}")) or {}
         self._registration = Registration(
-            server_id=f"server-{index}", address="", pid=os.getpid(), state="starting", generation=before.get("generation", 0),
-            weight_version=None, heartbeat=time.time(), tensor_parallel=config.server.tensor,
-        )  # fmt: skip
+            server_id=f"server-{index}",
+            address="",
+            pid=os.getpid(),
+            state="starting",
+            generation=before.get("generation", 0),
+            weight_version=None,
+            heartbeat=time.time(),
+            tensor_parallel=config.server.tensor,
+        )
 
     def run(self) -> int:
         """Blocks until asked to stop, then returns 0. Call it from the main thread (signals, parent-death). Raises
-        RankError when the server failed too often and ConfigError when it refuses its configuration; registered as well."""
+        RankError when the server failed too often and ConfigError when it refuses its configuration; registered as
+        well.
+        """
         # SIGUSR1 is what srun hands on: any other of these has it abort the step, with no time to end in order.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, lambda *_: self._stop.set())
@@ -107,9 +115,9 @@ class ServerSupervisor:
             delay = self._budget.failed(self._last_healthy)
             if delay is None:
                 raise RankError(
-                    f"{self._registration.server_id}: {cause}, and it was restarted {server.max_restarts} times already (server.max_restarts;"
-                    f" one is forgiven after {server.restart_forgiven_after_seconds:g} s in health, server.restart_forgiven_after_seconds)."
-                    f"\n{self._log_tail()}"
+                    f"{self._registration.server_id}: {cause}, and it was restarted {server.max_restarts} times already"
+                    f" (server.max_restarts; one is forgiven after {server.restart_forgiven_after_seconds:g} s in"
+                    f" health, server.restart_forgiven_after_seconds).\n{self._log_tail()}"
                 )
             logger.warning("%s: %s; starting it again in %.1f s", self._registration.server_id, cause, delay)
             self._register(state="restarting", error=cause)
@@ -164,25 +172,37 @@ class ServerSupervisor:
         # SGLang leaves sockets and marker files in the temporary folder when it is killed: give it its own.
         self._scratch = Scratch()
         spec = spec_from_config(
-            config, model_path=model_path, weight_version=weight_version, port=port, api_key_file=attempt.api_key_file,
+            config,
+            model_path=model_path,
+            weight_version=weight_version,
+            port=port,
+            api_key_file=attempt.api_key_file,
             # The link `latest` to an attempt is no name of its own.
-            attempt=attempt.path.resolve().name, index=self._index, generation=generation, store=self._scratch.path / "store",
-        )  # fmt: skip
+            attempt=attempt.path.resolve().name,
+            index=self._index,
+            generation=generation,
+            store=self._scratch.path / "store",
+        )
         spec_file = self._scratch.path / "spec.json"
         spec.write(spec_file)
         self._registration = replace(
-            self._registration, address=f"http://{with_port(config.server.host, port)}", generation=generation, weight_version=weight_version
+            self._registration,
+            address=f"http://{with_port(config.server.host, port)}",
+            generation=generation,
+            weight_version=weight_version,
         )
         self._register(state="starting")
         command = [*self._entry, "--spec", str(spec_file), "--parent", str(os.getpid())]
-        self._process = start_group(command, log=self._log, environment={**os.environ, "TMPDIR": str(self._scratch.path)})
+        self._process = start_group(
+            command, log=self._log, environment={**os.environ, "TMPDIR": str(self._scratch.path)}
+        )
 
     def _current_weights(self) -> tuple[int | None, str]:
         """What this start loads, and its version: None where nobody in this attempt has committed one of it.
 
-        `model.path` has none, not even 0: with `model.weights` the trainer begins with other weights, and a run that publishes
-        through groups leaves nothing on disk. Nor has what an earlier attempt committed: going on from its checkpoint, this one
-        gives the same numbers to other weights. Such a server gets work once it was published to.
+        `model.path` has none, not even 0: with `model.weights` the trainer begins with other weights, and a run that
+        publishes through groups leaves nothing on disk. Nor has what an earlier attempt committed: going on from its
+        checkpoint, this one gives the same numbers to other weights. Such a server gets work once it was published to.
         """
         current_file = self._attempt.run_folder.current_weights_file
         committed = _modified(current_file)  # before it is read: it may be replaced between
@@ -192,7 +212,9 @@ class ServerSupervisor:
         try:
             version, path = int(current["weight_version"]), str(current["path"])
             # Both files lie in the run folder, so that one clock wrote both times.
-            return (version if committed is not None and committed >= _modified(self._attempt.api_key_file) else None), path
+            return (
+                version if committed is not None and committed >= _modified(self._attempt.api_key_file) else None
+            ), path
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{current_file}: needs weight_version and path: {error!r}") from error
 
@@ -224,7 +246,11 @@ class ServerSupervisor:
             self._register()
         except OSError as error:  # the server is none the worse for it; the next beat says it again
             if not self._beat_failed:
-                logger.warning("%s: its heartbeat could not be written: %s; tried again until it can be", self._registration.server_id, error)
+                logger.warning(
+                    "%s: its heartbeat could not be written: %s; tried again until it can be",
+                    self._registration.server_id,
+                    error,
+                )
             self._beat_failed = True
         else:
             self._beat_failed = False
@@ -273,8 +299,9 @@ def _modified(path: Path) -> int | None:
 
 
 def _free_port(host: str) -> int:
-    """A port of `host` that is free now and below the ephemeral range, so that no outgoing connection takes it. Raises ConfigError
-    where `host` is no address of this machine, or, by its name, the wildcard."""
+    """A port of `host` that is free now and below the ephemeral range, so that no outgoing connection takes it. Raises
+    ConfigError where `host` is no address of this machine, or, by its name, the wildcard.
+    """
     low, high = 20_000, 32_000
     start = (os.getpid() * 7919) % (high - low)
     for offset in range(high - low):

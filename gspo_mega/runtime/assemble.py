@@ -58,16 +58,24 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
 
 
 def scored_batch(batch: RolloutBatch) -> RolloutBatch:
-    """What a step trains on: the trajectories that have a reward, in groups of at least two. The others are in no statistic of
-    their group and in no denominator: unlike a response that the mismatch correction rejects, a failed scoring is no outcome of
-    the policy, and a share of the mini-batch's weight given to it would shrink the step by how ill the scorer was.
+    """What a step trains on: the trajectories that have a reward, in groups of at least two. The others are in no
+    statistic of their group and in no denominator: unlike a response that the mismatch correction rejects, a failed
+    scoring is no outcome of the policy, and a share of the mini-batch's weight given to it would shrink the step by how
+    ill the scorer was.
 
     Raises RewardError where nothing is left.
     """
     scored = batch.scored()
     if not scored.groups:
-        failed = [f"\n  {t.trajectory_id} ({t.prompt.prompt_id}): {t.reward_error}" for t in batch.trajectories if not t.is_scored]
-        raise RewardError(f"step {batch.step + 1}: no group of its rollout batch has two rewards. The first failures:{''.join(failed[:5])}")
+        failed = [
+            f"\n  {t.trajectory_id} ({t.prompt.prompt_id}): {t.reward_error}"
+            for t in batch.trajectories
+            if not t.is_scored
+        ]
+        raise RewardError(
+            f"step {batch.step + 1}: no group of its rollout batch has two rewards. The first"
+            f" failures:{''.join(failed[:5])}"
+        )
     return scored
 
 
@@ -106,14 +114,18 @@ def assemble(
         for i in active:
             records[i]["group_size"] = sizes[trajectories[i].group_id]
         denominator = _denominator(config.objective.aggregation, [trajectories[i] for i in active])
-        for shard, micro_batches in zip(shards, _packed(records, packs_of, layout, ("advantage", "group_size")), strict=True):
+        for shard, micro_batches in zip(
+            shards, _packed(records, packs_of, layout, ("advantage", "group_size")), strict=True
+        ):
             for micro_batch in micro_batches:
                 micro_batch.routed_experts = packed_routes(micro_batch, trajectories, config.moe.routing_replay == "R3")
             shard.append(MiniBatch(denominator, micro_batches))
     return shards
 
 
-def assemble_supervised(demonstrations: list[Demonstration], config: Config, layout: Layout, step: int) -> list[list[MiniBatch]]:
+def assemble_supervised(
+    demonstrations: list[Demonstration], config: Config, layout: Layout, step: int
+) -> list[list[MiniBatch]]:
     """One mini-batch of demonstrations for every data-parallel rank; the loss is the mean over their tokens."""
     records = [
         {

@@ -1,11 +1,12 @@
 """Shows the supervisor how far this rank has come, and leaves its stacks when nothing gets done for long.
 
-Owns attempts/NNNN/beats/rank_<r> and logs/stacks_rank_<r>.txt. Files, because a rank may be on another node than the supervisor and
-sit in a collective, where it hears nothing. What they mean is `launcher/watchdog.py`'s.
+Owns attempts/NNNN/beats/rank_<r> and logs/stacks_rank_<r>.txt. Files, because a rank may be on another node than the
+supervisor and sit in a collective, where it hears nothing. What they mean is `launcher/watchdog.py`'s.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -25,12 +26,13 @@ RECORD_BYTES = 256
 
 
 class BeatWriter:
-    """A thread that writes `beats.now()` every `patience.interval`, and every Python stack when nothing got done for half of what is
-    allowed.
+    """A thread that writes `beats.now()` every `patience.interval`, and every Python stack when nothing got done for
+    half of what is allowed.
 
-    It holds the interpreter while it reads the stacks: read beside running threads, as by `faulthandler`'s timer, they may be gone
-    under the reader, which ends the process. That timer, which is this object's own while it runs, is wound up anew all the time, and so
-    acts only where this thread does not come to run: then a call holds the interpreter, and every stack stands still.
+    It holds the interpreter while it reads the stacks: read beside running threads, as by `faulthandler`'s timer, they
+    may be gone under the reader, which ends the process. That timer, which is this object's own while it runs, is wound
+    up anew all the time, and so acts only where this thread does not come to run: then a call holds the interpreter,
+    and every stack stands still.
     """
 
     def __init__(self, attempt: Attempt, rank: int, num_ranks: int, patience: Patience) -> None:
@@ -83,20 +85,23 @@ class BeatWriter:
                 os.ftruncate(self._stacks.fileno(), 0)
         elif time.monotonic() >= self._stacks_due:
             self._stacks_due = time.monotonic() + half
-            try:
+            with contextlib.suppress(OSError):  # a full disk costs the stacks
                 self._stacks.write(_all_stacks(half).encode(errors="replace"))
-            except OSError:  # a full disk costs the stacks
-                pass
         faulthandler.dump_traceback_later(self._patience.silence / 2, repeat=True, file=self._stacks)
 
 
 def _all_stacks(seconds: float) -> str:
-    """The Python stacks of all threads as `faulthandler` writes them: the most recent call first, the main thread last."""
+    """The Python stacks of all threads as `faulthandler` writes them: the most recent call first, the main thread
+    last.
+    """
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] == main)
     lines = [f"Timeout ({seconds:g} s)!"]
     for thread, frame in frames:
         lines.append(f"Thread {thread:#018x} (most recent call first):")
-        lines += [f'  File "{entry.filename}", line {entry.lineno} in {entry.name}' for entry in reversed(traceback.extract_stack(frame))]
+        lines += [
+            f'  File "{entry.filename}", line {entry.lineno} in {entry.name}'
+            for entry in reversed(traceback.extract_stack(frame))
+        ]
         lines.append("")
     return "\n".join(lines) + "\n"

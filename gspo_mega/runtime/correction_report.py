@@ -1,7 +1,7 @@
 """Whether the correction of the engine gap acts: its metrics, and a word to the user where it never does.
 
-A bound that is never reached corrects nothing: the weights are then the ratios themselves, all close to 1. That is to be seen
-in a run, not to be believed.
+A bound that is never reached corrects nothing: the weights are then the ratios themselves, all close to 1. That is to
+be seen in a run, not to be believed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def is_on(config: Config) -> bool:
 
 
 def correction_metrics(config: Config, mean_log_ratio: torch.Tensor) -> dict[str, float]:
-    """Of the sequences of a step: `mean_log_ratio` [N] float64 nats, trainer - server, the logs of their weights before the bound."""
+    """Of the sequences of a step: `mean_log_ratio` [N] float64 nats, trainer - server, the logs of their weights before
+    the bound.
+    """
     if not is_on(config) or mean_log_ratio.numel() == 0:
         return {}
     acted = acted_on(mean_log_ratio, config.mismatch.correction, config.mismatch.cap)
@@ -46,14 +48,21 @@ def note_correction(summary: dict[str, Any], metrics: dict[str, float]) -> None:
 
 
 def correction_notice(config: Config, summary: dict[str, Any], at_end: bool = False) -> str | None:
-    """The notice that the correction never acted, once a run, where it is due: after `NOTICE_AFTER_STEPS`, or `at_end`."""
+    """The notice that the correction never acted, once a run, where it is due: after `NOTICE_AFTER_STEPS`, or
+    `at_end`.
+    """
     kept = summary.get(_KEY)
-    if kept is None or kept["is_said"] or kept["num_steps_acted"] or not (at_end or kept["num_steps"] >= NOTICE_AFTER_STEPS):
+    if (
+        kept is None
+        or kept["is_said"]
+        or kept["num_steps_acted"]
+        or not (at_end or kept["num_steps"] >= NOTICE_AFTER_STEPS)
+    ):
         return None
     kept["is_said"] = True
     mismatch, furthest = config.mismatch, kept["log_weight_abs_max"]
     what = "no weight reached" if mismatch.correction == "truncate" else "no sequence was dropped by"
     return (
-        f"notice   mismatch.correction {mismatch.correction} has not acted in {kept['num_steps']} steps: {what} the cap {mismatch.cap:g}; all weights "
-        f"were between {math.exp(-furthest):.6g} and {math.exp(furthest):.6g}"
+        f"notice   mismatch.correction {mismatch.correction} has not acted in {kept['num_steps']} steps: {what} the cap"
+        f" {mismatch.cap:g}; all weights were between {math.exp(-furthest):.6g} and {math.exp(furthest):.6g}"
     )

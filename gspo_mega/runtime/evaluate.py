@@ -1,7 +1,7 @@
 """`gspo-mega eval`: held-out accuracy of a Hugging Face folder, through servers alone. No engine, one process.
 
-The servers load `model.path` themselves, and that is what is measured: every start of one is told, and committed, to hold
-version 0.
+The servers load `model.path` themselves, and that is what is measured: every start of one is told, and committed, to
+hold version 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _TELL_SECONDS = 30.0
 
 
 def run_eval(context: WorkerContext) -> dict[str, Any]:
-    """Sample and score every held-out prompt once the servers are up; the fields of `Evaluation`, or {"stopped": reason}."""
+    """Sample and score every held-out prompt once the servers are up; the fields of `Evaluation`, or {"stopped":
+    reason}.
+    """
     config = context.config
     stop_request = StopRequest(context.attempt_dir)
     trusted: set[tuple[str, int]] = set()
@@ -50,7 +52,9 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
         for line in side.held_out.report():
             context.console(line)
         try:
-            side.pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start)
+            side.pool.wait_ready(
+                server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start
+            )
             on_wait()
             beats.enter("eval")
             return asdict(side.evaluate(on_wait))

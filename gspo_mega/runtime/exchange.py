@@ -59,8 +59,9 @@ class Exchange:
     # --- rank 0 to the others ------------------------------------------------------------------------------
 
     def send_each(self, values: Sequence[Any]) -> Any:
-        """Rank 0: send `values[r]` to rank r and return `values[0]`. Raises RankError where its heartbeat has ended: the others
-        would soon take it for dead."""
+        """Rank 0: send `values[r]` to rank r and return `values[0]`. Raises RankError where its heartbeat has ended:
+        the others would soon take it for dead.
+        """
         if self._beat_error is not None:
             raise RankError(f"rank 0's heartbeat ended: {self._beat_error}") from self._beat_error
         beats.beat()
@@ -90,7 +91,10 @@ class Exchange:
                 if beat != seen:
                     seen, since = beat, time.monotonic()
                 elif time.monotonic() - since > self._silence_seconds:
-                    raise RankError(f"rank 0 gave no sign of life for {self._silence_seconds:.0f} s while this rank waited for {key}")
+                    raise RankError(
+                        f"rank 0 gave no sign of life for {self._silence_seconds:.0f} s while this rank waited for"
+                        f" {key}"
+                    )
 
     # --- the others to rank 0 ------------------------------------------------------------------------------
 

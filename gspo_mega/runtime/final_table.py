@@ -50,7 +50,9 @@ def run_table(session: Session) -> tuple[str, dict[str, Any]]:
     text += [
         f"result   {session.run_folder.huggingface_dir}  (Hugging Face format)",
         f"curves   {session.run_folder.metrics_file}"
-        + (f", tensorboard --logdir {session.run_folder.tensorboard_dir}" if session.config.metrics.tensorboard else ""),
+        + (
+            f", tensorboard --logdir {session.run_folder.tensorboard_dir}" if session.config.metrics.tensorboard else ""
+        ),
         f"next     gspo-mega eval {session.run_folder.path}   measures it again;",
         "         gspo-mega train CONFIG train.num_steps=N   with a larger N goes on from here",
     ]

@@ -1,6 +1,8 @@
-"""The environment variables that a rank needs on a GPU, whoever starts it: one machine, Slurm, torchrun, or tests/gpu/run.sh.
+"""The environment variables that a rank needs on a GPU, whoever starts it: one machine, Slurm, torchrun, or
+tests/gpu/run.sh.
 
-Owns their names, values and where they are valid. A variable that is set already stays as it is. Servers are not given any.
+Owns their names, values and where they are valid. A variable that is set already stays as it is. Servers are not given
+any.
 
     eval "$(python -m gspo_mega.runtime.gpu_variables)"     in a shell, for programs that are no ranks
 """
@@ -19,8 +21,10 @@ _BLACKWELL = 10
 
 
 def before_torch(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is read when torch or CUDA starts: segments that grow, so that memory is not lost between packs of different sizes;
-    and one queue to the device, so that communication starts where it was issued, which Megatron's overlap counts on."""
+    """What is read when torch or CUDA starts: segments that grow, so that memory is not lost between packs of different
+    sizes; and one queue to the device, so that communication starts where it was issued, which Megatron's overlap
+    counts on.
+    """
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if not any(environment.get(name) for name in _ALLOCATOR):
         wanted[_ALLOCATOR[0]] = "expandable_segments:True"

@@ -1,4 +1,5 @@
-"""Held-out prompts and what was measured on them: which they are, whether they are trained on, how many responses are right.
+"""Held-out prompts and what was measured on them: which they are, whether they are trained on, how many responses are
+right.
 
 Owns what accuracy means. Sampling and scoring are the collector's and the scoring pool's.
 """
@@ -26,8 +27,9 @@ class Evaluation:
     """Held-out results, means over prompts of the means over their samples that could be scored.
 
     `accuracy`: of responses that are correct: as the reward functions declare, or of a reward of at least
-    `eval.correct_threshold`. `standard_error`: of the accuracy, from the spread between prompts. `num_samples` counts the
-    `num_reward_failures` that could not be scored, too; they are in no mean. `num_left_out`: rows of the file that were too long.
+    `eval.correct_threshold`. `standard_error`: of the accuracy, from the spread between prompts. `num_samples` counts
+    the `num_reward_failures` that could not be scored, too; they are in no mean. `num_left_out`: rows of the file that
+    were too long.
     """
 
     accuracy: float
@@ -51,7 +53,10 @@ def summarize(groups: list[Group], correct_threshold: float | None = None, num_l
     scored = [group for g in groups if (group := g.scored)]
     if not scored:
         shown = "".join(f"\n  {t.trajectory_id} ({t.prompt.prompt_id}): {t.reward_error}" for t in failed[:5])
-        raise RewardError(f"held-out evaluation: scoring failed for all of {len(trajectories)} samples, which says nothing about the model. The first:{shown}")
+        raise RewardError(
+            f"held-out evaluation: scoring failed for all of {len(trajectories)} samples, which says nothing about the"
+            f" model. The first:{shown}"
+        )
     means = [_mean(float(_is_correct(t, correct_threshold)) for t in group) for group in scored]
     mean = _mean(means)
     spread = sum((m - mean) ** 2 for m in means) / max(len(means) - 1, 1)
@@ -79,14 +84,16 @@ def _is_correct(trajectory: Trajectory, threshold: float | None) -> bool:
         return trajectory.reward >= threshold or are_equal_rewards((trajectory.reward, threshold))
     if trajectory.correct is None:
         raise RewardError(
-            f"held-out evaluation: no reward function says which responses are correct ({', '.join(trajectory.reward_parts)}). Return "
-            "{'reward': x, 'correct': True or False} from one, or set eval.correct_threshold, the reward from which a response is correct"
+            "held-out evaluation: no reward function says which responses are correct"
+            f" ({', '.join(trajectory.reward_parts)}). Return {{'reward': x, 'correct': True or False}} from one, or"
+            " set eval.correct_threshold, the reward from which a response is correct"
         )
     return trajectory.correct
 
 
 class HeldOut:
-    """The held-out prompts of `eval`, none without that section, and how many of them were seen among the rows of other files.
+    """The held-out prompts of `eval`, none without that section, and how many of them were seen among the rows of other
+    files.
 
     Raises DataError: the file or a row is malformed, or there are fewer prompts than `eval.num_prompts` asks for.
     """
@@ -117,13 +124,15 @@ class HeldOut:
         self.num_left_out = source.num_overlong
         if evaluation.num_prompts is not None and len(self.prompts) < evaluation.num_prompts:
             raise DataError(
-                f"{evaluation.path}: eval.num_prompts asks for {evaluation.num_prompts} prompts; {len(self.prompts)} are there "
-                f"({source.num_overlong} left out as longer than data.max_prompt_tokens)"
+                f"{evaluation.path}: eval.num_prompts asks for {evaluation.num_prompts} prompts; {len(self.prompts)}"
+                f" are there ({source.num_overlong} left out as longer than data.max_prompt_tokens)"
             )
         self._by_digest = {digests[int(prompt.prompt_id.rpartition(":")[2])]: prompt for prompt in self.prompts}
 
     def check_of(self, source: Source) -> Callable[[Row], str | None]:
-        """The check of a training file's rows: whether its rewards can use the answer. Notes which prompts are held-out ones."""
+        """The check of a training file's rows: whether its rewards can use the answer. Notes which prompts are held-out
+        ones.
+        """
         check_answer = row_check(self._config, source.reward)
         key = self._config.data.prompt_key
 
@@ -143,14 +152,17 @@ class HeldOut:
         if self._trained_on:
             first = next(prompt for digest, prompt in self._by_digest.items() if digest in self._trained_on)
             lines.append(
-                f"notice   {len(self._trained_on)} of {len(self._by_digest)} held-out prompts are also trained on (the first is row "
-                f"{int(first.prompt_id.rpartition(':')[2]) + 1} of {self._path}): the accuracy is not held-out"
+                f"notice   {len(self._trained_on)} of {len(self._by_digest)} held-out prompts are also trained on (the"
+                f" first is row {int(first.prompt_id.rpartition(':')[2]) + 1} of {self._path}): the accuracy is not"
+                " held-out"
             )
         return lines
 
 
 def row_check(config: Config, own_reward: str | None) -> Callable[[Row], str | None]:
-    """What is wrong with the answer of a row for the rewards that will score it; `own_reward` in place of `reward` if there is one."""
+    """What is wrong with the answer of a row for the rewards that will score it; `own_reward` in place of `reward` if
+    there is one.
+    """
     names, key = reward_names(config, own_reward), config.data.answer_key
 
     def check(row: Row) -> str | None:

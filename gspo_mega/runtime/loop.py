@@ -38,10 +38,14 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
     with Session(context, num_optimizer_steps=num_steps * config.batch.num_mini_batches) as session:
         state = session.state
         if session.resumed_from is not None:
-            session.say(f"resumed from {session.resumed_from.name}: step {state.step}, weight version {state.weight_version}")
+            session.say(
+                f"resumed from {session.resumed_from.name}: step {state.step}, weight version {state.weight_version}"
+            )
         if session.reference is not None:
             size = session.reference.num_bytes / 1024**3
-            session.say(f"reference policy of the KL term: {reference_path(config)}, {size:.2f} GiB of parameters on this rank")
+            session.say(
+                f"reference policy of the KL term: {reference_path(config)}, {size:.2f} GiB of parameters on this rank"
+            )
         for line in session.side.data_report() if session.side is not None else ():
             session.say(line)
         stop = start(session)
@@ -71,7 +75,9 @@ def start(session: Session) -> str | None:
         if evaluation is not None:
             failed = f", {evaluation.num_reward_failures} of them not scored" if evaluation.num_reward_failures else ""
             before = session.state.summary["accuracy_before"] = [evaluation.accuracy, evaluation.standard_error]
-            session.say(f"held-out accuracy before training: {accuracy_text(before)} ({evaluation.num_samples} samples{failed})")
+            session.say(
+                f"held-out accuracy before training: {accuracy_text(before)} ({evaluation.num_samples} samples{failed})"
+            )
     session.timer.start_step()  # what came before belongs to no step
     return None
 
@@ -99,7 +105,9 @@ def train_step(session: Session, num_steps: int) -> str | None:
     settings = objective_settings(config)
     with session.phase("train"):
         for mini_batch, before, frozen in zip(work.mini_batches, old, reference, strict=True):
-            result, passed = engine.train_mini_batch(mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen)
+            result, passed = engine.train_mini_batch(
+                mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen
+            )
             session.note_step(result.skipped, result.grad_norm)
             report.add(result, before.report if before is not None else passed, passed)
             kill_points.reached("step.optimizer")

@@ -1,7 +1,8 @@
-"""What makes a run's trajectories, as fingerprints: the weights, the rewards with their source, the settings of sampling.
+"""What makes a run's trajectories, as fingerprints: the weights, the rewards with their source, the settings of
+sampling.
 
-They stand in the journal beside what was sampled, so that a restarted step takes over what it would sample and score the same
-way again, and nothing else. Nothing of a reward is imported here: its source is found, read and hashed.
+They stand in the journal beside what was sampled, so that a restarted step takes over what it would sample and score
+the same way again, and nothing else. Nothing of a reward is imported here: its source is found, read and hashed.
 """
 
 from __future__ import annotations
@@ -35,16 +36,27 @@ _SAMPLE_BYTES = 64 * 1024
 
 def made_by(config: Config) -> dict[str, str]:
     """The fingerprints of a run that samples and scores, the weights' apart, which change with every step."""
-    return {"rewards": reward_fingerprint(config), "sampling": _digest({"rollout": config.rollout.model_dump(include=set(_SAMPLING)), "precision": config.precision})}
+    return {
+        "rewards": reward_fingerprint(config),
+        "sampling": _digest(
+            {"rollout": config.rollout.model_dump(include=set(_SAMPLING)), "precision": config.precision}
+        ),
+    }
 
 
 _SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "filter_constant_groups", "return_routed_experts")
 
 
 def first_weights(config: Config) -> str:
-    """A fingerprint of the weights that a fresh run starts from: config.json, and size and samples of every file of weights."""
+    """A fingerprint of the weights that a fresh run starts from: config.json, and size and samples of every file of
+    weights.
+    """
     folder = Path(config.model.weights or config.model.path)
-    files = sorted(path for pattern in ("config.json", "*.safetensors", "*.distcp", "megatron/*.distcp") for path in folder.glob(pattern))
+    files = sorted(
+        path
+        for pattern in ("config.json", "*.safetensors", "*.distcp", "megatron/*.distcp")
+        for path in folder.glob(pattern)
+    )
     return _digest([[str(path.relative_to(folder)), path.stat().st_size, _samples(path)] for path in files])
 
 
@@ -54,20 +66,38 @@ def next_history(history: str, batch: RolloutBatch, checksums: Mapping[str, int]
 
 
 def reward_fingerprint(config: Config) -> str:
-    """Of every reward function: name, weight, options, and the source of its module and of what that imports of the user's own."""
-    functions = [[one.function, one.weight, one.options, source_digest(one.function)] for one in config.reward.functions]
-    of_sources = [[source.name, source.reward, source_digest(source.reward)] for source in sources_of(config.data) if source.reward is not None]
+    """Of every reward function: name, weight, options, and the source of its module and of what that imports of the
+    user's own.
+    """
+    functions = [
+        [one.function, one.weight, one.options, source_digest(one.function)] for one in config.reward.functions
+    ]
+    of_sources = [
+        [source.name, source.reward, source_digest(source.reward)]
+        for source in sources_of(config.data)
+        if source.reward is not None
+    ]
     return _digest([functions, of_sources])
 
 
 def source_digest(function: str) -> str:
     """Of the files that a reward function's name stands for, in any place; a module that is not found has none."""
-    module = function.partition(":")[0] if ":" in function else BUILTINS[function].__module__ if function in BUILTINS else function
-    return _digest(sorted((name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in _own_modules(module).items()))
+    module = (
+        function.partition(":")[0]
+        if ":" in function
+        else BUILTINS[function].__module__
+        if function in BUILTINS
+        else function
+    )
+    return _digest(
+        sorted((name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in _own_modules(module).items())
+    )
 
 
 def _own_modules(module: str) -> dict[str, Path]:
-    """The file of `module`, of the packages around it, and of what these import: of the same package, or of none that is installed."""
+    """The file of `module`, of the packages around it, and of what these import: of the same package, or of none that
+    is installed.
+    """
     found: dict[str, Path] = {}
     waiting, top = [module], module.partition(".")[0]
     while waiting:
@@ -78,7 +108,9 @@ def _own_modules(module: str) -> dict[str, Path]:
             if part.partition(".")[0] != top and _is_installed(spec.origin):
                 continue
             found[part] = Path(spec.origin)
-            waiting += _imports(found[part], part if spec.submodule_search_locations is not None else part.rpartition(".")[0])
+            waiting += _imports(
+                found[part], part if spec.submodule_search_locations is not None else part.rpartition(".")[0]
+            )
     return found
 
 
@@ -93,7 +125,8 @@ def _spec(name: str) -> ModuleSpec | None:
     spec = None
     for part in _with_packages(name):
         try:
-            # An editable installation may be known to a finder of its own, which is asked for top-level names alone: others it would import.
+            # An editable installation may be known to a finder of its own, which is asked for top-level names alone:
+            # others it would import.
             spec = PathFinder.find_spec(part, path) or (importlib.util.find_spec(part) if "." not in part else None)
         except (ImportError, ValueError):
             return None
@@ -105,7 +138,9 @@ def _spec(name: str) -> ModuleSpec | None:
 
 def _is_installed(file: str) -> bool:
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return any(Path(os.path.realpath(file)).is_relative_to(os.path.realpath(place)) for place in places) or file.startswith(str(Path(__file__).parents[1]))
+    return any(
+        Path(os.path.realpath(file)).is_relative_to(os.path.realpath(place)) for place in places
+    ) or file.startswith(str(Path(__file__).parents[1]))
 
 
 def _imports(file: Path, package: str) -> Iterator[str]:

@@ -47,7 +47,9 @@ def redirect_output(log: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     sys.stdout, sys.stderr = _text(1), _text(2)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
 
 
 def _text(descriptor: int) -> io.TextIOWrapper:

@@ -1,4 +1,5 @@
-"""An all-reduce between machines and nothing else: `python -m gspo_mega.runtime.reach --rank R --world N --address A --port P`.
+"""An all-reduce between machines and nothing else: `python -m gspo_mega.runtime.reach --rank R --world N --address A
+--port P`.
 
 What `gspo-mega doctor` starts, one on each machine. Exit code 0 with a line of what worked; otherwise an error's text.
 """
@@ -34,7 +35,11 @@ def main() -> None:
     if args.gpu:
         torch.cuda.set_device(0)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if args.gpu else "gloo", store=store, rank=args.rank, world_size=args.world, timeout=timeout
+        "cpu:gloo,cuda:nccl" if args.gpu else "gloo",
+        store=store,
+        rank=args.rank,
+        world_size=args.world,
+        timeout=timeout,
     )
     worked = []
     for name, device in (("gloo", "cpu"), *((("NCCL", "cuda"),) if args.gpu else ())):
@@ -45,7 +50,10 @@ def main() -> None:
         expected = args.world * (args.world + 1) / 2
         if total != expected:
             raise SystemExit(f"{name}: the sum over {args.world} machines is {total}, not {expected}")
-        worked.append(f"{name} all-reduce of {tensor.nbytes >> 20} MiB over {args.world} machines in {time.monotonic() - started:.2f} s")
+        worked.append(
+            f"{name} all-reduce of {tensor.nbytes >> 20} MiB over {args.world} machines in"
+            f" {time.monotonic() - started:.2f} s"
+        )
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.write("; ".join(worked) + "\n")

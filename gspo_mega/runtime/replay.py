@@ -1,7 +1,7 @@
 """Rank 0's side of a run that trains on another run's record: no server, no sampling, no scoring.
 
-Stands in for `rollouts.RolloutSide` where `train.from_rollouts` names a run folder. What it hands out goes through the run's
-own journal as well, so the folder holds what was trained on and a restarted step is the very same.
+Stands in for `rollouts.RolloutSide` where `train.from_rollouts` names a run folder. What it hands out goes through the
+run's own journal as well, so the folder holds what was trained on and a restarted step is the very same.
 """
 
 from __future__ import annotations
@@ -43,9 +43,14 @@ class ReplaySide:
         self.batches = batches_of(config, journal, self.prompts, self)
 
     def data_report(self) -> list[str]:
-        return [f"data     the recorded rollouts of {self.recorded.folder.parent}; no server, no publish, no held-out evaluation"]
+        return [
+            f"data     the recorded rollouts of {self.recorded.folder.parent}; no server, no publish, no held-out"
+            " evaluation"
+        ]
 
-    def take(self, step: int, weight_version: int, on_wait: Callable[[], None], say: Callable[[str], None]) -> RolloutBatch:
+    def take(
+        self, step: int, weight_version: int, on_wait: Callable[[], None], say: Callable[[str], None]
+    ) -> RolloutBatch:
         """The recorded batch of `step`. Raises JournalError where the record has none."""
         return self.batches.take(step, weight_version, on_wait, say)
 

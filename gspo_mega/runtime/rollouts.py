@@ -66,15 +66,26 @@ class RolloutSide:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def data_report(self) -> list[str]:
-        """A line a source: rows, and how many were found too long so far; then what is to be known of the held-out prompts."""
+        """A line a source: rows, and how many were found too long so far; then what is to be known of the held-out
+        prompts.
+        """
         return [
             f"data     {source.path}: {len(source)} prompts"
-            + (f"; {source.num_overlong} of {source.num_examined} examined are longer than data.max_prompt_tokens and left out" if source.num_overlong else "")
+            + (
+                f"; {source.num_overlong} of {source.num_examined} examined are longer than data.max_prompt_tokens and"
+                " left out"
+                if source.num_overlong
+                else ""
+            )
             for source in self.sources
         ] + self.held_out.report()
 
-    def take(self, step: int, weight_version: int, on_wait: Callable[[], None], say: Callable[[str], None]) -> RolloutBatch:
-        """The rollout batch of `step`: `source.take(step)` of the loop. What the journal has of it is not sampled again."""
+    def take(
+        self, step: int, weight_version: int, on_wait: Callable[[], None], say: Callable[[str], None]
+    ) -> RolloutBatch:
+        """The rollout batch of `step`: `source.take(step)` of the loop. What the journal has of it is not sampled
+        again.
+        """
         return self.batches.take(step, weight_version, on_wait, say)
 
     def made_by(self, step: int) -> dict[str, str]:
@@ -108,7 +119,9 @@ class RolloutSide:
         self.prompts.load_state_dict(state)
 
     def evaluate(self, on_wait: Callable[[], None]) -> Evaluation:
-        """Sample every held-out prompt from the committed weights and score the responses. Raises RewardError as `summarize`."""
+        """Sample every held-out prompt from the committed weights and score the responses. Raises RewardError as
+        `summarize`.
+        """
         evaluation = self.config.eval
         assert evaluation is not None, "evaluate() without an eval section"
         groups = self.collector.sample(

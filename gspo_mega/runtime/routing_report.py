@@ -12,7 +12,9 @@ Sums = dict[str, float]
 def changed_routes(since: str, reports: Sequence[Sums]) -> dict[str, float]:
     """`routing/changed_since_<since>` (`rollout` or `old`); nothing where no rank compared."""
     compared = _total(f"compared_with_{since}", reports)
-    return {f"routing/changed_since_{since}": _total(f"changed_since_{since}", reports) / compared} if compared > 0 else {}
+    return (
+        {f"routing/changed_since_{since}": _total(f"changed_since_{since}", reports) / compared} if compared > 0 else {}
+    )
 
 
 def router_losses(moe: Moe, reports: Sequence[Sums]) -> dict[str, float]:

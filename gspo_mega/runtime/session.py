@@ -86,7 +86,9 @@ class Session:
             expert_tensor=parallel.expert_tensor,
             seed=config.run.seed,
         )
-        self.exchange = Exchange(context.open_store(), self.groups.host, context.open_store() if context.rank == 0 else None)
+        self.exchange = Exchange(
+            context.open_store(), self.groups.host, context.open_store() if context.rank == 0 else None
+        )
         self._cleanup = contextlib.ExitStack()
         self._cleanup.callback(self.exchange.close)
         self.is_replay = trains_policy and config.train is not None and config.train.from_rollouts is not None
@@ -95,7 +97,9 @@ class Session:
         beats.beat()
         self.engine = PolicyEngine(config, self.spec, self.groups, num_optimizer_steps)
         beats.beat()
-        self.reference = load_reference(config, self.spec, self.groups) if trains_policy and config.kl.coefficient > 0 else None
+        self.reference = (
+            load_reference(config, self.spec, self.groups) if trains_policy and config.kl.coefficient > 0 else None
+        )
         checkpoint, warnings = find_checkpoint(self.run_folder, self.groups)
         for warning in warnings:
             self.say(warning)
@@ -116,7 +120,12 @@ class Session:
         self._save_seconds: dict[str, float] = {}
         self._saved_state = None if checkpoint is None else asdict(self.state)
         self.publisher = Publisher(
-            config, self.spec, self.groups, self.engine.chunks, self.run_folder.weights_dir, _address_for(config.server.host)
+            config,
+            self.spec,
+            self.groups,
+            self.engine.chunks,
+            self.run_folder.weights_dir,
+            _address_for(config.server.host),
         )
         self._cleanup.callback(self.publisher.close)
         self._catch_up_after = 0.0
@@ -124,7 +133,9 @@ class Session:
         self.writer = None
         if self.side is not None:
             self.side.batches.restore(self.state)
-            self.writer = self._cleanup.enter_context(MetricsWriter(self.run_folder.path, tensorboard=config.metrics.tensorboard))
+            self.writer = self._cleanup.enter_context(
+                MetricsWriter(self.run_folder.path, tensorboard=config.metrics.tensorboard)
+            )
             self.writer.resume_from(self.state.step)
 
     def __enter__(self) -> Session:
@@ -134,7 +145,11 @@ class Session:
         self._cleanup.close()
 
     def _make_side(self) -> RolloutSide | ReplaySide:
-        return ReplaySide(self.config, self.attempt) if self.is_replay else RolloutSide(self.config, self.spec, self.attempt)
+        return (
+            ReplaySide(self.config, self.attempt)
+            if self.is_replay
+            else RolloutSide(self.config, self.spec, self.attempt)
+        )
 
     @property
     def evaluates(self) -> bool:
@@ -190,7 +205,8 @@ class Session:
                 try:
                     result = self.publisher.publish(self.state.weight_version, servers)
                 except PublishError as error:
-                    # Every rank is here, with the same error. Each round costs all servers a restart, so server.max_restarts ends it.
+                    # Every rank is here, with the same error. Each round costs all servers a restart, so
+                    # server.max_restarts ends it.
                     if not self.agree(self._are_gone(servers)):
                         raise
                     self.say(f"warning  {error}\nwarning  published again as soon as a server is back")
@@ -205,7 +221,9 @@ class Session:
         return self.side.pool.controls()
 
     def _are_gone(self, servers: list[Any]) -> bool:
-        """Rank 0: whether none of these servers, of these starts, runs any more. Their end may be known a little later."""
+        """Rank 0: whether none of these servers, of these starts, runs any more. Their end may be known a little
+        later.
+        """
         if not isinstance(self.side, RolloutSide) or not servers:
             return False
         tried = {(server.server_id, server.generation) for server in servers}
@@ -220,7 +238,10 @@ class Session:
         if isinstance(self.side, RolloutSide):
             self.side.pool.commit(result.weight_version, result.verified)
             for server, why in result.failed.items():
-                self.say(f"warning  {server} does not hold weight version {result.weight_version} and gets no work until it does: {why}")
+                self.say(
+                    f"warning  {server} does not hold weight version {result.weight_version} and gets no work until it"
+                    f" does: {why}"
+                )
 
     def _publish_again(self, servers: list[Any]) -> None:
         """The committed weights once more, to servers that came back (known on rank 0). Collective."""
@@ -237,7 +258,9 @@ class Session:
 
     def hand_out(self, shards: list[list[MiniBatch]]) -> Work:
         """Rank 0: send every rank its shard and return its own."""
-        own = self.exchange.send_each([{"kind": "work", "mini_batches": shard} for shard in for_ranks(shards, self.layout)])
+        own = self.exchange.send_each(
+            [{"kind": "work", "mini_batches": shard} for shard in for_ranks(shards, self.layout)]
+        )
         work = _to_work(own)
         work.num_positions = sum(m.num_tokens for shard in shards for mini in shard for m in mini.micro_batches)
         return work
@@ -304,12 +327,13 @@ class Session:
         limit = self.config.optimizer.max_skipped_in_a_row
         if self.state.skipped_in_a_row >= limit:
             raise NumericsError(
-                f"the gradient was not finite (norm {grad_norm}) in {limit} optimizer steps in a row (optimizer.max_skipped_in_a_row); "
-                "no step was applied, the weights are those before them"
+                f"the gradient was not finite (norm {grad_norm}) in {limit} optimizer steps in a row"
+                " (optimizer.max_skipped_in_a_row); no step was applied, the weights are those before them"
             )
 
     def checkpoint(self) -> None:
-        """Save the run's state; before the first optimizer step there is nothing yet that a fresh start lacks. Collective.
+        """Save the run's state; before the first optimizer step there is nothing yet that a fresh start lacks.
+        Collective.
 
         Nor is there where this very state is saved: a stop right after a checkpoint must not put that one at risk.
         """
@@ -325,11 +349,14 @@ class Session:
                 self._saved_state = state
 
     def check_held(self) -> None:
-        """Rank 0: raises FolderError where the run was started elsewhere meanwhile, before something of the run is overwritten."""
+        """Rank 0: raises FolderError where the run was started elsewhere meanwhile, before something of the run is
+        overwritten.
+        """
         if self.is_lead and not self.attempt.is_newest():
             raise FolderError(
-                f"{self.run_folder.path} was taken over by a later start of the run, attempt {self.run_folder.latest_attempt().number}; this one, "
-                f"attempt {self.attempt.number}, ends and writes nothing more"
+                f"{self.run_folder.path} was taken over by a later start of the run, attempt"
+                f" {self.run_folder.latest_attempt().number}; this one, attempt {self.attempt.number}, ends and writes"
+                " nothing more"
             )
 
     def poll_checkpoint(self, wait: bool = False) -> None:
@@ -352,7 +379,9 @@ class Session:
         return seconds
 
     def export(self, folder: Path | None = None) -> None:
-        """Write the weights as a Hugging Face folder, by default `hf` in the run folder: the run's result. Collective."""
+        """Write the weights as a Hugging Face folder, by default `hf` in the run folder: the run's result.
+        Collective.
+        """
         with self.phase("checkpoint"):
             export_huggingface(
                 folder or self.run_folder.huggingface_dir,

@@ -73,8 +73,9 @@ def leave(exit_code: int, last: Sequence[Callable[[], None]] = ()) -> NoReturn:
 
 
 def _exit(code: int) -> NoReturn:
-    """End past Python's ordinary end, which is also what ends multiprocessing's children: what a library has started, as Megatron's
-    checkpoint writer does for a save of several files, would wait for us for ever."""
+    """End past Python's ordinary end, which is also what ends multiprocessing's children: what a library has started,
+    as Megatron's checkpoint writer does for a save of several files, would wait for us for ever.
+    """
     for child in multiprocessing.active_children():
         child.kill()
     logging.shutdown()

@@ -57,7 +57,12 @@ class StepReport:
         if session.writer is None or session.side is None or self._batch is None:
             return
         session.check_held()
-        metrics = {**self._batch_metrics(self._batch), **self._optimizer_metrics(), **seconds, **session.take_save_seconds()}
+        metrics = {
+            **self._batch_metrics(self._batch),
+            **self._optimizer_metrics(),
+            **seconds,
+            **session.take_save_seconds(),
+        }
         if self._results:
             metrics |= self._policy_metrics()
         tokens = sum(t.num_tokens for t in self._batch.trajectories)
@@ -73,7 +78,10 @@ class StepReport:
         if self._num_positions:
             metrics["speed/packing_efficiency"] = tokens / self._num_positions
         if self.published is not None:
-            metrics |= {"publish/weight_version": session.state.weight_version, "publish/num_bytes": self.published.num_bytes}
+            metrics |= {
+                "publish/weight_version": session.state.weight_version,
+                "publish/num_bytes": self.published.num_bytes,
+            }
         if self.evaluation is not None:
             metrics |= evaluation_metrics(self.evaluation)
         step = session.state.step
@@ -87,8 +95,8 @@ class StepReport:
         if metrics.get("mismatch/budget_share", 0.0) > budget and "mismatch_warned_at" not in session.state.summary:
             session.state.summary["mismatch_warned_at"] = step
             session.say(
-                f"warning  the engines' log-probs differ by {metrics['mismatch/budget_share']:.2f} of the clip range (mismatch.budget {budget}); "
-                "see mismatch/* in metrics.jsonl"
+                f"warning  the engines' log-probs differ by {metrics['mismatch/budget_share']:.2f} of the clip range"
+                f" (mismatch.budget {budget}); see mismatch/* in metrics.jsonl"
             )
 
     def _batch_metrics(self, batch: RolloutBatch) -> dict[str, float]:
@@ -114,7 +122,9 @@ class StepReport:
         for source in {t.prompt.source for t in trajectories}:
             metrics[f"reward/source/{source}"] = np.mean([t.reward for t in trajectories if t.prompt.source == source])
         for part in {name for t in trajectories for name in t.reward_parts}:
-            metrics[f"reward/function/{_as_name(part)}"] = np.mean([t.reward_parts[part] for t in trajectories if part in t.reward_parts])
+            metrics[f"reward/function/{_as_name(part)}"] = np.mean(
+                [t.reward_parts[part] for t in trajectories if part in t.reward_parts]
+            )
         metrics |= {f"rollout/{name}": value for name, value in batch.counts.items()}
         metrics |= {f"time/rollout/{part}_seconds": value for part, value in batch.phase_seconds.items()}
         metrics["speed/generated_tokens_per_second"] = lengths.sum() / max(batch.phase_seconds["generate"], 1e-9)
@@ -136,7 +146,9 @@ class StepReport:
         config = self._session.config
         num_mini_batches = len(self._results)
         sums = [
-            torch.from_numpy(sum(rank[m]["train"]["totals"]["policy_sums"] for rank in self._gathered if rank[m]["train"]["totals"]))
+            torch.from_numpy(
+                sum(rank[m]["train"]["totals"]["policy_sums"] for rank in self._gathered if rank[m]["train"]["totals"])
+            )
             for m in range(num_mini_batches)
         ]
         metrics = {f"policy/{name}": value for name, value in policy_metrics(sum(sums)).items()}
@@ -146,21 +158,27 @@ class StepReport:
             metrics |= {f"policy/mini_batch/{m}/{name}": value for name, value in policy_metrics(part).items()}
 
         # In the last mini-batch the policy is furthest from where it was in the old pass.
-        metrics |= changed_routes("rollout", self._routing("old")) | changed_routes("old", self._routing("train", last=True))
+        metrics |= changed_routes("rollout", self._routing("old")) | changed_routes(
+            "old", self._routing("train", last=True)
+        )
         metrics |= router_losses(config.moe, self._routing("train")) | expert_loads(self._routing("train"))
         if self._session.reference is not None:
             kl = sum(part["totals"]["kl_sums"] for part in self._reports("train") if part["totals"])
             metrics["policy/kl_reference"] = float(kl[KL_SUMS.index("k")] / max(kl[KL_SUMS.index("num_tokens")], 1.0))
         old, train = self._columns("old"), self._columns("train")
         gap_sums = torch.from_numpy(old["mismatch_sums"])
-        metrics |= {f"mismatch/{k}": v for k, v in mismatch_metrics(gap_sums, torch.from_numpy(old["mismatch_maxima"])).items()}
+        metrics |= {
+            f"mismatch/{k}": v for k, v in mismatch_metrics(gap_sums, torch.from_numpy(old["mismatch_maxima"])).items()
+        }
         tokens, gap = (gap_sums[:, SUM_NAMES.index(name)] for name in ("tokens", "log_ratio"))
         present = tokens > 0
         mismatch = gap[present] / tokens[present]
         weights = torch.from_numpy(old["mismatch_weight"])[present]
         metrics["policy/entropy"] = float(old["entropy_sum"].sum() / max(float(tokens.sum()), 1.0))
         metrics["mismatch/weight_mean"] = float(weights[weights > 0].mean()) if (weights > 0).any() else 0.0
-        metrics["mismatch/budget_share"] = float(mismatch.abs().mean()) / max(config.objective.clip_low + config.objective.clip_high, 1e-12)
+        metrics["mismatch/budget_share"] = float(mismatch.abs().mean()) / max(
+            config.objective.clip_low + config.objective.clip_high, 1e-12
+        )
         metrics |= correction_metrics(config, mismatch)
         log_s = torch.from_numpy(train["log_s"])[present]
         metrics["policy/ess"] = effective_sample_fraction(log_s)
@@ -233,7 +251,9 @@ def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_token
 
 
 def _as_name(label: str) -> str:
-    """A reward's label as part of a metric's name, which may not hold all that `package.module:function` or a user's key does."""
+    """A reward's label as part of a metric's name, which may not hold all that `package.module:function` or a user's
+    key does.
+    """
     return re.sub(r"[^A-Za-z0-9._-]+", ".", label)
 
 

@@ -38,8 +38,10 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
         while verdict is None:
             if state.step >= settings.max_steps:
                 raise NumericsError(
-                    f"sampled accuracy did not reach sft.stop_accuracy_low {settings.stop_accuracy_low} in {settings.max_steps} steps "
-                    f"(sft.max_steps); last: {accuracy_text(state.summary.get('accuracy_after'))}. A larger optimizer.lr or more steps may help"
+                    f"sampled accuracy did not reach sft.stop_accuracy_low {settings.stop_accuracy_low} in"
+                    f" {settings.max_steps} steps (sft.max_steps); last:"
+                    f" {accuracy_text(state.summary.get('accuracy_after'))}. A larger optimizer.lr or more steps may"
+                    " help"
                 )
             verdict = _step(session, demonstrations)
         if verdict == "stopped":
@@ -49,7 +51,10 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
         _checkpoint(session, demonstrations)
         session.export()
         accuracy = state.summary.get("accuracy_after")
-        session.say(f"cold start done after {state.step} steps: held-out accuracy {accuracy_text(accuracy)}; {session.run_folder.huggingface_dir}")
+        session.say(
+            f"cold start done after {state.step} steps: held-out accuracy {accuracy_text(accuracy)};"
+            f" {session.run_folder.huggingface_dir}"
+        )
         return {"step": state.step, "accuracy": accuracy, "huggingface_dir": str(session.run_folder.huggingface_dir)}
 
 
@@ -58,11 +63,16 @@ def _demonstrations(session: Session) -> PromptStream[Demonstration] | None:
     if session.side is None:
         return None
     config = session.config
-    sources = load_demonstrations(config.data, session.side.tokenizer, max_response_tokens=config.rollout.max_new_tokens)
+    sources = load_demonstrations(
+        config.data, session.side.tokenizer, max_response_tokens=config.rollout.max_new_tokens
+    )
     stream = PromptStream(
-        sources, [s.weight for s in sources_of(config.data)], seed=config.run.seed, shuffle=config.data.shuffle,
+        sources,
+        [s.weight for s in sources_of(config.data)],
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
         accept_changed=config.data.accept_changed,
-    )  # fmt: skip
+    )
     if session.state.demonstrations:
         stream.load_state_dict(session.state.demonstrations)
     return stream
@@ -133,8 +143,9 @@ def _take(session: Session, demonstrations: PromptStream[Demonstration] | None) 
 
 
 def _measure(session: Session) -> tuple[str | None, dict[str, float]]:
-    """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError where
-    too many samples could not be scored to decide by the others."""
+    """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError
+    where too many samples could not be scored to decide by the others.
+    """
     settings, state = session.config.sft, session.state
     state.weight_version += 1
     session.publish()
@@ -144,15 +155,17 @@ def _measure(session: Session) -> tuple[str | None, dict[str, float]]:
     most_failed = session.config.reward.max_failed_fraction
     if evaluation.num_reward_failures > most_failed * evaluation.num_samples:
         raise RewardError(
-            f"{evaluation.num_reward_failures} of {evaluation.num_samples} held-out scorings failed after step {state.step}, more than "
-            f"reward.max_failed_fraction {most_failed:g} allows; the cold start cannot be stopped by such an accuracy"
+            f"{evaluation.num_reward_failures} of {evaluation.num_samples} held-out scorings failed after step"
+            f" {state.step}, more than reward.max_failed_fraction {most_failed:g} allows; the cold start cannot be"
+            " stopped by such an accuracy"
         )
     accuracy = [evaluation.accuracy, evaluation.standard_error]
     state.summary["accuracy_after"] = accuracy
     if accuracy[0] > settings.stop_accuracy_high:
         raise NumericsError(
-            f"sampled accuracy {accuracy_text(accuracy)} after step {state.step} is above sft.stop_accuracy_high {settings.stop_accuracy_high}: "
-            "it jumped past the band; measure more often (sft.eval_every_steps) or lower optimizer.lr"
+            f"sampled accuracy {accuracy_text(accuracy)} after step {state.step} is above sft.stop_accuracy_high"
+            f" {settings.stop_accuracy_high}: it jumped past the band; measure more often (sft.eval_every_steps) or"
+            " lower optimizer.lr"
         )
     if accuracy[0] >= settings.stop_accuracy_low:
         state.summary["verdict"] = "done"

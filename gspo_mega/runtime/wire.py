@@ -21,7 +21,12 @@ def encode(value: Any) -> bytes:
     def strip(item: Any) -> Any:
         if isinstance(item, np.ndarray):
             buffers.append(np.ascontiguousarray(item).tobytes())
-            return {_ARRAY: len(buffers) - 1, "dtype": item.dtype.str, "shape": list(item.shape), "bytes": len(buffers[-1])}
+            return {
+                _ARRAY: len(buffers) - 1,
+                "dtype": item.dtype.str,
+                "shape": list(item.shape),
+                "bytes": len(buffers[-1]),
+            }
         if isinstance(item, dict):
             return {str(key): strip(entry) for key, entry in item.items()}
         if isinstance(item, (list, tuple)):

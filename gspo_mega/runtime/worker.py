@@ -1,8 +1,9 @@
 """Entry of one rank: `python -m gspo_mega.runtime.worker --config FILE --attempt DIR --command train`.
 
-Owns what surrounds the work of a rank: log, signals, torch.distributed, the error record, the exit code. Reads
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the supervisor or torchrun set; of a step of a Slurm job,
-where only the last two are set, the first three are srun's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. What the rank does is `loop.py`, `supervised.py` or `evaluate.py`.
+Owns what surrounds the work of a rank: log, signals, torch.distributed, the error record, the exit code. Reads RANK,
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the supervisor or torchrun set; of a step of a Slurm job,
+where only the last two are set, the first three are srun's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. What the rank
+does is `loop.py`, `supervised.py` or `evaluate.py`.
 
 Exit code: 0 done; 75 stopped on request, to be continued by the same command; otherwise the error's.
 """
@@ -130,11 +131,16 @@ def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvir
     module, function = ENTRY_POINTS[command]
     work = getattr(importlib.import_module(module), function)
     context = WorkerContext(
-        config=loaded.config, attempt_dir=attempt.path, run_dir=attempt.run_folder.path,
-        rank=place.rank, world_size=place.world_size, local_rank=place.local_rank,
-        notices=loaded.notices, console=console(attempt) if place.rank == 0 else lambda line: None,
+        config=loaded.config,
+        attempt_dir=attempt.path,
+        run_dir=attempt.run_folder.path,
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        notices=loaded.notices,
+        console=console(attempt) if place.rank == 0 else lambda line: None,
         open_store=_open_store,
-    )  # fmt: skip
+    )
     return work(context)
 
 
@@ -148,7 +154,9 @@ def _default_signals() -> None:
 
 
 def _keep_to_this_machine(config: Config) -> None:
-    """Where ranks and servers all are on this machine, gloo and NCCL listen on its loopback alone, whatever its name resolves to."""
+    """Where ranks and servers all are on this machine, gloo and NCCL listen on its loopback alone, whatever its name
+    resolves to.
+    """
     here_alone = config.cluster.num_nodes == 1 and config.cluster.num_rollout_nodes == 0
     if here_alone and is_loopback(os.environ["MASTER_ADDR"]) and is_loopback(config.server.host):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -158,10 +166,10 @@ def _keep_to_this_machine(config: Config) -> None:
 def _init_distributed(place: RankEnvironment) -> None:
     """torch.distributed over all ranks: gloo for host tensors, NCCL for the GPU's where there is one. Collective."""
     set_variables(os.environ, place.local_rank)  # before any import of torch
-    import gspo_mega.engine.cpu as cpu  # before any other import of Megatron: it makes the CPU usable to it
-
     import torch
     import torch.distributed as dist
+
+    import gspo_mega.engine.cpu as cpu  # before any other import of Megatron: it makes the CPU usable to it
 
     on_cpu = cpu.is_cpu_backend()
     if on_cpu:
@@ -169,9 +177,12 @@ def _init_distributed(place: RankEnvironment) -> None:
     else:
         torch.cuda.set_device(place.local_rank)
     dist.init_process_group(
-        backend="gloo" if on_cpu else "cpu:gloo,cuda:nccl", store=_store_of_job(place),
-        rank=place.rank, world_size=place.world_size, timeout=COLLECTIVE_TIMEOUT,
-    )  # fmt: skip
+        backend="gloo" if on_cpu else "cpu:gloo,cuda:nccl",
+        store=_store_of_job(place),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
 
 
 def _store_of_job(place: RankEnvironment) -> Any:
@@ -182,15 +193,22 @@ def _store_of_job(place: RankEnvironment) -> Any:
 
 
 def rendezvous(address: str, port: int, rank: int, world_size: int, timeout: timedelta, serve: bool) -> Any:
-    """A client of the job's key-value store; with `serve` it is served here, on `address` alone, where torch's own would
-    listen on every address of the machine."""
+    """A client of the job's key-value store; with `serve` it is served here, on `address` alone, where torch's own
+    would listen on every address of the machine.
+    """
     import torch.distributed as dist
 
     if not serve:
         return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     return dist.TCPStore(
-        address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
 
 

@@ -57,7 +57,13 @@ class GroupSender:
         self._timeout_seconds = timeout_seconds
         self._links: dict[str, Link] = {}
 
-    def send(self, fleet: Fleet, servers: list[ServerControl], tensors: Iterator[tuple[str, torch.Tensor]], weight_version: int) -> None:
+    def send(
+        self,
+        fleet: Fleet,
+        servers: list[ServerControl],
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        weight_version: int,
+    ) -> None:
         """Send all tensors to `servers`, as one update session each; servers that fail leave the fleet.
 
         `tensors` is always run to its end: other ranks take part in making them.
@@ -87,7 +93,9 @@ class GroupSender:
                 self._links.pop(server.server_id).close()
             try:
                 seconds = min(_JOIN_SECONDS, fleet.deadline.left(server.server_id) / 2)
-                self._links[server.server_id] = Link(server, self._address, self._backend, self._timeout_seconds, seconds)
+                self._links[server.server_id] = Link(
+                    server, self._address, self._backend, self._timeout_seconds, seconds
+                )
             except GspoMegaError as error:
                 fleet.fail(server, str(error))
 
@@ -100,8 +108,9 @@ class GroupSender:
         stream = stream_beside(contents[0])
 
         def update(server: ServerControl, seconds: float) -> None:
-            """The request and the broadcasts that it asks for, side by side: a server enters a broadcast only inside of the
-            request, and a first broadcast of NCCL returns only when the server is in it."""
+            """The request and the broadcasts that it asks for, side by side: a server enters a broadcast only inside of
+            the request, and a first broadcast of NCCL returns only when the server is in it.
+            """
             link, until = links[server.server_id], time.monotonic() + seconds
             sending = link.broadcast(contents, stream)
             try:
@@ -109,7 +118,10 @@ class GroupSender:
                 try:
                     sending.wait(until - time.monotonic())
                 except PublishError as error:
-                    raise PublishError(f"{server.server_id}: says that it has received {names[0]} and following, and did not take them: {error}") from error
+                    raise PublishError(
+                        f"{server.server_id}: says that it has received {names[0]} and following, and did not take"
+                        f" them: {error}"
+                    ) from error
             except BaseException:
                 link.abort()
                 raise

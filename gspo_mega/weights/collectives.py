@@ -30,7 +30,11 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
 
 def broadcast_json(value: Any, group: Group) -> Any:
     """The value of the group's first rank, on every rank; what others pass is not used. Collective over `group`."""
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if group.rank == 0 else torch.empty(0)
+    payload = (
+        torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        if group.rank == 0
+        else torch.empty(0)
+    )
     length = torch.tensor([payload.numel()])
     dist.broadcast(length, src=group.ranks[0], group=group.group)
     if group.rank != 0:

@@ -80,7 +80,8 @@ class PolicyTensors:
         return tensor_group(self.groups, entry).rank == 0
 
     def owned(self, dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """(entry, whole tensor in `dtype`, a buffer in fp32, on the parameter's device) of what this rank owns, in table order.
+        """(entry, whole tensor in `dtype`, a buffer in fp32, on the parameter's device) of what this rank owns, in
+        table order.
 
         A tensor may share memory with a parameter: read it, do not keep it. Collective over the tensor groups:
         every rank must run the iterator to its end.
@@ -91,7 +92,9 @@ class PolicyTensors:
             if parameter in self._takes_part:
                 yield from self._gather(parameter, entries, dtype)
 
-    def _gather(self, parameter: str, entries: list[TensorEntry], dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def _gather(
+        self, parameter: str, entries: list[TensorEntry], dtype: torch.dtype
+    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         beats.beat()
         group = tensor_group(self.groups, entries[0])
         share = plain_values(self._parameters[parameter]).to(entry_dtype(entries[0], dtype))
@@ -117,14 +120,16 @@ class PolicyTensors:
         return whole
 
     def stream(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor in `dtype`, a buffer in fp32) of the whole model, in table order, on rank 0; nothing elsewhere.
+        """(name, whole tensor in `dtype`, a buffer in fp32) of the whole model, in table order, on rank 0; nothing
+        elsewhere.
 
         Collective over all ranks: every rank must run the iterator to its end, rank 0 also after an error of
         what it does with the tensors. A tensor may share memory with a parameter.
         """
         device = next(iter(self._parameters.values())).device
         if device.type == "cuda" and self.groups.world.size > 1:
-            # NCCL connects a group in its first operation, which all ranks must take part in; sends between two come after.
+            # NCCL connects a group in its first operation, which all ranks must take part in; sends between two come
+            # after.
             dist.all_reduce(torch.zeros(1, device=device), group=self.groups.world.group)
         if self.groups.world.rank != 0:
             for _, tensor in self.owned(dtype):
@@ -143,8 +148,9 @@ class PolicyTensors:
                 yield entry.name, tensor
 
     def _move(self, operation: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> None:
-        """Send to, or receive from, rank `peer` of all ranks. As a batch of one: a plain send would have NCCL connect the two
-        ranks by themselves, with buffers for every owner of tensors on rank 0's GPU."""
+        """Send to, or receive from, rank `peer` of all ranks. As a batch of one: a plain send would have NCCL connect
+        the two ranks by themselves, with buffers for every owner of tensors on rank 0's GPU.
+        """
         for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.groups.world.group)]):
             work.wait()
 
@@ -157,5 +163,7 @@ def entry_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:
 def gather_stream(
     spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every tensor of the model on rank 0, in table order; see `PolicyTensors.stream`. Collective."""
+    """(name, whole tensor) of every tensor of the model on rank 0, in table order; see `PolicyTensors.stream`.
+    Collective.
+    """
     return PolicyTensors(spec, groups, chunks).stream(dtype)

@@ -61,7 +61,9 @@ def export_huggingface(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> dict[str, Any]:
     """Write the policy in `chunks` (this rank's unwrapped GPT chunks) to `out_dir`: see `export_policy`. Collective."""
-    return export_policy(PolicyTensors(spec, groups, chunks), out_dir, dtype, source_folder, weight_version, max_file_bytes)
+    return export_policy(
+        PolicyTensors(spec, groups, chunks), out_dir, dtype, source_folder, weight_version, max_file_bytes
+    )
 
 
 def export_policy(
@@ -110,7 +112,9 @@ def export_policy(
     manifest = {
         "weight_version": weight_version,
         "dtype": DTYPE_NAMES[dtype],
-        "tensors": {name: tensors[name] for entries in policy.table.values() for name in (entry.name for entry in entries)},
+        "tensors": {
+            name: tensors[name] for entries in policy.table.values() for name in (entry.name for entry in entries)
+        },
     }
     if lead:
         problems = _attempt(_finish, staging, out_dir, manifest)
@@ -183,9 +187,10 @@ def _start(staging: Path, source: Path, dtype_name: str) -> None:
 
 
 def copy_description(source: Path, target: Path, dtype_name: str) -> None:
-    """Copy what describes a model (configuration, generation configuration, tokenizer) and none of its weights; durable on
-    return. In the copy config.json says `dtype_name`, and that there are no layers for multi-token prediction. No code is copied,
-    and no link is followed out of the folder. Raises OSError, and ModelError for such a link."""
+    """Copy what describes a model (configuration, generation configuration, tokenizer) and none of its weights; durable
+    on return. In the copy config.json says `dtype_name`, and that there are no layers for multi-token prediction. No
+    code is copied, and no link is followed out of the folder. Raises OSError, and ModelError for such a link.
+    """
     for file in description_files(source):
         durable.copy_file(file, target / file.name, at="publish.copy")
     config = json.loads((source / "config.json").read_text())

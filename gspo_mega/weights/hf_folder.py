@@ -31,7 +31,9 @@ class HuggingFaceFolder:
         elif (self.path / SINGLE_NAME).is_file():
             self.files = dict.fromkeys(self._file(SINGLE_NAME).keys(), SINGLE_NAME)
         else:
-            raise ModelError(f"{self.path}: neither {INDEX_NAME} nor {SINGLE_NAME} is there; only safetensors checkpoints are read")
+            raise ModelError(
+                f"{self.path}: neither {INDEX_NAME} nor {SINGLE_NAME} is there; only safetensors checkpoints are read"
+            )
 
     def __enter__(self) -> HuggingFaceFolder:
         return self
@@ -55,30 +57,43 @@ class HuggingFaceFolder:
         try:
             return self._file(self.files[name]).get_slice(name)
         except SafetensorError as error:
-            raise ModelError(f"{self.path / self.files[name]}: the index names {name!r} there, the file lacks it ({error})") from error
+            raise ModelError(
+                f"{self.path / self.files[name]}: the index names {name!r} there, the file lacks it ({error})"
+            ) from error
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """[start, start + length) of the tensor along `dim` (0 or 1), in the file's dtype; all of it without `length`."""
+        """[start, start + length) of the tensor along `dim` (0 or 1), in the file's dtype; all of it without
+        `length`.
+        """
         part = self._slice(name)
         stop = part.get_shape()[dim] if length is None else start + length
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """{tensor: file beside the index}. Raises ModelError: a folder that was downloaded may name any path of this machine."""
+    """{tensor: file beside the index}. Raises ModelError: a folder that was downloaded may name any path of this
+    machine.
+    """
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(found, dict):
             raise TypeError(f"weight_map is of the type {type(found).__name__}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{index}: not an index of safetensors files ({type(error).__name__}: {error}); it needs a 'weight_map'") from error
+        raise ModelError(
+            f"{index}: not an index of safetensors files ({type(error).__name__}: {error}); it needs a 'weight_map'"
+        ) from error
     for tensor, file in found.items():
         if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
-            raise ModelError(f"{index}: weight_map: {tensor!r} is said to be in {file!r}; the name of a file beside the index is wanted")
+            raise ModelError(
+                f"{index}: weight_map: {tensor!r} is said to be in {file!r}; the name of a file beside the index is"
+                " wanted"
+            )
     return found
 
 
-def check_names_and_shapes(folder: HuggingFaceFolder, shapes: dict[str, tuple[int, ...]], may_be_there: Callable[[str], bool]) -> list[str]:
+def check_names_and_shapes(
+    folder: HuggingFaceFolder, shapes: dict[str, tuple[int, ...]], may_be_there: Callable[[str], bool]
+) -> list[str]:
     """What is wrong with the folder for a model of these tensors: missing, unexpected or of another shape.
 
     `may_be_there` says of a name whether it is one to pass over.

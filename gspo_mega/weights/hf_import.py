@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 _HEAD = "lm_head.weight"
 
 
-def import_huggingface(folder: str | Path, spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]) -> None:
+def import_huggingface(
+    folder: str | Path, spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]
+) -> None:
     """Fill every parameter of this rank's chunks from the folder, cast to the parameter's dtype.
 
     `chunks` are unwrapped GPT chunks. Padding rows of the vocabulary become zero. Call it before the optimizer
@@ -56,7 +58,9 @@ def import_huggingface(folder: str | Path, spec: ModelSpec, groups: ParallelGrou
     raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
 
 
-def _fill(source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, parameters: dict[str, torch.Tensor]) -> None:
+def _fill(
+    source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, parameters: dict[str, torch.Tensor]
+) -> None:
     owners = {}
     for parameter, entries in table_by_parameter(spec).items():
         owners |= dict.fromkeys((parameter, *entries[0].copies), entries)
@@ -75,5 +79,12 @@ def _fill_from_tensor(
         values = source.read(entry.name, block.dim, block.start, block.length)
         parameter.narrow(block.dim, block.local_start, block.length).copy_(values)
         beats.beat()
-        if entry.copies and _HEAD in source.files and not torch.equal(values, source.read(_HEAD, block.dim, block.start, block.length)):
-            raise ModelError(f"config.json ties the embeddings, and {_HEAD} differs from {entry.name}; set tie_word_embeddings to false there")
+        if (
+            entry.copies
+            and _HEAD in source.files
+            and not torch.equal(values, source.read(_HEAD, block.dim, block.start, block.length))
+        ):
+            raise ModelError(
+                f"config.json ties the embeddings, and {_HEAD} differs from {entry.name}; set tie_word_embeddings to"
+                " false there"
+            )

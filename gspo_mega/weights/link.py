@@ -31,9 +31,12 @@ _LEAST_WAIT_SECONDS = 1.0
 class Broadcast:
     """Tensors on their way through one group."""
 
-    def __init__(self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
-        """Returns at once. `tensors` stay as they are until `wait` has returned; on a GPU what fills them is done before
-        `stream` goes on."""
+    def __init__(
+        self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None
+    ) -> None:
+        """Returns at once. `tensors` stay as they are until `wait` has returned; on a GPU what fills them is done
+        before `stream` goes on.
+        """
         self._ended = threading.Event()
         self._problem: Exception | None = None
         threading.Thread(target=self._run, args=(group, tensors, stream), daemon=True, name="broadcast").start()
@@ -74,8 +77,12 @@ def stream_beside(tensor: torch.Tensor) -> torch.cuda.Stream | None:
 class Link:
     """The group of the trainer's rank 0 and one start of one server; rank 0 is its first rank."""
 
-    def __init__(self, server: ServerControl, address: str, backend: str, timeout_seconds: float, seconds: float) -> None:
-        """`timeout_seconds` bounds one broadcast of gloo. Raises GspoMegaError when the server does not join within `seconds`."""
+    def __init__(
+        self, server: ServerControl, address: str, backend: str, timeout_seconds: float, seconds: float
+    ) -> None:
+        """`timeout_seconds` bounds one broadcast of gloo. Raises GspoMegaError when the server does not join within
+        `seconds`.
+        """
         self.server = server
         self.generation = server.generation
         # Servers remember groups by name, and may outlive a trainer.
@@ -88,19 +95,31 @@ class Link:
         listener = socket.create_server((address, 0), family=family)
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            address, port, size, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False,
+            address,
+            port,
+            size,
+            is_master=True,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
             master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        )
         making = _Making(self.name, size, backend, store, timeout_seconds)
         try:
             server.init_group(
-                master_address=address, master_port=port, rank_offset=1, world_size=size, group_name=self.name, backend=backend,
+                master_address=address,
+                master_port=port,
+                rank_offset=1,
+                world_size=size,
+                group_name=self.name,
+                backend=backend,
                 deadline_seconds=seconds,
-            )  # fmt: skip
+            )
             self._group = making.result(until - time.monotonic())
         except RuntimeError as error:
             making.give_up()
-            raise PublishError(f"{server.server_id}: says that it joined the weight group, and is not in it: {error}") from error
+            raise PublishError(
+                f"{server.server_id}: says that it joined the weight group, and is not in it: {error}"
+            ) from error
         except BaseException:
             making.give_up()
             raise
@@ -133,7 +152,9 @@ class Link:
 
 
 class _Making:
-    """Our side of a new group, made in a thread: gloo waits there for the server, which may answer that it will not come."""
+    """Our side of a new group, made in a thread: gloo waits there for the server, which may answer that it will not
+    come.
+    """
 
     def __init__(self, name: str, size: int, backend: str, store: dist.Store, timeout_seconds: float) -> None:
         self._lock = threading.Lock()
@@ -141,7 +162,9 @@ class _Making:
         self._group: dist.ProcessGroup | None = None
         self._problem: RuntimeError | None = None
         self._is_wanted = True
-        threading.Thread(target=self._run, args=(name, size, backend, store, timeout_seconds), daemon=True, name="join").start()
+        threading.Thread(
+            target=self._run, args=(name, size, backend, store, timeout_seconds), daemon=True, name="join"
+        ).start()
 
     def _run(self, name: str, size: int, backend: str, store: dist.Store, timeout_seconds: float) -> None:
         try:
@@ -149,9 +172,14 @@ class _Making:
             # way to make a group with processes outside this one's world.
             with errors_left_to_us(backend):
                 group, _ = _new_process_group_helper(
-                    size, 0, [], dist.Backend(backend), PrefixStore(name, store), group_name=name,
+                    size,
+                    0,
+                    [],
+                    dist.Backend(backend),
+                    PrefixStore(name, store),
+                    group_name=name,
                     timeout=timedelta(seconds=timeout_seconds),
-                )  # fmt: skip
+                )
             _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
             with self._lock:
                 is_wanted = self._is_wanted
@@ -184,8 +212,8 @@ class _Making:
 def errors_left_to_us(backend: str) -> Iterator[None]:
     """NCCL groups made meanwhile end nothing but themselves when a server dies in a broadcast.
 
-    torch's watchdog of a group takes the whole process down for an error or a timeout in it: right among the trainer's ranks,
-    wrong towards a server. It is told when a group is made, by the environment alone.
+    torch's watchdog of a group takes the whole process down for an error or a timeout in it: right among the trainer's
+    ranks, wrong towards a server. It is told when a group is made, by the environment alone.
     """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     if backend != "nccl":
@@ -203,7 +231,9 @@ def errors_left_to_us(backend: str) -> Iterator[None]:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(RuntimeError, ValueError):  # it may have met the server's end itself, or have been left meanwhile
+    with contextlib.suppress(
+        RuntimeError, ValueError
+    ):  # it may have met the server's end itself, or have been left meanwhile
         _abort_process_group(group)
 
 

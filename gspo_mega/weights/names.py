@@ -50,7 +50,9 @@ def replica_group(groups: ParallelGroups, entry: TensorEntry) -> Group:
     return groups.data_context if entry.expert is None else groups.expert_data
 
 
-def canonical_parameters(spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+def canonical_parameters(
+    spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]
+) -> dict[str, torch.Tensor]:
     """This rank's parameters, and the buffers that are weights, by canonical name, checked against the family table.
 
     `chunks` are unwrapped GPT chunks whose layers know their global `layer_number` (from 1). Raises ModelError
@@ -66,10 +68,15 @@ def canonical_parameters(spec: ModelSpec, groups: ParallelGroups, chunks: Sequen
             canonical = _canonical(spec, groups, chunk, name)
             entry = expected.get(canonical)
             if entry is None:
-                raise ModelError(f"{spec.family}: the model has a parameter {name!r} ({canonical}) that is in no tensor table")
+                raise ModelError(
+                    f"{spec.family}: the model has a parameter {name!r} ({canonical}) that is in no tensor table"
+                )
             shape = parameter_shape(spec, entry, tensor_group(groups, entry).size)
             if tuple(parameter.shape) != shape:
-                raise ModelError(f"{spec.family}: parameter {name!r} has shape {tuple(parameter.shape)}; the tensor table says {shape}")
+                raise ModelError(
+                    f"{spec.family}: parameter {name!r} has shape {tuple(parameter.shape)}; the tensor table says"
+                    f" {shape}"
+                )
             if canonical in found:
                 raise ModelError(f"{spec.family}: two parameters of this rank are {canonical}; the second is {name!r}")
             found[canonical] = parameter

@@ -87,7 +87,9 @@ class Publisher:
         self._verification = resolve_verification(config, on_gpu)
         self._backend = backend = "nccl" if on_gpu else "gloo"
         settings = config.publish
-        self._sender = GroupSender(address or config.server.host, backend, settings.bucket_bytes, settings.deadline_seconds)
+        self._sender = GroupSender(
+            address or config.server.host, backend, settings.bucket_bytes, settings.deadline_seconds
+        )
 
     def publish(self, weight_version: int, servers: Sequence[ServerControl] = ()) -> PublishResult:
         """Bring `servers` (given on rank 0) to the trainer's present weights, as `weight_version`. Collective.
@@ -114,7 +116,10 @@ class Publisher:
         problem = None
         committed = self._memory.committed
         if self._groups.world.rank == 0 and (committed is None or committed.weight_version != weight_version):
-            problem = f"weight version {weight_version} cannot be published again: {committed and committed.weight_version} is committed"
+            problem = (
+                f"weight version {weight_version} cannot be published again: {committed and committed.weight_version}"
+                " is committed"
+            )
         problem = broadcast_json(problem, self._groups.host)
         if problem is not None:
             raise PublishError(problem)
@@ -122,8 +127,9 @@ class Publisher:
         return self._lead_or_follow(content, servers, Deadline(self._settings.deadline_seconds), _nothing)
 
     def check_servers(self, software_dir: Path) -> None:
-        """On rank 0, before anything is published: raises PublishError when a server has said that it has another PyTorch or
-        NCCL than this process, and weights go through NCCL. `software_dir`: what the servers said."""
+        """On rank 0, before anything is published: raises PublishError when a server has said that it has another
+        PyTorch or NCCL than this process, and weights go through NCCL. `software_dir`: what the servers said.
+        """
         if self._settings.method == "distributed" and self._backend == "nccl":
             check_same(software_dir, here())
 
@@ -134,7 +140,9 @@ class Publisher:
     # --- parts that are collective -------------------------------------------------------------------------
 
     def _prepare(self, weight_version: int) -> Content:
-        """The content's checksums from the trainer's memory, independent of what servers are sent; its files, if any."""
+        """The content's checksums from the trainer's memory, independent of what servers are sent; its files, if
+        any.
+        """
         digests = None
         if self._settings.method == "disk":
             manifest = self._export(weight_version)
@@ -147,12 +155,16 @@ class Publisher:
         return Content(weight_version, expected=expected.checksums())
 
     def _export(self, weight_version: int) -> dict[str, Any]:
-        return export_policy(self._policy, self.versions.path(weight_version), self._dtype, self._source_folder, weight_version)
+        return export_policy(
+            self._policy, self.versions.path(weight_version), self._dtype, self._source_folder, weight_version
+        )
 
     def _lead_or_follow(
         self, content: Content, servers: Sequence[ServerControl], deadline: Deadline, commit: Callable[[int], None]
     ) -> PublishResult:
-        """Rank 0 runs the transaction; the others gather as often as it sends. The result, or rank 0's error, on all."""
+        """Rank 0 runs the transaction; the others gather as often as it sends. The result, or rank 0's error, on
+        all.
+        """
         if self._groups.world.rank != 0:
             while (order := broadcast_json(None, self._groups.host))["do"] == "send":
                 for _ in self._policy.stream(self._dtype):
@@ -160,7 +172,9 @@ class Publisher:
             if "error" in order:
                 raise PublishError(order["error"])
             result = order["result"]
-            return PublishResult(**{**result, "verified": tuple((server, generation) for server, generation in result["verified"])})
+            return PublishResult(
+                **{**result, "verified": tuple((server, generation) for server, generation in result["verified"])}
+            )
         outcome: dict[str, Any] = {"error": f"rank 0 failed while it published weight version {content.weight_version}"}
         try:
             result = self._lead(content, servers, deadline, commit)

@@ -26,7 +26,11 @@ def plain_values(parameter: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def filled(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     """A zeroed plain tensor to fill slice by slice; what it then holds is the parameter."""
-    values = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device) if is_quantized(parameter) else parameter.detach()
+    values = (
+        torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if is_quantized(parameter)
+        else parameter.detach()
+    )
     values.zero_()
     yield values
     if is_quantized(parameter):

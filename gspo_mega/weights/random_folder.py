@@ -46,10 +46,14 @@ def make_random_folder(shape_file: str | Path, folder: Path, seed: int) -> Path:
     names = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({entry.name: _draw(entry, index + len(names), seed) for index, entry in enumerate(shard)}, folder / file)
+        save_file(
+            {entry.name: _draw(entry, index + len(names), seed) for index, entry in enumerate(shard)}, folder / file
+        )
         names |= {entry.name: file for entry in shard}
     size = sum(entry.num_elements * 4 for entry in entries)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": names}), encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": names}), encoding="utf-8"
+    )
     stamp_file.write_text(stamp, encoding="utf-8")
     return folder
 

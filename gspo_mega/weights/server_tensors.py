@@ -44,7 +44,9 @@ def server_tensor_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def loads_with(name: str, before: str) -> bool:
-    """Does SGLang load this tensor only in one request with `before`, the tensor before it? (It forgets a lone one, and says success.)"""
+    """Does SGLang load this tensor only in one request with `before`, the tensor before it? (It forgets a lone one, and
+    says success.)
+    """
     return before.endswith(f"{_DOWN_PROJECTIONS[0]}.weight") and name.endswith(f"{_DOWN_PROJECTIONS[1]}.weight")
 
 
@@ -89,6 +91,7 @@ def differences(found: Mapping[str, str], expected: Mapping[str, str], limit: in
             parts.append(f"{words}: {', '.join(sorted(names)[:limit])}{more}")
     if parts and expected.keys() == found.keys() and all(expected[n] != found[n] for n in expected):
         parts.append(
-            "every single one: a server on a GPU, or with another dtype, reports other checksums; with such servers set publish.verify: replicas"
+            "every single one: a server on a GPU, or with another dtype, reports other checksums; with such servers set"
+            " publish.verify: replicas"
         )
     return "; ".join(parts) or None

@@ -15,7 +15,8 @@ from gspo_mega.errors import GspoMegaError, PublishError
 
 class ServerControl(Protocol):
     """One server. Methods block, and raise PublishError (or another GspoMegaError) naming the server when it refuses,
-    fails, or does not answer within `deadline_seconds`. They are called from several threads, one call a server at a time.
+    fails, or does not answer within `deadline_seconds`. They are called from several threads, one call a server at a
+    time.
 
     `generation` counts the server's starts: weights, groups and sessions of an earlier one are gone.
     """
@@ -34,14 +35,28 @@ class ServerControl(Protocol):
     def begin_update(self, *, deadline_seconds: float) -> None: ...
     def end_update(self, *, deadline_seconds: float) -> None: ...
     def init_group(
-        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str,
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
         deadline_seconds: float,
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
+
     def destroy_group(self, group_name: str, *, deadline_seconds: float) -> None: ...
     def update_from_distributed(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str, *,
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        *,
         deadline_seconds: float,
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
+
     def set_weight_version(self, weight_version: int, *, deadline_seconds: float) -> None: ...
     def weight_version(self, *, deadline_seconds: float) -> int: ...
     def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]: ...
@@ -87,11 +102,13 @@ class Fleet:
         self.failed[server.server_id] = why
         self.active = [s for s in self.active if s is not server]
 
-    def each(self, action: Callable[[ServerControl, float], object], servers: Iterable[ServerControl] | None = None) -> dict[str, object]:
+    def each(
+        self, action: Callable[[ServerControl, float], object], servers: Iterable[ServerControl] | None = None
+    ) -> dict[str, object]:
         """`action(server, seconds)` on all active servers (or some of them) at once; results by server id.
 
-        A call gets half of the time that is left, so that a server which hangs leaves the others time to go on. A server
-        whose action raises a GspoMegaError has failed; any other exception is a defect and is raised.
+        A call gets half of the time that is left, so that a server which hangs leaves the others time to go on. A
+        server whose action raises a GspoMegaError has failed; any other exception is a defect and is raised.
         """
         targets = self.active if servers is None else [s for s in servers if s in self.active]
         calls: list[tuple[ServerControl, Future]] = [(s, self._pool.submit(self._call, action, s)) for s in targets]

@@ -1,7 +1,8 @@
 """Have the servers the trainer's PyTorch and NCCL? Weights that go through NCCL's groups need it.
 
-Owns what a Python says of itself, and the comparison with what servers left in the attempt's folder, made before anything is published: NCCL's own
-refusal ("Mismatched NCCL version") comes in the middle of the first publish, after a whole step.
+Owns what a Python says of itself, and the comparison with what servers left in the attempt's folder, made before
+anything is published: NCCL's own refusal ("Mismatched NCCL version") comes in the middle of the first publish, after a
+whole step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _ASK = "import json; from gspo_mega.weights.software import here; print(json.dum
 def ask(python: str) -> dict[str, str | None]:
     """`torch` and `NCCL` as that Python has them. Raises PublishError where it cannot say."""
     try:
-        said = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, stdin=subprocess.DEVNULL)
+        said = subprocess.run(
+            [python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, stdin=subprocess.DEVNULL
+        )
         return dict(json.loads(said.stdout.splitlines()[-1]))
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise PublishError(f"{python} does not say which PyTorch and NCCL it has: {error!r}") from error
@@ -46,13 +49,19 @@ def check_same(folder: Path, trainer: Mapping[str, str | None]) -> None:
         differing = [name for name in ("torch", "NCCL") if _release(server.get(name)) != _release(trainer.get(name))]
         if differing:
             wrong.append(
-                f"{path.stem}: " + ", ".join(f"{name} {server.get(name) or '(none)'} where the trainer has {trainer.get(name) or '(none)'}" for name in differing)
+                f"{path.stem}: "
+                + ", ".join(
+                    f"{name} {server.get(name) or '(none)'} where the trainer has {trainer.get(name) or '(none)'}"
+                    for name in differing
+                )
             )
     if wrong:
         raise PublishError(
-            "weights cannot be published by `publish.method: distributed` between different versions of PyTorch or NCCL:\n  "
+            "weights cannot be published by `publish.method: distributed` between different versions of PyTorch or"
+            " NCCL:\n  "
             + "\n  ".join(wrong)
-            + "\ninstall the same in both Pythons (launch/env/gpu.txt, launch/env/gpu-server.txt), or use `publish.method: disk`"
+            + "\ninstall the same in both Pythons (launch/env/gpu.txt, launch/env/gpu-server.txt), or use"
+            " `publish.method: disk`"
         )
 
 

@@ -32,8 +32,8 @@ class Content:
 class Memory:
     """What rank 0 remembers from publish to publish.
 
-    `proved` holds the generation of each server that an update is known to reach in full; `committed` and `baseline` are
-    of the last verified publish.
+    `proved` holds the generation of each server that an update is known to reach in full; `committed` and `baseline`
+    are of the last verified publish.
     """
 
     proved: dict[str, int] = field(default_factory=dict)
@@ -42,7 +42,9 @@ class Memory:
 
 
 class Transaction:
-    """Brings servers to `content` by `send`, which updates some of a fleet in full and lets those that fail leave it."""
+    """Brings servers to `content` by `send`, which updates some of a fleet in full and lets those that fail leave
+    it.
+    """
 
     def __init__(self, spec: ModelSpec, memory: Memory, content: Content, deadline: Deadline, send: Send) -> None:
         self._spec = spec
@@ -52,7 +54,9 @@ class Transaction:
         self._send = send
         self.phase_seconds: dict[str, float] = {}
 
-    def run(self, servers: Sequence[ServerControl], commit: Callable[[], None]) -> tuple[tuple[tuple[str, int], ...], dict[str, str]]:
+    def run(
+        self, servers: Sequence[ServerControl], commit: Callable[[], None]
+    ) -> tuple[tuple[tuple[str, int], ...], dict[str, str]]:
         """(server_id, generation) of those that hold the content, verified and serving; and why the others do not.
 
         `commit` is called once, when a server holds the verified content and before any serves it. Servers that fail

@@ -30,8 +30,11 @@ def read_reports(fleet: Fleet, weight_version: int) -> dict[str, Reported]:
     """Every server's checksums, by server id; a server that reports another version fails."""
     for server_id, version in fleet.each(lambda s, left: s.weight_version(deadline_seconds=left)).items():
         if version != weight_version:
-            fleet.fail(_server(fleet, server_id), f"{server_id}: holds weight_version {version} after version {weight_version} was sent")
-    return {server_id: reported for server_id, reported in fleet.each(lambda s, left: s.checksums(deadline_seconds=left)).items()}
+            fleet.fail(
+                _server(fleet, server_id),
+                f"{server_id}: holds weight_version {version} after version {weight_version} was sent",
+            )
+    return dict(fleet.each(lambda s, left: s.checksums(deadline_seconds=left)).items())
 
 
 def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str, str]) -> None:
@@ -40,13 +43,19 @@ def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str
         found = reported[0] if len(reported) == 1 else {}
         wrong = differences(found, expected)
         if len(reported) != 1:
-            wrong = f"it has {len(reported)} ranks; checksums can be foretold for one (publish.verify: auto, or replicas, is for the others)"
+            wrong = (
+                f"it has {len(reported)} ranks; checksums can be foretold for one (publish.verify: auto, or replicas,"
+                " is for the others)"
+            )
         if wrong:
             fleet.fail(_server(fleet, server_id), f"{server_id}: does not hold the weights that were sent: {wrong}")
 
 
-def check_replicas(fleet: Fleet, spec: ModelSpec, reports: dict[str, Reported], digests: dict[str, str], baseline: Baseline) -> Baseline:
-    """Servers hold the same as each other, and since the last verified publish exactly what changed in the trainer changed.
+def check_replicas(
+    fleet: Fleet, spec: ModelSpec, reports: dict[str, Reported], digests: dict[str, str], baseline: Baseline
+) -> Baseline:
+    """Servers hold the same as each other, and since the last verified publish exactly what changed in the trainer
+    changed.
 
     What this cannot see is a part of a fused tensor that did not arrive on any server while the rest of it did; that
     updates reach every part at all is proved once a server start (`transaction.py`).
@@ -81,7 +90,9 @@ def _names_problem(reported: Reported, expected: set[str]) -> str | None:
 
 def _change_problem(reported: Reported, before: Reported, changed_here: set[str]) -> str | None:
     """A tensor that changed must change on some rank (one rank's share may be as it was), any other on none."""
-    changed_there = {name for now, then in zip(reported, before, strict=True) for name in now if now[name] != then[name]}
+    changed_there = {
+        name for now, then in zip(reported, before, strict=True) for name in now if now[name] != then[name]
+    }
     parts = [
         f"{words}: {', '.join(sorted(found)[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}"
         for words, found in (
@@ -96,14 +107,23 @@ def _change_problem(reported: Reported, before: Reported, changed_here: set[str]
 def _check_agreement(fleet: Fleet, reports: dict[str, Reported]) -> None:
     """Servers of one tensor-parallel size hold the same; those apart from the majority fail, all when there is none."""
     for size in {s.tensor_parallel for s in fleet.active}:
-        alike = {s.server_id: json.dumps(reports[s.server_id], sort_keys=True) for s in fleet.active if s.tensor_parallel == size}
+        alike = {
+            s.server_id: json.dumps(reports[s.server_id], sort_keys=True)
+            for s in fleet.active
+            if s.tensor_parallel == size
+        }
         (most, count), *others = Counter(alike.values()).most_common(2)
         no_majority = bool(others) and others[0][1] == count
         for server_id, report in alike.items():
             if no_majority:
-                fleet.fail(_server(fleet, server_id), f"{server_id}: servers hold different weights, and no majority says which are right")
+                fleet.fail(
+                    _server(fleet, server_id),
+                    f"{server_id}: servers hold different weights, and no majority says which are right",
+                )
             elif report != most:
-                fleet.fail(_server(fleet, server_id), f"{server_id}: holds other weights than {count} of {len(alike)} servers")
+                fleet.fail(
+                    _server(fleet, server_id), f"{server_id}: holds other weights than {count} of {len(alike)} servers"
+                )
 
 
 def _server(fleet: Fleet, server_id: str) -> ServerControl:

@@ -42,7 +42,9 @@ class Versions:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PublishError(f"{file}: cannot be read ({error!r}); it holds weight_version and path of the committed weights") from error
+            raise PublishError(
+                f"{file}: cannot be read ({error!r}); it holds weight_version and path of the committed weights"
+            ) from error
 
     def commit(self, weight_version: int) -> None:
         """Make a version that is there in full the current one, at once. Raises PublishError when that fails."""

@@ -1,7 +1,8 @@
 """Time and peak memory of the LM head's log-probs: in chunks, by whole logits, and by Megatron's cross-entropy.
 
-    python tests/benchmarks/log_prob_head.py [--hidden 256 1024] [--rows 1024] [--peak-rows 8192] [--chunks 128 256 512] [--entropy]
-    python tests/benchmarks/log_prob_head.py --device cuda --dtype bf16 --hidden 4096 --rows 8192 --peak-rows 65536 --chunks 512 2048
+    python tests/benchmarks/log_prob_head.py [--hidden 256 1024] [--rows 1024] [--peak-rows 8192] [--chunks 128 256 512]
+    [--entropy] python tests/benchmarks/log_prob_head.py --device cuda --dtype bf16 --hidden 4096 --rows 8192
+    --peak-rows 65536 --chunks 512 2048
 
 Three paths from the same hidden states [T, H] and head [V, H], V = 151 936, all ranks' work on one rank:
 - plain: all logits in fp32, log-softmax, gather;
@@ -26,14 +27,14 @@ from statistics import median
 sys.path[:0] = [str(Path(__file__).parents[1] / "numerics"), str(Path(__file__).parents[2])]
 warnings.filterwarnings("ignore")
 
-import gspo_mega.engine  # noqa: E402,F401  the CPU backend comes before Megatron
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
-from peak_memory import peak_extra_bytes, peak_extra_bytes_cuda  # noqa: E402
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from peak_memory import peak_extra_bytes, peak_extra_bytes_cuda
 
-from gspo_mega.engine.log_probs import token_log_probs  # noqa: E402
-from gspo_mega.engine.process_groups import create_groups  # noqa: E402
+import gspo_mega.engine  # noqa: F401  the CPU backend comes before Megatron
+from gspo_mega.engine.log_probs import token_log_probs
+from gspo_mega.engine.process_groups import create_groups
 
 VOCABULARY = 151_936
 LogProbs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -143,7 +144,10 @@ def compare(args: argparse.Namespace, hidden_size: int, tensor_group) -> None:
             peaks[name] = full + (full - half) * (args.peak_rows - args.rows) // (args.rows - args.rows // 2), False
     times = {name: bench.seconds(path, args.rows) for name, path in paths.items()}
 
-    print(f"\nH = {hidden_size}, V = {VOCABULARY}, {args.dtype} on {args.device}; times at T = {args.rows}, peak at T = {args.peak_rows}\n")
+    print(
+        f"\nH = {hidden_size}, V = {VOCABULARY}, {args.dtype} on {args.device}; times at T = {args.rows}, peak at T ="
+        f" {args.peak_rows}\n"
+    )
     print("| path | forward s | of plain | with backward s | of plain | peak MB | of plain | of Megatron |")
     print("|---|---|---|---|---|---|---|---|")
     for name in paths:

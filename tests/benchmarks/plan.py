@@ -1,6 +1,6 @@
 """How long `gspo-mega plan` takes for each shipped configuration of a real model: seconds of CPU, import included.
 
-    .venv/bin/python tests/benchmarks/plan.py
+.venv/bin/python tests/benchmarks/plan.py
 """
 
 from __future__ import annotations

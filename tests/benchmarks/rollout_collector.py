@@ -1,4 +1,5 @@
-"""How the collector's own work grows with the batch: trajectories per second over a server that takes 1024 requests at once.
+"""How the collector's own work grows with the batch: trajectories per second over a server that takes 1024 requests at
+once.
 
     python tests/benchmarks/rollout_collector.py [NUM_TRAJECTORIES ...]
 

@@ -2,7 +2,8 @@
 
     python tests/benchmarks/rollout_streaming.py [--requests 256] [--tokens 64] [--rounds 5]
 
-Starts a real SGLang server on the tiny Mixture-of-Experts model of the integration tests and alternates between the two.
+Starts a real SGLang server on the tiny Mixture-of-Experts model of the integration tests and alternates between the
+two.
 """
 
 from __future__ import annotations
@@ -25,16 +26,23 @@ from tiny_models import EOS_TOKEN_ID, make_model
 from gspo_mega.config import load_config
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.rollout.completion import SamplingParams
-from gspo_mega.rollout.load import Load
 from gspo_mega.rollout.flight import Flight
+from gspo_mega.rollout.load import Load
 from gspo_mega.rollout.pool import ServerPool
 
 
 async def whole(address: str, key: str, prompts, params) -> int:
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {key}"}, connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
 
         async def one(prompt):
-            body = {"input_ids": prompt, "sampling_params": params.as_json(), "return_logprob": True, "return_routed_experts": True}
+            body = {
+                "input_ids": prompt,
+                "sampling_params": params.as_json(),
+                "return_logprob": True,
+                "return_routed_experts": True,
+            }
             async with session.post(address + "/generate", json=body) as response:
                 return len(json.loads(await response.text())["output_ids"])
 
@@ -45,7 +53,12 @@ async def streamed(entry, load: Load, prompts, params) -> int:
     async def one(number, prompt):
         flight = Flight(120.0, load)
         answer = await entry.client.generate(
-            prompt, params, request_id=str(number), deadline_seconds=120.0, report_tokens=load.report_tokens(120.0), flight=flight
+            prompt,
+            params,
+            request_id=str(number),
+            deadline_seconds=120.0,
+            report_tokens=load.report_tokens(120.0),
+            flight=flight,
         )
         return len(answer.token_ids)
 
@@ -60,7 +73,11 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", moe=True)
-        rollout = {"max_new_tokens": args.tokens, "return_routed_experts": True, "max_concurrent_requests": args.requests}
+        rollout = {
+            "max_new_tokens": args.tokens,
+            "return_routed_experts": True,
+            "max_concurrent_requests": args.requests,
+        }
         path = run_config(Path(folder), model, rollout=rollout)
         serve = Serve(path, Path(folder) / "run")
         try:
@@ -82,8 +99,10 @@ def main() -> None:
                             rates[name].append(tokens / (time.monotonic() - started))
                 print({name: [round(r) for r in found] for name, found in rates.items()})
                 medians = {name: statistics.median(found) for name, found in rates.items()}
-                print(f"median tokens/s: whole {medians['whole']:.0f}, streamed {medians['streamed']:.0f}, ratio {medians['streamed'] / medians['whole']:.3f};"
-                      f" reports every {load.report_tokens(120.0)} tokens")
+                print(
+                    f"median tokens/s: whole {medians['whole']:.0f}, streamed {medians['streamed']:.0f}, ratio"
+                    f" {medians['streamed'] / medians['whole']:.3f}; reports every {load.report_tokens(120.0)} tokens"
+                )
         finally:
             serve.stop()
 

@@ -22,8 +22,18 @@ from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_import import import_huggingface
 
 
-def run(folder: str, run_dir: str, parallel: dict, plan: list[str], *, weights_from: str | None = None, checkpoint: dict | None = None, **sections) -> dict | None:
-    """Carry out `plan` ("start", "train", "save", "commit", "load", "fault ...") and return the whole weights on rank 0.
+def run(
+    folder: str,
+    run_dir: str,
+    parallel: dict,
+    plan: list[str],
+    *,
+    weights_from: str | None = None,
+    checkpoint: dict | None = None,
+    **sections,
+) -> dict | None:
+    """Carry out `plan` ("start", "train", "save", "commit", "load", "fault ...") and return the whole weights on rank
+    0.
 
     "restart" makes a new engine, as a new process would, with weights that are not those of the run.
     """
@@ -43,7 +53,9 @@ def run(folder: str, run_dir: str, parallel: dict, plan: list[str], *, weights_f
                 saver = Saver(run_folder, engine, Checkpoint(**(checkpoint or {})))
             elif act == "train":
                 sequences = recorded_sequences(seed=state.step)
-                batch = shard(sequences, groups.data.rank, groups.data.size, 2 * groups.context.size * groups.tensor.size)
+                batch = shard(
+                    sequences, groups.data.rank, groups.data.size, 2 * groups.context.size * groups.tensor.size
+                )
                 result, _ = engine.train_mini_batch(batch, ObjectiveSettings(), 11.0, None)
                 assert not result.skipped
                 state.step, state.num_optimizer_steps = state.step + 1, state.num_optimizer_steps + 1
@@ -59,14 +71,23 @@ def run(folder: str, run_dir: str, parallel: dict, plan: list[str], *, weights_f
                 kill_points.arm(act.removeprefix("fault "), groups.world.rank)
             elif act == "commit":
                 (report,) = saver.finish()
-                assert report.folder.name == f"step_{saved_step:08d}" and 0 < report.pause_seconds <= report.write_seconds
+                assert (
+                    report.folder.name == f"step_{saved_step:08d}" and 0 < report.pause_seconds <= report.write_seconds
+                )
             elif act == "load":
                 folder_found, warnings = find_checkpoint(run_folder, groups)
                 state = load_checkpoint(folder_found, engine)
                 assert state.prompts == {"position": state.step} and state.weight_version == state.step
-        weights = {name: value.clone().numpy() for name, value in PolicyTensors(spec, groups, engine.chunks).stream(torch.float32)}
+        weights = {
+            name: value.clone().numpy()
+            for name, value in PolicyTensors(spec, groups, engine.chunks).stream(torch.float32)
+        }
         random = torch.rand(3).tolist()
-        return None if groups.world.rank else {"weights": weights, "lr": lr, "random": random, "step": state.step, "warnings": warnings}
+        return (
+            None
+            if groups.world.rank
+            else {"weights": weights, "lr": lr, "random": random, "step": state.step, "warnings": warnings}
+        )
     finally:
         kill_points.arm(None, groups.world.rank)
         destroy_groups()

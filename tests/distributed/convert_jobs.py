@@ -19,7 +19,9 @@ from gspo_mega.weights.gather import PolicyTensors
 
 
 def loaded(source: str, converted: str, layouts: dict[str, dict], precision: str = "fp32") -> dict | None:
-    """For each layout, the tensors of `source` that the engine does not hold bit for bit after loading `converted`. Rank 0."""
+    """For each layout, the tensors of `source` that the engine does not hold bit for bit after loading `converted`.
+    Rank 0.
+    """
     seen = {}
     want = load_file(Path(source) / "model.safetensors")
     for name, parallel in layouts.items():
@@ -27,7 +29,9 @@ def loaded(source: str, converted: str, layouts: dict[str, dict], precision: str
         spec = read_model_spec(converted)
         groups = create_groups(**{size: parallel.get(size, 1) for size in SIZES})
         try:
-            engine = PolicyEngine(make_config(source, parallel, precision=precision), spec, groups, num_optimizer_steps=1)
+            engine = PolicyEngine(
+                make_config(source, parallel, precision=precision), spec, groups, num_optimizer_steps=1
+            )
             load_weights(Path(converted), engine)
             engine.after_weights_loaded()
             dtype = next(iter(want.values())).dtype
@@ -42,7 +46,9 @@ def refused(converted: str, shape: str) -> str:
     """The error that loading `converted` into a model of `shape` ends with."""
     groups = create_groups(tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
     try:
-        engine = PolicyEngine(make_config(shape, {"expert_tensor": 1}), read_model_spec(shape), groups, num_optimizer_steps=1)
+        engine = PolicyEngine(
+            make_config(shape, {"expert_tensor": 1}), read_model_spec(shape), groups, num_optimizer_steps=1
+        )
         load_weights(Path(converted), engine)
     except CheckpointError as error:
         return str(error)

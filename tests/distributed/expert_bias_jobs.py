@@ -18,7 +18,11 @@ ROUTES = dict(layers=4, experts=16, top_k=4)
 def biases(run: Run) -> dict[str, np.ndarray]:
     """Every e_score_correction_bias on rank 0."""
     tensors = PolicyTensors(run.spec, run.groups, run.engine.chunks)
-    return {name: value.clone().numpy() for name, value in tensors.stream(torch.bfloat16) if name.endswith("e_score_correction_bias")}
+    return {
+        name: value.clone().numpy()
+        for name, value in tensors.stream(torch.bfloat16)
+        if name.endswith("e_score_correction_bias")
+    }
 
 
 def train(folder: str, parallel: dict, steps: int = 3, rate: float = RATE, replay: str = "none", **sections) -> dict:
@@ -35,31 +39,44 @@ def train(folder: str, parallel: dict, steps: int = 3, rate: float = RATE, repla
             assert not result.skipped
             seen.append(biases(run))
             loads.append(run.routing(report))
-        return dict(biases=seen, loads=loads, dtypes=sorted({str(router.expert_bias.dtype) for _, router in run.engine.routers.all()}))
+        return dict(
+            biases=seen,
+            loads=loads,
+            dtypes=sorted({str(router.expert_bias.dtype) for _, router in run.engine.routers.all()}),
+        )
 
 
 def counted_by_hand(folder: str) -> dict:
-    """One training step on one rank: by layer, how many counted positions went to each expert, from the routers' own output."""
+    """One training step on one rank: by layer, how many counted positions went to each expert, from the routers' own
+    output.
+    """
     with Run(folder, {}, moe=dict(expert_bias_update_rate=RATE)) as run:
         packs = run.packs()
         calls: dict[int, list[np.ndarray]] = {layer: [] for layer, _ in run.engine.routers.all()}
         run.engine.old_pass(packs)
         hooks = [
-            router.register_forward_hook(lambda _module, _given, result, layer=layer: calls[layer].append(result[1].numpy()))
+            router.register_forward_hook(
+                lambda _module, _given, result, layer=layer: calls[layer].append(result[1].numpy())
+            )
             for layer, router in run.engine.routers.all()
         ]
         before = biases(run)
         run.engine.train_mini_batch(packs, SETTINGS, run.denominator, None)
         for hook in hooks:
             hook.remove()
-        counts = {layer: sum(used[_counted(pack)].sum(axis=0) for used, pack in zip(called, packs, strict=True)) for layer, called in calls.items()}
+        counts = {
+            layer: sum(used[_counted(pack)].sum(axis=0) for used, pack in zip(called, packs, strict=True))
+            for layer, called in calls.items()
+        }
         everything = {layer: sum(used.sum(axis=0) for used in called) for layer, called in calls.items()}
         return dict(before=before, after=biases(run), counts=counts, everything=everything)
 
 
 def _counted(pack: MicroBatch) -> np.ndarray:
     """[T] bool: positions up to their sequence's last active label, found by looking at each."""
-    return np.array([pack.loss_mask[t : pack.cu_seqlens[pack.sequence_ids[t] + 1]].any() for t in range(pack.num_tokens)])
+    return np.array(
+        [pack.loss_mask[t : pack.cu_seqlens[pack.sequence_ids[t] + 1]].any() for t in range(pack.num_tokens)]
+    )
 
 
 def left_alone(folder: str) -> dict[str, bool]:
@@ -88,7 +105,9 @@ def left_alone(folder: str) -> dict[str, bool]:
 
 
 def skewed(folder: str, steps: int) -> list[float]:
-    """Of a model whose bias sends nearly every token to the first experts: the load after each step with a large rate."""
+    """Of a model whose bias sends nearly every token to the first experts: the load after each step with a large
+    rate.
+    """
     with Run(folder, {}, moe=dict(expert_bias_update_rate=0.05), optimizer=dict(lr=1e-6, distributed=False)) as run:
         with torch.no_grad():
             for _, router in run.engine.routers.all():

@@ -28,7 +28,11 @@ SIZES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
 
 
 def through_layouts(
-    folder: str, layouts: dict[str, dict], precision: str = "fp32", tokens: np.ndarray | None = None, fault: str | None = None
+    folder: str,
+    layouts: dict[str, dict],
+    precision: str = "fp32",
+    tokens: np.ndarray | None = None,
+    fault: str | None = None,
 ) -> dict | None:
     """For each layout: largest |logit - Hugging Face's| over all tokens and the vocabulary, and the tensors whose bytes
     did not come back. On rank 0; None elsewhere."""
@@ -46,11 +50,15 @@ def _through(folder: Path, parallel: dict, precision: str, tokens: np.ndarray | 
         engine = PolicyEngine(config, spec, groups, num_optimizer_steps=1)
         import_huggingface(folder, spec, groups, engine.chunks)
         engine.after_weights_loaded()
-        difference = -1.0 if tokens is None else _logits_difference(engine, spec, groups, tokens, np.load(folder / "logits.npy"))
+        difference = (
+            -1.0 if tokens is None else _logits_difference(engine, spec, groups, tokens, np.load(folder / "logits.npy"))
+        )
         source = load_file(folder / "model.safetensors")
         dtype = next(iter(source.values())).dtype
         found = {name: tensor.clone() for name, tensor in PolicyTensors(spec, groups, engine.chunks).stream(dtype)}
-        changed = sorted(name for name in source if groups.world.rank == 0 and not torch.equal(found[name], source[name]))
+        changed = sorted(
+            name for name in source if groups.world.rank == 0 and not torch.equal(found[name], source[name])
+        )
         extra = sorted(found.keys() - source.keys())
         return {"logits": difference, "changed": changed + extra}
     finally:
@@ -60,10 +68,21 @@ def _through(folder: Path, parallel: dict, precision: str, tokens: np.ndarray | 
 def _logits_difference(engine: PolicyEngine, spec, groups, tokens: np.ndarray, reference: np.ndarray) -> float:
     """Of whole logits, put together from all tensor ranks of the last stage; the largest over the ranks. Collective."""
     caught: list[torch.Tensor] = []
-    sequence = dict(tokens=tokens, prompt=1, mask=np.ones(len(tokens) - 1, np.float32), rollout=np.zeros(len(tokens) - 1, np.float32), advantage=1.0)
+    sequence = dict(
+        tokens=tokens,
+        prompt=1,
+        mask=np.ones(len(tokens) - 1, np.float32),
+        rollout=np.zeros(len(tokens) - 1, np.float32),
+        advantage=1.0,
+    )
     hook = engine.chunks[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))
     batch = [pack([sequence], [0], 2 * groups.tensor.size)]
-    engine.pipeline.run(batch, lambda batch, log_probs, entropies: PassOutput(), forward_only=True, routing=RoutingPass(engine.routers, 1))
+    engine.pipeline.run(
+        batch,
+        lambda batch, log_probs, entropies: PassOutput(),
+        forward_only=True,
+        routing=RoutingPass(engine.routers, 1),
+    )
     hook.remove()
     difference = torch.zeros(())
     if groups.is_last_stage:
@@ -111,12 +130,17 @@ def _injected(fault: str | None) -> Iterator[None]:
     if fault == "swapped gate and up":
         other = {"gate": "up", "up": "gate"}
         swapped = {
-            name: dataclasses.replace(family, tensors=tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in family.tensors))
+            name: dataclasses.replace(
+                family, tensors=tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in family.tensors)
+            )
             for name, family in families.FAMILIES.items()
         }
         # The head and the embedding are told by identity.
         for name, family in swapped.items():
-            kept = tuple(old if old.role == new.role else new for old, new in zip(families.FAMILIES[name].tensors, family.tensors))
+            kept = tuple(
+                old if old.role == new.role else new
+                for old, new in zip(families.FAMILIES[name].tensors, family.tensors)
+            )
             swapped[name] = dataclasses.replace(family, tensors=kept)
         patch = mock.patch.object(families, "FAMILIES", swapped)
     elif fault in ("permuted experts", "another layer's bias"):
@@ -127,10 +151,16 @@ def _injected(fault: str | None) -> Iterator[None]:
             if fault == "another layer's bias":
                 first = spec.moe.num_dense_layers
                 other = None if layer is None else first + (layer - first + 1) % (spec.num_layers - first)
-                return dataclasses.replace(entry, parameter=rule.parameter.format(layer=other)) if rule.is_buffer else entry
+                return (
+                    dataclasses.replace(entry, parameter=rule.parameter.format(layer=other))
+                    if rule.is_buffer
+                    else entry
+                )
             if expert is None:
                 return entry
-            return dataclasses.replace(entry, parameter=rule.parameter.format(layer=layer, expert=(expert + 1) % spec.moe.num_experts))
+            return dataclasses.replace(
+                entry, parameter=rule.parameter.format(layer=layer, expert=(expert + 1) % spec.moe.num_experts)
+            )
 
         patch = mock.patch.object(families, "_entry", permuted)
     elif fault in _REORDERED:

@@ -19,18 +19,48 @@ from gspo_mega.model.tables import FAMILIES  # noqa: E402
 VOCAB_SIZE = 600  # no multiple of the padding, and no smaller than the ids of `recorded_sequences`
 NUM_TOKENS = 96
 _SHARED = dict(
-    vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-    max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=0, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 # Wavelengths of all three ranges, well inside the sequence.
-_LLAMA_3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+_LLAMA_3 = dict(
+    rope_type="llama3",
+    rope_theta=1e4,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 # Sixteen experts in four groups, of which a token goes to two.
 _DEEPSEEK = dict(
-    num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=16,
-    num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=2, moe_intermediate_size=24, first_k_dense_replace=1,
-    routed_scaling_factor=2.5, num_nextn_predict_layers=0,
-)  # fmt: skip
-_YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32, beta_fast=4, beta_slow=1)
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    n_routed_experts=16,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=2,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+    routed_scaling_factor=2.5,
+    num_nextn_predict_layers=0,
+)
+_YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32, beta_fast=4, beta_slow=1
+)
 _KEPT_IN_FP32 = "e_score_correction_bias"
 VARIANTS: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", {}),
@@ -39,14 +69,26 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "llama3": ("llama", dict(rope_parameters=_LLAMA_3)),
     "llama3-tied": ("llama", dict(rope_parameters=_LLAMA_3 | {"factor": 32.0}, tie_word_embeddings=True, head_dim=16)),
     "qwen3": ("qwen3", dict(head_dim=16)),
-    "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)),
-    "qwen3_moe-unnormalised": ("qwen3_moe", dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False)),
+    "qwen3_moe": (
+        "qwen3_moe",
+        dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
+    ),
+    "qwen3_moe-unnormalised": (
+        "qwen3_moe",
+        dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False),
+    ),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
     # As Moonlight has it: no latent of queries, one group, another epsilon outside the latents.
-    "deepseek_v3-one-group": ("deepseek_v3", _DEEPSEEK | dict(q_lora_rank=None, n_group=1, topk_group=1, num_experts_per_tok=3, rms_norm_eps=1e-5)),
+    "deepseek_v3-one-group": (
+        "deepseek_v3",
+        _DEEPSEEK | dict(q_lora_rank=None, n_group=1, topk_group=1, num_experts_per_tok=3, rms_norm_eps=1e-5),
+    ),
     "deepseek_v3-yarn": ("deepseek_v3", _DEEPSEEK | dict(rope_parameters=_YARN, first_k_dense_replace=2)),
-    "deepseek_v3-yarn-scaled": ("deepseek_v3", _DEEPSEEK | dict(rope_parameters=_YARN | dict(mscale=1.0, mscale_all_dim=0.707), first_k_dense_replace=0)),
+    "deepseek_v3-yarn-scaled": (
+        "deepseek_v3",
+        _DEEPSEEK | dict(rope_parameters=_YARN | dict(mscale=1.0, mscale_all_dim=0.707), first_k_dense_replace=0),
+    ),
 }
 
 
@@ -56,7 +98,9 @@ def token_ids() -> np.ndarray:
 
 
 def make_family_folder(folder: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 5) -> Path:
-    """A checkpoint as transformers saves it, every weight random (biases and norms too), and beside it `logits.npy` of fp32."""
+    """A checkpoint as transformers saves it, every weight random (biases and norms too), and beside it `logits.npy` of
+    fp32.
+    """
     family, own = VARIANTS[variant]
     model_class = getattr(transformers, FAMILIES[family].architecture)
     torch.manual_seed(seed)

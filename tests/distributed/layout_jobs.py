@@ -17,7 +17,6 @@ from gspo_mega.records import MicroBatch
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_import import import_huggingface
 
-
 CLIP_LOW, CLIP_HIGH = 0.04, 0.05
 
 
@@ -40,7 +39,9 @@ def recorded_sequences(seed: int = 0, vocab: int = 512) -> list[dict]:
     """Twelve sequences of uneven groups: lengths 1 to 40, one fully masked, interior masked tokens, both signs."""
     rng = np.random.default_rng(seed)
     sequences = []
-    for index, (prompt, response) in enumerate([(5, 1), (3, 40), (7, 12), (4, 9), (6, 33), (2, 5), (9, 17), (5, 8), (3, 3), (8, 21), (4, 14), (6, 26)]):
+    for index, (prompt, response) in enumerate(
+        [(5, 1), (3, 40), (7, 12), (4, 9), (6, 33), (2, 5), (9, 17), (5, 8), (3, 3), (8, 21), (4, 14), (6, 26)]
+    ):
         mask = np.ones(response, np.float32)
         if index == 7:
             mask[:] = 0
@@ -63,7 +64,17 @@ def pack(sequences: list[dict], rows: list[int], align: int) -> MicroBatch:
     parts: dict[str, list] = {name: [] for name in ("tokens", "positions", "ids", "labels", "mask", "rollout")}
     lengths, values = [], {"advantage": [], "length": [], "group_size": []}
     for place, row in enumerate(rows):
-        s = sequences[row] if row >= 0 else dict(tokens=np.zeros(2, np.int64), prompt=1, mask=np.zeros(1, np.float32), rollout=np.zeros(1, np.float32), advantage=0.0)
+        s = (
+            sequences[row]
+            if row >= 0
+            else dict(
+                tokens=np.zeros(2, np.int64),
+                prompt=1,
+                mask=np.zeros(1, np.float32),
+                rollout=np.zeros(1, np.float32),
+                advantage=0.0,
+            )
+        )
         real = len(s["tokens"])
         size = -(-real // align) * align
         active, rollout = np.zeros(size, np.float32), np.zeros(size, np.float32)
@@ -82,11 +93,16 @@ def pack(sequences: list[dict], rows: list[int], align: int) -> MicroBatch:
         values["group_size"].append(1)
     joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     return MicroBatch(
-        token_ids=joined["tokens"], position_ids=joined["positions"], sequence_ids=joined["ids"], labels=joined["labels"],
-        loss_mask=joined["mask"], rollout_log_probs=joined["rollout"], trajectory_index=np.array(rows),
+        token_ids=joined["tokens"],
+        position_ids=joined["positions"],
+        sequence_ids=joined["ids"],
+        labels=joined["labels"],
+        loss_mask=joined["mask"],
+        rollout_log_probs=joined["rollout"],
+        trajectory_index=np.array(rows),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         sequence={name: np.array(v, np.float64 if name == "advantage" else np.int64) for name, v in values.items()},
-    )  # fmt: skip
+    )
 
 
 def shard(sequences: list[dict], data_rank: int, data_size: int, align: int, per_pack: int = 3) -> list[MicroBatch]:
@@ -125,17 +141,27 @@ def run_layout(folder: str, parallel: dict, steps: int = 3, **sections) -> dict 
             tensors = PolicyTensors(spec, groups, engine.chunks, values=lambda parameter: parameter.main_grad)
             gradient = {name: value.clone() for name, value in tensors.stream(torch.float32)}
         old_columns = _merge(groups, old.report.trajectory_index, old.report.columns, len(sequences))
-        log_s = _merge(groups, report.trajectory_index, {"log_s": report.columns["log_s"] / groups.context.size} if report.columns else {}, len(sequences))
+        log_s = _merge(
+            groups,
+            report.trajectory_index,
+            {"log_s": report.columns["log_s"] / groups.context.size} if report.columns else {},
+            len(sequences),
+        )
         totals = _total(report.totals.get("policy_sums"))
         results = [engine.train_mini_batch(batch, ObjectiveSettings(), denominator, None)[0] for _ in range(steps)]
-        weights = {name: value.clone() for name, value in PolicyTensors(spec, groups, engine.chunks).stream(torch.float32)}
+        weights = {
+            name: value.clone() for name, value in PolicyTensors(spec, groups, engine.chunks).stream(torch.float32)
+        }
         if groups.world.rank:
             return None
         return dict(
-            mismatch=old_columns["mismatch_sums"].numpy(), log_s=log_s["log_s"].numpy(), totals=totals.numpy(),
-            gradient={n: v.numpy() for n, v in (gradient or {}).items()}, weights={n: v.numpy() for n, v in weights.items()},
+            mismatch=old_columns["mismatch_sums"].numpy(),
+            log_s=log_s["log_s"].numpy(),
+            totals=totals.numpy(),
+            gradient={n: v.numpy() for n, v in (gradient or {}).items()},
+            weights={n: v.numpy() for n, v in weights.items()},
             grad_norms=[r.grad_norm for r in results],
-        )  # fmt: skip
+        )
     finally:
         destroy_groups()
 

@@ -15,13 +15,33 @@ from gspo_mega.model.huggingface import read_model_spec
 def make_folder(folder: Path, *, moe: bool, tied: bool = False, layers: int = 4, seed: int = 0) -> Path:
     """A Qwen3 or Qwen3-MoE checkpoint of random fp32 weights, large enough in scale for distinct routes."""
     config = dict(
-        architectures=["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"], model_type="qwen3_moe" if moe else "qwen3",
-        vocab_size=512, hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=128, max_position_embeddings=256, rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu",
-        tie_word_embeddings=tied, attention_bias=False, eos_token_id=2, dtype="float32",
-    )  # fmt: skip
+        architectures=["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"],
+        model_type="qwen3_moe" if moe else "qwen3",
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        max_position_embeddings=256,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        tie_word_embeddings=tied,
+        attention_bias=False,
+        eos_token_id=2,
+        dtype="float32",
+    )
     if moe:
-        config |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+        config |= dict(
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        )
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(seed)

@@ -1,4 +1,6 @@
-"""What ranks run in the tests of the LM head and of the sums over context ranks: the function itself, no model around it."""
+"""What ranks run in the tests of the LM head and of the sums over context ranks: the function itself, no model around
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ NUM_TOKENS, WIDTH = 24, 16
 @contextlib.contextmanager
 def counted(group: dist.ProcessGroup):
     """Counts the collectives that this process enters: `all_reduces` on `group`; `here`, of any kind, on `group`; and
-    `elsewhere`, on all other groups. The groups' own sequence numbers tell, which no way into a collective goes around."""
+    `elsewhere`, on all other groups. The groups' own sequence numbers tell, which no way into a collective goes around.
+    """
     counts, plain = dict(all_reduces=0), dist.all_reduce
 
     def numbers() -> dict[bool, int]:
@@ -56,7 +59,9 @@ def counted(group: dist.ProcessGroup):
 
 
 def head_case(vocab: int) -> dict[str, torch.Tensor]:
-    """One pack, the same on every rank: hidden [24, 1, 16], head [vocab, 16], 15 chosen rows with labels and upstream gradients."""
+    """One pack, the same on every rank: hidden [24, 1, 16], head [vocab, 16], 15 chosen rows with labels and upstream
+    gradients.
+    """
     generator = torch.Generator().manual_seed(3)
     rows = torch.randperm(NUM_TOKENS, generator=generator)[:15]
     labels = torch.randint(vocab, (15,), generator=generator)
@@ -80,9 +85,17 @@ class _Head(torch.nn.Module):
 
 
 def run_head(
-    vocab: int, padded: int, tensor: int, sequence_parallel: bool, wrapped: str, chunk: int = 4, temperature: float = 0.7, tied: bool = False
+    vocab: int,
+    padded: int,
+    tensor: int,
+    sequence_parallel: bool,
+    wrapped: str,
+    chunk: int = 4,
+    temperature: float = 0.7,
+    tied: bool = False,
 ) -> dict:
-    """Log-probs, entropies, gradients of this rank's part of the head and hidden states, and the collectives of the head.
+    """Log-probs, entropies, gradients of this rank's part of the head and hidden states, and the collectives of the
+    head.
 
     `wrapped`: "" for plain autograd, "ddp" or "ddp-overlap" for Megatron's DDP with two micro-batches of the same pack.
     With `tied` the pack's labels go through the same weight as an embedding into the hidden states.
@@ -97,8 +110,12 @@ def run_head(
         share = NUM_TOKENS // tensor if sequence_parallel else NUM_TOKENS
         start = groups.tensor.rank * share if sequence_parallel else 0
         if wrapped:
-            settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=wrapped == "ddp-overlap")
-            config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1, calculate_per_token_loss=True)
+            settings = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, overlap_grad_reduce=wrapped == "ddp-overlap"
+            )
+            config = TransformerConfig(
+                num_layers=1, hidden_size=WIDTH, num_attention_heads=1, calculate_per_token_loss=True
+            )
             ddp = DistributedDataParallel(config, settings, module)
             ddp.zero_grad_buffer()
         for micro_batch in range(2 if wrapped else 1):
@@ -126,9 +143,12 @@ def run_head(
             assert module.weight.grad is None and module.weight.grad_added_to_main_grad
         gradient = module.weight.main_grad / 2 if wrapped else module.weight.grad
         return dict(
-            log_probs=log_probs.detach().numpy(), entropies=entropies.numpy(), hidden_grad=hidden.grad.numpy().copy(),
-            weight_grad=gradient.numpy().copy(), collectives=calls,
-        )  # fmt: skip
+            log_probs=log_probs.detach().numpy(),
+            entropies=entropies.numpy(),
+            hidden_grad=hidden.grad.numpy().copy(),
+            weight_grad=gradient.numpy().copy(),
+            collectives=calls,
+        )
     finally:
         destroy_groups()
 
@@ -137,8 +157,9 @@ def run_head(
 
 
 def context_batch(size: int, rank: int) -> tuple[SimpleNamespace, torch.Tensor]:
-    """(what a rank's DeviceBatch has for the loss, log-probs [N]) of three sequences of 8, 12 and 4 positions; the first
-    and one inner token of the second carry no loss."""
+    """(what a rank's DeviceBatch has for the loss, log-probs [N]) of three sequences of 8, 12 and 4 positions; the
+    first and one inner token of the second carry no loss.
+    """
     generator = torch.Generator().manual_seed(5)
     cu_seqlens = torch.tensor([0, 8, 20, 24])
     ids = torch.repeat_interleave(torch.arange(3), cu_seqlens.diff())
@@ -154,13 +175,17 @@ def context_batch(size: int, rank: int) -> tuple[SimpleNamespace, torch.Tensor]:
         rollout_log_probs=rollout[chosen],
         num_sequences=3,
         trajectory_index=np.arange(3),
-        sequence=dict(advantage=torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64), length=lengths, group_size=torch.ones(3)),
+        sequence=dict(
+            advantage=torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64), length=lengths, group_size=torch.ones(3)
+        ),
     )
     return batch, log_probs[chosen]
 
 
 def run_context_sums(context: int, skipped: bool, use_rollout: bool, ratio: str = "sequence") -> dict:
-    """Loss and gradient of one micro-batch, and the collectives of its passes. Gradients [24], this rank's part, 0 elsewhere."""
+    """Loss and gradient of one micro-batch, and the collectives of its passes. Gradients [24], this rank's part, 0
+    elsewhere.
+    """
     groups = create_groups(context=context)
     try:
         batch, values = context_batch(groups.context.size, groups.context.rank)
@@ -176,9 +201,13 @@ def run_context_sums(context: int, skipped: bool, use_rollout: bool, ratio: str 
         gradient = torch.zeros(24, dtype=torch.float64)
         gradient[batch.labels] = log_probs.grad.double()
         return dict(
-            gradient=gradient.numpy(), loss=float(output.loss), log_s=output.columns["log_s"].numpy(), wanted_entropy=head.wants_entropy,
-            old_pass=in_old_pass, training=in_training,
-        )  # fmt: skip
+            gradient=gradient.numpy(),
+            loss=float(output.loss),
+            log_s=output.columns["log_s"].numpy(),
+            wanted_entropy=head.wants_entropy,
+            old_pass=in_old_pass,
+            training=in_training,
+        )
     finally:
         destroy_groups()
 
@@ -187,7 +216,9 @@ def run_context_sums(context: int, skipped: bool, use_rollout: bool, ratio: str 
 
 
 def run_engine(folder: str, chunk: int) -> dict:
-    """What the engine asks of the head in an old pass, in a training pass after it and in one without, and their numbers."""
+    """What the engine asks of the head in an old pass, in a training pass after it and in one without, and their
+    numbers.
+    """
     config = make_config(folder, {})
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"log_prob_chunk_tokens": chunk})})
     spec, plain = read_model_spec(folder), passes.token_log_probs
@@ -213,9 +244,12 @@ def run_engine(folder: str, chunk: int) -> dict:
         alone = engine.policy_gradients(batch, settings, 3.0, None)
         engine.train_supervised(batch, 10.0)
         return dict(
-            asked=asked, bits=bits, entropy=[old.report.columns["entropy_sum"], alone.columns["entropy_sum"]],
-            columns=[sorted(after.columns), sorted(alone.columns)], log_s=[after.columns["log_s"], alone.columns["log_s"]],
-        )  # fmt: skip
+            asked=asked,
+            bits=bits,
+            entropy=[old.report.columns["entropy_sum"], alone.columns["entropy_sum"]],
+            columns=[sorted(after.columns), sorted(alone.columns)],
+            log_s=[after.columns["log_s"], alone.columns["log_s"]],
+        )
     finally:
         passes.token_log_probs = plain
         destroy_groups()

@@ -30,7 +30,9 @@ class Run:
         self.engine.after_weights_loaded()
         sequences = recorded_sequences()
         self.batch = shard(sequences, groups.data.rank, groups.data.size, 2 * groups.context.size * groups.tensor.size)
-        if parallel.get("virtual_pipeline"):  # interleaved stages take as many micro-batches at a time as there are stages
+        if parallel.get(
+            "virtual_pipeline"
+        ):  # interleaved stages take as many micro-batches at a time as there are stages
             self.batch += self.batch[-1:] * (-len(self.batch) % parallel["pipeline"])
         self.denominator = float(sum(s["mask"].any() for s in sequences))
 
@@ -74,13 +76,21 @@ def changed(a: dict[str, object], b: dict[str, object]) -> list[str]:
     return [n for n in a if not (torch.equal(a[n], b[n]) if torch.is_tensor(a[n]) else a[n] == b[n])]
 
 
-def overlapped(folder: str, parallel: dict, clip_grad: float = 1.0, distributed: bool = True, **sections) -> dict | None:
+def overlapped(
+    folder: str, parallel: dict, clip_grad: float = 1.0, distributed: bool = True, **sections
+) -> dict | None:
     """Three steps with and without overlap, in small buckets. Whole weights on rank 0, None elsewhere."""
     small = functools.partial(data_parallel.DistributedDataParallelConfig, bucket_size=20_000)
     with layout(parallel) as groups, mock.patch.object(data_parallel, "DistributedDataParallelConfig", small):
         result = {}
         for overlap in (False, True):
-            run = Run(folder, groups, parallel, optimizer=dict(lr=1e-3, overlap=overlap, clip_grad=clip_grad, distributed=distributed), **sections)
+            run = Run(
+                folder,
+                groups,
+                parallel,
+                optimizer=dict(lr=1e-3, overlap=overlap, clip_grad=clip_grad, distributed=distributed),
+                **sections,
+            )
             norms = [run.step().grad_norm for _ in range(3)]
             buckets = [len(w.bucket_groups) + len(w.expert_parallel_bucket_groups) for w in run.engine.wrapped]
             run.engine.old_pass(run.batch)
@@ -89,7 +99,9 @@ def overlapped(folder: str, parallel: dict, clip_grad: float = 1.0, distributed:
 
 
 def one_bad_gradient(folder: str, parallel: dict, bad_rank: int, parameter: str, **sections) -> dict:
-    """A step, one with an infinity in `bad_rank`'s gradient of `parameter`, a step; and two steps without the bad one."""
+    """A step, one with an infinity in `bad_rank`'s gradient of `parameter`, a step; and two steps without the bad
+    one.
+    """
     with layout(parallel) as groups:
         run = Run(folder, groups, parallel, **sections)
         first = run.step()

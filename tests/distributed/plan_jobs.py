@@ -9,8 +9,8 @@ from layout_jobs import make_config, pack
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.engine.reference import ReferencePolicy
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.engine.reference import ReferencePolicy
 from gspo_mega.model.huggingface import read_model_spec
 
 
@@ -22,9 +22,13 @@ def count_state(cases: list[dict]) -> list[dict]:
 def _count(config: Config) -> dict:
     parallel = config.parallel
     groups = create_groups(
-        tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context, expert=parallel.expert, expert_tensor=parallel.expert_tensor,
-    )  # fmt: skip
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+    )
     try:
         engine = PolicyEngine(config, read_model_spec(config.model.path), groups, num_optimizer_steps=1)
         for chunk in engine.wrapped:
@@ -59,7 +63,10 @@ def _reference_bytes(config: Config, engine: PolicyEngine, policy: list[torch.Te
     if config.kl.coefficient == 0:
         return 0
     reference = ReferencePolicy(config, engine.spec, engine.groups)
-    own = [*(p for chunk in reference.chunks for p in chunk.parameters()), *(p.grad for chunk in reference.chunks for p in chunk.parameters() if p.grad is not None)]
+    own = [
+        *(p for chunk in reference.chunks for p in chunk.parameters()),
+        *(p.grad for chunk in reference.chunks for p in chunk.parameters() if p.grad is not None),
+    ]
     size = _storage_bytes(own, _storages(policy))
     assert size == reference.num_bytes
     return size
@@ -74,19 +81,29 @@ def _storage_bytes(tensors: list[torch.Tensor], without: set[int] = frozenset())
     return sum(size for pointer, size in storages.items() if pointer not in without)
 
 
-def saved_bytes(folder: str, parallel: dict, precision: str, num_tokens: int, num_sequences: int, **sections) -> dict[str, float]:
+def saved_bytes(
+    folder: str, parallel: dict, precision: str, num_tokens: int, num_sequences: int, **sections
+) -> dict[str, float]:
     """Bytes a token that one forward pass saves for its backward pass, by the half of layer 2 that saves them.
 
-    `outside`: by what is in no layer, such as a block that is recomputed, the final norm and the head. Storages count once, parameters not at all.
+    `outside`: by what is in no layer, such as a block that is recomputed, the final norm and the head. Storages count
+    once, parameters not at all.
     """
     sequences = [
-        dict(tokens=np.arange(3, 3 + num_tokens), prompt=1, mask=np.ones(num_tokens - 1, np.float32),
-             rollout=np.zeros(num_tokens - 1, np.float32), advantage=1.0)
-    ] * num_sequences  # fmt: skip
+        dict(
+            tokens=np.arange(3, 3 + num_tokens),
+            prompt=1,
+            mask=np.ones(num_tokens - 1, np.float32),
+            rollout=np.zeros(num_tokens - 1, np.float32),
+            advantage=1.0,
+        )
+    ] * num_sequences
     sizes = {name: parallel.get(name, 1) for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
     groups = create_groups(**sizes)
     try:
-        engine = PolicyEngine(make_config(folder, parallel, precision=precision, **sections), read_model_spec(folder), groups, 1)
+        engine = PolicyEngine(
+            make_config(folder, parallel, precision=precision, **sections), read_model_spec(folder), groups, 1
+        )
         batch = [pack(sequences, list(range(num_sequences)), 1)]
         storages, found = _storages(list(engine.chunks[0].parameters())), {}
         held, inside = [], [""]
@@ -109,8 +126,9 @@ def saved_bytes(folder: str, parallel: dict, precision: str, num_tokens: int, nu
             engine.policy_gradients(batch, ObjectiveSettings(), float(num_sequences), None)
         tokens = num_tokens * num_sequences
         return dict(
-            attention=found.get("2.attention", 0) / tokens, mlp=found.get("2.mlp", 0) / tokens,
+            attention=found.get("2.attention", 0) / tokens,
+            mlp=found.get("2.mlp", 0) / tokens,
             outside=found.get("", 0) / tokens,
-        )  # fmt: skip
+        )
     finally:
         destroy_groups()

@@ -30,14 +30,20 @@ def _serve(rank: int, size: int, port: int, pipe) -> None:
     sys.path.insert(0, _TEST_FOLDER)
     os.setpgrp()  # so that what a rank starts can be ended with it
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1"
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
     )
     import warnings
 
     warnings.filterwarnings("ignore")
-    import gspo_mega.engine  # noqa: F401  the CPU backend comes before torch.distributed and Megatron
     import torch
     import torch.distributed as dist
+
+    import gspo_mega.engine  # noqa: F401  the CPU backend comes before torch.distributed and Megatron
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -112,7 +118,9 @@ class RankPool:
 
 
 class RankPools:
-    """Pools by size, made when first asked for; a pool that a failure killed, or that has done its share, is replaced."""
+    """Pools by size, made when first asked for; a pool that a failure killed, or that has done its share, is
+    replaced.
+    """
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}

@@ -10,7 +10,15 @@ from gspo_mega.algorithm.kl import KL_SUMS
 from gspo_mega.runtime.reference import load_reference
 
 
-def kl_run(folder: str, reference: str | None, parallel: dict, estimator: str = "k3", coefficient: float = 0.5, steps: int = 0, **sections) -> dict:
+def kl_run(
+    folder: str,
+    reference: str | None,
+    parallel: dict,
+    estimator: str = "k3",
+    coefficient: float = 0.5,
+    steps: int = 0,
+    **sections,
+) -> dict:
     """KL sums and gradient of the first training pass, and the KL per token after each of `steps` optimizer steps."""
     kl = dict(coefficient=coefficient, estimator=estimator, reference_path=reference)
     with Run(folder, parallel, algorithm="custom", objective=dict(ratio="sequence"), kl=kl, **sections) as run:
@@ -32,7 +40,9 @@ def kl_run(folder: str, reference: str | None, parallel: dict, estimator: str = 
             trained = {id(p) for chunk in run.engine.chunks for p in chunk.parameters()}
             result["shared_parameters"] = sum(id(p) in trained for chunk in frozen.chunks for p in chunk.parameters())
             result["reference_bytes"] = frozen.num_bytes
-            result["policy_bytes"] = sum(p.numel() * p.element_size() for chunk in run.engine.chunks for p in chunk.parameters())
+            result["policy_bytes"] = sum(
+                p.numel() * p.element_size() for chunk in run.engine.chunks for p in chunk.parameters()
+            )
         return result
 
 
@@ -50,7 +60,9 @@ def refused(folder: str, reference: str) -> str:
         texts = []
         for attempt in (
             lambda: load_reference(run.config, run.spec, run.groups),
-            lambda: run.engine.policy_gradients(run.packs(), SETTINGS, run.denominator, run.engine.old_pass(run.packs())),
+            lambda: run.engine.policy_gradients(
+                run.packs(), SETTINGS, run.denominator, run.engine.old_pass(run.packs())
+            ),
         ):
             try:
                 attempt()

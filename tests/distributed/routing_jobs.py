@@ -53,10 +53,16 @@ class Run:
         return packs
 
     def log_ratios(self, packs: list[MicroBatch], old) -> np.ndarray:
-        """Sum over each trajectory's tokens of trainer - rollout log-probs, [12], from an old pass; the same everywhere."""
+        """Sum over each trajectory's tokens of trainer - rollout log-probs, [12], from an old pass; the same
+        everywhere.
+        """
         whole = torch.zeros(len(self.sequences), dtype=torch.float64)
         if old.report.columns:
-            whole.index_add_(0, torch.from_numpy(old.report.trajectory_index), torch.from_numpy(old.report.columns["mismatch_sums"][:, 1]))
+            whole.index_add_(
+                0,
+                torch.from_numpy(old.report.trajectory_index),
+                torch.from_numpy(old.report.columns["mismatch_sums"][:, 1]),
+            )
         torch.distributed.all_reduce(whole, group=self.groups.host.group)
         return whole.numpy()
 
@@ -69,7 +75,9 @@ class Run:
         return whole.numpy()
 
     def gradient(self) -> dict[str, np.ndarray]:
-        tensors = PolicyTensors(self.spec, self.groups, self.engine.chunks, values=lambda parameter: parameter.main_grad)
+        tensors = PolicyTensors(
+            self.spec, self.groups, self.engine.chunks, values=lambda parameter: parameter.main_grad
+        )
         return {name: value.clone().numpy() for name, value in tensors.stream(torch.float32)}
 
     def routing(self, report) -> dict[str, float]:
@@ -87,7 +95,12 @@ class Run:
 
 
 def rollout_routes(
-    micro_batch: MicroBatch, sequences: list[dict], seed: int, layers: int = LAYERS, experts: int = EXPERTS, top_k: int = TOP_K
+    micro_batch: MicroBatch,
+    sequences: list[dict],
+    seed: int,
+    layers: int = LAYERS,
+    experts: int = EXPERTS,
+    top_k: int = TOP_K,
 ) -> np.ndarray:
     """Random routes of every position but a sequence's last token and padding, a function of the trajectory alone."""
     routes = np.full((micro_batch.num_tokens, layers, top_k), -1, np.int16)
@@ -112,7 +125,14 @@ def replay_old_routes(folder: str, parallel: dict, **sections) -> dict:
         after = run.engine.old_pass(packs)
         changed = run.routing(_compare(run, packs, old, after))
         free = run.log_ratios(packs, after) - run.log_ratios(packs, old)
-        return dict(same=same, replayed=replayed, free=free, gradient=gradient, changed=changed, log_ratios=run.log_ratios(packs, old))
+        return dict(
+            same=same,
+            replayed=replayed,
+            free=free,
+            gradient=gradient,
+            changed=changed,
+            log_ratios=run.log_ratios(packs, old),
+        )
 
 
 def _compare(run: Run, packs: list[MicroBatch], before, after):
@@ -120,7 +140,9 @@ def _compare(run: Run, packs: list[MicroBatch], before, after):
     return after.report
 
 
-def replay_rollout_routes(folder: str, parallel: dict, mode: str, seed: int, permuted: bool = False, **sections) -> dict:
+def replay_rollout_routes(
+    folder: str, parallel: dict, mode: str, seed: int, permuted: bool = False, **sections
+) -> dict:
     """R3 (or none, which compares): the old pass and the gradient with routes as a rollout engine would return them."""
     with Run(folder, parallel, moe=dict(routing_replay=mode), **sections) as run:
         packs = run.packs(routes_seed=seed)
@@ -131,16 +153,21 @@ def replay_rollout_routes(folder: str, parallel: dict, mode: str, seed: int, per
         old = run.engine.old_pass(packs)
         report = run.engine.policy_gradients(packs, SETTINGS, run.denominator, old)
         return dict(
-            log_ratios=run.log_ratios(packs, old), log_s=run.log_s(report), gradient=run.gradient(),
-            routing=run.routing(old.report), routing_of_training=run.routing(report),
-        )  # fmt: skip
+            log_ratios=run.log_ratios(packs, old),
+            log_s=run.log_s(report),
+            gradient=run.gradient(),
+            routing=run.routing(old.report),
+            routing_of_training=run.routing(report),
+        )
 
 
 def replay_own_routes(folder: str, parallel: dict) -> dict:
     """What a free pass chose, handed back as the rollout engine's: nothing may change."""
     with Run(folder, parallel, moe=dict(routing_replay="R3")) as run:
         packs = run.packs(routes_seed=1)
-        run.engine.config = run.config.model_copy(update={"moe": run.config.moe.model_copy(update={"routing_replay": "none"})})
+        run.engine.config = run.config.model_copy(
+            update={"moe": run.config.moe.model_copy(update={"routing_replay": "none"})}
+        )
         free = run.engine.old_pass(packs)
         run.engine.config = run.config
         for micro_batch, routes in zip(packs, free.routes, strict=True):
@@ -155,7 +182,9 @@ def spoilt_replay(folder: str) -> str:
         packs = run.packs()
         old = run.engine.old_pass(packs)
         _, router = run.engine.routers.all()[2]
-        router.router_replay.get_replay_topk = lambda scores, topk, groups, group_topk, choose: choose(scores, topk, groups, group_topk)
+        router.router_replay.get_replay_topk = lambda scores, topk, groups, group_topk, choose: choose(
+            scores, topk, groups, group_topk
+        )
         run.perturb_routers()
         try:
             run.engine.policy_gradients(packs, SETTINGS, run.denominator, old)
@@ -178,17 +207,23 @@ def balance(folder: str, parallel: dict, steps: int = 0, **sections) -> dict:
 
 
 def by_hand(folder: str, **sections) -> dict:
-    """The gradient that the router losses add to the last router's weights, and the same from their definition in float64."""
+    """The gradient that the router losses add to the last router's weights, and the same from their definition in
+    float64.
+    """
     with Run(folder, {}, **sections) as run:
         packs, moe = run.packs(), run.config.moe
         _, router = run.engine.routers.all()[-1]
         old = run.engine.old_pass(packs)
         inputs: list[torch.Tensor] = []
-        hook = router.register_forward_hook(lambda module, given, result: inputs.append(given[0].detach().flatten(0, 1).double()))
+        hook = router.register_forward_hook(
+            lambda module, given, result: inputs.append(given[0].detach().flatten(0, 1).double())
+        )
         run.engine.policy_gradients(packs, SETTINGS, run.denominator, old)
         hook.remove()
         gradient = router.weight.main_grad.clone()
-        run.engine.balancing._settings = moe.model_copy(update={"load_balancing_coefficient": 1e-12, "z_loss_coefficient": 1e-12})
+        run.engine.balancing._settings = moe.model_copy(
+            update={"load_balancing_coefficient": 1e-12, "z_loss_coefficient": 1e-12}
+        )
         run.engine.policy_gradients(packs, SETTINGS, run.denominator, old)
         gradient -= router.weight.main_grad
 

@@ -21,8 +21,28 @@ UNEVEN = "{name: DP2 uneven, ranks: 2, packing: uneven}"
 
 # Of each shipped matrix; all of them run in tests/soak/certify_matrices.sh.
 SAMPLE = {
-    "dense": ["TP2+SP tied", "PP2xVPP2", "DP2 distributed optimizer", "DP2 uneven shards", "TP2+SPxPP2", "DP2xCP2 distributed", "packs shuffled", "bf16 TP2+SP", "TP3 of 4 heads"],
-    "moe": ["TP2+SPxEP2", "ETP2 allgather", "R3 EP2", "recompute EP2", "PP2xVPP2xEP2", "CP2xEP2", "EP2 uneven shards", "one pack each", "TP2 with EP1 and ETP1"],
+    "dense": [
+        "TP2+SP tied",
+        "PP2xVPP2",
+        "DP2 distributed optimizer",
+        "DP2 uneven shards",
+        "TP2+SPxPP2",
+        "DP2xCP2 distributed",
+        "packs shuffled",
+        "bf16 TP2+SP",
+        "TP3 of 4 heads",
+    ],
+    "moe": [
+        "TP2+SPxEP2",
+        "ETP2 allgather",
+        "R3 EP2",
+        "recompute EP2",
+        "PP2xVPP2xEP2",
+        "CP2xEP2",
+        "EP2 uneven shards",
+        "one pack each",
+        "TP2 with EP1 and ETP1",
+    ],
     "mla": ["TP2+SPxEP2", "PP2xVPP2", "CP2", "EP2 distributed optimizer", "all in one pack"],
 }
 
@@ -37,7 +57,9 @@ def test_a_sample_of_the_matrix_holds(model, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"\n{len(SAMPLE[model])} of {len(SAMPLE[model])} cases hold" in done.stdout
     # The recorded batch is worth comparing on: clipped on both sides, away from edges and ties.
-    for above, below, margin in re.findall(r"(\d+) clipped above, (\d+) below.*?nearest clip edge (\S+) away", done.stdout):
+    for above, below, margin in re.findall(
+        r"(\d+) clipped above, (\d+) below.*?nearest clip edge (\S+) away", done.stdout
+    ):
         assert int(above) > 0 and int(below) > 0 and float(margin) > 1e-5
     ties = [float(margin) for margin in re.findall(r"nearest tie (\S+) away", done.stdout)]
     assert ties == [] if model == "dense" else ties and min(ties) > 1e-4

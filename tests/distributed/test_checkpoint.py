@@ -19,7 +19,13 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoint-models")
-    return {moe: (make_folder(root / f"a{moe}", moe=moe, layers=2), make_folder(root / f"b{moe}", moe=moe, layers=2, seed=9)) for moe in (False, True)}
+    return {
+        moe: (
+            make_folder(root / f"a{moe}", moe=moe, layers=2),
+            make_folder(root / f"b{moe}", moe=moe, layers=2, seed=9),
+        )
+        for moe in (False, True)
+    }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -29,10 +35,19 @@ def test_resumed_equals_uninterrupted(rank_pools, models, tmp_path, name):
     optimizer = dict(lr=1e-3, warmup_steps=2, schedule="cosine", min_lr=1e-4, distributed=distributed)
     pool = rank_pools(2)
     common = dict(folder=str(folder), parallel=parallel, optimizer=optimizer)
-    straight = pool.run("checkpoint_jobs:run", run_dir=str(tmp_path / "a"), plan=["start", "train", "train", "save", "train", "train"], **common)[0]
+    straight = pool.run(
+        "checkpoint_jobs:run",
+        run_dir=str(tmp_path / "a"),
+        plan=["start", "train", "train", "save", "train", "train"],
+        **common,
+    )[0]
     pool.run("checkpoint_jobs:run", run_dir=str(tmp_path / "b"), plan=["start", "train", "train", "save"], **common)
     resumed = pool.run(
-        "checkpoint_jobs:run", run_dir=str(tmp_path / "b"), plan=["start", "load", "train", "train"], weights_from=str(other), **common
+        "checkpoint_jobs:run",
+        run_dir=str(tmp_path / "b"),
+        plan=["start", "load", "train", "train"],
+        weights_from=str(other),
+        **common,
     )[0]
     assert resumed["step"] == straight["step"] == 4
     assert resumed["lr"] == straight["lr"]
@@ -58,7 +73,9 @@ def test_only_complete_checkpoints_count_and_old_ones_go(rank_pools, models, tmp
 
     (checkpoints / "step_00000004" / "state.json").unlink()
     back = pool.run("checkpoint_jobs:run", run_dir=str(tmp_path), plan=["start", "load"], **common)[0]
-    assert back["step"] == 3 and "step_00000004 is damaged and passed over: state.json is missing" in back["warnings"][0]
+    assert (
+        back["step"] == 3 and "step_00000004 is damaged and passed over: state.json is missing" in back["warnings"][0]
+    )
     assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step_00000003", "step_00000004.damaged"]
     assert (checkpoints / "latest").read_text().strip() == "step_00000003"
 
@@ -67,12 +84,18 @@ def test_written_beside_training_it_is_the_state_at_its_start(rank_pools, models
     folder, other = models[False]
     pool = rank_pools(2)
     common = dict(folder=str(folder), parallel={}, optimizer=dict(lr=1e-3))
-    straight = pool.run("checkpoint_jobs:run", run_dir=str(tmp_path / "a"), plan=["start", "train", "train", "train"], **common)[0]
+    straight = pool.run(
+        "checkpoint_jobs:run", run_dir=str(tmp_path / "a"), plan=["start", "train", "train", "train"], **common
+    )[0]
     beside = dict(run_dir=str(tmp_path / "b"), checkpoint=dict(asynchronous=True), **common)
     went_on = pool.run("checkpoint_jobs:run", plan=["start", "train", "save", "train", "train", "commit"], **beside)[0]
-    resumed = pool.run("checkpoint_jobs:run", plan=["start", "load", "train", "train"], weights_from=str(other), **beside)[0]
+    resumed = pool.run(
+        "checkpoint_jobs:run", plan=["start", "load", "train", "train"], weights_from=str(other), **beside
+    )[0]
     for weight, want in straight["weights"].items():
-        assert np.array_equal(went_on["weights"][weight], want) and np.array_equal(resumed["weights"][weight], want), weight
+        assert np.array_equal(went_on["weights"][weight], want) and np.array_equal(resumed["weights"][weight], want), (
+            weight
+        )
 
 
 @pytest.mark.parametrize("parallel", [dict(tensor=2), dict(pipeline=2), dict(context=2)], ids=str)
@@ -82,8 +105,12 @@ def test_saved_by_data_parallel_ranks_and_resumed_in_another_layout(rank_pools, 
     common = dict(run_dir=str(tmp_path), folder=str(folder), optimizer=dict(lr=1e-3))
     saved = pool.run("checkpoint_jobs:run", parallel={}, plan=["start", "train", "train", "save"], **common)[0]
     straight = pool.run("checkpoint_jobs:run", parallel={}, plan=["start", "load", "train"], **common)[0]
-    loaded = pool.run("checkpoint_jobs:run", parallel=parallel, plan=["start", "load"], weights_from=str(other), **common)[0]
-    resumed = pool.run("checkpoint_jobs:run", parallel=parallel, plan=["start", "load", "train"], weights_from=str(other), **common)[0]
+    loaded = pool.run(
+        "checkpoint_jobs:run", parallel=parallel, plan=["start", "load"], weights_from=str(other), **common
+    )[0]
+    resumed = pool.run(
+        "checkpoint_jobs:run", parallel=parallel, plan=["start", "load", "train"], weights_from=str(other), **common
+    )[0]
     assert (loaded["step"], resumed["step"]) == (2, 3)
     for weight, want in saved["weights"].items():
         assert np.array_equal(loaded["weights"][weight], want), weight
@@ -123,7 +150,12 @@ def test_damaged_files_are_named_and_the_checkpoint_before_is_taken(rank_pools, 
     damaged[-1] ^= 1
     victim.write_bytes(damaged)
     texts = pool.run("checkpoint_jobs:refused", plan=["start", "load"], **common)
-    assert all(t.startswith("CheckpointError") and "no checkpoint is whole" in t and "rank_00001.safetensors holds other bytes" in t for t in texts), texts
+    assert all(
+        t.startswith("CheckpointError")
+        and "no checkpoint is whole" in t
+        and "rank_00001.safetensors holds other bytes" in t
+        for t in texts
+    ), texts
 
 
 def test_a_newer_format_is_refused_and_stays(rank_pools, models, tmp_path):
@@ -162,5 +194,8 @@ def test_a_save_that_would_not_fit_is_refused_before_anything_is_written(rank_po
     pool = rank_pools(2)
     common = dict(run_dir=str(tmp_path), folder=str(models[False][0]), parallel={}, optimizer=dict(lr=1e-3))
     texts = pool.run("checkpoint_jobs:refused", plan=["start", "train", "save", "train", "save without room"], **common)
-    assert all("cannot be written" in t and "it needs 0.02 GiB, and 0.02 GiB are free there; nothing was written" in t for t in texts), texts
+    assert all(
+        "cannot be written" in t and "it needs 0.02 GiB, and 0.02 GiB are free there; nothing was written" in t
+        for t in texts
+    ), texts
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]

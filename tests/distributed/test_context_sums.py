@@ -19,7 +19,9 @@ def run(rank_pools):
 
 @pytest.mark.parametrize("ratio", ["sequence", "sequence_token", "token"])
 @pytest.mark.parametrize(
-    ("skipped", "use_rollout"), [(False, False), (True, False), (True, True)], ids=["old-pass", "old-is-current", "old-is-rollout"]
+    ("skipped", "use_rollout"),
+    [(False, False), (True, False), (True, True)],
+    ids=["old-pass", "old-is-current", "old-is-rollout"],
 )
 def test_one_all_reduce_a_micro_batch(run, skipped, use_rollout, ratio):
     (alone,) = run(1, skipped=skipped, use_rollout=use_rollout, ratio=ratio)

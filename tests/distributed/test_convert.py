@@ -71,17 +71,25 @@ def test_every_tensor_comes_back_bit_for_bit(tmp_path, variant, dtype):
         assert manifest.keys() == want.keys()
         for name, tensor in want.items():
             said = manifest[name]
-            assert (said["shape"], said["dtype"], said["source"]) == (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), name)
+            assert (said["shape"], said["dtype"], said["source"]) == (
+                list(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                name,
+            )
             assert said["sha256"] == hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
             assert (folder / said["file"]).is_file()
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "llama3-tied", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3-yarn-scaled"])
+@pytest.mark.parametrize(
+    "variant", ["qwen2", "llama3-tied", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3-yarn-scaled"]
+)
 def test_megatron_loads_it_in_every_layout(rank_pools, tmp_path, variant):
     source = make_family_folder(tmp_path / "source", variant)
     to_megatron(open_checkpoint(source), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES)
     layouts = layouts_of(variant)
-    seen = rank_pools(2).run("convert_jobs:loaded", source=str(source), converted=str(tmp_path / "out"), layouts=layouts)[0]
+    seen = rank_pools(2).run(
+        "convert_jobs:loaded", source=str(source), converted=str(tmp_path / "out"), layouts=layouts
+    )[0]
     assert seen == dict.fromkeys(layouts, [])
 
 
@@ -89,20 +97,35 @@ def test_megatron_loads_bf16_and_refuses_another_shape(rank_pools, tmp_path):
     source = make_family_folder(tmp_path / "source", "qwen2", torch.bfloat16)
     to_megatron(open_checkpoint(source), tmp_path / "out", progress=quiet)
     layouts = {"PP2": dict(pipeline=2)}
-    seen = rank_pools(2).run("convert_jobs:loaded", source=str(source), converted=str(tmp_path / "out"), layouts=layouts, precision="bf16")[0]
+    seen = rank_pools(2).run(
+        "convert_jobs:loaded", source=str(source), converted=str(tmp_path / "out"), layouts=layouts, precision="bf16"
+    )[0]
     assert seen == {"PP2": []}
     shape = make_family_folder(tmp_path / "shape", "qwen3")
     texts = rank_pools(2).run("convert_jobs:refused", converted=str(tmp_path / "out"), shape=str(shape))
     assert all("cannot be loaded" in text for text in texts) and len(set(texts)) == 1
 
 
-@pytest.mark.parametrize("variant, parallel", [("llama3", dict(tensor=2)), ("qwen2-tied", dict(pipeline=2)), ("mixtral", dict(expert=2)), ("deepseek_v3", dict(expert=2))])
+@pytest.mark.parametrize(
+    "variant, parallel",
+    [
+        ("llama3", dict(tensor=2)),
+        ("qwen2-tied", dict(pipeline=2)),
+        ("mixtral", dict(expert=2)),
+        ("deepseek_v3", dict(expert=2)),
+    ],
+)
 def test_a_runs_checkpoint_becomes_what_the_engine_held(rank_pools, tmp_path, variant, parallel):
     source = make_family_folder(tmp_path / "source", variant)
     (tmp_path / "run").mkdir()
     optimizer = dict(lr=1e-3, distributed=variant != "llama3")
     held = rank_pools(2).run(
-        "checkpoint_jobs:run", folder=str(source), run_dir=str(tmp_path / "run"), parallel=parallel, plan=["start", "train", "save"], optimizer=optimizer
+        "checkpoint_jobs:run",
+        folder=str(source),
+        run_dir=str(tmp_path / "run"),
+        parallel=parallel,
+        plan=["start", "train", "save"],
+        optimizer=optimizer,
     )[0]["weights"]
     saved = tmp_path / "run" / "checkpoints" / "step_00000001"
     with pytest.raises(CheckpointError, match="no config.json"):
@@ -113,7 +136,9 @@ def test_a_runs_checkpoint_becomes_what_the_engine_held(rank_pools, tmp_path, va
     for name, tensor in got.items():
         assert np.array_equal(tensor.numpy(), held[name]), name
     lines = describe(saved)
-    assert lines[0].startswith("run         step 1, 1 optimizer steps") and any("self_attention.linear_proj.weight" in line for line in lines)
+    assert lines[0].startswith("run         step 1, 1 optimizer steps") and any(
+        "self_attention.linear_proj.weight" in line for line in lines
+    )
 
 
 @pytest.mark.parametrize("variant", ["llama3", "mixtral", "deepseek_v3", "deepseek_v3-yarn"])
@@ -131,7 +156,10 @@ def test_transformers_loads_what_comes_back(tmp_path, variant):
 def test_the_norm_before_experts_has_the_names_of_both_layer_specs(mixtral):
     """With Transformer Engine Megatron looks for the first, without it for the second."""
     stored = TorchDistFolder(mixtral[1] / "megatron").tensors
-    assert {"decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.mlp.linear_fc1.layer_norm_weight"} <= stored.keys()
+    assert {
+        "decoder.layers.pre_mlp_layernorm.weight",
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+    } <= stored.keys()
 
 
 def test_another_dtype_on_request(tmp_path):
@@ -143,9 +171,13 @@ def test_another_dtype_on_request(tmp_path):
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     lines = found(tmp_path / "back", source)
-    assert len(lines) == len(want) and all(line.endswith("bfloat16 instead of float32, the same values after rounding") for line in lines)
+    assert len(lines) == len(want) and all(
+        line.endswith("bfloat16 instead of float32, the same values after rounding") for line in lines
+    )
     other = changed(source, tmp_path / "other", lambda tensors: tensors["model.norm.weight"].mul_(2))
-    assert [line for line in found(tmp_path / "back", other) if "other values" in line] == ["model.norm.weight: bfloat16 instead of float32, and other values"]
+    assert [line for line in found(tmp_path / "back", other) if "other values" in line] == [
+        "model.norm.weight: bfloat16 instead of float32, and other values"
+    ]
 
 
 class Stopped(Exception):
@@ -177,7 +209,9 @@ def test_a_stopped_conversion_goes_on_and_ends_the_same(tmp_path, mixtral, into)
     assert not record.parent.exists() and not (tmp_path / "out" / "progress.jsonl").exists()
     assert found(tmp_path / "out", mixtral[0]) == []
     manifest, whole = (json.loads((folder / "manifest.json").read_text()) for folder in (tmp_path / "out", mixtral[1]))
-    assert {n: t["sha256"] for n, t in manifest["tensors"].items()} == {n: t["sha256"] for n, t in whole["tensors"].items()}
+    assert {n: t["sha256"] for n, t in manifest["tensors"].items()} == {
+        n: t["sha256"] for n, t in whole["tensors"].items()
+    }
 
 
 def test_the_rest_of_another_conversion_is_not_gone_on_with(tmp_path, mixtral):
@@ -188,7 +222,9 @@ def test_the_rest_of_another_conversion_is_not_gone_on_with(tmp_path, mixtral):
     with pytest.raises(Stopped):
         to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=stop, file_bytes=FILE_BYTES)
     with pytest.raises(CheckpointError, match="left of another conversion"):
-        to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES, dtype=torch.bfloat16)
+        to_megatron(
+            open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES, dtype=torch.bfloat16
+        )
     victim = tmp_path / "out.converting" / "megatron" / "__0_0.distcp"
     victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="not as it was recorded"):
@@ -233,14 +269,19 @@ def test_verification_names_what_differs(tmp_path, mixtral):
         tensors["model.norm.weight"][3] += 1e-6
 
     def swapped(tensors):
-        tensors[expert + "w1.weight"], tensors[expert + "w3.weight"] = tensors[expert + "w3.weight"], tensors[expert + "w1.weight"]
+        tensors[expert + "w1.weight"], tensors[expert + "w3.weight"] = (
+            tensors[expert + "w3.weight"],
+            tensors[expert + "w1.weight"],
+        )
 
     def permuted(tensors):
         for name in ("w1", "w2", "w3"):
             a, b = f"{expert}{name}.weight", f"{expert.replace('experts.1', 'experts.3')}{name}.weight"
             tensors[a], tensors[b] = tensors[b], tensors[a]
 
-    assert [line.partition(":")[0] for line in found(changed(source, tmp_path / "a", one_number), converted)] == ["model.norm.weight"]
+    assert [line.partition(":")[0] for line in found(changed(source, tmp_path / "a", one_number), converted)] == [
+        "model.norm.weight"
+    ]
     assert "1 of 32 numbers differ" in found(tmp_path / "a", converted)[0]
     assert len(found(changed(source, tmp_path / "b", swapped), converted)) == 2
     assert len(found(changed(source, tmp_path / "c", permuted), converted)) == 6
@@ -272,7 +313,9 @@ def test_the_tools(tmp_path):
     source = make_family_folder(tmp_path / "source", "qwen2")
 
     def run(tool: str, *arguments: object) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, TOOLS / f"{tool}.py", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [sys.executable, TOOLS / f"{tool}.py", *map(str, arguments)], capture_output=True, text=True, timeout=120
+        )
 
     done = run("hf_to_megatron", source, tmp_path / "megatron")
     assert done.returncode == 0 and "100%" in done.stderr, done.stderr
@@ -280,7 +323,11 @@ def test_the_tools(tmp_path):
     same = run("verify_checkpoint", source, tmp_path / "back")
     assert (same.returncode, same.stdout.splitlines()[-1].endswith("the same weights")) == (0, True)
     shown = run("inspect_checkpoint", tmp_path / "megatron")
-    assert shown.returncode == 0 and "format      Megatron torch_dist" in shown.stdout and "model.layers.3.self_attn.k_proj.bias  [16]  float32" in shown.stdout
+    assert (
+        shown.returncode == 0
+        and "format      Megatron torch_dist" in shown.stdout
+        and "model.layers.3.self_attn.k_proj.bias  [16]  float32" in shown.stdout
+    )
     piped = f"{sys.executable} {TOOLS}/inspect_checkpoint.py {tmp_path / 'megatron'} | head -1"
     read = subprocess.run(["bash", "-c", f"set -o pipefail; {piped}"], capture_output=True, text=True, timeout=120)
     assert (read.returncode, read.stderr) == (0, "") and read.stdout.startswith("format"), read.stderr
@@ -307,7 +354,9 @@ def test_another_dtype_leaves_the_expert_bias_in_fp32_and_mtp_layers_behind(tmp_
     to_huggingface(open_checkpoint(tmp_path / "out"), tmp_path / "back", progress=quiet)
     back = tensors_of(tmp_path / "back")
     assert back.keys() == tensors.keys() - {"model.layers.4.eh_proj.weight"}
-    assert {n for n, t in back.items() if t.dtype != torch.bfloat16} == {n for n in back if n.endswith("e_score_correction_bias")}
+    assert {n for n, t in back.items() if t.dtype != torch.bfloat16} == {
+        n for n in back if n.endswith("e_score_correction_bias")
+    }
     assert all(torch.equal(t, tensors[n].to(t.dtype)) for n, t in back.items())
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (written["num_nextn_predict_layers"], written["dtype"]) == (0, "bfloat16")

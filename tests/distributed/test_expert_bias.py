@@ -28,7 +28,9 @@ def one_rank(rank_pools, folder):
 
 
 def equal(one: list[dict], other: list[dict]) -> bool:
-    return all(a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a) for a, b in zip(one, other, strict=True))
+    return all(
+        a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a) for a, b in zip(one, other, strict=True)
+    )
 
 
 def test_a_step_moves_it_by_the_sign_of_what_was_counted(rank_pools, folder):
@@ -54,11 +56,15 @@ def test_it_is_the_same_to_the_bit_in_every_layout(rank_pools, folder, one_rank,
     seen = rank_pools(2).run("expert_bias_jobs:train", folder=folder, parallel=LAYOUTS[name])[0]
     assert equal(seen["biases"], one_rank["biases"])
     for loads, want in zip(seen["loads"], one_rank["loads"], strict=True):
-        assert {n: loads[n] for n in ("num_loads", "load_max_over_mean")} == pytest.approx({n: want[n] for n in ("num_loads", "load_max_over_mean")})
+        assert {n: loads[n] for n in ("num_loads", "load_max_over_mean")} == pytest.approx(
+            {n: want[n] for n in ("num_loads", "load_max_over_mean")}
+        )
 
 
 def test_recomputation_counts_once(rank_pools, folder, one_rank):
-    seen = rank_pools(1).run("expert_bias_jobs:train", folder=folder, parallel={}, recompute=dict(granularity="full"))[0]
+    seen = rank_pools(1).run("expert_bias_jobs:train", folder=folder, parallel={}, recompute=dict(granularity="full"))[
+        0
+    ]
     assert equal(seen["biases"], one_rank["biases"])
 
 
@@ -71,7 +77,9 @@ def test_a_rate_of_zero_freezes_it_and_reports_nothing(rank_pools, folder, one_r
 
 def test_it_is_fp32_in_a_model_of_bf16(rank_pools, tmp_path):
     folder = make_family_folder(tmp_path / "model", "deepseek_v3", torch.bfloat16)
-    seen = rank_pools(2).run("expert_bias_jobs:train", folder=str(folder), parallel=dict(tensor=2, expert=2), precision="bf16")[0]
+    seen = rank_pools(2).run(
+        "expert_bias_jobs:train", folder=str(folder), parallel=dict(tensor=2, expert=2), precision="bf16"
+    )[0]
     assert seen["dtypes"] == ["torch.float32"]
     for before, after in zip(seen["biases"], seen["biases"][1:]):
         for name in before:
@@ -83,7 +91,9 @@ def test_it_is_fp32_in_a_model_of_bf16(rank_pools, tmp_path):
 def test_replayed_routes_are_what_counts(rank_pools, folder, one_rank, replay):
     """All steps of a batch then count alike, and move the same way."""
     seen = rank_pools(2).run("expert_bias_jobs:train", folder=folder, parallel=dict(expert=2), replay=replay)[0]
-    first, *rest = [{n: np.sign(after[n] - before[n]) for n in after} for before, after in zip(seen["biases"], seen["biases"][1:])]
+    first, *rest = [
+        {n: np.sign(after[n] - before[n]) for n in after} for before, after in zip(seen["biases"], seen["biases"][1:])
+    ]
     assert all(equal([first], [other]) for other in rest) and any(step.any() for step in first.values())
     assert equal(seen["biases"][:2], one_rank["biases"][:2]) == (replay == "R2")
 
@@ -93,13 +103,29 @@ def test_it_evens_out_a_skewed_load(rank_pools, folder):
     assert loads[0] > 3 and max(loads[-5:]) < 2, loads
 
 
-@pytest.mark.parametrize("parallel, precision", [({}, "fp32"), (dict(pipeline=2), "fp32"), (dict(tensor=2, expert=2), "bf16")])
+@pytest.mark.parametrize(
+    "parallel, precision", [({}, "fp32"), (dict(pipeline=2), "fp32"), (dict(tensor=2, expert=2), "bf16")]
+)
 def test_a_run_with_it_goes_on_to_the_bit_where_it_stopped(rank_pools, folder, tmp_path, parallel, precision):
     pool, other = rank_pools(2), make_family_folder(tmp_path / "other", "deepseek_v3", seed=9)
-    common = dict(folder=folder, parallel=parallel, precision=precision, moe=dict(expert_bias_update_rate=0.01), optimizer=dict(lr=1e-3))
-    straight = pool.run("checkpoint_jobs:run", run_dir=str(tmp_path / "a"), plan=["start", "train", "save", "train", "train"], **common)[0]
+    common = dict(
+        folder=folder,
+        parallel=parallel,
+        precision=precision,
+        moe=dict(expert_bias_update_rate=0.01),
+        optimizer=dict(lr=1e-3),
+    )
+    straight = pool.run(
+        "checkpoint_jobs:run", run_dir=str(tmp_path / "a"), plan=["start", "train", "save", "train", "train"], **common
+    )[0]
     pool.run("checkpoint_jobs:run", run_dir=str(tmp_path / "b"), plan=["start", "train", "save"], **common)
-    resumed = pool.run("checkpoint_jobs:run", run_dir=str(tmp_path / "b"), plan=["start", "load", "train", "train"], weights_from=str(other), **common)[0]
+    resumed = pool.run(
+        "checkpoint_jobs:run",
+        run_dir=str(tmp_path / "b"),
+        plan=["start", "load", "train", "train"],
+        weights_from=str(other),
+        **common,
+    )[0]
     moved = [name for name in straight["weights"] if name.endswith("e_score_correction_bias")]
     assert len(moved) == 3 and resumed["weights"].keys() == straight["weights"].keys()
     for name, want in straight["weights"].items():

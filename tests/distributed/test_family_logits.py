@@ -24,7 +24,9 @@ def test_every_family_has_a_variant():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_hugging_face_in_every_layout(rank_pools, tmp_path, variant):
     folder = make_family_folder(tmp_path / variant, variant)
-    seen = rank_pools(2).run("family_jobs:through_layouts", folder=str(folder), layouts=layouts_of(variant), tokens=token_ids())[0]
+    seen = rank_pools(2).run(
+        "family_jobs:through_layouts", folder=str(folder), layouts=layouts_of(variant), tokens=token_ids()
+    )[0]
     assert {name: s["changed"] for name, s in seen.items()} == dict.fromkeys(seen, [])
     assert max(s["logits"] for s in seen.values()) < TOLERANCE, seen
 
@@ -32,7 +34,9 @@ def test_logits_are_those_of_hugging_face_in_every_layout(rank_pools, tmp_path, 
 @pytest.mark.parametrize("variant", ["qwen2-tied", "llama3", "mixtral", "deepseek_v3"])
 def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
     folder = make_family_folder(tmp_path / variant, variant, torch.bfloat16)
-    seen = rank_pools(2).run("family_jobs:through_layouts", folder=str(folder), layouts=layouts_of(variant), precision="bf16")[0]
+    seen = rank_pools(2).run(
+        "family_jobs:through_layouts", folder=str(folder), layouts=layouts_of(variant), precision="bf16"
+    )[0]
     assert {name: s["changed"] for name, s in seen.items()} == dict.fromkeys(seen, [])
 
 
@@ -52,6 +56,8 @@ def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
 )
 def test_a_wrong_conversion_that_round_trips_is_caught_by_the_logits(rank_pools, tmp_path, variant, fault):
     folder = make_family_folder(tmp_path / variant, variant)
-    seen = rank_pools(2).run("family_jobs:through_layouts", folder=str(folder), layouts={"one": {}}, tokens=token_ids(), fault=fault)[0]
+    seen = rank_pools(2).run(
+        "family_jobs:through_layouts", folder=str(folder), layouts={"one": {}}, tokens=token_ids(), fault=fault
+    )[0]
     assert seen["one"]["changed"] == []
     assert seen["one"]["logits"] > 1000 * TOLERANCE

@@ -1,4 +1,6 @@
-"""A layout that is gone leaves nothing behind: no process group, and none of its threads, each of which would wake a hundred times a second."""
+"""A layout that is gone leaves nothing behind: no process group, and none of its threads, each of which would wake a
+hundred times a second.
+"""
 
 from layout_models import make_folder
 

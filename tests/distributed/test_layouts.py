@@ -46,7 +46,9 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="session")
 def references(rank_pools, folders):
     def run(folder):
-        return rank_pools(1).run("layout_jobs:run_layout", folder=folder, parallel={}, optimizer=dict(lr=1e-3, distributed=False))[0]
+        return rank_pools(1).run(
+            "layout_jobs:run_layout", folder=folder, parallel={}, optimizer=dict(lr=1e-3, distributed=False)
+        )[0]
 
     return {key: run(str(folder)) for key, folder in folders.items()}
 
@@ -69,7 +71,10 @@ def test_layout_equals_single_rank(rank_pools, folders, references, kind, layout
     distributed = parallel.pop("distributed", False)
     folder, want = folders[kind, tied], references[kind, tied]
     got = rank_pools(world).run(
-        "layout_jobs:run_layout", folder=str(folder), parallel=parallel, optimizer=dict(lr=1e-3, distributed=distributed)
+        "layout_jobs:run_layout",
+        folder=str(folder),
+        parallel=parallel,
+        optimizer=dict(lr=1e-3, distributed=distributed),
     )[0]
 
     # Sums over a sequence's tokens of trainer - rollout: at most 40 tokens of 1e-5 each.

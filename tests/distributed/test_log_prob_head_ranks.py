@@ -47,7 +47,12 @@ def check(results: list[dict], want: dict[str, np.ndarray], vocab: int, sequence
 def test_tensor_parallel_head_equals_whole_logits(rank_pools, vocabulary, sequence_parallel, wrapped):
     vocab, padded = VOCABULARIES[vocabulary]
     results = rank_pools(2).run(
-        "log_prob_head_jobs:run_head", vocab=vocab, padded=padded, tensor=2, sequence_parallel=sequence_parallel, wrapped=wrapped
+        "log_prob_head_jobs:run_head",
+        vocab=vocab,
+        padded=padded,
+        tensor=2,
+        sequence_parallel=sequence_parallel,
+        wrapped=wrapped,
     )
     check(results, reference(vocab), vocab, sequence_parallel)
 
@@ -56,7 +61,13 @@ def test_chunks_cost_no_collective(rank_pools):
     """Fifteen rows in chunks of one or in one chunk: the maximum, the sums, and the gradient of the hidden states."""
     for chunk in (1, 15):
         results = rank_pools(2).run(
-            "log_prob_head_jobs:run_head", vocab=96, padded=96, tensor=2, sequence_parallel=False, wrapped="", chunk=chunk
+            "log_prob_head_jobs:run_head",
+            vocab=96,
+            padded=96,
+            tensor=2,
+            sequence_parallel=False,
+            wrapped="",
+            chunk=chunk,
         )
         assert [r["collectives"] for r in results] == [dict(all_reduces=3, here=3, elsewhere=0)] * 2
         check(results, reference(96), 96, False)
@@ -66,7 +77,13 @@ def test_chunks_cost_no_collective(rank_pools):
 def test_tied_embedding_adds_its_part(rank_pools, wrapped):
     """The weight is head and embedding at once: both parts arrive, each once, in both micro-batches."""
     (result,) = rank_pools(1).run(
-        "log_prob_head_jobs:run_head", vocab=83, padded=96, tensor=1, sequence_parallel=False, wrapped=wrapped, tied=True
+        "log_prob_head_jobs:run_head",
+        vocab=83,
+        padded=96,
+        tensor=1,
+        sequence_parallel=False,
+        wrapped=wrapped,
+        tied=True,
     )
     check([result], reference(83, tied_rows=96), 83, False)
 
@@ -75,7 +92,12 @@ def test_tied_embedding_adds_its_part(rank_pools, wrapped):
 def test_data_parallel_ranks_add_up(rank_pools, overlap):
     """Two data ranks with the same pack: the reduced main gradient is twice one rank's."""
     results = rank_pools(2).run(
-        "log_prob_head_jobs:run_head", vocab=83, padded=96, tensor=1, sequence_parallel=False, wrapped="ddp-overlap" if overlap else "ddp"
+        "log_prob_head_jobs:run_head",
+        vocab=83,
+        padded=96,
+        tensor=1,
+        sequence_parallel=False,
+        wrapped="ddp-overlap" if overlap else "ddp",
     )
     want = reference(83)["weight_grad"]
     for result in results:
@@ -85,12 +107,16 @@ def test_data_parallel_ranks_add_up(rank_pools, overlap):
 
 def test_engine_asks_for_the_configured_chunk_and_for_entropy_where_it_is_reported(rank_pools, tmp_path):
     folder = str(make_folder(tmp_path / "dense", moe=False, layers=1))
-    (few,), (many,) = (rank_pools(1).run("log_prob_head_jobs:run_engine", folder=folder, chunk=chunk) for chunk in (3, 512))
+    (few,), (many,) = (
+        rank_pools(1).run("log_prob_head_jobs:run_engine", folder=folder, chunk=chunk) for chunk in (3, 512)
+    )
     # Old pass; training after it; training without; supervised.
     assert few["asked"] == [(3, True), (3, False), (3, True), (3, True)]
     assert many["asked"] == [(512, True), (512, False), (512, True), (512, True)]
     for result in (few, many):
-        assert np.array_equal(result["bits"][0], result["bits"][1]), "old = current, bit for bit, with entropy and without"
+        assert np.array_equal(result["bits"][0], result["bits"][1]), (
+            "old = current, bit for bit, with entropy and without"
+        )
         assert not result["log_s"][0].any() and not result["log_s"][1].any()
         assert result["columns"][0] == ["log_s"] and "entropy_sum" in result["columns"][1]
         assert result["entropy"][0].min() > 0 and np.array_equal(*result["entropy"])

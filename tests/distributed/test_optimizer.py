@@ -43,7 +43,10 @@ OVERLAPS = {
 def test_overlap_changes_no_weight(rank_pools, request, name):
     world, model, parallel, sections = OVERLAPS[name]
     result = rank_pools(world).run(
-        "optimizer_jobs:overlapped", folder=request.getfixturevalue(model), parallel={"expert_tensor": 1, **parallel}, **sections
+        "optimizer_jobs:overlapped",
+        folder=request.getfixturevalue(model),
+        parallel={"expert_tensor": 1, **parallel},
+        **sections,
     )[0]
     assert max(result[True]["buckets"]) > 1  # else there is nothing to overlap
     assert result[True]["norms"] == pytest.approx(result[False]["norms"], rel=1e-6)
@@ -57,8 +60,12 @@ def test_a_run_under_overlap_resumes_bit_for_bit(rank_pools, dense, tmp_path):
     straight = rank_pools(2).run(
         "checkpoint_jobs:run", run_dir=str(tmp_path / "a"), plan=["start", "train", "train", "save", "train"], **common
     )[0]
-    rank_pools(2).run("checkpoint_jobs:run", run_dir=str(tmp_path / "b"), plan=["start", "train", "train", "save"], **common)
-    resumed = rank_pools(2).run("checkpoint_jobs:run", run_dir=str(tmp_path / "b"), plan=["start", "load", "train"], **common)[0]
+    rank_pools(2).run(
+        "checkpoint_jobs:run", run_dir=str(tmp_path / "b"), plan=["start", "train", "train", "save"], **common
+    )
+    resumed = rank_pools(2).run(
+        "checkpoint_jobs:run", run_dir=str(tmp_path / "b"), plan=["start", "load", "train"], **common
+    )[0]
     assert resumed["step"] == 3
     for name, want in straight["weights"].items():
         assert np.array_equal(resumed["weights"][name], want), name
@@ -104,7 +111,9 @@ def test_a_skipped_step_under_overlap_and_bf16(rank_pools, dense):
         optimizer=dict(lr=1e-3, overlap=True),
     )
     for result in results:
-        assert result["skipped"] == [False, True, False] and result["changed"] == [] and result["differs_from_plain"] == []
+        assert (
+            result["skipped"] == [False, True, False] and result["changed"] == [] and result["differs_from_plain"] == []
+        )
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
@@ -113,15 +122,21 @@ def test_weight_decay_is_on_matrices_alone(rank_pools, dense, distributed):
     parameters = rank_pools(1).run("optimizer_jobs:decayed", folder=dense, **optimizer)[0]
     norms = {name for name, (before, _) in parameters.items() if before.ndim == 1}
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in norms} == {
-        "input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "final_layernorm",
-    }  # fmt: skip
+        "input_layernorm",
+        "pre_mlp_layernorm",
+        "q_layernorm",
+        "k_layernorm",
+        "final_layernorm",
+    }
     for name, (before, after) in parameters.items():
         # 1 - lr x decay is 0.875, exact in binary: so is the product's rounding.
         assert np.array_equal(after, before if name in norms else before * np.float32(0.875)), name
 
 
 def test_weight_decay_on_everything_where_asked_for(rank_pools, dense):
-    parameters = rank_pools(1).run("optimizer_jobs:decayed", folder=dense, lr=0.25, weight_decay=0.5, decay_norms_and_biases=True)[0]
+    parameters = rank_pools(1).run(
+        "optimizer_jobs:decayed", folder=dense, lr=0.25, weight_decay=0.5, decay_norms_and_biases=True
+    )[0]
     assert any(before.ndim == 1 for before, _ in parameters.values())
     for name, (before, after) in parameters.items():
         assert np.array_equal(after, before * np.float32(0.875)), name
@@ -129,4 +144,6 @@ def test_weight_decay_on_everything_where_asked_for(rank_pools, dense):
 
 @pytest.mark.parametrize("optimizer", [dict(distributed=False), dict(distributed=True)], ids=["plain", "distributed"])
 def test_a_step_waits_for_the_device_once(rank_pools, moe, optimizer):
-    assert rank_pools(2).run("optimizer_jobs:host_reads", folder=moe, parallel=dict(expert=2, expert_tensor=1), **optimizer) == [1, 1]
+    assert rank_pools(2).run(
+        "optimizer_jobs:host_reads", folder=moe, parallel=dict(expert=2, expert_tensor=1), **optimizer
+    ) == [1, 1]

@@ -24,10 +24,13 @@ SAVED = [
 
 @pytest.mark.parametrize(("variant", "precision", "parallel", "ranks"), SAVED)
 def test_what_a_layer_saves(rank_pools, tmp_path, variant, precision, parallel, ranks):
-    """On one rank to the byte with the Megatron-Core whose layers were counted; on a newer one, whose router keeps a little more,
-    and on several, the mean over whose unevenly loaded experts is compared, within 10 %."""
+    """On one rank to the byte with the Megatron-Core whose layers were counted; on a newer one, whose router keeps a
+    little more, and on several, the mean over whose unevenly loaded experts is compared, within 10 %.
+    """
     folder, parallel = str(make_family_folder(tmp_path / "model", variant)), {"expert_tensor": 1, **parallel}
-    found = rank_pools(ranks).run("plan_jobs:saved_bytes", folder=folder, parallel=parallel, precision=precision, num_tokens=48, num_sequences=4)
+    found = rank_pools(ranks).run(
+        "plan_jobs:saved_bytes", folder=folder, parallel=parallel, precision=precision, num_tokens=48, num_sequences=4
+    )
     config = make_config(folder, parallel, precision=precision)
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks_per_node": ranks})})
     spec = read_model_spec(folder)

@@ -1,4 +1,6 @@
-"""What the plan says a rank holds is what the engine holds, to the element and the byte, on every layout of the matrices."""
+"""What the plan says a rank holds is what the engine holds, to the element and the byte, on every layout of the
+matrices.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def cases():
         file = CONFIGS / f"certify_{kind}.yaml"
         certify = load_config(file, (), "certify").config.certify
         for case in certify.cases:
-            state = (kind, case.ranks, str(sorted((k, str(v)) for k, v in case.set.items() if not k.startswith(SAME_STATE))))
+            state = (
+                kind,
+                case.ranks,
+                str(sorted((k, str(v)) for k, v in case.set.items() if not k.startswith(SAME_STATE))),
+            )
             if case.refused or state in seen:
                 continue
             seen.add(state)
@@ -43,13 +49,17 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_the_engine(rank_p
     by_ranks = defaultdict(list)
     for name, ranks, config in cases():
         by_ranks[ranks].append((name, config))
-        if config.optimizer.distributed:  # and in bf16, where main parameters are copies, with the reference of a KL term
+        if (
+            config.optimizer.distributed
+        ):  # and in bf16, where main parameters are copies, with the reference of a KL term
             kl = config.kl.model_copy(update={"coefficient": 0.05})
             by_ranks[ranks].append((f"{name} bf16", config.model_copy(update={"precision": "bf16", "kl": kl})))
     assert sum(map(len, by_ranks.values())) > 50
     padded = referred = 0
     for ranks, group in sorted(by_ranks.items()):
-        found = rank_pools(ranks).run("plan_jobs:count_state", cases=[{"config": config.model_dump_json()} for _, config in group])
+        found = rank_pools(ranks).run(
+            "plan_jobs:count_state", cases=[{"config": config.model_dump_json()} for _, config in group]
+        )
         for index, (name, config) in enumerate(group):
             layout = resolve_layout(config, spec := read_model_spec(config.model.path))
             shares = ModelShares(spec)
@@ -59,11 +69,19 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_the_engine(rank_p
                 size = state_bytes(config, state)
                 padded += state.padding > 0
                 referred += size.reference > 0
-                assert dict(
-                    parameters=state.parameters, gradients=state.gradients, optimized=state.optimized,
-                    weight_bytes=size.weights + size.padding - state.padding * 4, gradient_bytes=state.gradients * 4,
-                    main_bytes=size.main, moment_bytes=size.moments, reference_bytes=size.reference,
-                ) == real, f"{name}, rank {rank}"  # fmt: skip
+                assert (
+                    dict(
+                        parameters=state.parameters,
+                        gradients=state.gradients,
+                        optimized=state.optimized,
+                        weight_bytes=size.weights + size.padding - state.padding * 4,
+                        gradient_bytes=state.gradients * 4,
+                        main_bytes=size.main,
+                        moment_bytes=size.moments,
+                        reference_bytes=size.reference,
+                    )
+                    == real
+                ), f"{name}, rank {rank}"
                 assert stage.largest.optimized >= state.optimized
     assert padded > 0 and referred > 0  # else their arithmetic was not tried
 
@@ -93,7 +111,12 @@ def test_what_a_layer_saves_for_its_backward_pass(rank_pools, folders, kind, pre
     """Within 10 %, each half of a layer; experts are loaded as they are, so the mean over their ranks is compared."""
     parallel = {"expert_tensor": 1, **parallel}
     found = rank_pools(ranks).run(
-        "plan_jobs:saved_bytes", folder=folders[kind], parallel=parallel, precision=precision, num_tokens=48, num_sequences=4
+        "plan_jobs:saved_bytes",
+        folder=folders[kind],
+        parallel=parallel,
+        precision=precision,
+        num_tokens=48,
+        num_sequences=4,
     )
     config = make_config(folders[kind], parallel, precision=precision)
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks_per_node": ranks})})
@@ -110,7 +133,13 @@ def test_full_recomputation_keeps_the_input_of_each_block(rank_pools, folders, b
     """Outside its layers, that is all that a recomputed model saves, with the final norm and the head's rows."""
     recompute = dict(granularity="full", num_layers=blocks_of)
     found = rank_pools(1).run(
-        "plan_jobs:saved_bytes", folder=folders[kind], parallel={}, precision="bf16", num_tokens=48, num_sequences=4, recompute=recompute
+        "plan_jobs:saved_bytes",
+        folder=folders[kind],
+        parallel={},
+        precision="bf16",
+        num_tokens=48,
+        num_sequences=4,
+        recompute=recompute,
     )[0]
     config = make_config(folders[kind], {}, precision="bf16", recompute=recompute)
     layout = resolve_layout(config, spec := read_model_spec(folders[kind]))

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from layout_models import make_folder
 
-LAYOUTS = {"TP2+SP-EP2": dict(tensor=2, expert=2), "PP2": dict(pipeline=2), "EP2": dict(expert=2), "CP2": dict(context=2)}
+LAYOUTS = {
+    "TP2+SP-EP2": dict(tensor=2, expert=2),
+    "PP2": dict(pipeline=2),
+    "EP2": dict(expert=2),
+    "CP2": dict(context=2),
+}
 JOB = "reference_jobs:kl_run"
 
 
@@ -28,7 +33,13 @@ def test_the_policy_as_its_own_reference(rank_pools, folders, estimator):
     """By default the reference is where the policy starts: KL 0 and gradient 0 there, above 0 once it has moved."""
     with_term, without = (
         rank_pools(1).run(
-            JOB, folder=folders["policy"], reference=None, parallel={}, estimator=estimator, coefficient=coefficient, steps=steps
+            JOB,
+            folder=folders["policy"],
+            reference=None,
+            parallel={},
+            estimator=estimator,
+            coefficient=coefficient,
+            steps=steps,
         )[0]
         for coefficient, steps in ((0.5, 3), (0.0, 0))
     )

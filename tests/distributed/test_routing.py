@@ -50,7 +50,9 @@ def test_old_routes_are_replayed_in_every_layout(rank_pools, folder, alone, layo
     want = alone("replay_old_routes")
     got = rank_pools(2).run(JOBS + "replay_old_routes", folder=folder, parallel=LAYOUTS[layout])[0]
     trained = want["same"] > -np.inf
-    assert np.array_equal(got["same"][trained], np.zeros(trained.sum())), "under unchanged weights old and current are the same to the bit"
+    assert np.array_equal(got["same"][trained], np.zeros(trained.sum())), (
+        "under unchanged weights old and current are the same to the bit"
+    )
     # Other router weights: the log-probs are those of the old routes under them, as on one rank, and not of the routes
     # that the routers would choose now.
     assert np.abs(got["replayed"] - want["replayed"])[trained].max() < 1e-5
@@ -60,14 +62,18 @@ def test_old_routes_are_replayed_in_every_layout(rank_pools, folder, alone, layo
     assert np.abs(free - want["replayed"])[trained].max() > 1e-3
     # The shares of changed routes are counted once each, whoever holds the layer and the position.
     assert got["changed"]["compared_with_old"] == want["changed"]["compared_with_old"]
-    assert abs(got["changed"]["changed_since_old"] - want["changed"]["changed_since_old"]) <= 2, "a tie may fall either way"
+    assert abs(got["changed"]["changed_since_old"] - want["changed"]["changed_since_old"]) <= 2, (
+        "a tie may fall either way"
+    )
     assert 0.05 < want["changed"]["changed_since_old"] / want["changed"]["compared_with_old"] < 0.95
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_rollout_engines_routes_are_replayed_in_every_layout(rank_pools, folder, alone, layout):
     want = alone("replay_rollout_routes", mode="R3", seed=1)
-    got = rank_pools(2).run(JOBS + "replay_rollout_routes", folder=folder, parallel=LAYOUTS[layout], mode="R3", seed=1)[0]
+    got = rank_pools(2).run(JOBS + "replay_rollout_routes", folder=folder, parallel=LAYOUTS[layout], mode="R3", seed=1)[
+        0
+    ]
     assert np.abs(got["log_ratios"] - want["log_ratios"]).max() < 40 * 1e-5
     trained = want["log_s"] > -np.inf
     assert np.array_equal(got["log_s"][trained], np.zeros(trained.sum()))
@@ -75,7 +81,9 @@ def test_the_rollout_engines_routes_are_replayed_in_every_layout(rank_pools, fol
 
 
 def test_other_routes_give_other_log_probs(alone):
-    """Every expert exchanged for another on purpose; and without replay the engine's routes are compared, not followed."""
+    """Every expert exchanged for another on purpose; and without replay the engine's routes are compared, not
+    followed.
+    """
     given = alone("replay_rollout_routes", mode="R3", seed=1)
     permuted = alone("replay_rollout_routes", mode="R3", seed=1, permuted=True)
     free = alone("replay_rollout_routes", mode="none", seed=1)
@@ -87,7 +95,9 @@ def test_other_routes_give_other_log_probs(alone):
     # Two of eight experts at random are the trainer's two in 1 of 28 cases.
     assert 0.9 < counts["changed_since_rollout"] / counts["compared_with_rollout"] < 0.99
     assert free["routing_of_training"]["changed_since_old"] == 0 < free["routing_of_training"]["compared_with_old"]
-    assert given["routing"] == {} and given["routing_of_training"] == {}, "what is replayed cannot differ: there is nothing to report"
+    assert given["routing"] == {} and given["routing_of_training"] == {}, (
+        "what is replayed cannot differ: there is nothing to report"
+    )
 
 
 def test_the_trainers_own_routes_change_nothing(rank_pools, folder):
@@ -96,13 +106,19 @@ def test_the_trainers_own_routes_change_nothing(rank_pools, folder):
 
 
 @pytest.mark.parametrize("layout", ["alone", "PP2", "PP2-VPP2", "TP2+SP-EP2"])
-@pytest.mark.parametrize("job", [("replay_old_routes", {}), ("replay_rollout_routes", dict(mode="R3", seed=1))], ids=["R2", "R3"])
+@pytest.mark.parametrize(
+    "job", [("replay_old_routes", {}), ("replay_rollout_routes", dict(mode="R3", seed=1))], ids=["R2", "R3"]
+)
 def test_recomputed_layers_take_the_same_routes(rank_pools, folder, layout, job):
     name, arguments = job
     world = 1 if layout == "alone" else 2
     gradients = [
         rank_pools(world).run(
-            JOBS + name, folder=folder, parallel=LAYOUTS.get(layout, {}), recompute=dict(granularity=granularity), **arguments
+            JOBS + name,
+            folder=folder,
+            parallel=LAYOUTS.get(layout, {}),
+            recompute=dict(granularity=granularity),
+            **arguments,
         )[0]["gradient"]
         for granularity in ("none", "full")
     ]
@@ -124,14 +140,22 @@ def test_router_losses_mean_the_same_in_every_layout(rank_pools, folder, alone, 
     routers = [name for name in want["gradient"] if name.endswith("mlp.gate.weight")]
     assert len(routers) == 4
     for name in routers:
-        assert np.linalg.norm(want["gradient"][name] - without["gradient"][name]) > 0.1 * np.linalg.norm(without["gradient"][name])
+        assert np.linalg.norm(want["gradient"][name] - without["gradient"][name]) > 0.1 * np.linalg.norm(
+            without["gradient"][name]
+        )
     for name in ("load_balancing_loss", "z_loss", "num_router_losses"):
         assert got["sums"][name] == pytest.approx(want["sums"][name], rel=1e-5)
     assert want["sums"]["num_router_losses"] == 4 * 4
-    assert want["old"].keys() == without["sums"].keys() - {"changed_since_old", "compared_with_old"} == set(), "training passes only"
+    assert want["old"].keys() == without["sums"].keys() - {"changed_since_old", "compared_with_old"} == set(), (
+        "training passes only"
+    )
 
 
-@pytest.mark.parametrize("losses", [dict(LOSSES, z_loss_coefficient=0.0), dict(z_loss_coefficient=0.05), LOSSES], ids=["balance", "z", "both"])
+@pytest.mark.parametrize(
+    "losses",
+    [dict(LOSSES, z_loss_coefficient=0.0), dict(z_loss_coefficient=0.05), LOSSES],
+    ids=["balance", "z", "both"],
+)
 def test_the_coefficient_is_the_weight_of_the_mean_over_positions(rank_pools, folder, losses):
     """Packs of unequal length, so that a plain mean over packs would be another number."""
     result = rank_pools(1).run(JOBS + "by_hand", folder=folder, moe=losses)[0]

@@ -58,7 +58,10 @@ LAYOUTS = {
     "moe-pipeline2-expert2": ("moe", {"pipeline": 2, "expert": 2}),
     "moe-context2-expert2": ("moe", {"context": 2, "expert": 2}),
     "moe-tensor2-expert2": ("moe", {"tensor": 2, "expert": 2}),
-    "moe-tensor2-expert2-experttensor2": ("moe", {"tensor": 2, "expert": 2, "expert_tensor": 2, "expert_dispatcher": "allgather"}),
+    "moe-tensor2-expert2-experttensor2": (
+        "moe",
+        {"tensor": 2, "expert": 2, "expert_tensor": 2, "expert_dispatcher": "allgather"},
+    ),
     "bf16-tensor2-expert2": ("moe-bf16", {"tensor": 2, "expert": 2}),
     "bf16-pipeline2": ("dense-bf16", {"pipeline": 2}),
 }
@@ -70,7 +73,10 @@ def write_checkpoint(folder: Path, kind: str) -> None:
     dtype = torch.bfloat16 if kind.endswith("bf16") else torch.float32
     moe = kind.startswith("moe")
     config = SHAPE | (MOE if moe else {}) | {"tie_word_embeddings": kind == "tied", "dtype": str(dtype).split(".")[1]}
-    config |= {"architectures": ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"], "model_type": "qwen3_moe" if moe else "qwen3"}
+    config |= {
+        "architectures": ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if moe else "qwen3",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text('{"stands for": "a tokenizer"}')
     generator = torch.Generator().manual_seed(7)
@@ -92,7 +98,9 @@ def run_rank(rank: int, folder: str, layouts: dict) -> None:
 
     torch.set_num_threads(1)
     root = Path(folder)
-    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
     for name, (kind, parallel) in layouts.items():
         try:
             seen = run_layout(root, name, kind, parallel)
@@ -138,9 +146,13 @@ def run_layout(root: Path, name: str, kind: str, parallel: dict) -> dict:
     dtype = DTYPES[config.precision]
     seen: dict = {"padding_is_zero": padding_is_zero(spec, groups, chunks)}
     if kind == "tied" and groups.is_last_stage and not groups.is_first_stage:
-        seen["head"] = hashlib.sha256(chunks[-1].head_weight()[: spec.vocab_size].detach().numpy().tobytes()).hexdigest()
+        seen["head"] = hashlib.sha256(
+            chunks[-1].head_weight()[: spec.vocab_size].detach().numpy().tobytes()
+        ).hexdigest()
 
-    manifest = export_huggingface(root / f"{name}.out", spec, groups, chunks, dtype, source, weight_version=3, max_file_bytes=40_000)
+    manifest = export_huggingface(
+        root / f"{name}.out", spec, groups, chunks, dtype, source, weight_version=3, max_file_bytes=40_000
+    )
     seen["manifest"] = manifest
     seen["stream"] = [[n, tensor_digest(t)] for n, t in gather_stream(spec, groups, chunks, dtype)]
     if kind in ("dense", "moe") and not parallel:
@@ -180,9 +192,14 @@ def logits_difference(root: Path, source: Path, chunk, spec) -> float:
     tokens = torch.from_numpy(np.random.default_rng(3).integers(0, spec.vocab_size, 24))
     offsets = torch.tensor([0, 24], dtype=torch.int32)
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, cu_seqlens_q_padded=offsets, cu_seqlens_kv_padded=offsets,
-        max_seqlen_q=24, max_seqlen_kv=24,
-    )  # fmt: skip
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        cu_seqlens_q_padded=offsets,
+        cu_seqlens_kv_padded=offsets,
+        max_seqlen_q=24,
+        max_seqlen_kv=24,
+    )
     with torch.no_grad():
         hidden = chunk.eval()(tokens[None], torch.arange(24)[None], None, packed_seq_params=packed)
         logits = hidden[:, 0] @ chunk.head_weight()[: spec.vocab_size].T
@@ -261,7 +278,10 @@ def test_manifest_says_what_the_trainer_held(pool, layout):
     assert list(manifest["tensors"]) == [e.name for e in hf_tensors(spec)]
     for name, said in manifest["tensors"].items():
         assert said["shape"] == list(expected[name].shape)
-        assert said["sha256"] == hashlib.sha256(expected[name].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        assert (
+            said["sha256"]
+            == hashlib.sha256(expected[name].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -285,7 +305,9 @@ def test_work_is_spread_over_the_ranks_that_own_tensors(pool):
 
 
 def test_tied_embedding_reaches_the_last_stage(pool):
-    expected = hashlib.sha256(source_tensors(pool, "tied-data4")["model.embed_tokens.weight"][:128].numpy().tobytes()).hexdigest()
+    expected = hashlib.sha256(
+        source_tensors(pool, "tied-data4")["model.embed_tokens.weight"][:128].numpy().tobytes()
+    ).hexdigest()
     heads = [s["head"] for s in seen_by_ranks(pool, "tied-tensor2-pipeline2") if "head" in s]
     assert len(heads) == 2 and expected in heads
 
@@ -296,7 +318,10 @@ def test_logits_equal_hugging_face(pool, layout):
 
 
 @pytest.mark.parametrize("layout", ["dense-data4", "moe-tensor2-expert2"])
-@pytest.mark.parametrize("fault, words", [("missing", "missing: "), ("unexpected", "unexpected: model.layers.0.mlp.surprise"), ("shape", "wrong shape: ")])
+@pytest.mark.parametrize(
+    "fault, words",
+    [("missing", "missing: "), ("unexpected", "unexpected: model.layers.0.mlp.surprise"), ("shape", "wrong shape: ")],
+)
 def test_a_wrong_checkpoint_is_refused_by_all_ranks(pool, layout, fault, words):
     messages = {s[fault] for s in seen_by_ranks(pool, layout)}
     assert len(messages) == 1 and words in messages.pop()

@@ -1,5 +1,5 @@
-"""Configurations of up to four ranks for which the plan and the engine have to agree: about half can run, the others are
-such a one changed in a single place. Seeded; knows nothing of what the plan refuses.
+"""Configurations of up to four ranks for which the plan and the engine have to agree: about half can run, the others
+are such a one changed in a single place. Seeded; knows nothing of what the plan refuses.
 
 Left out is what no engine on CPU decides: servers (SGLang's own), GPUs of a node, FP8's block sizes.
 """
@@ -26,7 +26,9 @@ DEEPSEEK = "DeepseekV3ForCausalLM"
 @dataclass
 class Case:
     """`model`: a config.json. `values`: a configuration's sections. `change`: what was done to a valid one, empty for
-    one left as it was. `reference`: another shape's config.json for the KL term's reference, or None for the policy's own."""
+    one left as it was. `reference`: another shape's config.json for the KL term's reference, or None for the policy's
+    own.
+    """
 
     number: int
     ranks: int
@@ -43,17 +45,31 @@ class Case:
         return Config.model_validate_json(
             json.dumps(
                 dict(
-                    run=dict(name="verdict"), model=dict(path=str(model_path)), train=dict(num_steps=1),
-                    data=dict(path="unused.jsonl", max_prompt_tokens=PROMPT_TOKENS), reward=dict(functions=[dict(function="exact_match")]),
-                    cluster=dict(ranks_per_node=self.ranks), **scalars, **sections,
+                    run=dict(name="verdict"),
+                    model=dict(path=str(model_path)),
+                    train=dict(num_steps=1),
+                    data=dict(path="unused.jsonl", max_prompt_tokens=PROMPT_TOKENS),
+                    reward=dict(functions=[dict(function="exact_match")]),
+                    cluster=dict(ranks_per_node=self.ranks),
+                    **scalars,
+                    **sections,
                 )
             )
-        )  # fmt: skip
+        )
 
     @property
     def described(self) -> str:
-        shape = {key: value for key, value in self.model.items() if key.startswith(("n_", "num_", "hidden_size", "intermediate", "moe_", "vocab", "tie_", "head_dim", "q_", "v_", "first_"))}
-        return f"case {self.number} ({self.change or 'as generated'}): {self.ranks} ranks, {self.model['architectures'][0]} {shape}, {self.values}"
+        shape = {
+            key: value
+            for key, value in self.model.items()
+            if key.startswith(
+                ("n_", "num_", "hidden_size", "intermediate", "moe_", "vocab", "tie_", "head_dim", "q_", "v_", "first_")
+            )
+        }
+        return (
+            f"case {self.number} ({self.change or 'as generated'}): {self.ranks} ranks,"
+            f" {self.model['architectures'][0]} {shape}, {self.values}"
+        )
 
 
 def plan_says(config: Config, folder: Path) -> str | None:
@@ -69,7 +85,8 @@ def plan_says(config: Config, folder: Path) -> str | None:
     return None
 
 
-# --- what can run ------------------------------------------------------------------------------------------------------
+# --- what can run
+# ------------------------------------------------------------------------------------------------------
 
 
 def generate(count: int, seed: int) -> Iterator[Case]:
@@ -99,14 +116,29 @@ def _valid(rng: random.Random, number: int) -> Case:
     heads = groups * heads_a_rank
     virtual = rng.choice([None, 2]) if pipeline > 1 else None
     layers = pipeline * (virtual or 1) * rng.choice([1, 1, 2])
-    family = rng.choice(["Qwen3MoeForCausalLM", "MixtralForCausalLM", DEEPSEEK] if moe else ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
+    family = rng.choice(
+        ["Qwen3MoeForCausalLM", "MixtralForCausalLM", DEEPSEEK]
+        if moe
+        else ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"]
+    )
     head_dim = rng.choice([8, 16]) if family in ("Qwen3MoeForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM") else 8
     hidden = rng.choice([32, 48, 40]) if family not in ("MixtralForCausalLM", "Qwen2ForCausalLM") else heads * head_dim
     model: dict[str, Any] = dict(
-        architectures=[family], vocab_size=rng.choice([128, 200, 257, 384]), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=groups, head_dim=head_dim, intermediate_size=tensor * rng.choice([16, 20, 24]), max_position_embeddings=64,
-        rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=rng.random() < 0.3, eos_token_id=2, dtype="float32",
-    )  # fmt: skip
+        architectures=[family],
+        vocab_size=rng.choice([128, 200, 257, 384]),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        intermediate_size=tensor * rng.choice([16, 20, 24]),
+        max_position_embeddings=64,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=rng.random() < 0.3,
+        eos_token_id=2,
+        dtype="float32",
+    )
     parallel: dict[str, Any] = dict(tensor=tensor, pipeline=pipeline, context=context, virtual_pipeline=virtual)
     section: dict[str, Any] = {}
     if moe:
@@ -127,10 +159,22 @@ def _valid(rng: random.Random, number: int) -> Case:
             width *= tensor  # of shared experts too
             del model["head_dim"]
             model |= dict(
-                n_routed_experts=experts, moe_intermediate_size=width, norm_topk_prob=True, num_key_value_heads=heads, n_group=1, topk_group=1, n_shared_experts=1,
-                routed_scaling_factor=1.5, first_k_dense_replace=rng.randrange(min(layers, 2)), q_lora_rank=rng.choice([None, 12]), kv_lora_rank=16,
-                qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=rng.choice([8, 12]), tie_word_embeddings=False,
-            )  # fmt: skip
+                n_routed_experts=experts,
+                moe_intermediate_size=width,
+                norm_topk_prob=True,
+                num_key_value_heads=heads,
+                n_group=1,
+                topk_group=1,
+                n_shared_experts=1,
+                routed_scaling_factor=1.5,
+                first_k_dense_replace=rng.randrange(min(layers, 2)),
+                q_lora_rank=rng.choice([None, 12]),
+                kv_lora_rank=16,
+                qk_nope_head_dim=8,
+                qk_rope_head_dim=4,
+                v_head_dim=rng.choice([8, 12]),
+                tie_word_embeddings=False,
+            )
             if rng.random() < 0.4:
                 section |= dict(expert_bias_update_rate=1e-3)
         else:
@@ -153,10 +197,19 @@ def _valid(rng: random.Random, number: int) -> Case:
     if optimizer["distributed"]:
         optimizer |= dict(overlap=rng.random() < 0.3)
     values: dict[str, dict[str, Any]] = dict(
-        top=dict(precision=precision), parallel=parallel, moe=section, optimizer=optimizer,
-        batch=dict(prompts_per_step=prompts, group_size=group_size, num_mini_batches=minis, micro_batch_tokens=rng.choice([32, 48, 64, 256]), log_prob_chunk_tokens=rng.choice([5, 64])),
+        top=dict(precision=precision),
+        parallel=parallel,
+        moe=section,
+        optimizer=optimizer,
+        batch=dict(
+            prompts_per_step=prompts,
+            group_size=group_size,
+            num_mini_batches=minis,
+            micro_batch_tokens=rng.choice([32, 48, 64, 256]),
+            log_prob_chunk_tokens=rng.choice([5, 64]),
+        ),
         rollout=dict(max_new_tokens=RESPONSE_TOKENS),
-    )  # fmt: skip
+    )
     if section.get("routing_replay") == "R3":
         values["rollout"] |= dict(return_routed_experts=True)
     if section.get("routing_replay") == "R2" and minis == 1:
@@ -179,7 +232,8 @@ def _factors(ranks: int) -> list[tuple[int, int, int]]:
     return [(t, p, c) for t in sizes for p in sizes for c in sizes if ranks % (t * p * c) == 0]
 
 
-# --- one change that makes most of them impossible; False where it does not apply ----------------------------------------
+# --- one change that makes most of them impossible; False where it does not apply
+# ----------------------------------------
 
 
 def _is_moe(case: Case) -> bool:
@@ -222,7 +276,9 @@ def _model(**choices: list[Any]) -> Callable[[Case, random.Random], bool | None]
     return change
 
 
-def _only(applies: Callable[[Case], bool], change: Callable[[Case, random.Random], bool | None]) -> Callable[[Case, random.Random], bool | None]:
+def _only(
+    applies: Callable[[Case], bool], change: Callable[[Case, random.Random], bool | None]
+) -> Callable[[Case, random.Random], bool | None]:
     return lambda case, rng: change(case, rng) if applies(case) else False
 
 
@@ -232,7 +288,10 @@ def _parallel(case: Case, key: str) -> Any:
 
 def _heads(case: Case, rng: random.Random) -> bool | None:
     """Heads that tensor ranks do not divide."""
-    if _parallel(case, "tensor") == 1 or case.model["architectures"][0] not in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
+    if _parallel(case, "tensor") == 1 or case.model["architectures"][0] not in (
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    ):
         return False
     heads = rng.choice([1, 3, 5])
     case.model |= dict(num_attention_heads=heads, num_key_value_heads=heads)
@@ -264,7 +323,9 @@ def _layout(case: Case, rng: random.Random) -> bool | None:
 def _other_reference(case: Case, rng: random.Random) -> bool | None:
     if case.values.get("kl", {}).get("coefficient", 0) == 0:
         return False
-    case.reference = case.model | dict(intermediate_size=case.model["intermediate_size"] + 8, vocab_size=case.model["vocab_size"] + rng.choice([0, 8]))
+    case.reference = case.model | dict(
+        intermediate_size=case.model["intermediate_size"] + 8, vocab_size=case.model["vocab_size"] + rng.choice([0, 8])
+    )
     return None
 
 
@@ -287,18 +348,28 @@ CHANGES: dict[str, Callable[[Case, random.Random], bool | None]] = {
     "layers": _only(lambda c: not _is_latent(c), _model(num_hidden_layers=[1, 2, 3, 5])),
     "pipeline": _set("parallel", pipeline=[2, 3, 4]),
     "virtual pipeline": _set("parallel", virtual_pipeline=[2, 3, 4]),
-    "virtual pipeline of one stage": _only(lambda c: _parallel(c, "pipeline") == 1, _set("parallel", virtual_pipeline=[2])),
+    "virtual pipeline of one stage": _only(
+        lambda c: _parallel(c, "pipeline") == 1, _set("parallel", virtual_pipeline=[2])
+    ),
     "number of experts": _only(lambda c: "num_experts" in c.model, _model(num_experts=[3, 5, 7])),
     "one expert a token": _only(lambda c: _is_moe(c) and not _is_latent(c), _model(num_experts_per_tok=[1])),
     "expert": _set("parallel", expert=[2, 3, 4]),
     "expert tensor": _set("parallel", expert_tensor=[2, 3]),
     "no experts, expert parallel": _only(_DENSE, _set("parallel", expert=[2])),
     "no experts, expert tensor": _only(_DENSE, _set("parallel", expert_tensor=[2])),
-    "no experts, moe settings": _only(_DENSE, _set("moe", z_loss_coefficient=[1e-3], routing_replay=["R2", "none", "R3"])),
-    "no sequence parallelism": _only(lambda c: _is_moe(c) and _parallel(c, "tensor") > 1, _set("parallel", sequence=[False])),
-    "experts on every tensor rank": _only(lambda c: _is_moe(c) and _parallel(c, "tensor") > 1, _set("parallel", expert=[1], expert_tensor=[1])),
+    "no experts, moe settings": _only(
+        _DENSE, _set("moe", z_loss_coefficient=[1e-3], routing_replay=["R2", "none", "R3"])
+    ),
+    "no sequence parallelism": _only(
+        lambda c: _is_moe(c) and _parallel(c, "tensor") > 1, _set("parallel", sequence=[False])
+    ),
+    "experts on every tensor rank": _only(
+        lambda c: _is_moe(c) and _parallel(c, "tensor") > 1, _set("parallel", expert=[1], expert_tensor=[1])
+    ),
     "allgather": _only(_MOE, _set("parallel", expert_dispatcher=["allgather"])),
-    "alltoall": _only(lambda c: _is_moe(c) and _parallel(c, "expert_tensor") > 1, _set("parallel", expert_dispatcher=["alltoall"])),
+    "alltoall": _only(
+        lambda c: _is_moe(c) and _parallel(c, "expert_tensor") > 1, _set("parallel", expert_dispatcher=["alltoall"])
+    ),
     "fp8": _set("top", precision=["fp8"]),
     "small moments": _set("optimizer", moments_dtype=["bf16", "fp8"]),
     "offload": _set("optimizer", cpu_offload_fraction=[0.5]),
@@ -306,12 +377,16 @@ CHANGES: dict[str, Callable[[Case, random.Random], bool | None]] = {
     "mini-batches": _set("batch", num_mini_batches=[5, 7, 9, 17]),
     "small packs": _set("batch", micro_batch_tokens=[20, 23, 24, 25, 28]),
     "long responses": _set("rollout", max_new_tokens=[26, 30, 58]),
-    "responses beyond the positions": _only(lambda c: c.values["batch"]["micro_batch_tokens"] > 100, _set("rollout", max_new_tokens=[59, 66])),
+    "responses beyond the positions": _only(
+        lambda c: c.values["batch"]["micro_batch_tokens"] > 100, _set("rollout", max_new_tokens=[59, 66])
+    ),
     "odd lengths": _set("rollout", max_new_tokens=[17, 19, 21]),
     "context": _set("parallel", context=[2, 3, 4]),
     "recompute": _set("recompute", granularity=["full"], num_layers=[2, 3, 4]),
     "R2": _only(_MOE, _set("moe", routing_replay=["R2"])),
-    "R3 without routes": _only(lambda c: _is_moe(c) and "return_routed_experts" not in c.values["rollout"], _set("moe", routing_replay=["R3"])),
+    "R3 without routes": _only(
+        lambda c: _is_moe(c) and "return_routed_experts" not in c.values["rollout"], _set("moe", routing_replay=["R3"])
+    ),
     "another reference": _other_reference,
     "expert bias": _set("moe", expert_bias_update_rate=[1e-3]),
     "a KL term": _set("kl", coefficient=[0.05]),

@@ -35,7 +35,12 @@ def attempt(config: str) -> dict:
         return dict(error=None, place="", phase="", gradient=_train(Config.model_validate_json(config), phase))
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return dict(error=f"{type(error).__name__}: {error}", place=f"{last.filename}:{last.lineno}", phase=phase[0], gradient={})
+        return dict(
+            error=f"{type(error).__name__}: {error}",
+            place=f"{last.filename}:{last.lineno}",
+            phase=phase[0],
+            gradient={},
+        )
 
 
 def tidy() -> None:
@@ -47,9 +52,15 @@ def tidy() -> None:
 def _train(config: Config, phase: list[str]) -> dict[str, np.ndarray]:
     parallel = config.parallel
     groups = create_groups(
-        tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline, context=parallel.context,
-        expert=parallel.expert, expert_tensor=parallel.expert_tensor, seed=config.run.seed, timeout_seconds=60,
-    )  # fmt: skip
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        seed=config.run.seed,
+        timeout_seconds=60,
+    )
     phase[0] = "build"
     spec = read_model_spec(config.model.path)
     layout = layout_of(config, spec)
@@ -86,7 +97,11 @@ def full_batch(config: Config, spec: ModelSpec) -> RolloutBatch:
     lengths = np.linspace(1, config.rollout.max_new_tokens, num).round().astype(int)[rng.permutation(num)].tolist()
     for group_id in range(batch.prompts_per_step):
         mine = lengths[group_id * batch.group_size : (group_id + 1) * batch.group_size]
-        num_prompt = config.data.max_prompt_tokens if max(lengths) in mine else int(rng.integers(1, config.data.max_prompt_tokens + 1))
+        num_prompt = (
+            config.data.max_prompt_tokens
+            if max(lengths) in mine
+            else int(rng.integers(1, config.data.max_prompt_tokens + 1))
+        )
         prompt = Prompt(f"made:{group_id}", "made", tuple(rng.integers(0, spec.vocab_size, num_prompt).tolist()), "")
         members = []
         for index, length in enumerate(mine):
@@ -97,11 +112,17 @@ def full_batch(config: Config, spec: ModelSpec) -> RolloutBatch:
                 routes[:, : spec.moe.num_dense_layers] = -1
             members.append(
                 Trajectory(
-                    trajectory_id=f"made:{group_id}:{index}", group_id=group_id, prompt=prompt,
-                    response_token_ids=rng.integers(0, spec.vocab_size, length).tolist(), response_mask=[1] * length,
+                    trajectory_id=f"made:{group_id}:{index}",
+                    group_id=group_id,
+                    prompt=prompt,
+                    response_token_ids=rng.integers(0, spec.vocab_size, length).tolist(),
+                    response_mask=[1] * length,
                     rollout_log_probs=(-math.log(spec.vocab_size) + 1e-5 * rng.standard_normal(length)).tolist(),
-                    weight_versions=[0] * length, finish_reason="length", reward=float(index % 2), routed_experts=routes,
+                    weight_versions=[0] * length,
+                    finish_reason="length",
+                    reward=float(index % 2),
+                    routed_experts=routes,
                 )
-            )  # fmt: skip
+            )
         groups.append(Group(group_id, prompt, members))
     return RolloutBatch(0, groups)

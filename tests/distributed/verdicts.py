@@ -1,4 +1,6 @@
-"""What the plan says of a configuration, and what the engine does with it: in a living pool of ranks, restarted as needed."""
+"""What the plan says of a configuration, and what the engine does with it: in a living pool of ranks, restarted as
+needed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from gspo_mega.weights.random_folder import make_random_folder
 # From the first rank's error on, how long the others may take to fail too; then they wait for it, and for ever.
 GRACE_SECONDS = 3.0
 DIED = "the rank's process died"
-# Of each tensor's whole gradient in fp32 against one rank's: in a layout that trains wrong one is off by a tenth or more.
+# Of each tensor's whole gradient in fp32 against one rank's: in a layout that trains wrong one is off by a tenth or
+# more.
 GRADIENT_TOLERANCE = 1e-5
 ENGINE_MODULES = ["gspo_mega.engine", "gspo_mega.runtime.loop", "gspo_mega.runtime.reference", "verdict_jobs"]
 
@@ -52,7 +55,9 @@ class Engine:
         self._pools: dict[int, RankPool] = {}
 
     def tries(self, config: Config, ranks: int) -> Outcome:
-        """Once more where a rank's process died: another process may have taken the port that its pool was to meet at."""
+        """Once more where a rank's process died: another process may have taken the port that its pool was to meet
+        at.
+        """
         outcome = self._tries(config, ranks)
         return self._tries(config, ranks) if DIED in outcome.text else outcome
 
@@ -71,12 +76,20 @@ class Engine:
             pool.run("verdict_jobs:tidy")
             return Outcome(gradient=answers[0]["gradient"])
         alike = None not in answers and len({(a["place"], a["phase"]) for a in answers}) == 1
-        if alike and answers[0]["phase"] in ("groups", "build", "pack"):  # before anything was exchanged that others may still wait for
+        if alike and answers[0]["phase"] in (
+            "groups",
+            "build",
+            "pack",
+        ):  # before anything was exchanged that others may still wait for
             pool.run("verdict_jobs:tidy")
         else:
             self._end(ranks)
         told = next((a for a in answers if a is not None and a["error"]), None)
-        return Outcome(f"{told['error']} ({told['place']})", told["phase"]) if told else Outcome("no rank came back", "train")
+        return (
+            Outcome(f"{told['error']} ({told['place']})", told["phase"])
+            if told
+            else Outcome("no rank came back", "train")
+        )
 
     def _collect(self, pool: RankPool) -> list[dict | None]:
         """Each rank's answer, None for one that gave none in time."""
@@ -107,7 +120,9 @@ class Engine:
 
 @dataclass
 class Verdict:
-    """`plan`: its refusal, None where there is none. `wrong`: how far the gradient is from one rank's, None where it is not."""
+    """`plan`: its refusal, None where there is none. `wrong`: how far the gradient is from one rank's, None where it is
+    not.
+    """
 
     case: Case
     plan: str | None
@@ -121,7 +136,13 @@ class Verdict:
 
     @property
     def described(self) -> str:
-        engine = f"dies in {self.engine.phase}: {self.engine.text}" if not self.engine.runs else "runs" if self.wrong is None else f"trains wrong, by {self.wrong:.1%}"
+        engine = (
+            f"dies in {self.engine.phase}: {self.engine.text}"
+            if not self.engine.runs
+            else "runs"
+            if self.wrong is None
+            else f"trains wrong, by {self.wrong:.1%}"
+        )
         return f"{self.case.described}\n    plan: {self.plan or 'ok'}\n    engine: {engine}"
 
 
@@ -130,8 +151,14 @@ DELIBERATE: tuple[tuple[str, str], ...] = (
     (r": [a-z_.]+: .*, but the model \(\w+\) has no experts", "a setting without effect"),
     (r": moe\.expert_bias_update_rate: .* have no expert bias", "a setting without effect"),
     (r": kl\.coefficient: .* contradicts `algorithm: gspo`", "another objective than its name says"),
-    (r": batch\.num_mini_batches: .* (leave some empty|fewer than the \d+ data-parallel ranks)", "ranks or optimizer steps with nothing to do"),
-    (r": rollout\.max_new_tokens: .* is more than the model's \d+ positions", "positions that the model has not learnt, and servers refuse"),
+    (
+        r": batch\.num_mini_batches: .* (leave some empty|fewer than the \d+ data-parallel ranks)",
+        "ranks or optimizer steps with nothing to do",
+    ),
+    (
+        r": rollout\.max_new_tokens: .* is more than the model's \d+ positions",
+        "positions that the model has not learnt, and servers refuse",
+    ),
 )
 
 
@@ -158,29 +185,36 @@ def verdicts(cases: Iterator[Case], folder: Path, engine: Engine) -> Iterator[Ve
 
 
 def _comparable(config: Config) -> tuple[Config, Config]:
-    """The configuration where its numbers are those of one rank, in fp32 and without router losses (which are a pack's),
-    and the same on one rank."""
+    """The configuration where its numbers are those of one rank, in fp32 and without router losses (which are a
+    pack's), and the same on one rank.
+    """
     quiet = {"load_balancing": "none", "load_balancing_coefficient": 0.0, "z_loss_coefficient": 0.0}
     exact = config.model_copy(update={"precision": "fp32", "moe": config.moe.model_copy(update=quiet)})
     alone = exact.model_copy(
         update={
-            "parallel": Parallel(), "cluster": config.cluster.model_copy(update={"ranks_per_node": 1}), "recompute": Recompute(),
+            "parallel": Parallel(),
+            "cluster": config.cluster.model_copy(update={"ranks_per_node": 1}),
+            "recompute": Recompute(),
             "optimizer": config.optimizer.model_copy(update={"distributed": False, "overlap": False}),
             "batch": config.batch.model_copy(update={"micro_batch_tokens": 512, "log_prob_chunk_tokens": 64}),
         }
-    )  # fmt: skip
+    )
     return exact, alone
 
 
 def _difference(gradient: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> float | None:
-    """The largest relative L2 difference of a tensor's gradient, of the tensor's norm or of a hundredth of the largest one;
-    None where all are within the tolerance."""
+    """The largest relative L2 difference of a tensor's gradient, of the tensor's norm or of a hundredth of the largest
+    one; None where all are within the tolerance.
+    """
     if gradient.keys() != reference.keys():
         return float("inf")
     norms = {name: float(np.linalg.norm(value.astype(np.float64))) for name, value in reference.items()}
     least = max(norms.values()) / 100
     assert least > 0, "a gradient of zero: the comparison would prove nothing"
-    worst = max(float(np.linalg.norm(gradient[name].astype(np.float64) - value)) / max(norms[name], least) for name, value in reference.items())
+    worst = max(
+        float(np.linalg.norm(gradient[name].astype(np.float64) - value)) / max(norms[name], least)
+        for name, value in reference.items()
+    )
     return worst if worst > GRADIENT_TOLERANCE else None
 
 
@@ -201,7 +235,7 @@ def figures(found: list[Verdict]) -> str:
     deliberate = Counter(v.deliberate for v in refused if v.deliberate)
     wrong = sum(v.wrong is not None for v in found)
     return (
-        f"{len(found)} configurations: {len(found) - len(refused)} planned and trained, {len(refused)} refused "
-        f"(of these {sum(not v.engine.runs for v in refused)} died in the engine, {wrong} trained wrong, {sum(deliberate.values())} deliberate: {dict(deliberate)}), "
-        f"{sum(not v.agree for v in found)} disagreements"
+        f"{len(found)} configurations: {len(found) - len(refused)} planned and trained, {len(refused)} refused (of"
+        f" these {sum(not v.engine.runs for v in refused)} died in the engine, {wrong} trained wrong,"
+        f" {sum(deliberate.values())} deliberate: {dict(deliberate)}), {sum(not v.agree for v in found)} disagreements"
     )

@@ -20,11 +20,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.filterwarnings("ignore")
 
-import gspo_mega.engine  # noqa: F401  the CPU backend comes before torch.distributed and Megatron
 import numpy as np
 import torch
 import torch.distributed as dist
 
+import gspo_mega.engine  # noqa: F401  the CPU backend comes before torch.distributed and Megatron
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import build_micro_batch
 from gspo_mega.engine.policy import PolicyEngine
@@ -41,12 +41,35 @@ CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
-def _shape(layers: int, hidden: int, heads: int, intermediate: int, vocab: int, moe: MoeSpec | None = None, tied: bool = False, head_dim: int = 128) -> ModelSpec:
+def _shape(
+    layers: int,
+    hidden: int,
+    heads: int,
+    intermediate: int,
+    vocab: int,
+    moe: MoeSpec | None = None,
+    tied: bool = False,
+    head_dim: int = 128,
+) -> ModelSpec:
     return ModelSpec(
-        family="qwen3" if moe is None else "qwen3_moe", num_layers=layers, hidden_size=hidden, num_heads=heads, num_kv_heads=heads // 4,
-        head_dim=head_dim, intermediate_size=intermediate, vocab_size=vocab, max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-6,
-        tie_word_embeddings=tied, qk_norm=True, attention_bias=False, torch_dtype="bfloat16", eos_token_ids=(2,), moe=moe,
-    )  # fmt: skip
+        family="qwen3" if moe is None else "qwen3_moe",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads // 4,
+        head_dim=head_dim,
+        intermediate_size=intermediate,
+        vocab_size=vocab,
+        max_position_embeddings=32768,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=tied,
+        qk_norm=True,
+        attention_bias=False,
+        torch_dtype="bfloat16",
+        eos_token_ids=(2,),
+        moe=moe,
+    )
 
 
 # tiny: for a CPU. small: precision on a GPU. large: with fp32 gradients, main parameters and moments (18 bytes a
@@ -153,18 +176,26 @@ def _fill(policy: PolicyEngine, spec: ModelSpec, groups: ParallelGroups) -> None
             target.copy_(values.bfloat16())
 
 
-def recorded_batch(spec: ModelSpec, config: Config, lengths: Sequence[int], per_pack: int, *, prompt: int = 1) -> list[MicroBatch]:
-    """Random sequences of these lengths, `per_pack` a micro-batch, advantages of both signs; all after `prompt` is response."""
+def recorded_batch(
+    spec: ModelSpec, config: Config, lengths: Sequence[int], per_pack: int, *, prompt: int = 1
+) -> list[MicroBatch]:
+    """Random sequences of these lengths, `per_pack` a micro-batch, advantages of both signs; all after `prompt` is
+    response.
+    """
     rng = np.random.default_rng(0)
     rows = []
     for index, length in enumerate(lengths):
         tokens = rng.integers(3, spec.vocab_size, length)
         rows.append(
             dict(
-                prompt_token_ids=tokens[:prompt], response_token_ids=tokens[prompt:], response_mask=np.ones(length - prompt),
-                rollout_log_probs=np.full(length - prompt, -np.log(spec.vocab_size)), advantage=(-1.3, 0.7, -0.4, 1.6)[index % 4], group_size=1,
+                prompt_token_ids=tokens[:prompt],
+                response_token_ids=tokens[prompt:],
+                response_mask=np.ones(length - prompt),
+                rollout_log_probs=np.full(length - prompt, -np.log(spec.vocab_size)),
+                advantage=(-1.3, 0.7, -0.4, 1.6)[index % 4],
+                group_size=1,
             )
-        )  # fmt: skip
+        )
     starts = range(0, len(rows), per_pack)
     keys, align = ("advantage", "group_size"), alignment_tokens(config)
     return [build_micro_batch(rows, list(range(s, min(s + per_pack, len(rows)))), 1, keys, align) for s in starts]
@@ -180,7 +211,9 @@ def finish(part: str, rows: list[dict], failures: list[str]) -> None:
     for failure in failures:
         print(f"FAILED {part}: {failure}")
     if os.environ.get("OUT"):
-        Path(os.environ["OUT"], f"{part}.json").write_text(json.dumps(dict(backends=describe_backends(), rows=rows, failures=failures), indent=1))
+        Path(os.environ["OUT"], f"{part}.json").write_text(
+            json.dumps(dict(backends=describe_backends(), rows=rows, failures=failures), indent=1)
+        )
     raise SystemExit(1 if failures else 0)
 
 

@@ -28,7 +28,9 @@ def measure(precision: str, size: int, rows: int, times: int) -> dict:
     if precision.startswith("fp8"):
         hybrid, e4m3 = recipes.Format.HYBRID, recipes.Format.E4M3
         recipe = {
-            "delayed": lambda: recipes.DelayedScaling(fp8_format=hybrid, amax_history_len=1024, amax_compute_algo="max"),
+            "delayed": lambda: recipes.DelayedScaling(
+                fp8_format=hybrid, amax_history_len=1024, amax_compute_algo="max"
+            ),
             "tensorwise": lambda: recipes.Float8CurrentScaling(fp8_format=hybrid),
             "blockwise": lambda: recipes.Float8BlockScaling(fp8_format=e4m3),
             "mxfp8": lambda: recipes.MXFP8BlockScaling(fp8_format=e4m3),
@@ -47,7 +49,9 @@ def measure(precision: str, size: int, rows: int, times: int) -> dict:
     expected = (wide_x @ wide_weight.t(), wide_gradient @ wide_weight, wide_gradient.t() @ wide_x)
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip((out, x.grad, layer.weight.grad), expected)]
     names = ("output_error", "input_gradient_error", "weight_gradient_error")
-    return dict(precision=precision, milliseconds=took * 1e3, tflops=3 * 2.0 * rows * size * size / took / 1e12) | dict(zip(names, errors))
+    return dict(precision=precision, milliseconds=took * 1e3, tflops=3 * 2.0 * rows * size * size / took / 1e12) | dict(
+        zip(names, errors)
+    )
 
 
 def main() -> None:
@@ -61,7 +65,11 @@ def main() -> None:
                 continue
             rows.append(row := measure(precision, args.size, args.rows, args.times))
             bound = MOST_ERROR[precision.split("-")[0]]
-            failures += [f"{precision}: {key} is {value:.3g}; at most {bound}" for key, value in row.items() if key.endswith("_error") and not value <= bound]
+            failures += [
+                f"{precision}: {key} is {value:.3g}; at most {bound}"
+                for key, value in row.items()
+                if key.endswith("_error") and not value <= bound
+            ]
     finish("products", rows, failures)
 
 

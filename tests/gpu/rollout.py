@@ -32,14 +32,29 @@ PORT = 30123
 def write_checkpoint(folder: Path, policy) -> None:
     spec = policy.spec
     config = dict(
-        architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=spec.vocab_size, hidden_size=spec.hidden_size,
-        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size, max_position_embeddings=spec.max_position_embeddings, rope_theta=spec.rope_theta,
-        rms_norm_eps=spec.rms_norm_eps, hidden_act="silu", tie_word_embeddings=False, attention_bias=False, eos_token_id=2, torch_dtype="bfloat16",
-    )  # fmt: skip
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        max_position_embeddings=spec.max_position_embeddings,
+        rope_theta=spec.rope_theta,
+        rms_norm_eps=spec.rms_norm_eps,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        attention_bias=False,
+        eos_token_id=2,
+        torch_dtype="bfloat16",
+    )
     (folder / "config.json").write_text(json.dumps(config))
     tensors = gather_stream(spec, policy.groups, policy.chunks, torch.bfloat16)
-    save_file({name: value.detach().cpu().contiguous().clone() for name, value in tensors}, folder / "model.safetensors")
+    save_file(
+        {name: value.detach().cpu().contiguous().clone() for name, value in tensors}, folder / "model.safetensors"
+    )
 
 
 def ask(path: str, body: dict | None = None, timeout: float = 60.0) -> bytes:
@@ -64,7 +79,12 @@ def wait_until_healthy(server: subprocess.Popen, log: Path) -> None:
 
 def served_log_probs(tokens: list[int]) -> list[float]:
     """The server's log-prob of every token but the first, nats."""
-    body = dict(input_ids=tokens, sampling_params=dict(max_new_tokens=1, temperature=1.0), return_logprob=True, logprob_start_len=0)
+    body = dict(
+        input_ids=tokens,
+        sampling_params=dict(max_new_tokens=1, temperature=1.0),
+        return_logprob=True,
+        logprob_start_len=0,
+    )
     found = json.loads(ask("/generate", body))["meta_info"]["input_token_logprobs"]
     return [value for value, *_ in found[1:]]
 
@@ -86,20 +106,40 @@ def main() -> None:
             ours = [part.log_probs.double().cpu() for part in policy.old_pass(batch).micro_batches]
             write_checkpoint(folder, policy)
         command = [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--skip-tokenizer-init", "--port", str(PORT),
-            "--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-cuda-graph", "--mem-fraction-static", "0.5",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            str(folder),
+            "--skip-tokenizer-init",
+            "--port",
+            str(PORT),
+            "--attention-backend",
+            "triton",
+            "--sampling-backend",
+            "pytorch",
+            "--disable-cuda-graph",
+            "--mem-fraction-static",
+            "0.5",
+        ]
         with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
             try:
                 wait_until_healthy(server, log)
-                theirs = [torch.tensor(served_log_probs(m.token_ids[:n].tolist()), dtype=torch.float64) for m, n in zip(batch, lengths)]
+                theirs = [
+                    torch.tensor(served_log_probs(m.token_ids[:n].tolist()), dtype=torch.float64)
+                    for m, n in zip(batch, lengths)
+                ]
             finally:
                 server.terminate()
     gaps = [(a - b).abs() for a, b in zip(ours, theirs, strict=True)]
     mean = float(torch.cat(gaps).mean())
     row = dict(tokens=sum(map(len, gaps)), token_mean=mean, token_max=float(torch.cat(gaps).max()))
     row["sequence_mean"] = float(torch.stack([(a - b).mean().abs() for a, b in zip(ours, theirs)]).mean())
-    failed = [] if mean <= MOST_MISMATCH else [f"a token's log-prob is {mean:.3g} nats from the trainer's on average; at most {MOST_MISMATCH}"]
+    failed = (
+        []
+        if mean <= MOST_MISMATCH
+        else [f"a token's log-prob is {mean:.3g} nats from the trainer's on average; at most {MOST_MISMATCH}"]
+    )
     finish("rollout", [row], failed)
 
 

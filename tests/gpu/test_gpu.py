@@ -1,4 +1,6 @@
-"""The GPU parts, each in a process of its own; and on any machine all of them but the GPU's own code, with tiny shapes."""
+"""The GPU parts, each in a process of its own; and on any machine all of them but the GPU's own code, with tiny
+shapes.
+"""
 
 import json
 import os
@@ -16,9 +18,19 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 
 
 def run(part: str, *arguments: str, out: Path | None = None) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= {"OUT": str(out)} if out else {}
-    return subprocess.run([sys.executable, HERE / f"{part}.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [sys.executable, HERE / f"{part}.py", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 @pytest.mark.gpu
@@ -35,9 +47,17 @@ def test_part(part):
 @pytest.mark.parametrize(
     ("part", "arguments", "numbers"),
     [
-        ("log_probs", ["--shapes", "tiny-dense,tiny-moe", "--longest", "48"], ["token_mean", "sequence_max", "unchanged_log_s"]),
+        (
+            "log_probs",
+            ["--shapes", "tiny-dense,tiny-moe", "--longest", "48"],
+            ["token_mean", "sequence_max", "unchanged_log_s"],
+        ),
         ("training", ["--shapes", "tiny-moe", "--longest", "32", "--steps", "6"], ["first", "last", "furthest"]),
-        ("throughput", ["--shapes", "tiny-moe", "--tokens", "32", "--packs", "2", "--times", "1"], ["old_seconds", "step_tflops"]),
+        (
+            "throughput",
+            ["--shapes", "tiny-moe", "--tokens", "32", "--packs", "2", "--times", "1"],
+            ["old_seconds", "step_tflops"],
+        ),
     ],
 )
 def test_the_same_on_a_cpu(tmp_path, part, arguments, numbers):
@@ -79,4 +99,6 @@ def test_the_bounds_can_be_missed():
     assert "on average; at most 0.25" in judge(good | dict(token_mean=0.3), moe=False)[0]
     assert judge(good | dict(token_mean=0.3), moe=True) == []
     assert "unchanged policy is 8e-05; at most 7e-05" in judge(good | dict(unchanged_log_s=8e-5), moe=False)[0]
-    assert judge(good | dict(token_mean=float("nan")), moe=False) and judge(good | dict(unchanged_log_s=float("nan")), moe=False)
+    assert judge(good | dict(token_mean=float("nan")), moe=False) and judge(
+        good | dict(unchanged_log_s=float("nan")), moe=False
+    )

@@ -2,8 +2,8 @@
 
     python tests/gpu/throughput.py [--device cpu --shapes tiny-dense --tokens 64]
 
-A model and packs that fill most of one H200. FLOPs are those of the matrix products and attention alone, forward once and
-backward twice; the LM head's logits computed again in the backward pass do not count. MFU is of an H200's bf16 peak
+A model and packs that fill most of one H200. FLOPs are those of the matrix products and attention alone, forward once
+and backward twice; the LM head's logits computed again in the backward pass do not count. MFU is of an H200's bf16 peak
 without sparsity, for FP8 too, so that rows compare.
 """
 
@@ -12,7 +12,18 @@ from __future__ import annotations
 import time
 
 import torch
-from gpu_engine import CLIP_HIGH, CLIP_LOW, SHAPES, arguments, engine, finish, make_config, one_rank, precisions, recorded_batch
+from gpu_engine import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    SHAPES,
+    arguments,
+    engine,
+    finish,
+    make_config,
+    one_rank,
+    precisions,
+    recorded_batch,
+)
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.model.sizes import count_parameters, forward_flops_per_token

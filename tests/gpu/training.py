@@ -2,7 +2,8 @@
 
     python tests/gpu/training.py [--device cpu --shapes tiny-dense]
 
-Bound: at no step further from fp32's loss than a share of the first loss; and the loss falls, or there is nothing to compare.
+Bound: at no step further from fp32's loss than a share of the first loss; and the loss falls, or there is nothing to
+compare.
 """
 
 from __future__ import annotations
@@ -37,16 +38,25 @@ def main() -> None:
         available = precisions()
         for shape in args.shapes.split(","):
             reference: list[float] = []
-            for name in [*available, *(f"{p}+parameters" for p in available if p.startswith("fp8") and p != "fp8-mxfp8")]:
+            for name in [
+                *available,
+                *(f"{p}+parameters" for p in available if p.startswith("fp8") and p != "fp8-mxfp8"),
+            ]:
                 precision, _, parameters = name.partition("+")
                 curve = losses(shape, precision, args.steps, args.longest, bool(parameters))
                 reference = reference or curve
                 distance = max(abs(a - b) for a, b in zip(curve, reference)) / reference[0]
                 rows.append(dict(shape=shape, precision=name, first=curve[0], last=curve[-1], furthest=distance))
                 if curve[-1] > curve[0] * (1 - LEAST_FALL):
-                    failures.append(f"{shape} {name}: the loss went from {curve[0]:.4g} to {curve[-1]:.4g}; at least {LEAST_FALL:.0%} less is due")
+                    failures.append(
+                        f"{shape} {name}: the loss went from {curve[0]:.4g} to {curve[-1]:.4g}; at least"
+                        f" {LEAST_FALL:.0%} less is due"
+                    )
                 if precision != "fp32" and not distance <= FURTHEST[precision.split("-")[0]]:
-                    failures.append(f"{shape} {name}: {distance:.2%} of the first loss away from fp32; at most {FURTHEST[precision.split('-')[0]]:.0%}")
+                    failures.append(
+                        f"{shape} {name}: {distance:.2%} of the first loss away from fp32; at most"
+                        f" {FURTHEST[precision.split('-')[0]]:.0%}"
+                    )
     finish("training", rows, failures)
 
 

@@ -63,13 +63,20 @@ class RoutingRecord:
 
     def __init__(self, engine: PolicyEngine) -> None:
         self._layers: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        for layer in [layer for chunk in engine.chunks for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]:
+        for layer in [
+            layer for chunk in engine.chunks for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")
+        ]:
             calls: list[tuple[np.ndarray, np.ndarray]] = []
             self._layers.append(calls)
-            layer.mlp.router.register_forward_hook(lambda router, inputs, output, calls=calls: calls.append(_routing(router, inputs, output)))
+            layer.mlp.router.register_forward_hook(
+                lambda router, inputs, output, calls=calls: calls.append(_routing(router, inputs, output))
+            )
 
     def take(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        passes = [tuple(np.stack(part, axis=1) for part in zip(*calls, strict=True)) for calls in zip(*self._layers, strict=True)]
+        passes = [
+            tuple(np.stack(part, axis=1) for part in zip(*calls, strict=True))
+            for calls in zip(*self._layers, strict=True)
+        ]
         for calls in self._layers:
             calls.clear()
         return passes
@@ -117,9 +124,14 @@ class Trainer:
         """Optimizer steps on random demonstrations, other ones every time."""
         for _ in range(num_steps):
             rng = np.random.default_rng((3, self.num_learnt))
-            made = [[tuple(rng.integers(FIRST_TOKEN, VOCAB_SIZE, rng.integers(4, 41)).tolist()) for _ in range(2)] for _ in range(DEMONSTRATIONS)]
+            made = [
+                [tuple(rng.integers(FIRST_TOKEN, VOCAB_SIZE, rng.integers(4, 41)).tolist()) for _ in range(2)]
+                for _ in range(DEMONSTRATIONS)
+            ]
             demonstrations = [Demonstration(f"random:{i}", *tokens) for i, tokens in enumerate(made)]
-            (mini_batch,) = assemble_supervised(demonstrations, self.config, self.layout, self.num_learnt)[self.groups.data.rank]
+            (mini_batch,) = assemble_supervised(demonstrations, self.config, self.layout, self.num_learnt)[
+                self.groups.data.rank
+            ]
             result, _ = self.engine.train_supervised(mini_batch.micro_batches, mini_batch.denominator)
             assert not result.skipped and result.grad_norm > 0
             self.num_learnt += 1
@@ -137,7 +149,9 @@ class Trainer:
             self.pool.commit(weight_version, result.verified)
 
     def serve_folder(self, path: str, weight_version: int) -> None:
-        """Have the server hold this folder and believe it to be `weight_version`: no publish, and nothing is verified."""
+        """Have the server hold this folder and believe it to be `weight_version`: no publish, and nothing is
+        verified.
+        """
         if self.pool is not None:
             (control,) = self.pool.controls()
             control.pause(deadline_seconds=60)
@@ -157,7 +171,10 @@ class Trainer:
             fill_advantages(batch, config, step)
             trajectories, message = batch.trajectories, [assemble(batch, config, self.layout, step)]
         dist.broadcast_object_list(message, src=0, group=self.groups.host.group)
-        sampled = [Sampled(t.group_id, len(t.prompt.token_ids), np.array(t.rollout_log_probs), self._ascending(t)) for t in trajectories]
+        sampled = [
+            Sampled(t.group_id, len(t.prompt.token_ids), np.array(t.rollout_log_probs), self._ascending(t))
+            for t in trajectories
+        ]
         return sampled, message[0][self.groups.data.rank]
 
     def score(self, mini_batches: list[MiniBatch], temperature: float) -> dict[int, Scored]:
@@ -178,7 +195,9 @@ class Trainer:
         settings = objective_settings(self.config)
         log_s = []
         for mini_batch, before in zip(mini_batches, old, strict=True):
-            result, report = self.engine.train_mini_batch(mini_batch.micro_batches, settings, mini_batch.denominator, before)
+            result, report = self.engine.train_mini_batch(
+                mini_batch.micro_batches, settings, mini_batch.denominator, before
+            )
             assert not result.skipped
             log_s.append(report.columns.get("log_s", np.zeros(0)))
         self._forget_routing()
@@ -192,10 +211,14 @@ class Trainer:
         self.engine.config = self.engine.pipeline.config = self._at(temperature)
 
     def _at(self, temperature: float) -> Config:
-        return self.config.model_copy(update={"rollout": self.config.rollout.model_copy(update={"temperature": temperature})})
+        return self.config.model_copy(
+            update={"rollout": self.config.rollout.model_copy(update={"temperature": temperature})}
+        )
 
     def _ascending(self, trajectory: Trajectory) -> np.ndarray | None:
-        """The experts as the server returned them, [tokens - 1, layers with experts, k], in the order of their numbers."""
+        """The experts as the server returned them, [tokens - 1, layers with experts, k], in the order of their
+        numbers.
+        """
         layers = [layer for layer in range(self.spec.num_layers) if self.spec.has_experts(layer)]
         return None if trajectory.routed_experts is None else np.sort(trajectory.routed_experts[:, layers], axis=-1)
 
@@ -204,7 +227,9 @@ class Trainer:
             self.routing.take()
 
 
-def _by_trajectory(pack: MicroBatch, log_probs: torch.Tensor, routing: tuple[np.ndarray, np.ndarray] | None) -> dict[int, Scored]:
+def _by_trajectory(
+    pack: MicroBatch, log_probs: torch.Tensor, routing: tuple[np.ndarray, np.ndarray] | None
+) -> dict[int, Scored]:
     """Cut one pack's log-probs (of its active tokens) and routing (of all its tokens) into its trajectories'."""
     values = np.full(pack.num_tokens, np.nan, np.float32)
     values[pack.loss_mask > 0] = log_probs.numpy()

@@ -20,7 +20,9 @@ TIES_PER_POSITION = 1e-4
 
 @dataclass
 class Sampled:
-    """One trajectory as the server returned it: `log_probs` [R] nats; `experts` [P + R - 1, layers, k] ascending, or None."""
+    """One trajectory as the server returned it: `log_probs` [R] nats; `experts` [P + R - 1, layers, k] ascending, or
+    None.
+    """
 
     group_id: int
     num_prompt_tokens: int

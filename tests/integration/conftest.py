@@ -45,7 +45,9 @@ class RunningServer:
     serve: object
 
     def pool(self) -> ServerPool:
-        """A new pool of this server's attempt; close it. The server holds `model`, as version 0: there is no trainer to publish it."""
+        """A new pool of this server's attempt; close it. The server holds `model`, as version 0: there is no trainer to
+        publish it.
+        """
         from servers import trust
 
         pool = ServerPool(self.config, self.spec, self.attempt)
@@ -79,7 +81,9 @@ def _running(folder: Path, model: Path, rollout: dict) -> RunningServer:
     from servers import Serve, run_config
 
     # log_level info: SGLang then logs all its arguments, and a test looks for the API key there.
-    config_path = run_config(folder, model, rollout=rollout, server={"log_level": "info", "start_deadline_seconds": 1200.0})
+    config_path = run_config(
+        folder, model, rollout=rollout, server={"log_level": "info", "start_deadline_seconds": 1200.0}
+    )
     serve = Serve(config_path, folder / "run")
     try:
         serve.wait_for("ready")

@@ -12,17 +12,51 @@ from gspo_mega.checkpoint.sources import open_checkpoint
 from gspo_mega.model.tables import FAMILIES
 
 SHARED = dict(
-    vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
-    max_position_embeddings=512, bos_token_id=0, eos_token_id=EOS_TOKEN_ID, pad_token_id=0, initializer_range=0.08,
-)  # fmt: skip
-LLAMA_3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+    vocab_size=VOCAB_SIZE,
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    max_position_embeddings=512,
+    bos_token_id=0,
+    eos_token_id=EOS_TOKEN_ID,
+    pad_token_id=0,
+    initializer_range=0.08,
+)
+LLAMA_3 = dict(
+    rope_type="llama3",
+    rope_theta=1e4,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 DEEPSEEK = dict(
-    num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=16,
-    num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=1, moe_intermediate_size=32, first_k_dense_replace=1,
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=16,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=1,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
     num_nextn_predict_layers=0,
     # SGLang on CPU knows this one only.
-    rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128, mscale=1.0, mscale_all_dim=1.0),
-)  # fmt: skip
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=1e4,
+        factor=4.0,
+        original_max_position_embeddings=128,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    ),
+)
 # Family, its own keys, the trainer's layout.
 MODELS = {
     "qwen2-tied": ("qwen2", dict(tie_word_embeddings=True), dict(tensor=2)),

@@ -20,9 +20,13 @@ def main():
     worker = (sys.executable, WORKER, *work) if work else stand_in
     try:
         code = launch(
-            load_config(config, command="train"), "train", lambda line: print(line, flush=True),
-            worker_command=worker, serve_command=stand_in, stop_grace_seconds=float(grace),
-        )  # fmt: skip
+            load_config(config, command="train"),
+            "train",
+            lambda line: print(line, flush=True),
+            worker_command=worker,
+            serve_command=stand_in,
+            stop_grace_seconds=float(grace),
+        )
     except GspoMegaError as error:
         print(error, file=sys.stderr)
         code = error.exit_code

@@ -1,4 +1,6 @@
-"""The command itself, `gspo-mega train CONFIG`, with stand-ins for ranks and servers: launcher_main.py CONFIG BEHAVIOURS."""
+"""The command itself, `gspo-mega train CONFIG`, with stand-ins for ranks and servers: launcher_main.py CONFIG
+BEHAVIOURS.
+"""
 
 import functools
 import sys

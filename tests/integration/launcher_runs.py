@@ -43,7 +43,16 @@ class Launched:
     """A launcher in a process of its own. All that it starts inherits `marker`, by which it is found again."""
 
     def __init__(self, folder: Path, behaviours: dict[str, str], stop_grace_seconds: float, work: str | None = None):
-        self._start(folder, [str(DRIVER), str(folder / "run.yaml"), json.dumps(behaviours), str(stop_grace_seconds), *([work] if work else [])])
+        self._start(
+            folder,
+            [
+                str(DRIVER),
+                str(folder / "run.yaml"),
+                json.dumps(behaviours),
+                str(stop_grace_seconds),
+                *([work] if work else []),
+            ],
+        )
 
     @classmethod
     def command(cls, folder: Path, behaviours: dict[str, str], **streams) -> Launched:
@@ -56,9 +65,17 @@ class Launched:
         self.marker = f"gspo-test-{uuid.uuid4()}"
         self.folder = RunFolder(folder / "runs" / "demo")
         self.process = subprocess.Popen(
-            [sys.executable, *arguments], text=True, cwd=folder, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
-            env={**os.environ, "GSPO_TEST_MARKER": self.marker, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
-        )  # fmt: skip
+            [sys.executable, *arguments],
+            text=True,
+            cwd=folder,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
+            env={
+                **os.environ,
+                "GSPO_TEST_MARKER": self.marker,
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": str(REPOSITORY),
+            },
+        )
 
     def wait_started(self, count: int = 3) -> None:
         deadline = time.monotonic() + 60

@@ -51,7 +51,12 @@ def deaf(attempt, rank):
     """Ignores SIGTERM, and has a child in a session of its own that ignores it, too."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen(
-        [sys.executable, "-S", "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"],
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)",
+        ],
         start_new_session=True,
     )
     time.sleep(1000)

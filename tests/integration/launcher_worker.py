@@ -19,7 +19,7 @@ def fail_while_others_wait(context):
         time.sleep(0.5)
         raise DataError("train.jsonl:7: not JSON")
     dist.all_reduce(torch.ones(1))
-    return None
+    return
 
 
 def hang_while_one_dies(context):
@@ -34,7 +34,7 @@ def hang_while_one_dies(context):
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
-    return None
+    return
 
 
 def add_up(context):
@@ -72,7 +72,7 @@ def spin_while_others_wait(context):
     if context.rank == 1:
         spin(time.monotonic() + 1000)
     dist.all_reduce(torch.ones(1))
-    return None
+    return
 
 
 def stop_while_others_wait(context):
@@ -91,7 +91,7 @@ def stop_while_others_wait(context):
         time.sleep(1.5)
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(1))
-    return None
+    return
 
 
 def slow_but_steady(context):

@@ -1,4 +1,6 @@
-"""What the ranks of the publish tests do, in the pool's processes: a trainer, its publisher, faults on the way to a server."""
+"""What the ranks of the publish tests do, in the pool's processes: a trainer, its publisher, faults on the way to a
+server.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ class Faulty:
         index = Path(path) / "model.safetensors.index.json"
         indexed = index.read_text() if index.exists() else None
         if indexed is not None:
-            weight_map = {n: f for n, f in json.loads(indexed)["weight_map"].items() if f != file.name} | dict.fromkeys(wrong, file.name)
+            weight_map = {n: f for n, f in json.loads(indexed)["weight_map"].items() if f != file.name} | dict.fromkeys(
+                wrong, file.name
+            )
             index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         try:
             self._control.update_from_disk(path, weight_version, deadline_seconds=deadline_seconds)
@@ -118,7 +122,12 @@ def publish(version: int, change: str = "", fault: dict | None = None, again: bo
         result = act(version, _trainer.servers(fault))
     except PublishError as error:
         return {"error": str(error)}
-    return {"verified": [list(v) for v in result.verified], "failed": result.failed, "phases": result.phase_seconds, "seconds": result.seconds}
+    return {
+        "verified": [list(v) for v in result.verified],
+        "failed": result.failed,
+        "phases": result.phase_seconds,
+        "seconds": result.seconds,
+    }
 
 
 def close_trainer() -> None:

@@ -21,9 +21,15 @@ REPOSITORY = Path(__file__).parents[2]
 PATIENCE_SECONDS = 1200.0
 # What quickstart.yaml asks for, made small: 16 trajectories a step, two optimizer steps.
 SMALL = (
-    "batch.prompts_per_step=4", "batch.group_size=4", "batch.num_mini_batches=2", "rollout.max_new_tokens=16",
-    "server.max_total_tokens=4096", "server.start_deadline_seconds=600", "rollout.no_server_deadline_seconds=900", "eval.num_prompts=8",
-)  # fmt: skip
+    "batch.prompts_per_step=4",
+    "batch.group_size=4",
+    "batch.num_mini_batches=2",
+    "rollout.max_new_tokens=16",
+    "server.max_total_tokens=4096",
+    "server.start_deadline_seconds=600",
+    "rollout.no_server_deadline_seconds=900",
+    "eval.num_prompts=8",
+)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -33,7 +39,15 @@ def environment(**more: str) -> dict[str, str]:
 
 def make_quickstart(folder: Path) -> Path:
     """The quickstart's tiny Qwen3-MoE and its data, few of them, in `folder`."""
-    tool = [sys.executable, str(REPOSITORY / "tools/make_quickstart.py"), str(folder), "--num-train", "64", "--num-heldout", "16"]
+    tool = [
+        sys.executable,
+        str(REPOSITORY / "tools/make_quickstart.py"),
+        str(folder),
+        "--num-train",
+        "64",
+        "--num-heldout",
+        "16",
+    ]
     subprocess.run(tool, check=True, stdout=subprocess.DEVNULL, env=environment())
     return folder
 
@@ -49,8 +63,9 @@ PASSES_MARKER = "reward.environment=[GSPO_TEST_MARKER]"
 
 
 class Command:
-    """One `gspo-mega` command as a process. All that it starts inherits `marker`, by which it is found again; scoring processes,
-    which inherit nothing unasked, because it is asked for."""
+    """One `gspo-mega` command as a process. All that it starts inherits `marker`, by which it is found again; scoring
+    processes, which inherit nothing unasked, because it is asked for.
+    """
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         if arguments[0] in ("train", "sft", "eval"):
@@ -60,8 +75,11 @@ class Command:
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "gspo_mega", *arguments],
-                stdout=out, stderr=err, cwd=folder, env=environment(GSPO_TEST_MARKER=self.marker),
-            )  # fmt: skip
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                env=environment(GSPO_TEST_MARKER=self.marker),
+            )
 
     @property
     def out(self) -> str:
@@ -75,12 +93,16 @@ class Command:
         """Until `happened()`. The command ending before that, or `seconds`, fails the test."""
         deadline = time.monotonic() + seconds
         while not happened():
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}\n{self.out}\n{self.err}"
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode} before {what}\n{self.out}\n{self.err}"
+            )
             assert time.monotonic() < deadline, f"{what}: not after {seconds:g} s\n{self.out}\n{self.err}"
             time.sleep(0.02)
 
     def wait_for_line(self, beginning: str) -> None:
-        self.wait_for(f"a line {beginning!r}", lambda: any(line.startswith(beginning) for line in self.out.splitlines()))
+        self.wait_for(
+            f"a line {beginning!r}", lambda: any(line.startswith(beginning) for line in self.out.splitlines())
+        )
 
     def finish(self, seconds: float = PATIENCE_SECONDS) -> int:
         try:
@@ -118,7 +140,9 @@ class Command:
         raise AssertionError(f"rank {number} does not run\n{self.out}\n{self.err}")
 
     def sits_in_torch_distributed(self, number: int, log: Path) -> bool:
-        """Whether the main thread of a rank waits for another one there: the rank writes its stacks to `log` when asked."""
+        """Whether the main thread of a rank waits for another one there: the rank writes its stacks to `log` when
+        asked.
+        """
         before = log.stat().st_size
         os.kill(self.rank(number), signal.SIGUSR2)
         time.sleep(0.2)

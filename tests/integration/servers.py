@@ -51,9 +51,12 @@ class Serve:
         command = [sys.executable, "-m", "gspo_mega", "serve", str(config), "--attempt", str(self.attempt.path)]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, "--index", str(index)], stdout=output, stderr=output, start_new_session=True,
+                [*command, "--index", str(index)],
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(gspo_mega.__file__).parents[1])},
-            )  # fmt: skip
+            )
 
     def registration(self) -> Registration | None:
         found = {r.server_id: r for r in read_registrations(self.attempt.servers_dir)}
@@ -84,7 +87,9 @@ class Serve:
             if entry.name.isdigit():
                 try:
                     stat = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                    commands[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    commands[int(entry.name)] = (
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    )
                     parents[int(entry.name)] = int(stat[1])
                 except (FileNotFoundError, ProcessLookupError):
                     continue
@@ -95,7 +100,11 @@ class Serve:
 
     def sglang_pid(self) -> int:
         """The head of the SGLang server's processes."""
-        return next(pid for pid, command in self.processes().items() if "rollout.server_entry" in command and "--spec" in command)
+        return next(
+            pid
+            for pid, command in self.processes().items()
+            if "rollout.server_entry" in command and "--spec" in command
+        )
 
     def stop(self) -> int:
         if self.process.poll() is None:

@@ -19,8 +19,22 @@ parser.add_argument("--parent", type=int)
 args = parser.parse_args()
 spec = json.loads(args.spec.read_text())
 behaviour = args.behaviour.read_text().split()
-print("stand-in", behaviour, "serves", spec["model_path"], "version", spec["weight_version"], "seed", spec["seed"], "head", os.getpid(), flush=True)
-child = subprocess.Popen([sys.executable, "-c", "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+print(
+    "stand-in",
+    behaviour,
+    "serves",
+    spec["model_path"],
+    "version",
+    spec["weight_version"],
+    "seed",
+    spec["seed"],
+    "head",
+    os.getpid(),
+    flush=True,
+)
+child = subprocess.Popen(
+    [sys.executable, "-c", "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
+)
 print("child", child.pid, flush=True)
 if "shared_memory" in behaviour:
     # As SGLang's scheduler does; its name is known to nobody but it.

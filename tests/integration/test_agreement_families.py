@@ -1,7 +1,8 @@
-"""The other families on the whole road: Hugging Face -> Megatron's files -> Hugging Face -> a real server, and a trainer before it.
+"""The other families on the whole road: Hugging Face -> Megatron's files -> Hugging Face -> a real server, and a
+trainer before it.
 
-The server starts from what came back from a conversion, is published to by both methods with every tensor verified, and gives
-every sampled token the trainer's log-prob. What "the same" means is `agreement_rule.py`.
+The server starts from what came back from a conversion, is published to by both methods with every tensor verified, and
+gives every sampled token the trainer's log-prob. What "the same" means is `agreement_rule.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reas
 @pytest.mark.parametrize("name", MODELS)
 def test_server_and_trainer_agree_after_publishing_by_both_methods(name, tmp_path):
     _, _, parallel = MODELS[name]
-    rollout = {"max_new_tokens": 64} | ({"return_routed_experts": True} if FAMILIES[MODELS[name][0]].experts is not None else {})
+    rollout = {"max_new_tokens": 64} | (
+        {"return_routed_experts": True} if FAMILIES[MODELS[name][0]].experts is not None else {}
+    )
     server = _running(tmp_path, make_converted_model(tmp_path, name), rollout)
     ranks = RankPool(2)
     try:

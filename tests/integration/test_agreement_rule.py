@@ -15,7 +15,9 @@ def rollout(seed: int = 0) -> tuple[list[Sampled], dict[int, Scored]]:
     sampled, scored = [], {}
     for row in range(TRAJECTORIES):
         log_probs = -rng.exponential(size=RESPONSE)
-        experts = np.sort(rng.permuted(np.tile(np.arange(4), (PROMPT + RESPONSE - 1, LAYERS, 1)), axis=2)[..., :2], axis=2)
+        experts = np.sort(
+            rng.permuted(np.tile(np.arange(4), (PROMPT + RESPONSE - 1, LAYERS, 1)), axis=2)[..., :2], axis=2
+        )
         sampled.append(Sampled(row // 2, PROMPT, log_probs, experts))
         scored[row] = Scored(log_probs.copy(), experts.copy(), np.full(experts.shape[:2], 0.1))
     return sampled, scored
@@ -34,7 +36,9 @@ def test_equal_rollouts_agree():
     assert agreement.num_positions == TRAJECTORIES // 2 * PROMPT + TRAJECTORIES * (RESPONSE - 1)
 
 
-@pytest.mark.parametrize("gap, agrees", [(9e-5, True), (-9e-5, True), (1.1e-4, False), (-1.1e-4, False), (np.nan, False)])
+@pytest.mark.parametrize(
+    "gap, agrees", [(9e-5, True), (-9e-5, True), (1.1e-4, False), (-1.1e-4, False), (np.nan, False)]
+)
 @pytest.mark.parametrize("token", [0, RESPONSE - 1])
 def test_one_token_beyond_the_tolerance_is_found(token, gap, agrees):
     sampled, scored = rollout()

@@ -32,9 +32,13 @@ class Side:
         self.ranks, self.weights_dir = ranks, weights_dir
         self.version = self.step = 0
         self._run(
-            "open_trainer", config_path=str(server.config_path), attempt=str(server.attempt.path), batch=BATCH,
-            parallel={"expert_tensor": 1, **parallel}, weights_dir=str(weights_dir),
-        )  # fmt: skip
+            "open_trainer",
+            config_path=str(server.config_path),
+            attempt=str(server.attempt.path),
+            batch=BATCH,
+            parallel={"expert_tensor": 1, **parallel},
+            weights_dir=str(weights_dir),
+        )
 
     def _run(self, job: str, **arguments) -> list:
         return self.ranks.run(f"agreement_ranks:{job}", timeout=600, **arguments)

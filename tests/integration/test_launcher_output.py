@@ -1,4 +1,6 @@
-"""`gspo-mega train` that loses its standard output, error or input while it runs: no line is worth a run, and its exit code is its own."""
+"""`gspo-mega train` that loses its standard output, error or input while it runs: no line is worth a run, and its exit
+code is its own.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_a_failure_is_a_failure_though_nobody_reads_of_it(start):
 
 
 def test_a_reader_that_stands_still_holds_nothing_up(start):
-    """Ctrl-S on a terminal, `| less`: a full pipe blocks whoever writes to it, and that must not be who watches over the ranks."""
+    """Ctrl-S on a terminal, `| less`: a full pipe blocks whoever writes to it, and that must not be who watches over
+    the ranks.
+    """
     run = start({"rank 0": "flood", "rank 1": "defect_on_release"})
     run.wait_started()
     wait_for_lines(run, 5000)
@@ -106,7 +110,9 @@ def test_closed_descriptors_are_no_files_of_the_run(start):
 
 @pytest.mark.parametrize("after", [(), (signal.SIGHUP,), (signal.SIGTERM,)], ids=["alone", "SIGHUP", "SIGTERM"])
 def test_a_closed_terminal_ends_the_run_with_a_checkpoint(start, after):
-    """The terminal's shell may hang up once more, and a session's end sends SIGTERM: none of it is somebody who insists."""
+    """The terminal's shell may hang up once more, and a session's end sends SIGTERM: none of it is somebody who
+    insists.
+    """
     terminal, inside = pty.openpty()
 
     def become_leader():
@@ -116,7 +122,13 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint(start, after):
 
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    run = start({"rank 0": "stop_slowly", "rank 1": "stop"}, stdin=inside, stdout=inside, stderr=inside, preexec_fn=become_leader)
+    run = start(
+        {"rank 0": "stop_slowly", "rank 1": "stop"},
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        preexec_fn=become_leader,
+    )
     os.close(inside)
     run.wait_started()
     os.close(terminal)
@@ -136,7 +148,11 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint(start, after):
 def test_under_nohup_a_closed_terminal_is_nothing(start):
     terminal, inside = pty.openpty()
     run = start(
-        STEADY, stdin=inside, stdout=inside, stderr=inside, preexec_fn=lambda: (os.setsid(), signal.signal(signal.SIGHUP, signal.SIG_IGN))
+        STEADY,
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        preexec_fn=lambda: (os.setsid(), signal.signal(signal.SIGHUP, signal.SIG_IGN)),
     )
     os.close(inside)
     run.wait_started()
@@ -157,4 +173,7 @@ def test_reading_commands_end_quietly_with_their_reader_and_say_that_the_disk_is
     assert (gone.returncode, gone.stderr) == (141, "")
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "gspo-mega inspect: standard output cannot be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "gspo-mega inspect: standard output cannot be written: No space left on device\n",
+    )

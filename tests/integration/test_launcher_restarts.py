@@ -1,4 +1,6 @@
-"""Ranks that are stuck or die: who it was and where, and what becomes of the run. Real ranks for the one, stand-ins for the other."""
+"""Ranks that are stuck or die: who it was and where, and what becomes of the run. Real ranks for the one, stand-ins for
+the other.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ WORKER = Path(__file__).with_name("launcher_worker.py")
 
 @pytest.fixture
 def start(tmp_path):
-    """start(behaviours, work, **sections) launches a run of 2 ranks and 1 server; at the end of the test nothing may be left of it."""
+    """start(behaviours, work, **sections) launches a run of 2 ranks and 1 server; at the end of the test nothing may be
+    left of it.
+    """
     launched = []
 
     def launch(behaviours, work=None, **sections):
@@ -31,7 +35,12 @@ def start(tmp_path):
 
 
 def status(run) -> dict:
-    shown = subprocess.run([sys.executable, "-m", "gspo_mega", "status", str(run.folder.path), "--json"], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "gspo_mega", "status", str(run.folder.path), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return json.loads(shown.stdout)
 
 
@@ -39,9 +48,16 @@ def test_a_rank_that_is_busy_with_nothing_is_named_with_its_line(start):
     run = start({}, "spin_while_others_wait", watchdog={"train_seconds": 2.0, "silence_seconds": 120.0})
     code, _, err = run.finish(180)
     assert code == 7
-    found = re.match(r"rank 1 \(process \d+ on \S+\) is stuck: nothing got done for \d+ s in phase train \(watchdog.train_seconds\); it is at (\S+):(\d+) in spin\n", err)
+    found = re.match(
+        r"rank 1 \(process \d+ on \S+\) is stuck: nothing got done for \d+ s in phase train \(watchdog.train_seconds\);"
+        r" it is at (\S+):(\d+) in spin\n",
+        err,
+    )
     assert found, err
-    assert Path(found[1]) == WORKER and WORKER.read_text().splitlines()[int(found[2]) - 1].strip() in ("while time.monotonic() < until:", "pass")
+    assert Path(found[1]) == WORKER and WORKER.read_text().splitlines()[int(found[2]) - 1].strip() in (
+        "while time.monotonic() < until:",
+        "pass",
+    )
     assert "rank 0 waits for it" in err and "in spin_while_others_wait" in err
     assert run.left_running() == []
 
@@ -50,7 +66,11 @@ def test_a_stopped_rank_is_named(start):
     run = start({}, "stop_while_others_wait", watchdog={"silence_seconds": 5.0})
     code, _, err = run.finish(180)
     assert code == 7
-    assert re.match(r"rank 1 \(process \d+ on \S+\) is stuck: no sign of life for \d+ s \(watchdog.silence_seconds\); its process stopped \(T\), in phase train\n", err), err
+    assert re.match(
+        r"rank 1 \(process \d+ on \S+\) is stuck: no sign of life for \d+ s \(watchdog.silence_seconds\); its process"
+        r" stopped \(T\), in phase train\n",
+        err,
+    ), err
     assert run.left_running() == []
 
 
@@ -68,7 +88,10 @@ def test_a_failed_run_is_started_again_and_says_so(start):
     assert "started again from the checkpoint of step 2 (restart 2 of 3, train.max_restarts)" in out
     shown = status(run)
     assert shown["state"].startswith("finished")
-    assert shown["restarts"].startswith("2 in 24 h; last: started again from the checkpoint of step 2") and "rank 1 was killed by SIGKILL" in shown["restarts"]
+    assert (
+        shown["restarts"].startswith("2 in 24 h; last: started again from the checkpoint of step 2")
+        and "rank 1 was killed by SIGKILL" in shown["restarts"]
+    )
     assert run.folder.num_restarts() == 2
     assert run.left_running() == []
 

@@ -161,7 +161,9 @@ def test_orphans_that_end_leave_no_zombies(start):
 
 
 def children_of(pid):
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
 
 
 def status_of(pid):
@@ -255,7 +257,11 @@ def test_two_runs_never_share_a_folder(start):
 
 def wait_for_console(run, text):
     deadline = time.monotonic() + 120
-    while (attempt := run.folder.latest_attempt()) is None or not attempt.console_log.exists() or text not in attempt.console_log.read_text():
+    while (
+        (attempt := run.folder.latest_attempt()) is None
+        or not attempt.console_log.exists()
+        or text not in attempt.console_log.read_text()
+    ):
         assert run.process.poll() is None, run.process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -275,7 +281,10 @@ def test_ranks_listen_on_the_loopback_alone(start):
     run = start({}, work="stop_in_order")
     wait_for_console(run, "waiting for a stop")
     ranks = [pid for pid in run.left_running() if b"launcher_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    listening = [{c.laddr.ip for c in psutil.Process(pid).net_connections(kind="inet") if c.status == psutil.CONN_LISTEN} for pid in ranks]
+    listening = [
+        {c.laddr.ip for c in psutil.Process(pid).net_connections(kind="inet") if c.status == psutil.CONN_LISTEN}
+        for pid in ranks
+    ]
     assert len(listening) >= 2 and all(ipaddress.ip_address(address).is_loopback for address in set().union(*listening))
     assert sum(map(bool, listening)) == 2, "the store of rank 0, and gloo of both"
     run.process.send_signal(signal.SIGINT)

@@ -38,12 +38,19 @@ def ranks(rank_pools) -> RankPool:
 class Side:
     """The trainer's two ranks, opened against one attempt's servers; closed with the test."""
 
-    def __init__(self, ranks: RankPool, config_path: Path, attempt: Path, weights_dir: Path, parallel: dict, **publish) -> None:
+    def __init__(
+        self, ranks: RankPool, config_path: Path, attempt: Path, weights_dir: Path, parallel: dict, **publish
+    ) -> None:
         self.ranks, self.weights_dir = ranks, weights_dir
         publish = {"deadline_seconds": 60.0, "bucket_bytes": 100_000} | publish
         sizes = {"expert_tensor": 1, **parallel}
         self._run(
-            "open_trainer", config_path=str(config_path), attempt=str(attempt), parallel=sizes, publish=publish, weights_dir=str(weights_dir)
+            "open_trainer",
+            config_path=str(config_path),
+            attempt=str(attempt),
+            parallel=sizes,
+            publish=publish,
+            weights_dir=str(weights_dir),
         )
 
     def _run(self, job: str, **arguments) -> list:
@@ -66,7 +73,9 @@ def moe(ranks, moe_server, tmp_path):
     opened = []
 
     def open_side(**publish) -> Side:
-        opened.append(Side(ranks, moe_server.config_path, moe_server.attempt.path, tmp_path / "weights", {"expert": 2}, **publish))
+        opened.append(
+            Side(ranks, moe_server.config_path, moe_server.attempt.path, tmp_path / "weights", {"expert": 2}, **publish)
+        )
         return opened[-1]
 
     yield open_side
@@ -77,11 +86,24 @@ def moe(ranks, moe_server, tmp_path):
 
 def make_tied_model(folder: Path) -> Path:
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 256,
-        "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False,
-        "eos_token_id": 2, "dtype": "float32",
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "max_position_embeddings": 256,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "eos_token_id": 2,
+        "dtype": "float32",
+    }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(5)
@@ -165,7 +187,9 @@ FAULTS = {
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("method", ["disk", "distributed"])
 def test_a_fault_on_the_way_fails_the_publish_and_names_the_tensor(moe, method, kind):
-    """Every weight changes, and one tensor is renamed, one expert not sent, or one layer is that of the last version."""
+    """Every weight changes, and one tensor is renamed, one expert not sent, or one layer is that of the last
+    version.
+    """
     side = moe(method=method)
     assert side.publish(1, change="weight")["verified"]
     names, named = FAULTS[kind]
@@ -178,7 +202,9 @@ def test_a_fault_on_the_way_fails_the_publish_and_names_the_tensor(moe, method, 
     assert side.publish(3, change="weight")["verified"] == [["server-0", 1]]
 
 
-@pytest.mark.parametrize("kind, names, named", [("renamed", "layers.1.self_attn.o_proj", "o_proj"), ("stale", "layers.1.", "layers.1.")])
+@pytest.mark.parametrize(
+    "kind, names, named", [("renamed", "layers.1.self_attn.o_proj", "o_proj"), ("stale", "layers.1.", "layers.1.")]
+)
 def test_a_stale_tensor_is_caught_without_foretold_checksums(moe, kind, names, named):
     side = moe(method="distributed", verify="replicas")
     assert side.publish(1, change="weight")["verified"]
@@ -218,8 +244,12 @@ def test_a_server_that_refuses_a_bucket_holds_up_nobody(tied):
     """It answers 400 and never enters the broadcast, which then cannot end."""
     side = tied(method="distributed")
     assert len(side.publish(1, change="weight")["verified"]) == 2
-    result = side.publish(2, change="weight", fault={"servers": ["server-1"], "kind": "refused", "names": "layers.1.mlp.gate_proj"})
-    assert result["verified"] == [["server-0", 1]] and "a group that the server is not in" in result["failed"]["server-1"]
+    result = side.publish(
+        2, change="weight", fault={"servers": ["server-1"], "kind": "refused", "names": "layers.1.mlp.gate_proj"}
+    )
+    assert (
+        result["verified"] == [["server-0", 1]] and "a group that the server is not in" in result["failed"]["server-1"]
+    )
     assert result["seconds"] < 30
     assert len(side.publish(2, again=True)["verified"]) == 2
 
@@ -228,7 +258,11 @@ def test_a_server_that_refuses_a_bucket_holds_up_nobody(tied):
 def test_a_server_that_hangs_fails_at_the_deadline_and_the_other_goes_on(tied, two_servers, method):
     side = tied(method=method, deadline_seconds=40.0)
     assert len(side.publish(1, change="weight")["verified"]) == 2
-    stopped = [pid for pid, command in two_servers[1][1].processes().items() if "sglang" in command or "server_entry" in command]
+    stopped = [
+        pid
+        for pid, command in two_servers[1][1].processes().items()
+        if "sglang" in command or "server_entry" in command
+    ]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     try:

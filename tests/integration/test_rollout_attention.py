@@ -18,7 +18,9 @@ from gspo_mega.rollout.completion import SamplingParams
 from gspo_mega.rollout.cpu_server import has_gpu
 from gspo_mega.rollout.pool import ServerPool
 
-pytestmark = pytest.mark.skipif(has_gpu(), reason="the batched CPU attention is registered on machines without a GPU only")
+pytestmark = pytest.mark.skipif(
+    has_gpu(), reason="the batched CPU attention is registered on machines without a GPU only"
+)
 
 NUM_SLOTS, CONTEXT, HEADS, KV_HEADS, DIM = 400, 64, 4, 2, 8
 
@@ -26,12 +28,14 @@ NUM_SLOTS, CONTEXT, HEADS, KV_HEADS, DIM = 400, 64, 4, 2, 8
 def backends():
     """Stock and batched backend over one cache of random numbers, with NaN in every slot nobody uses."""
     pytest.importorskip("sglang")
-    from gspo_mega.rollout.cpu_attention import BatchedCpuAttention
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    from gspo_mega.rollout.cpu_attention import BatchedCpuAttention
 
     torch.manual_seed(0)
     cache = types.SimpleNamespace(
-        keys=torch.full((NUM_SLOTS, KV_HEADS, DIM), float("nan")), values=torch.full((NUM_SLOTS, KV_HEADS, DIM), float("nan"))
+        keys=torch.full((NUM_SLOTS, KV_HEADS, DIM), float("nan")),
+        values=torch.full((NUM_SLOTS, KV_HEADS, DIM), float("nan")),
     )
     cache.get_key_buffer = lambda layer: cache.keys
     cache.get_value_buffer = lambda layer: cache.values
@@ -44,9 +48,16 @@ def layer():
     from sglang.srt.layers.radix_attention import AttentionType
 
     return types.SimpleNamespace(
-        layer_id=0, tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=DIM**-0.5,
-        is_cross_attention=False, sliding_window_size=-1, attn_type=AttentionType.DECODER,
-    )  # fmt: skip
+        layer_id=0,
+        tp_q_head_num=HEADS,
+        tp_k_head_num=KV_HEADS,
+        qk_head_dim=DIM,
+        v_head_dim=DIM,
+        scaling=DIM**-0.5,
+        is_cross_attention=False,
+        sliding_window_size=-1,
+        attn_type=AttentionType.DECODER,
+    )
 
 
 requests = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=7)
@@ -70,9 +81,14 @@ def test_one_call_equals_the_stock_loop(sizes, decode):
         table.req_to_token[row, :length] = mine.int()
         cache.keys[mine], cache.values[mine] = torch.randn(2, length, KV_HEADS, DIM)
     batch = types.SimpleNamespace(
-        forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND, seq_lens=lengths, extend_seq_lens=news,
-        extend_prefix_lens=prefixes, req_pool_indices=torch.arange(len(sizes)), out_cache_loc=None, encoder_lens=None,
-    )  # fmt: skip
+        forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
+        seq_lens=lengths,
+        extend_seq_lens=news,
+        extend_prefix_lens=prefixes,
+        req_pool_indices=torch.arange(len(sizes)),
+        out_cache_loc=None,
+        encoder_lens=None,
+    )
     query = torch.randn(int(news.sum()), HEADS * DIM)
     outputs = []
     for backend in (stock, batched):
@@ -107,7 +123,9 @@ def greedy(config, spec, attempt):
 
     async def everything(pool):
         entry = await pool.acquire()
-        calls = [entry.client.generate(p, GREEDY, request_id=str(i), deadline_seconds=120) for i, p in enumerate(PROMPTS)]
+        calls = [
+            entry.client.generate(p, GREEDY, request_id=str(i), deadline_seconds=120) for i, p in enumerate(PROMPTS)
+        ]
         try:
             return await asyncio.gather(*calls)
         finally:
@@ -125,7 +143,9 @@ def stock_servers(dense_model, moe_model, tmp_path_factory):
     serves = {}
     for name, model in (("dense", dense_model), ("moe", moe_model)):
         folder: Path = tmp_path_factory.mktemp(f"stock_{name}")
-        config = run_config(folder, model, server={"attention_backend": "torch_native", "start_deadline_seconds": 1200.0})
+        config = run_config(
+            folder, model, server={"attention_backend": "torch_native", "start_deadline_seconds": 1200.0}
+        )
         serves[name] = (Serve(config, folder / "run"), config, model)
     try:
         for serve, _, _ in serves.values():

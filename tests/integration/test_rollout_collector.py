@@ -82,8 +82,11 @@ def test_kill_in_the_middle_of_a_rollout(dense_model, tmp_path, behind):
     """
     moved = perturb(dense_model, tmp_path / "v4", seed=4)
     path = run_config(
-        tmp_path, dense_model, batch={"prompts_per_step": 64, "group_size": 4}, rollout={"max_new_tokens": 400},
-    )  # fmt: skip
+        tmp_path,
+        dense_model,
+        batch={"prompts_per_step": 64, "group_size": 4},
+        rollout={"max_new_tokens": 400},
+    )
     config, spec = load_config(path).config, read_model_spec(dense_model)
     serve = Serve(path, tmp_path / "run")
     stream = Stream()

@@ -25,16 +25,27 @@ PROMPT = tuple(range(40, 52))
 async def cut_after(entry, response: Response, num_tokens: int) -> None:
     """One request for what the response lacks, ended early after `num_tokens`."""
     flight = Flight(60.0)
-    flight._meter = type("Meter", (), {"note": lambda self, count, seconds, first: flight.num_tokens + count >= num_tokens and flight.end("moved")})()
+    flight._meter = type(
+        "Meter",
+        (),
+        {"note": lambda self, count, seconds, first: flight.num_tokens + count >= num_tokens and flight.end("moved")},
+    )()
     part = await entry.client.generate(
-        [*PROMPT, *response.whole.token_ids], PARAMS.after(len(response)), request_id="cut", deadline_seconds=60.0, report_tokens=4, flight=flight
+        [*PROMPT, *response.whole.token_ids],
+        PARAMS.after(len(response)),
+        request_id="cut",
+        deadline_seconds=60.0,
+        report_tokens=4,
+        flight=flight,
     )
     assert response.add(part)
 
 
 @pytest.mark.parametrize("which", ["dense_server", "moe_server"])
 def test_a_response_in_parts_is_one_response(request, which):
-    """Cut twice and continued: every token's log-prob, and the experts it was sampled with, are what the model computes."""
+    """Cut twice and continued: every token's log-prob, and the experts it was sampled with, are what the model
+    computes.
+    """
     server = request.getfixturevalue(which)
 
     async def in_parts(pool):
@@ -55,7 +66,9 @@ def test_a_response_in_parts_is_one_response(request, which):
             return await asyncio.gather(*(in_parts(pool) for _ in range(8)))
 
         results, num_cut_twice = [], 0
-        while num_cut_twice < 3 and len(results) < 20 * 8:  # on a busy machine a response may end before it can be cut again
+        while (
+            num_cut_twice < 3 and len(results) < 20 * 8
+        ):  # on a busy machine a response may end before it can be cut again
             results += pool.loop.run(several())
             num_cut_twice = sum(len(lengths) == 3 for _, lengths in results)
     assert num_cut_twice >= 3, [lengths for _, lengths in results]
@@ -82,7 +95,9 @@ def read_again(server, whole):
             entry = await pool.acquire()
             try:
                 one = SamplingParams(1, 1.0, 1.0, -1, (EOS_TOKEN_ID,))
-                return await entry.client.generate([*PROMPT, *whole.token_ids], one, request_id="again", deadline_seconds=60.0)
+                return await entry.client.generate(
+                    [*PROMPT, *whole.token_ids], one, request_id="again", deadline_seconds=60.0
+                )
             finally:
                 await pool.release(entry)
 
@@ -91,7 +106,9 @@ def read_again(server, whole):
 
 def test_a_response_goes_on_at_another_server(dense_server, tmp_path):
     """Two real servers of one run; the one that has the request gives it up, and the other ends it."""
-    second = Serve(dense_server.config_path, dense_server.attempt.run_folder.path, index=1, attempt=dense_server.attempt)
+    second = Serve(
+        dense_server.config_path, dense_server.attempt.run_folder.path, index=1, attempt=dense_server.attempt
+    )
     try:
         second.wait_for("ready")
         with ServerPool(dense_server.config, dense_server.spec, dense_server.attempt) as pool:
@@ -103,7 +120,9 @@ def test_a_response_goes_on_at_another_server(dense_server, tmp_path):
                 prompt = Prompt("p", "p", PROMPT, "text")
                 tasks = [asyncio.ensure_future(sampler.sample(prompt, PARAMS, f"r{i}")) for i in range(16)]
                 first = next(e for e in pool._ready_entries() if e.server_id == "server-0")
-                while not any(flight.num_tokens for flight in first.load.flights) and not all(task.done() for task in tasks):
+                while not any(flight.num_tokens for flight in first.load.flights) and not all(
+                    task.done() for task in tasks
+                ):
                     await asyncio.sleep(0)
                 for flight in list(first.load.flights):
                     if flight.num_tokens:  # an abort that comes before its request is not heard
@@ -111,10 +130,14 @@ def test_a_response_goes_on_at_another_server(dense_server, tmp_path):
                 return await asyncio.gather(*tasks)
 
             completions = []
-            while sampler.counts["num_moved_responses"] < 2 and len(completions) < 20 * 16:  # those that end too soon are not moved
+            while (
+                sampler.counts["num_moved_responses"] < 2 and len(completions) < 20 * 16
+            ):  # those that end too soon are not moved
                 completions += pool.loop.run(sample_all())
         assert sampler.counts["num_moved_responses"] >= 2, sampler.counts
-        assert sampler.counts["num_request_failures"] == 0 and sampler.counts["num_discarded_tokens"] == 0, sampler.counts
+        assert sampler.counts["num_request_failures"] == 0 and sampler.counts["num_discarded_tokens"] == 0, (
+            sampler.counts
+        )
         for completion in completions[-16:]:
             expected = reference_log_probs(dense_server.model, PROMPT, completion.token_ids, 1.0)
             torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, rtol=0, atol=2e-5)
@@ -123,7 +146,9 @@ def test_a_response_goes_on_at_another_server(dense_server, tmp_path):
 
 
 def test_a_server_may_open_as_many_files_as_it_is_allowed(dense_server):
-    """A connection for every open request: the soft limit of `serve` and of all of SGLang's processes is the hard one."""
+    """A connection for every open request: the soft limit of `serve` and of all of SGLang's processes is the hard
+    one.
+    """
     for pid in dense_server.serve.processes():
         limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
         soft, hard = next(line for line in limits if line.startswith("Max open files")).split()[3:5]

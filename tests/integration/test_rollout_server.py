@@ -27,7 +27,9 @@ def generate(server, params: SamplingParams, prompts=(PROMPT,)):
 
     async def both(pool):
         entry = await pool.acquire()
-        calls = [entry.client.generate(p, params, request_id=str(i), deadline_seconds=60) for i, p in enumerate(prompts)]
+        calls = [
+            entry.client.generate(p, params, request_id=str(i), deadline_seconds=60) for i, p in enumerate(prompts)
+        ]
         try:
             return await asyncio.gather(*calls)
         finally:
@@ -92,7 +94,11 @@ def test_scheduler_and_detokenizer_begin_as_copies_of_the_process_that_imported_
 
     def places(pid: int) -> set[str]:
         """Where PyTorch's library lies in the memory of a process: drawn anew for each one that loads it itself."""
-        return {line.split()[0] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if line.endswith("libtorch_cpu.so")}
+        return {
+            line.split()[0]
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+            if line.endswith("libtorch_cpu.so")
+        }
 
     assert places(head) and all(places(child) == places(head) for child in children)
 

@@ -37,9 +37,11 @@ class Supervised:
         driver = Path(__file__).with_name("supervise_driver.py")
         self.process = subprocess.Popen(
             [*self.launcher, sys.executable, str(driver), str(self.attempt.path), self.config.model_dump_json()],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             env={**os.environ, "PYTHONPATH": str(Path(gspo_mega.__file__).parents[1])},
-        )  # fmt: skip
+        )
 
     def become(self, behaviour: str) -> None:
         (self.attempt.path / "behaviour").write_text(behaviour)
@@ -175,7 +177,9 @@ def test_a_start_from_model_path_holds_no_version_until_it_is_published_to(super
 
 
 def test_what_an_earlier_attempt_committed_gives_a_start_no_version(supervised, tmp_path):
-    """A run goes back to its checkpoint: version 9 of the attempt before is not the version 9 that this one will make."""
+    """A run goes back to its checkpoint: version 9 of the attempt before is not the version 9 that this one will
+    make.
+    """
     current = RunFolder(tmp_path / "run").current_weights_file
     current.parent.mkdir(parents=True)
     atomic_write_json(current, {"weight_version": 9, "path": "/weights/v9"})
@@ -200,7 +204,9 @@ def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(supervised):
     one = supervised("exit", max_restarts=2)
     output, _ = one.process.communicate(timeout=90)
     assert one.process.returncode == 7
-    assert "exited with code 3" in output and "restarted 2 times already" in output and "the reason of the end" in output
+    assert (
+        "exited with code 3" in output and "restarted 2 times already" in output and "the reason of the end" in output
+    )
     seen = one.registration()
     assert (seen.state, seen.generation) == ("failed", 3)
     assert not alive(one.children()) and len(one.children()) == 3
@@ -270,7 +276,9 @@ def test_a_killed_servers_shared_memory_goes_with_it_and_no_others(supervised, f
     assert not second.exists() and foreign_segment.exists()
 
 
-def test_what_a_supervisor_left_that_was_killed_is_removed_by_the_next(supervised, foreign_segment, tmp_path, monkeypatch):
+def test_what_a_supervisor_left_that_was_killed_is_removed_by_the_next(
+    supervised, foreign_segment, tmp_path, monkeypatch
+):
     """Of those whose supervisor lives nothing is touched, and no folder of another kind."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "gspo-server-by-hand").mkdir()

@@ -1,4 +1,6 @@
-"""The whole road of a checkpoint: Hugging Face -> Megatron's files -> a training run that starts from them -> Hugging Face."""
+"""The whole road of a checkpoint: Hugging Face -> Megatron's files -> a training run that starts from them -> Hugging
+Face.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,18 @@ def test_a_run_starts_from_converted_weights_and_its_servers_too(tmp_path, quick
     source = moved_copy(quickstart_files / "model", tmp_path / "source")
     tool("hf_to_megatron", source, tmp_path / "megatron")
     command = Command(
-        tmp_path, "train", str(REPOSITORY / "configs/quickstart.yaml"), *small_overrides(quickstart_files, tmp_path / "runs", "run"), "eval=null",
-        f"model.weights={tmp_path / 'megatron'}", parallel, "cluster.ranks_per_node=2", "train.num_steps=1", "optimizer.lr=1e-12",
+        tmp_path,
+        "train",
+        str(REPOSITORY / "configs/quickstart.yaml"),
+        *small_overrides(quickstart_files, tmp_path / "runs", "run"),
+        "eval=null",
+        f"model.weights={tmp_path / 'megatron'}",
+        parallel,
+        "cluster.ranks_per_node=2",
+        "train.num_steps=1",
+        "optimizer.lr=1e-12",
         f"reward.functions=[{{function: 'run_support:score', options: {{log: {tmp_path / 'scores'}}}}}]",
-    )  # fmt: skip
+    )
     try:
         assert command.finish() == 0, command.out + command.err
     finally:

@@ -39,13 +39,24 @@ def test_problems_in_gsm8ks_shape_train_and_long_ones_are_left_out(start, tmp_pa
     data = tmp_path / "problems.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = start(
-        str(REPOSITORY / "configs/gsm8k.yaml"), f"data.path={data}", f"model.path={quickstart_files / 'model'}", f"run.dir={tmp_path / 'runs'}",
-        "train.num_steps=1", "batch.prompts_per_step=6", "batch.group_size=2", "rollout.max_new_tokens=16",
-        "server.max_total_tokens=4096", "server.start_deadline_seconds=600", "rollout.no_server_deadline_seconds=900",
-    )  # fmt: skip
+        str(REPOSITORY / "configs/gsm8k.yaml"),
+        f"data.path={data}",
+        f"model.path={quickstart_files / 'model'}",
+        f"run.dir={tmp_path / 'runs'}",
+        "train.num_steps=1",
+        "batch.prompts_per_step=6",
+        "batch.group_size=2",
+        "rollout.max_new_tokens=16",
+        "server.max_total_tokens=4096",
+        "server.start_deadline_seconds=600",
+        "rollout.no_server_deadline_seconds=900",
+    )
     assert command.finish() == 0, command.out + command.err
     assert command.err == ""
-    assert f"data     {data}: 8 prompts; 2 of 8 examined are longer than data.max_prompt_tokens and left out" in command.out
+    assert (
+        f"data     {data}: 8 prompts; 2 of 8 examined are longer than data.max_prompt_tokens and left out"
+        in command.out
+    )
     run = RunFolder(tmp_path / "runs" / "gsm8k")
     (line,) = read_metrics(run.metrics_file)
     assert line["rollout/num_trajectories"] == 12 and line["rollout/num_reward_failures"] == 0
@@ -69,6 +80,8 @@ def test_a_broken_line_is_named_before_any_server_is_waited_for(start, tmp_path,
     assert second.startswith(f"{data}:10: no key 'answer'")
     assert "Traceback" not in command.out + command.err
     run = RunFolder(tmp_path / "runs" / "broken")
-    assert not any(found.state == "ready" for attempt in run.attempts() for found in read_registrations(attempt.servers_dir))
+    assert not any(
+        found.state == "ready" for attempt in run.attempts() for found in read_registrations(attempt.servers_dir)
+    )
     assert not run.metrics_file.exists()
     assert command.left_running(run.path) == []

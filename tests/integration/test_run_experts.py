@@ -17,11 +17,17 @@ NUM_STEPS = 2
 def run(folder, quickstart_files, name, *overrides):
     """(console, metrics by step) of a run that ended well. Its learning rate moves routes in two steps."""
     command = Command(
-        folder, "train", str(CONFIG), *small_overrides(quickstart_files, folder / "runs", name), "eval=null",
-        f"train.num_steps={NUM_STEPS}", "optimizer.lr=3e-4",
+        folder,
+        "train",
+        str(CONFIG),
+        *small_overrides(quickstart_files, folder / "runs", name),
+        "eval=null",
+        f"train.num_steps={NUM_STEPS}",
+        "optimizer.lr=3e-4",
         f"reward.functions=[{{function: 'run_support:score', options: {{log: {folder / 'scores'}}}}}]",
-        "rollout.return_routed_experts=true", *overrides,
-    )  # fmt: skip
+        "rollout.return_routed_experts=true",
+        *overrides,
+    )
     try:
         assert command.finish() == 0, command.out + command.err
     finally:
@@ -36,9 +42,14 @@ def run(folder, quickstart_files, name, *overrides):
 @pytest.fixture(scope="module")
 def free(tmp_path_factory, quickstart_files):
     return run(
-        tmp_path_factory.mktemp("free"), quickstart_files, "free", "algorithm=custom", "objective.ratio=sequence",
-        "kl.coefficient=0.01", "moe={load_balancing: aux_loss, load_balancing_coefficient: 0.01, z_loss_coefficient: 0.001}",
-    )  # fmt: skip
+        tmp_path_factory.mktemp("free"),
+        quickstart_files,
+        "free",
+        "algorithm=custom",
+        "objective.ratio=sequence",
+        "kl.coefficient=0.01",
+        "moe={load_balancing: aux_loss, load_balancing_coefficient: 0.01, z_loss_coefficient: 0.001}",
+    )
 
 
 def test_the_engines_agree_on_routes_and_learning_changes_them(free):
@@ -74,10 +85,14 @@ def test_the_servers_routes_are_replayed(tmp_path, quickstart_files):
 def test_a_cold_start_balances_experts_too(tmp_path, quickstart_files):
     """Two supervised steps with the router losses on; they end at the first measurement, whatever it is."""
     command = Command(
-        tmp_path, "sft", str(REPOSITORY / "configs/quickstart_sft.yaml"), *small_overrides(quickstart_files, tmp_path / "runs", "cold"), "rollout.max_new_tokens=48",
+        tmp_path,
+        "sft",
+        str(REPOSITORY / "configs/quickstart_sft.yaml"),
+        *small_overrides(quickstart_files, tmp_path / "runs", "cold"),
+        "rollout.max_new_tokens=48",
         "sft={max_steps: 2, sequences_per_step: 16, eval_every_steps: 2, stop_accuracy_low: 0, stop_accuracy_high: 1}",
         "moe={load_balancing: aux_loss, load_balancing_coefficient: 0.01}",
-    )  # fmt: skip
+    )
     try:
         assert command.finish() == 0, command.out + command.err
     finally:
@@ -88,7 +103,9 @@ def test_a_cold_start_balances_experts_too(tmp_path, quickstart_files):
 
 
 def test_a_model_of_deepseeks_kind_trains_with_its_expert_bias(tmp_path, quickstart_files):
-    """Latent attention, a shared expert, a dense first layer; the bias moves in the trainer, on the server and in what is exported."""
+    """Latent attention, a shared expert, a dense first layer; the bias moves in the trainer, on the server and in what
+    is exported.
+    """
     model = make_converted_model(tmp_path, "deepseek_v3")
     rate = 0.01
     _, lines = run(tmp_path, quickstart_files, "deepseek", f"model.path={model}", f"moe.expert_bias_update_rate={rate}")
@@ -105,4 +122,9 @@ def test_a_model_of_deepseeks_kind_trains_with_its_expert_bias(tmp_path, quickst
 
 def biases(folder):
     found = (load_file(file) for file in sorted(folder.glob("*.safetensors")))
-    return {name: tensor for tensors in found for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")}
+    return {
+        name: tensor
+        for tensors in found
+        for name, tensor in tensors.items()
+        if name.endswith("e_score_correction_bias")
+    }

@@ -30,10 +30,14 @@ def run(tmp_path, quickstart_files):
 
         @staticmethod
         def start(function, *overrides, name="run"):
-            reward = f"reward.functions=[{{function: 'run_support:{function}', options: {{log: {tmp_path / 'scores'}}}}}]"
+            reward = (
+                f"reward.functions=[{{function: 'run_support:{function}', options: {{log: {tmp_path / 'scores'}}}}}]"
+            )
             small = small_overrides(quickstart_files, tmp_path / "runs", name)
             # Few requests at a time: a rollout takes seconds and can be met in its midst.
-            command = Command(tmp_path, "train", CONFIG, *small, reward, "rollout.max_concurrent_requests=2", *overrides)
+            command = Command(
+                tmp_path, "train", CONFIG, *small, reward, "rollout.max_concurrent_requests=2", *overrides
+            )
             started.append(command)
             return command
 
@@ -53,7 +57,14 @@ def run(tmp_path, quickstart_files):
 
 def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_have(run):
     """Four attempts of one command: a rank killed, a server killed and Ctrl-C, Ctrl-C twice, the rest."""
-    arguments = ("score", "algorithm=gspo_token", "train.num_steps=4", "train.max_restarts=0", "checkpoint.every_steps=1", "eval=null")
+    arguments = (
+        "score",
+        "algorithm=gspo_token",
+        "train.num_steps=4",
+        "train.max_restarts=0",
+        "checkpoint.every_steps=1",
+        "eval=null",
+    )
 
     # Attempt 1: rank 1 is killed while rank 0 waits for it inside torch.distributed.
     command = run.start(*arguments)
@@ -73,9 +84,12 @@ def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_h
     assert run.folder.latest_checkpoint_file.read_text().strip() == "step_00000001"
     notes = run.scores.new()
     assert Counter(note["prompt"] for note in notes[:16]) == dict.fromkeys(run.prompts_of(range(4)), 4)
-    assert Counter(note["prompt"] for note in notes[16:]) == dict.fromkeys(run.prompts_of(range(4, 8)), 4), "step 2 was sampled, and not trained"
+    assert Counter(note["prompt"] for note in notes[16:]) == dict.fromkeys(run.prompts_of(range(4, 8)), 4), (
+        "step 2 was sampled, and not trained"
+    )
 
-    # Attempt 2: goes on after step 1, on the very rollouts that step 2 had. In the rollout of step 3 the server is killed; in that of step 4, Ctrl-C.
+    # Attempt 2: goes on after step 1, on the very rollouts that step 2 had. In the rollout of step 3 the server is
+    # killed; in that of step 4, Ctrl-C.
     command = run.start(*arguments)
     command.wait_for_line("resumed from step_00000001: step 1, weight version 1")
     command.wait_for_line("step 2/4")
@@ -93,7 +107,9 @@ def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_h
     assert "Stopped in order" in command.out and "stopped after step 3 (SIGINT)" in command.out and command.err == ""
     assert command.left_running(run.folder.path) == []
     assert run.folder.latest_checkpoint_file.read_text().strip() == "step_00000003"
-    assert Counter(note["prompt"] for note in run.scores.new()[:16]) == dict.fromkeys(run.prompts_of(range(8, 12)), 4), "each sample once"
+    assert Counter(note["prompt"] for note in run.scores.new()[:16]) == dict.fromkeys(
+        run.prompts_of(range(8, 12)), 4
+    ), "each sample once"
 
     # Attempt 3: Ctrl-C while a rank cannot stop in order; the second Ctrl-C does not wait for it.
     command = run.start(*arguments)
@@ -113,8 +129,12 @@ def test_a_run_that_loses_a_rank_a_server_and_its_user_trains_on_what_it_would_h
     command = run.start(*arguments)
     assert command.finish() == 0, command.out + command.err
     sampled_again = Counter(note["prompt"] for note in run.scores.new())
-    assert set(sampled_again) <= run.prompts_of(range(12, 16)) and set(sampled_again.values()) <= {4}, "groups that were complete are not"
-    trained = Counter(trajectory.prompt.text for trajectory in Journal(run.folder.journal_dir).read(3).batch.trajectories)
+    assert set(sampled_again) <= run.prompts_of(range(12, 16)) and set(sampled_again.values()) <= {4}, (
+        "groups that were complete are not"
+    )
+    trained = Counter(
+        trajectory.prompt.text for trajectory in Journal(run.folder.journal_dir).read(3).batch.trajectories
+    )
     assert sorted(trained.values()) == [4] * 4
     assert len(run.folder.attempts()) == 4
 
@@ -151,25 +171,41 @@ def test_a_killed_supervisor_leaves_nothing_behind_and_nothing_out(run):
     journal = Journal(run.folder.journal_dir)
     for step in range(3):
         trained = Counter(trajectory.prompt.text for trajectory in journal.read(step).batch.trajectories)
-        assert trained == dict.fromkeys(run.prompts_of(range(4 * step, 4 * step + 4)), 4), "each prompt in its step, four times"
+        assert trained == dict.fromkeys(run.prompts_of(range(4 * step, 4 * step + 4)), 4), (
+            "each prompt in its step, four times"
+        )
     lines = read_metrics(run.folder.metrics_file)
     assert [(line["step"], line["publish/weight_version"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
-    assert all(line["mismatch/abs_log_ratio_max"] < 1e-3 for line in lines), "every rollout was of the weights that its step began with"
+    assert all(line["mismatch/abs_log_ratio_max"] < 1e-3 for line in lines), (
+        "every rollout was of the weights that its step began with"
+    )
 
     num_scored = len(run.scores)
     replay = run.start(*arguments, "--from-rollouts", str(run.folder.path), name="replay")
     assert replay.finish() == 0, replay.out + replay.err
     assert len(run.scores) == num_scored, "a replay samples and scores nothing"
     replayed = RunFolder(run.folder.path.with_name("replay")).huggingface_dir
-    assert {p.name: p.read_bytes() for p in replayed.glob("*.safetensors")} == {p.name: p.read_bytes() for p in run.folder.huggingface_dir.glob("*.safetensors")}
+    assert {p.name: p.read_bytes() for p in replayed.glob("*.safetensors")} == {
+        p.name: p.read_bytes() for p in run.folder.huggingface_dir.glob("*.safetensors")
+    }
 
 
 def test_distributed_publish_filter_and_unreliable_rewards_and_a_server_killed_twice(run, quickstart_files):
-    """GRPO. The server, which does not hold the trainer's weights after a restart, is killed in an evaluation and in training."""
+    """GRPO. The server, which does not hold the trainer's weights after a restart, is killed in an evaluation and in
+    training.
+    """
     command = run.start(
-        "unreliable", "algorithm=grpo", "objective={}", "publish.method=distributed", "train.num_steps=3", "eval.every_steps=1",
-        "rollout.filter_constant_groups=true", "rollout.max_oversampling=3", "reward.max_failed_fraction=0.5", "eval.correct_threshold=1",
-    )  # fmt: skip
+        "unreliable",
+        "algorithm=grpo",
+        "objective={}",
+        "publish.method=distributed",
+        "train.num_steps=3",
+        "eval.every_steps=1",
+        "rollout.filter_constant_groups=true",
+        "rollout.max_oversampling=3",
+        "reward.max_failed_fraction=0.5",
+        "eval.correct_threshold=1",
+    )
     held_out = set(re.findall(r'"prompt": "([^"]+)"', (quickstart_files / "data/heldout.jsonl").read_text()))
 
     def evaluates(after):
@@ -203,8 +239,14 @@ def test_distributed_publish_filter_and_unreliable_rewards_and_a_server_killed_t
     assert constant > 0, "a test in which nothing is filtered shows nothing"
     assert sum(line["rollout/num_groups_filtered"] for line in lines) >= constant
     for line, num_asked in zip(lines, asked):
-        assert line["groups/num_groups"] == 4 - line["rollout/num_groups_missing"] and line["groups/constant_fraction"] == 0
-        assert line["rollout/num_groups_filtered"] + line["rollout/num_groups_unscored"] == num_asked - line["groups/num_groups"]
+        assert (
+            line["groups/num_groups"] == 4 - line["rollout/num_groups_missing"]
+            and line["groups/constant_fraction"] == 0
+        )
+        assert (
+            line["rollout/num_groups_filtered"] + line["rollout/num_groups_unscored"]
+            == num_asked - line["groups/num_groups"]
+        )
         assert line["rollout/num_trajectories"] == 4 * num_asked
         assert line["eval/num_samples"] == 8
     failed = Counter(note["outcome"] for note in notes)

@@ -1,5 +1,6 @@
 """A whole `gspo-mega train` run with real parts: what it shows, what it writes, and that both are true."""
 
+import itertools
 import json
 import math
 import re
@@ -21,18 +22,26 @@ NUM_STEPS = 3
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, quickstart_files):
-    """(command, run folder, overrides) of a run that ended. Its rewards: the task's own, and a user's function. Its servers
-    run in a Python that `server.python` names."""
+    """(command, run folder, overrides) of a run that ended. Its rewards: the task's own, and a user's function. Its
+    servers run in a Python that `server.python` names.
+    """
     folder = tmp_path_factory.mktemp("whole")
     other = folder / "other-python"
     other.write_text(f'#!/bin/sh\necho "$*" >> {folder / "other-python.calls"}\nexec {sys.executable} "$@"\n')
     other.chmod(0o755)
-    rewards = f"[{{function: arithmetic, weight: 0.5}}, {{function: 'run_support:score', options: {{log: {folder / 'scores'}}}}}]"
+    rewards = (
+        "[{function: arithmetic, weight: 0.5}, {function: 'run_support:score', options: {log:"
+        f" {folder / 'scores'}}}}}]"
+    )
     overrides = [
-        *small_overrides(quickstart_files, folder / "runs", "whole"), f"reward.functions={rewards}",
-        f"train.num_steps={NUM_STEPS}", "eval.every_steps=2", "checkpoint.every_steps=1", "publish.keep_last=10",
+        *small_overrides(quickstart_files, folder / "runs", "whole"),
+        f"reward.functions={rewards}",
+        f"train.num_steps={NUM_STEPS}",
+        "eval.every_steps=2",
+        "checkpoint.every_steps=1",
+        "publish.keep_last=10",
         f"server.python={other}",
-    ]  # fmt: skip
+    ]
     command = Command(folder, "train", str(CONFIG), *overrides)
     try:
         command.finish()
@@ -55,7 +64,9 @@ def test_it_ends_well_and_leaves_nothing_running(whole_run):
 
 def test_servers_run_in_the_python_that_is_named_and_ranks_do_not(whole_run):
     _, run, _ = whole_run
-    started = [line for line in (run.path.parents[1] / "other-python.calls").read_text().splitlines() if line.startswith("-m ")]
+    started = [
+        line for line in (run.path.parents[1] / "other-python.calls").read_text().splitlines() if line.startswith("-m ")
+    ]
     assert len(started) == 1 and started[0].startswith(f"-m gspo_mega serve {run.config_file} "), started
 
 
@@ -84,7 +95,12 @@ def test_a_line_of_metrics_a_step_each_name_in_the_catalogue(lines):
 
 
 def test_every_value_is_finite(lines):
-    assert [(line["step"], name, value) for line in lines for name, value in line.items() if value is None or not math.isfinite(value)] == []
+    assert [
+        (line["step"], name, value)
+        for line in lines
+        for name, value in line.items()
+        if value is None or not math.isfinite(value)
+    ] == []
 
 
 def test_the_values_are_those_of_this_run(lines, whole_run):
@@ -92,18 +108,29 @@ def test_the_values_are_those_of_this_run(lines, whole_run):
         assert line["publish/weight_version"] == line["step"]
         assert line["rollout/num_trajectories"] == 16 and line["groups/num_groups"] == 4
         assert line["rollout/staleness_max"] == 0
-        assert line["rollout/num_retries"] == line["rollout/num_request_failures"] == line["rollout/num_reward_failures"] == 0
+        assert (
+            line["rollout/num_retries"]
+            == line["rollout/num_request_failures"]
+            == line["rollout/num_reward_failures"]
+            == 0
+        )
         assert line["optimizer/num_optimizer_steps"] == 2 * line["step"]
         assert line["data/epoch"] == 4 * line["step"] / 64
         assert line["reward/mean"] == pytest.approx(
             0.5 * line["reward/function/arithmetic"] + line["reward/function/run_support.score"], abs=1e-12
         )
-        assert line["policy/num_sequences"] == line["policy/mini_batch/0/num_sequences"] + line["policy/mini_batch/1/num_sequences"] == 16
+        assert (
+            line["policy/num_sequences"]
+            == line["policy/mini_batch/0/num_sequences"] + line["policy/mini_batch/1/num_sequences"]
+            == 16
+        )
         # The first mini-batch is trained on by the very policy that computed its old log-probs.
         assert line["policy/mini_batch/0/clip_fraction"] == line["policy/mini_batch/0/k3"] == 0
         assert 0 < line["mismatch/abs_log_ratio_max"] < 1e-3, "fp32: the two engines differ by rounding, and by no more"
         assert 0 < line["optimizer/grad_norm"] <= line["optimizer/grad_norm_max"]
-    assert sum(line["rollout/num_generated_tokens"] for line in lines) == sum(16 * line["response/length_mean"] for line in lines)
+    assert sum(line["rollout/num_generated_tokens"] for line in lines) == sum(
+        16 * line["response/length_mean"] for line in lines
+    )
     assert ["eval/accuracy" in line for line in lines] == [False, True, True], "every 2 steps, and at the end"
     evaluations = 3  # the third before the first step
     assert len(ScoreLog(whole_run[1].path.parents[1] / "scores")) == 16 * NUM_STEPS + 8 * evaluations
@@ -116,13 +143,17 @@ def test_the_phases_account_for_the_time(lines):
         assert line["time/other_seconds"] <= 0.02 * line["time/step_seconds"] + 0.1
         parts = line["time/rollout/generate_seconds"] + line["time/rollout/score_seconds"]
         assert parts <= line["time/rollout_seconds"]
-    for before, line in zip(lines, lines[1:]):
-        assert line["time"] - before["time"] == pytest.approx(line["time/step_seconds"], rel=0.02, abs=0.25), "by the clock on the wall"
+    for before, line in itertools.pairwise(lines):
+        assert line["time"] - before["time"] == pytest.approx(line["time/step_seconds"], rel=0.02, abs=0.25), (
+            "by the clock on the wall"
+        )
 
 
 def test_each_step_published_its_weights_and_the_result_is_the_last_of_them(whole_run):
     _, run, _ = whole_run
-    assert sorted(path.name for path in run.weights_dir.glob("v*")) == [f"v{version:08d}" for version in range(NUM_STEPS + 1)]
+    assert sorted(path.name for path in run.weights_dir.glob("v*")) == [
+        f"v{version:08d}" for version in range(NUM_STEPS + 1)
+    ]
     current = read_json(run.current_weights_file)
     assert current == {"weight_version": NUM_STEPS, "path": str(run.weights_version_dir(NUM_STEPS))}
 
@@ -132,22 +163,34 @@ def test_each_step_published_its_weights_and_the_result_is_the_last_of_them(whol
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     token_ids = torch.tensor([AutoTokenizer.from_pretrained(run.huggingface_dir)("4719+2386=9+6=15#7105")["input_ids"]])
-    folders = (run.weights_version_dir(0), run.weights_version_dir(NUM_STEPS - 1), run.weights_version_dir(NUM_STEPS), run.huggingface_dir)
+    folders = (
+        run.weights_version_dir(0),
+        run.weights_version_dir(NUM_STEPS - 1),
+        run.weights_version_dir(NUM_STEPS),
+        run.huggingface_dir,
+    )
     with torch.no_grad():
-        start, before, last, result = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(token_ids).logits for folder in folders)
+        start, before, last, result = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(token_ids).logits for folder in folders
+        )
     assert torch.equal(result, last)
     assert not torch.equal(last, before) and not torch.equal(before, start), "each step changed the policy"
 
 
 def test_the_run_folder_has_all_that_was_promised(whole_run):
-    command, run, overrides = whole_run
+    _command, run, overrides = whole_run
     assert load_config(run.config_file).config == load_config(CONFIG, [PASSES_MARKER, *overrides]).config
     assert run.latest_checkpoint_file.read_text().strip() == f"step_{NUM_STEPS:08d}"
     assert sorted(path.name for path in run.checkpoints_dir.glob("step_*")) == ["step_00000002", "step_00000003"]
     assert list(run.tensorboard_dir.glob("events.*"))
     attempt = run.latest_attempt()
     assert {path.name for path in attempt.logs_dir.iterdir()} == {
-        "supervisor.log", "rank_0.log", "rank_1.log", "server_0.log", "stacks_rank_0.txt", "stacks_rank_1.txt",
+        "supervisor.log",
+        "rank_0.log",
+        "rank_1.log",
+        "server_0.log",
+        "stacks_rank_0.txt",
+        "stacks_rank_1.txt",
     }
     assert attempt.api_key_file.stat().st_mode & 0o777 == 0o600
     key = attempt.read_api_key()
@@ -157,10 +200,17 @@ def test_the_run_folder_has_all_that_was_promised(whole_run):
 
 # What a plain run says nothing about: what only failures, filters, a cold start, NaNs or options that are off bring up.
 NOT_OF_A_PLAIN_RUN = {
-    "rollout/num_request_failures_<kind>", "sft/loss", "sft/num_tokens", "metrics/num_non_finite",
-    "policy/kl_reference", "time/reference_log_probs_seconds",
-    "routing/changed_since_rollout", "routing/load_balancing_loss", "routing/load_max_over_mean", "routing/z_loss",
-}  # fmt: skip
+    "rollout/num_request_failures_<kind>",
+    "sft/loss",
+    "sft/num_tokens",
+    "metrics/num_non_finite",
+    "policy/kl_reference",
+    "time/reference_log_probs_seconds",
+    "routing/changed_since_rollout",
+    "routing/load_balancing_loss",
+    "routing/load_max_over_mean",
+    "routing/z_loss",
+}
 
 
 def test_every_other_name_of_the_catalogue_is_computed(lines):

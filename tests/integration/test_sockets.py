@@ -16,7 +16,9 @@ def listening(pids) -> set[tuple[str, int]]:
     found = set()
     for pid in pids:
         for connection in psutil.Process(pid).net_connections(kind="inet"):
-            if connection.status == psutil.CONN_LISTEN or (connection.type.name == "SOCK_DGRAM" and not connection.raddr):
+            if connection.status == psutil.CONN_LISTEN or (
+                connection.type.name == "SOCK_DGRAM" and not connection.raddr
+            ):
                 found.add((connection.laddr.ip, connection.laddr.port))
     return found
 
@@ -86,7 +88,12 @@ def test_a_server_and_its_clients_on_ipv6(dense_model, tmp_path):
             async def one():
                 entry = await pool.acquire()
                 try:
-                    return await entry.client.generate((5, 6, 7), SamplingParams(4, 1.0, 1.0, -1, (EOS_TOKEN_ID,)), request_id="one", deadline_seconds=60)
+                    return await entry.client.generate(
+                        (5, 6, 7),
+                        SamplingParams(4, 1.0, 1.0, -1, (EOS_TOKEN_ID,)),
+                        request_id="one",
+                        deadline_seconds=60,
+                    )
                 finally:
                     await pool.release(entry)
 

@@ -40,14 +40,29 @@ def make_model(folder: Path, *, moe: bool, seed: int = 0, dtype: torch.dtype = t
 
     torch.manual_seed(seed)
     shared = dict(
-        vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=128, max_position_embeddings=512, rope_theta=1e6, tie_word_embeddings=False,
-        bos_token_id=0, eos_token_id=EOS_TOKEN_ID, pad_token_id=0, initializer_range=0.08,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        max_position_embeddings=512,
+        rope_theta=1e6,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=0,
+        initializer_range=0.08,
     )
     if moe:
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
-                **shared, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
+                **shared,
+                num_experts=8,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                norm_topk_prob=True,
                 decoder_sparse_step=1,
             )
         )

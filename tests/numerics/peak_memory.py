@@ -10,7 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_extra_bytes(work: Callable[[], object]) -> int:
-    """Bytes on the CPU, temporaries inside operators included (not those of the BLAS library, which allocates by itself)."""
+    """Bytes on the CPU, temporaries inside operators included (not those of the BLAS library, which allocates by
+    itself).
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = work()
     del result

@@ -56,15 +56,27 @@ def record(settings, scale, generator):
     old = -torch.rand(mask.shape, generator=generator, dtype=torch.float64) * 3
     # A drift a sequence beside the noise a token, so that every clip is met from both sides.
     drift = torch.randn(len(lengths), 1, generator=generator, dtype=torch.float64) * scale
-    log_probs = (old + drift + torch.randn(mask.shape, generator=generator, dtype=torch.float64) * scale).requires_grad_()
+    log_probs = (
+        old + drift + torch.randn(mask.shape, generator=generator, dtype=torch.float64) * scale
+    ).requires_grad_()
     advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     trainer = trainer_for(*settings, log_probs)
     ids = torch.zeros(mask.shape, dtype=torch.int64)
-    inputs = {"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": mask,
-              "old_per_token_logps": old, "advantages": advantages}  # fmt: skip
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1],
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "old_per_token_logps": old,
+        "advantages": advantages,
+    }
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
-    metrics = {key: values[0] for key, values in trainer._metrics["train"].items() if key in ("clip_ratio/low_mean", "clip_ratio/high_mean")}
+    metrics = {
+        key: values[0]
+        for key, values in trainer._metrics["train"].items()
+        if key in ("clip_ratio/low_mean", "clip_ratio/high_mean")
+    }
     names = ("importance_sampling_level", "loss_type", "epsilon_low", "epsilon_high", "delta")
     return {
         "settings": dict(zip(names, settings, strict=True)) | {"max_completion_length": MAX_COMPLETION_LENGTH},
@@ -81,7 +93,12 @@ def record(settings, scale, generator):
 def main() -> None:
     generator = torch.Generator().manual_seed(20250718)
     cases = [record(settings, scale, generator) for settings in SETTINGS for scale in SCALES]
-    content = {"trl": trl.__version__, "torch": torch.__version__, "function": "trl.GRPOTrainer._compute_loss", "cases": cases}
+    content = {
+        "trl": trl.__version__,
+        "torch": torch.__version__,
+        "function": "trl.GRPOTrainer._compute_loss",
+        "cases": cases,
+    }
     Path(sys.argv[1]).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 

@@ -105,7 +105,11 @@ def expected_of(inputs, key):
 def diagnostics_of(inputs):
     rows = range(len(inputs["mask"]))
     d = [
-        [mp.mpf(p) - mp.mpf(o) for p, o, m in zip(inputs["logp"][i], inputs["old_logp"][i], inputs["mask"][i], strict=True) if m]
+        [
+            mp.mpf(p) - mp.mpf(o)
+            for p, o, m in zip(inputs["logp"][i], inputs["old_logp"][i], inputs["mask"][i], strict=True)
+            if m
+        ]
         for i in rows
     ]
     tokens = [x for row in d for x in row]
@@ -126,5 +130,7 @@ def diagnostics_of(inputs):
         "chi2_token": float(mp.fsum(mp.exp(2 * x) - 1 for x in tokens) / n),
         "out_of_band_high_seq_frac": sum(x > 1 + mp.mpf(clip["eps_high"]) for x in present) / count,
         "out_of_band_low_seq_frac": sum(x < 1 - mp.mpf(clip["eps_low"]) for x in present) / count,
-        "ess_frac_s": float(mp.fsum(present) ** 2 / (len(present) * mp.fsum(x * x for x in present))) if present else 1.0,
+        "ess_frac_s": float(mp.fsum(present) ** 2 / (len(present) * mp.fsum(x * x for x in present)))
+        if present
+        else 1.0,
     }

@@ -12,10 +12,10 @@ import pytest
 
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 
-import gspo_mega.engine  # noqa: E402,F401  the CPU backend comes before Megatron
 import torch  # noqa: E402
 from peak_memory import peak_extra_bytes  # noqa: E402
 
+import gspo_mega.engine  # noqa: E402,F401  the CPU backend comes before Megatron
 from gspo_mega.engine.log_probs import token_log_probs  # noqa: E402
 from gspo_mega.engine.process_groups import Group  # noqa: E402
 
@@ -68,7 +68,9 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gradients_are_the_derivatives(chunk, temperature):
     hidden, weight, labels = case(7, 11, 5, torch.float64)
-    assert torch.autograd.gradcheck(lambda h, w: head(h, w, labels, chunk=chunk, temperature=temperature)[0], (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: head(h, w, labels, chunk=chunk, temperature=temperature)[0], (hidden, weight)
+    )
 
 
 def test_gradients_of_chosen_rows_and_a_padded_vocabulary():
@@ -84,7 +86,7 @@ def test_gradients_of_chosen_rows_and_a_padded_vocabulary():
 
 
 def test_no_rows():
-    hidden, weight, labels = case(3, 11, 5)
+    hidden, weight, _labels = case(3, 11, 5)
     none = torch.zeros(0, dtype=torch.int64)
     log_probs, entropies = head(hidden, weight, none, rows=none, entropy=True)
     assert log_probs.shape == entropies.shape == (0,) and log_probs.dtype == torch.float32

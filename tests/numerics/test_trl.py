@@ -52,7 +52,11 @@ def run(case):
     return output, log_probs.grad, policy_metrics(policy_sums(output, **arguments))
 
 
-@pytest.mark.parametrize("case", RECORDED["cases"], ids=lambda c: f"{c['settings']['importance_sampling_level']}-{c['settings']['loss_type']}")
+@pytest.mark.parametrize(
+    "case",
+    RECORDED["cases"],
+    ids=lambda c: f"{c['settings']['importance_sampling_level']}-{c['settings']['loss_type']}",
+)
 def test_loss_gradient_and_clip_fractions_equal_trl(case):
     output, gradient, metrics = run(case)
     assert float(output.loss) == pytest.approx(case["loss"], rel=1e-12, abs=1e-15)
@@ -64,7 +68,9 @@ def test_loss_gradient_and_clip_fractions_equal_trl(case):
 
 
 def test_the_recorded_cases_clip_on_both_sides_and_leave_some_alone():
-    sequence_cases = [case["metrics"] for case in RECORDED["cases"] if case["settings"]["importance_sampling_level"] == "sequence"]
+    sequence_cases = [
+        case["metrics"] for case in RECORDED["cases"] if case["settings"]["importance_sampling_level"] == "sequence"
+    ]
     assert any(0 < m["clip_ratio/high_mean"] < 1 for m in sequence_cases)
     assert any(0 < m["clip_ratio/low_mean"] < 1 for m in sequence_cases)
     assert RECORDED["trl"] == "1.16.0"

@@ -16,7 +16,13 @@ from gspo_mega.algorithm.vectors import replay_file
 ROOT = Path(__file__).resolve().parents[2]
 VECTORS = Path(__file__).parent / "data" / "gspo_vectors.json"
 ALGORITHMS = ("gspo", "gspo_token", "grpo", "gspo_rawseq")
-AGGREGATIONS = ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "group_mean_token_mean")
+AGGREGATIONS = (
+    "seq_mean_token_mean",
+    "token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+    "group_mean_token_mean",
+)
 KEYS = [
     f"{algorithm}/{aggregation}{suffix}"
     for algorithm in ALGORITHMS
@@ -61,7 +67,12 @@ def random_case(seed):
 
 
 def case_of(name, inputs, keys=KEYS):
-    return {"name": name, "inputs": inputs, "expected": {key: expected_of(inputs, key) for key in keys}, "diagnostics": diagnostics_of(inputs)}
+    return {
+        "name": name,
+        "inputs": inputs,
+        "expected": {key: expected_of(inputs, key) for key in keys},
+        "diagnostics": diagnostics_of(inputs),
+    }
 
 
 def first_case(name="A09_paper_clip_both_sides"):
@@ -70,7 +81,11 @@ def first_case(name="A09_paper_clip_both_sides"):
 
 def command(path):
     result = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "check_vectors.py"), str(path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(ROOT / "tools" / "check_vectors.py"), str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     return result.returncode, result.stdout, result.stderr
 
@@ -91,9 +106,14 @@ def test_random_cases_of_every_algorithm_and_aggregation_agree(tmp_path, seed):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_extreme_ratios_are_neither_clamped_nor_lost(tmp_path, offset, advantage):
     inputs = first_case()["inputs"] | {
-        "group_ids": [0], "old_logp": [[-1.0, -2.0, -3.0]], "logp": [[-1.0 + offset, -2.0 + offset, -3.0 + offset]], "mask": [[1, 1, 1]],
-        "rewards": None, "advantages": [advantage], "dual_clip_c": 3.0,
-    }  # fmt: skip
+        "group_ids": [0],
+        "old_logp": [[-1.0, -2.0, -3.0]],
+        "logp": [[-1.0 + offset, -2.0 + offset, -3.0 + offset]],
+        "mask": [[1, 1, 1]],
+        "rewards": None,
+        "advantages": [advantage],
+        "dual_clip_c": 3.0,
+    }
     keys = [key for key in KEYS if not key.startswith("gspo_rawseq") or abs(offset) <= 50]
     _, failures = replay_file(write(tmp_path, [case_of("extreme", inputs, keys)]))
     assert failures == []
@@ -115,7 +135,10 @@ def test_tiles_are_decoded(tmp_path):
 CORRUPTIONS = [
     ("objective", lambda e: e.update(objective=e["objective"] + 1e-11)),
     ("loss", lambda e: e.update(loss=-e["loss"] + 1e-3)),
-    ("gradient", lambda e: e["grad_objective_wrt_logp"][2].__setitem__(1, e["grad_objective_wrt_logp"][2][1] * (1 + 1e-11))),
+    (
+        "gradient",
+        lambda e: e["grad_objective_wrt_logp"][2].__setitem__(1, e["grad_objective_wrt_logp"][2][1] * (1 + 1e-11)),
+    ),
     ("gradient", lambda e: e["grad_objective_wrt_logp"][0].__setitem__(1, 1e-14)),
     ("tokens_clipped_high", lambda e: e.update(tokens_clipped_high=2)),
     ("tokens_clipped_low", lambda e: e.update(tokens_clipped_low=0)),
@@ -139,7 +162,9 @@ def test_a_corrupted_expectation_fails(tmp_path, what, corrupt):
 def test_every_diagnostic_is_compared(tmp_path, key):
     case = first_case("D01_variable_lengths")
     value = case["diagnostics"][key]
-    case["diagnostics"][key] = [value[0] * 1.001 + 1e-9] + value[1:] if isinstance(value, list) else value * 1.001 + 1e-9
+    case["diagnostics"][key] = (
+        [value[0] * 1.001 + 1e-09, *value[1:]] if isinstance(value, list) else value * 1.001 + 1e-9
+    )
     _, failures = replay_file(write(tmp_path, [case]))
     assert len(failures) == 1 and key in failures[0]
 
@@ -148,8 +173,12 @@ def test_every_diagnostic_is_compared(tmp_path, key):
 def test_every_mismatch_metric_is_compared(tmp_path, key):
     case = json.loads(VECTORS.read_text())["mismatch_metrics"][3]
     value = case["expected"][key]
-    changed = (lambda v: 1 - v) if "keep" in key and "frac" not in key or key == "veto_reject" else (lambda v: v * 1.0001 + 1e-9)
-    case["expected"][key] = [changed(value[0])] + value[1:] if isinstance(value, list) else changed(value)
+    changed = (
+        (lambda v: 1 - v)
+        if ("keep" in key and "frac" not in key) or key == "veto_reject"
+        else (lambda v: v * 1.0001 + 1e-9)
+    )
+    case["expected"][key] = [changed(value[0]), *value[1:]] if isinstance(value, list) else changed(value)
     _, failures = replay_file(write(tmp_path, [], [case]))
     assert len(failures) == 1 and key in failures[0]
 
@@ -164,8 +193,6 @@ def test_the_command_reports_and_exits(tmp_path):
     lines = out.splitlines()
     assert code == 1 and lines[-1] == "37 passed, 1 failed"
     assert len(lines) == 2 and lines[0].startswith("FAIL A04_single_neg_clipped_low: grpo/token_mean objective")
-
-
 
 
 MALFORMED = [
@@ -189,7 +216,9 @@ def one(**changes):
     return json.dumps({"header": {"version": 1}, "cases": [first_case() | changes]})
 
 
-@pytest.mark.parametrize("text, message", [(make, message) for _, make, message in MALFORMED], ids=[name for name, _, _ in MALFORMED])
+@pytest.mark.parametrize(
+    "text, message", [(make, message) for _, make, message in MALFORMED], ids=[name for name, _, _ in MALFORMED]
+)
 def test_a_malformed_file_is_refused_with_its_reason(tmp_path, capsys, text, message):
     sys.path.insert(0, str(ROOT / "tools"))
     try:

@@ -24,7 +24,9 @@ def ranks(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def straight(ranks):
-    """(outcome, points reached in order) of the run that nothing interrupts; `one_step` is what its folder was after a step."""
+    """(outcome, points reached in order) of the run that nothing interrupts; `one_step` is what its folder was after a
+    step.
+    """
     assert ranks.train("one_step", "", "train.num_steps=1") == [0], ranks.log("one_step")
     record = ranks.runs / "reached"
     ranks.copy("one_step", "straight")

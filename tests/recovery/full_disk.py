@@ -1,8 +1,9 @@
 """A replayed run on a file system that is too small, again and again with a little more room: `full_disk.py FOLDER`.
 
-Runs in a mount name space of its own, where it may mount a small file system (`unshare --map-root-user --mount`). Prints one JSON
-object: `ends`, [bytes that were free, exit code, error's text, whether it is one for people] of every start; `same`: whether the end
-is an uninterrupted run's; `left`: what lies about in the run folder.
+Runs in a mount name space of its own, where it may mount a small file system (`unshare --map-root-user --mount`).
+Prints one JSON
+object: `ends`, [bytes that were free, exit code, error's text, whether it is one for people] of every start; `same`:
+whether the end is an uninterrupted run's; `left`: what lies about in the run folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A journal with routed experts and with another history in it, put right in a process that may be killed: no ranks, no Megatron."""
+"""A journal with routed experts and with another history in it, put right in a process that may be killed: no ranks, no
+Megatron.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ NUM_STEPS = 3
 def batch_of(step: int) -> RolloutBatch:
     prompt = Prompt("train:0", "train", (1, 2), "text")
     routes = np.full((3, 4, 2), step, np.int32)
-    one = Trajectory(f"s{step}", 0, prompt, [3, 4], [1, 1], [-0.5, -0.25], [step] * 2, "stop", reward=1.0, routed_experts=routes)
+    one = Trajectory(
+        f"s{step}", 0, prompt, [3, 4], [1, 1], [-0.5, -0.25], [step] * 2, "stop", reward=1.0, routed_experts=routes
+    )
     return RolloutBatch(step, [Group(0, prompt, [one])])
 
 
 def main(arguments: list[str]) -> None:
-    """`arguments`: the journal's folder. Steps 0 to 2 and a step 9 of another history; then the routes of the first two go."""
+    """`arguments`: the journal's folder. Steps 0 to 2 and a step 9 of another history; then the routes of the first two
+    go.
+    """
     kill_points.arm(os.environ.get(kill_points.VARIABLE), 0)
     journal = Journal(Path(arguments[0]))
     if not list(journal.folder.glob("step_*")):

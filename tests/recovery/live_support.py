@@ -1,4 +1,6 @@
-"""A real SGLang server for the recovery tests, which outlives the trainers that are killed: what they left in it is there."""
+"""A real SGLang server for the recovery tests, which outlives the trainers that are killed: what they left in it is
+there.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,28 @@ class LiveRuns:
         self.scores = ScoreLog(root / "scores")
         self.config_file = root / "live.yaml"
         config = {
-            "run": {"name": "run", "dir": str(root / "server")}, "model": {"path": str(files / "model")}, "precision": "fp32",
-            "batch": {"prompts_per_step": NUM_GROUPS, "group_size": GROUP_SIZE, "num_mini_batches": 2, "micro_batch_tokens": 256},
+            "run": {"name": "run", "dir": str(root / "server")},
+            "model": {"path": str(files / "model")},
+            "precision": "fp32",
+            "batch": {
+                "prompts_per_step": NUM_GROUPS,
+                "group_size": GROUP_SIZE,
+                "num_mini_batches": 2,
+                "micro_batch_tokens": 256,
+            },
             # So large that weights of two versions cannot be taken for each other.
-            "optimizer": {"lr": 3e-3}, "train": {"num_steps": NUM_STEPS},
+            "optimizer": {"lr": 3e-3},
+            "train": {"num_steps": NUM_STEPS},
             "data": {"path": str(files / "data/train.jsonl"), "max_prompt_tokens": 64},
-            "reward": {"functions": [{"function": "run_support:score", "options": {"log": str(self.scores.path)}}], "num_workers": 1},
-            "rollout": {"max_new_tokens": 16, "max_concurrent_requests": 2, "no_server_deadline_seconds": 1500.0}, "metrics": {"tensorboard": False},
-            "server": {"max_total_tokens": 4096, "start_deadline_seconds": 1200.0}, "checkpoint": {"every_steps": 1, "keep_last": 1},
-        }  # fmt: skip
+            "reward": {
+                "functions": [{"function": "run_support:score", "options": {"log": str(self.scores.path)}}],
+                "num_workers": 1,
+            },
+            "rollout": {"max_new_tokens": 16, "max_concurrent_requests": 2, "no_server_deadline_seconds": 1500.0},
+            "metrics": {"tensorboard": False},
+            "server": {"max_total_tokens": 4096, "start_deadline_seconds": 1200.0},
+            "checkpoint": {"every_steps": 1, "keep_last": 1},
+        }
         self.config_file.write_text(json.dumps(config))
         self.serve = Serve(self.config_file, root / "server" / "run")
         try:

@@ -1,4 +1,6 @@
-"""Publishes through the disk, without servers and without Megatron: three versions, one after another, in a process that may be killed."""
+"""Publishes through the disk, without servers and without Megatron: three versions, one after another, in a process
+that may be killed.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def check(folder: Path) -> int:
     path = Path(current["path"])
     manifest = json.loads((path / "manifest.json").read_text())
     index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert manifest["weight_version"] == current["weight_version"] and set(manifest["tensors"]) == set(index) == set(NAMES)
+    assert manifest["weight_version"] == current["weight_version"] and set(manifest["tensors"]) == set(index) == set(
+        NAMES
+    )
     assert (path / "config.json").is_file()
     for name, tensor in manifest["tensors"].items():
         data = load_file(path / index[name])[name].tobytes()

@@ -1,9 +1,10 @@
 """Runs ranks as children of a process that has imported everything: a rank is then there in a tenth of a second.
 
-Reads a JSON list of jobs a line, each {"module", "arguments", "environment", "kill_after", "watch"}; calls `main(arguments)` of each
-module in a forked child with a process group of its own, and kills one after `kill_after` seconds where that is a number; writes
-{"codes": exit codes, or minus the signal that ended one; "left": what of a child's processes still lived a while after it, in words}.
-What a child left running is killed then. `watch`: see `watch.py`.
+Reads a JSON list of jobs a line, each {"module", "arguments", "environment", "kill_after", "watch"}; calls
+`main(arguments)` of each module in a forked child with a process group of its own, and kills one after `kill_after`
+seconds where that is a number; writes {"codes": exit codes, or minus the signal that ended one; "left": what of a
+child's processes still lived a while after it, in words}. What a child left running is killed then. `watch`: see
+`watch.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def serve() -> None:
         marker = str(uuid.uuid4())
         pids = [_start(job, marker) for job in jobs]
         timers = [
-            threading.Timer(job["kill_after"], os.kill, (pid, signal.SIGKILL)) for job, pid in zip(jobs, pids) if job.get("kill_after") is not None
+            threading.Timer(job["kill_after"], os.kill, (pid, signal.SIGKILL))
+            for job, pid in zip(jobs, pids)
+            if job.get("kill_after") is not None
         ]
         for timer in timers:
             timer.start()
@@ -73,7 +76,10 @@ def _living(pids: list[int], marker: str) -> list[str]:
         try:
             folder = Path("/proc", str(pid))
             if os.getpgid(pid) in pids or marker.encode() in (folder / "environ").read_bytes():
-                found.append(f"{pid}: {(folder / 'cmdline').read_bytes().decode(errors='replace')[:200]}, waiting in {(folder / 'wchan').read_text()}")
+                found.append(
+                    f"{pid}: {(folder / 'cmdline').read_bytes().decode(errors='replace')[:200]}, waiting in"
+                    f" {(folder / 'wchan').read_text()}"
+                )
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return found

@@ -32,7 +32,9 @@ WATCHED = ("checkpoints", "journal", "weights", "hf", "hf_steps")
 
 
 def make_recording(root: Path) -> Path:
-    """A tiny model, made-up rollouts of `NUM_STEPS` steps, and the configuration of a run that trains on them. Returns its file."""
+    """A tiny model, made-up rollouts of `NUM_STEPS` steps, and the configuration of a run that trains on them. Returns
+    its file.
+    """
     model = make_random_folder(REPOSITORY / "configs/models/certify_dense.json", root / "model", seed=3)
     journal = Journal(RunFolder(root / "recorded").journal_dir)
     rng = np.random.default_rng(5)
@@ -45,36 +47,58 @@ def make_recording(root: Path) -> Path:
             order = {"seed": 1, "sources": {"train": {"epoch": 0, "position": (step + 1) * NUM_GROUPS, "num_rows": 64}}}
             writer.finish(RolloutBatch(step, groups, {"num_trajectories": 6.0}, {"generate": 0.5, "score": 0.1}), order)
     config = {
-        "run": {"name": "run"}, "model": {"path": str(model)}, "precision": "fp32",
-        "batch": {"prompts_per_step": NUM_GROUPS, "group_size": GROUP_SIZE, "num_mini_batches": 2, "micro_batch_tokens": 64},
-        "optimizer": {"lr": 1e-3}, "train": {"num_steps": NUM_STEPS, "from_rollouts": str(root / "recorded")},
-        "data": {"path": "recorded.jsonl", "max_prompt_tokens": 16}, "reward": {"functions": [{"function": "exact_match"}]},
-        "rollout": {"max_new_tokens": 16}, "metrics": {"tensorboard": False}, "journal": {"keep_last": 2},
+        "run": {"name": "run"},
+        "model": {"path": str(model)},
+        "precision": "fp32",
+        "batch": {
+            "prompts_per_step": NUM_GROUPS,
+            "group_size": GROUP_SIZE,
+            "num_mini_batches": 2,
+            "micro_batch_tokens": 64,
+        },
+        "optimizer": {"lr": 1e-3},
+        "train": {"num_steps": NUM_STEPS, "from_rollouts": str(root / "recorded")},
+        "data": {"path": "recorded.jsonl", "max_prompt_tokens": 16},
+        "reward": {"functions": [{"function": "exact_match"}]},
+        "rollout": {"max_new_tokens": 16},
+        "metrics": {"tensorboard": False},
+        "journal": {"keep_last": 2},
         "checkpoint": {"every_steps": 1, "keep_last": 1, "export_every_steps": 1},
-    }  # fmt: skip
+    }
     file = root / "config.yaml"
     file.write_text(json.dumps(config))
     return file
 
 
 def _group(step: int, number: int, rng: np.random.Generator) -> Group:
-    prompt = Prompt(f"train:{step}-{number}", "train", tuple(rng.integers(3, 500, 5).tolist()), f"prompt {number}", answer="1")
+    prompt = Prompt(
+        f"train:{step}-{number}", "train", tuple(rng.integers(3, 500, 5).tolist()), f"prompt {number}", answer="1"
+    )
     group = Group(number, prompt, [])
     for sample in range(GROUP_SIZE):
         length = int(rng.integers(3, 12))
         group.trajectories.append(
             Trajectory(
-                trajectory_id=f"step{step:06d}-g{number:05d}-s{sample:03d}", group_id=number, prompt=prompt,
-                response_token_ids=rng.integers(3, 500, length).tolist(), response_mask=[1] * length,
-                rollout_log_probs=(-rng.random(length)).tolist(), weight_versions=[step] * length, finish_reason="stop",
-                response_text="text", reward=float(sample), reward_parts={"exact_match": float(sample)},
+                trajectory_id=f"step{step:06d}-g{number:05d}-s{sample:03d}",
+                group_id=number,
+                prompt=prompt,
+                response_token_ids=rng.integers(3, 500, length).tolist(),
+                response_mask=[1] * length,
+                rollout_log_probs=(-rng.random(length)).tolist(),
+                weight_versions=[step] * length,
+                finish_reason="stop",
+                response_text="text",
+                reward=float(sample),
+                reward_parts={"exact_match": float(sample)},
             )
-        )  # fmt: skip
+        )
     return group
 
 
 class Ranks:
-    """A `rank_server.py` process and the runs it makes. `killed_at`: the points at which an armed kill has ended a process."""
+    """A `rank_server.py` process and the runs it makes. `killed_at`: the points at which an armed kill has ended a
+    process.
+    """
 
     def __init__(self, config_file: Path) -> None:
         self.config_file = config_file
@@ -84,8 +108,12 @@ class Ranks:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._server = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=config_file.parent,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=config_file.parent,
+        )
 
     def folder(self, name: str) -> RunFolder:
         return RunFolder(self.runs / name / "run")
@@ -96,13 +124,22 @@ class Ranks:
         return name
 
     def train(
-        self, name: str, fault: str = "", *overrides: str, num_ranks: int = 1, kill_after: float | None = None, kill_rank: int = 0,
-        watch: Path | None = None, config_file: Path | None = None, prepare: Callable[[Attempt], None] = lambda attempt: None,
-    ) -> list[int]:  # fmt: skip
-        """`gspo-mega train` of run `name` without its supervisor; the ranks' exit codes, minus the signal of one that was killed.
+        self,
+        name: str,
+        fault: str = "",
+        *overrides: str,
+        num_ranks: int = 1,
+        kill_after: float | None = None,
+        kill_rank: int = 0,
+        watch: Path | None = None,
+        config_file: Path | None = None,
+        prepare: Callable[[Attempt], None] = lambda attempt: None,
+    ) -> list[int]:
+        """`gspo-mega train` of run `name` without its supervisor; the ranks' exit codes, minus the signal of one that
+        was killed.
 
-        `kill_after`: seconds after which `kill_rank` is killed, if it still runs. `watch`: a file for what `watch.py` notes of
-        checkpoints, journal and exports. `prepare` is called with the attempt before its ranks start.
+        `kill_after`: seconds after which `kill_rank` is killed, if it still runs. `watch`: a file for what `watch.py`
+        notes of checkpoints, journal and exports. `prepare` is called with the attempt before its ranks start.
         """
         places = [f"run.dir={self.runs / name}", f"cluster.ranks_per_node={num_ranks}"]
         loaded = load_config(config_file or self.config_file, [*places, *overrides], "train")
@@ -111,13 +148,22 @@ class Ranks:
             attempt = new_attempt(folder, loaded, "train")
             prepare(attempt)
             arguments = ["--config", str(folder.config_file), "--attempt", str(attempt.path), "--command", "train"]
-            common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), kill_points.VARIABLE: fault}
+            common = {
+                "WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(_free_port()),
+                kill_points.VARIABLE: fault,
+            }
             job = {"module": "gspo_mega.runtime.worker", "arguments": arguments}
             if watch is not None:
                 job["watch"] = {"folders": [str(folder.path / name) for name in WATCHED], "file": str(watch)}
             return self.call(
                 [
-                    {**job, "environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r)}, "kill_after": kill_after if r == kill_rank else None}
+                    {
+                        **job,
+                        "environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r)},
+                        "kill_after": kill_after if r == kill_rank else None,
+                    }
                     for r in range(num_ranks)
                 ]
             )
@@ -133,7 +179,13 @@ class Ranks:
         for rank, (job, code) in enumerate(zip(jobs, codes, strict=True)):
             fault = job["environment"].get(kill_points.VARIABLE)
             armed = kill_points.Fault.parse(fault) if fault else kill_points.Fault()
-            if code == KILLED and job.get("kill_after") is None and armed.point and armed.do == "kill" and armed.rank == rank:
+            if (
+                code == KILLED
+                and job.get("kill_after") is None
+                and armed.point
+                and armed.do == "kill"
+                and armed.rank == rank
+            ):
                 self.killed_at.add(armed.point)
         return codes
 
@@ -160,30 +212,42 @@ def _free_port() -> int:
 
 
 def outcome(folder: RunFolder) -> dict[str, object]:
-    """All that must not depend on where a run was interrupted: digests of weights and optimizer state, counters, exported
-    folders, trained-on trajectories, and the metrics but for fields of time and speed."""
+    """All that must not depend on where a run was interrupted: digests of weights and optimizer state, counters,
+    exported folders, trained-on trajectories, and the metrics but for fields of time and speed.
+    """
     (checkpoint,) = [entry for entry in folder.checkpoints_dir.iterdir() if entry.is_dir()]
     assert folder.latest_checkpoint_file.read_text().strip() == checkpoint.name
-    # Megatron's .metadata is a pickle that holds the same in another order of references; all tensors are in other files.
+    # Megatron's .metadata is a pickle that holds the same in another order of references; all tensors are in other
+    # files.
     apart = ("state.json", "megatron/.metadata")
-    found: dict[str, object] = {f"checkpoint/{name}": digest for name, digest in _digests(checkpoint).items() if name not in apart}
+    found: dict[str, object] = {
+        f"checkpoint/{name}": digest for name, digest in _digests(checkpoint).items() if name not in apart
+    }
     record = json.loads((checkpoint / "state.json").read_text())
     found["state"] = {**record["state"], "summary": _without_time(record["state"]["summary"].get("totals", {}))}
     for place in (folder.huggingface_dir, folder.path / "hf_steps"):
         found |= {f"{place.name}/{name}": digest for name, digest in _digests(place).items()}
     journal = Journal(folder.journal_dir)
-    found["journal"] = {step: [[asdict(t) for t in g.trajectories] for g in journal.read(step).batch.groups] for step in journal.steps()}
+    found["journal"] = {
+        step: [[asdict(t) for t in g.trajectories] for g in journal.read(step).batch.groups] for step in journal.steps()
+    }
     lines = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
     found["metrics"] = [_without_time(line) for line in lines]
     return found
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def _without_time(values: dict) -> dict:
-    return {name: value for name, value in values.items() if name != "time" and not name.startswith(("time/", "speed/"))}
+    return {
+        name: value for name, value in values.items() if name != "time" and not name.startswith(("time/", "speed/"))
+    }
 
 
 def leftovers(folder: RunFolder) -> list[str]:

@@ -1,4 +1,6 @@
-"""A full disk, or one that denies, at every file operation: an error that says so, and the same command again ends as ever."""
+"""A full disk, or one that denies, at every file operation: an error that says so, and the same command again ends as
+ever.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ REASONS = {"disk_full": "No space left on device", "denied": "Permission denied"
 FAULTS_A_RUN = 6
 
 
-@pytest.mark.parametrize("chosen", [OPERATIONS[i : i + 12] for i in range(0, len(OPERATIONS), 12)], ids=lambda chosen: chosen[0])
+@pytest.mark.parametrize(
+    "chosen", [OPERATIONS[i : i + 12] for i in range(0, len(OPERATIONS), 12)], ids=lambda chosen: chosen[0]
+)
 def test_refused_at_each_operation_and_continued(ranks, straight, chosen):
     name, num_faults = "", 0
 
@@ -43,7 +47,9 @@ def test_refused_at_each_operation_and_continued(ranks, straight, chosen):
             return False
         kind = ERRORS[operation.partition(".")[0]]
         error = ranks.error(name)
-        assert code == error["exit_code"] == kind.exit_code and error["is_user_error"], f"{operation}: {ranks.log(name)}"
+        assert code == error["exit_code"] == kind.exit_code and error["is_user_error"], (
+            f"{operation}: {ranks.log(name)}"
+        )
         assert str(ranks.folder(name).path) in error["text"] and REASONS[do] in error["text"], error["text"]
         return True
 
@@ -57,7 +63,7 @@ def test_refused_at_each_operation_and_continued(ranks, straight, chosen):
             compare()  # those before it had let the run come to its end
             name = ranks.copy("one_step", f"refused-again-{operation}")
             assert refuse_at(operation, do), f"{operation} was not reached"
-        num_faults += 1
+        num_faults += 1  # noqa: SIM113  the function inside reads it
     finish()
 
 
@@ -78,7 +84,9 @@ def test_refused_to_one_rank_of_two_ends_both_with_its_error(ranks, straight_of_
     codes = ranks.train(name, f"point={operation}.before,do=disk_full", SHORTER, num_ranks=2)
     assert codes[0] == CheckpointError.exit_code and codes[1] in (CheckpointError.exit_code, KILLED), ranks.log(name)
     error = ranks.error(name)
-    assert "cannot be written" in error["text"] and "rank 0: " in error["text"] and REASONS["disk_full"] in error["text"]
+    assert (
+        "cannot be written" in error["text"] and "rank 0: " in error["text"] and REASONS["disk_full"] in error["text"]
+    )
     assert ranks.train(name, "", SHORTER, num_ranks=2) == [0, 0], ranks.log(name)
     assert outcome(ranks.folder(name)) == straight_of_two
     assert leftovers(ranks.folder(name)) == []

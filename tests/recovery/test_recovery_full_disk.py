@@ -1,4 +1,6 @@
-"""A run whose shared folder is really full, at whatever it comes to: said, harmless, and continued by the same command."""
+"""A run whose shared folder is really full, at whatever it comes to: said, harmless, and continued by the same
+command.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ SAID = {error.exit_code for error in (CheckpointError, FolderError, JournalError
 
 
 def test_a_full_folder_ends_the_run_with_its_reason_and_more_room_continues_it(tmp_path):
-    if subprocess.run([*IN_A_NAME_SPACE, "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        [*IN_A_NAME_SPACE, "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True, check=False
+    ).returncode:
         pytest.skip("a small file system can be mounted neither by this user nor in a name space of its own")
     command = [*IN_A_NAME_SPACE, sys.executable, str(Path(__file__).with_name("full_disk.py")), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     ends = result["ends"]

@@ -1,4 +1,6 @@
-"""kill -9 while the journal moves another history aside or takes routed experts out: no record is lost, none is half there."""
+"""kill -9 while the journal moves another history aside or takes routed experts out: no record is lost, none is half
+there.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def check_end(folder) -> None:
         record = journal.read(step)
         want, (found,) = batch_of(step).trajectories[0], record.batch.trajectories
         is_pruned = step < NUM_STEPS - 1
-        assert record.routes_pruned == journal.has_pruned_routes(step) == is_pruned and record.made_by == {"rewards": "r"} and record.prompts == {"position": step}
+        assert (
+            record.routes_pruned == journal.has_pruned_routes(step) == is_pruned
+            and record.made_by == {"rewards": "r"}
+            and record.prompts == {"position": step}
+        )
         assert (found.routed_experts is None) if is_pruned else (found.routed_experts == want.routed_experts).all()
         assert (found.response_token_ids, found.rollout_log_probs) == (want.response_token_ids, want.rollout_log_probs)
     (old,) = folder.glob("step_*.old-*")

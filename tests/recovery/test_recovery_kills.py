@@ -8,12 +8,14 @@ from recovery_support import KILLED, NUM_STEPS, leftovers, outcome
 from gspo_mega import kill_points
 from gspo_mega.metrics.writer import read_metrics
 
-# What a replayed run of one rank does not come to: publishing to servers (test_recovery_publish.py, and with live servers),
-# an index of several files, and a journal of another history or with routed experts (test_recovery_journal.py).
+# What a replayed run of one rank does not come to: publishing to servers (test_recovery_publish.py, and with live
+# servers), an index of several files, and a journal of another history or with routed experts
+# (test_recovery_journal.py).
 ELSEWHERE = {
     point
     for point in kill_points.POINTS
-    if point.startswith(("publish.commit.", "publish.prune.", "publish.index.", "journal.aside.", "journal.routes.")) or point in ("publish.sent",)
+    if point.startswith(("publish.commit.", "publish.prune.", "publish.index.", "journal.aside.", "journal.routes."))
+    or point in ("publish.sent",)
 }
 # Points that only a run after another kill comes to.
 AFTER = {
@@ -47,7 +49,9 @@ def test_twice_the_same_run_is_the_same(ranks, straight):
     assert outcome(ranks.folder("again")) == straight[0]
 
 
-@pytest.mark.parametrize("chosen", [points()[i : i + 12] for i in range(0, len(points()), 12)], ids=lambda chosen: chosen[0])
+@pytest.mark.parametrize(
+    "chosen", [points()[i : i + 12] for i in range(0, len(points()), 12)], ids=lambda chosen: chosen[0]
+)
 def test_killed_at_each_point_and_continued(ranks, straight, chosen):
     name, num_kills = "", 0
 
@@ -84,7 +88,9 @@ def test_killed_at_each_point_and_continued(ranks, straight, chosen):
     finish()
 
 
-@pytest.mark.parametrize("point", ["journal.append.after", "step.optimizer", "save.tensors.after", "save.latest.rename.before"])
+@pytest.mark.parametrize(
+    "point", ["journal.append.after", "step.optimizer", "save.tensors.after", "save.latest.rename.before"]
+)
 def test_written_beside_training_and_killed_at_a_later_time(ranks, straight, point):
     name = ranks.copy("one_step", f"asynchronous-{point}")
     hit = 9 if point == "journal.append.after" else 2
@@ -115,6 +121,9 @@ def test_a_rank_that_is_not_the_first_is_killed(ranks):
 def test_a_run_without_any_checkpoint_trains_on_what_its_journal_has(ranks, straight):
     assert ranks.train("early", "point=journal.append.after,hit=5") == [KILLED]
     assert ranks.train("early") == [0], ranks.log("early")
-    assert "2 complete groups of the journal are taken over; 1 trajectories of others are sampled again" in ranks.console("early")
+    assert (
+        "2 complete groups of the journal are taken over; 1 trajectories of others are sampled again"
+        in ranks.console("early")
+    )
     assert outcome(ranks.folder("early")) == straight[0]
     assert ranks.folder("early").latest_checkpoint_file.read_text() == f"step_{NUM_STEPS:08d}"

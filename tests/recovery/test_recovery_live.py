@@ -1,4 +1,6 @@
-"""Ranks killed between a real SGLang server and their own disk: no prompt is lost or trained on twice, no weights are mixed up."""
+"""Ranks killed between a real SGLang server and their own disk: no prompt is lost or trained on twice, no weights are
+mixed up.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from gspo_mega.metrics.writer import read_metrics
 KILLS = (
     ("rollout.trajectory", 3),  # in its first rollout
     ("rollout.batch", 2),  # step 2 is sampled
-    ("publish.sent", 2),  # the server holds what is not committed; the first sending only brings it to the start's weights
+    (
+        "publish.sent",
+        2,
+    ),  # the server holds what is not committed; the first sending only brings it to the start's weights
     ("publish.sent", 3),  # the second sending of a start overwrites the random weights of the proof
     ("publish.commit.rename.before", 1),
     ("step.published", 1),  # step 2's weights are with the server, its checkpoint is not on disk
@@ -40,7 +45,9 @@ def check_steps(live, name, num_steps=NUM_STEPS):
     steps = trained_on(live.ranks.folder(name))
     assert sorted(steps) == list(range(num_steps))
     ids = Counter(trajectory.prompt.prompt_id for trajectories in steps.values() for trajectory in trajectories)
-    assert set(ids.values()) == {GROUP_SIZE} and len(ids) * GROUP_SIZE == num_steps * BATCH, "every prompt once, in whole groups"
+    assert set(ids.values()) == {GROUP_SIZE} and len(ids) * GROUP_SIZE == num_steps * BATCH, (
+        "every prompt once, in whole groups"
+    )
     return steps
 
 
@@ -52,7 +59,9 @@ def test_killed_again_and_again_it_ends_where_a_replay_of_its_journal_does(live)
     folder = live.ranks.folder("live")
     steps = check_steps(live, "live")
     for step, trajectories in steps.items():
-        assert {version for t in trajectories for version in t.weight_versions} == {step}, "sampled from the weights that the step began with"
+        assert {version for t in trajectories for version in t.weight_versions} == {step}, (
+            "sampled from the weights that the step began with"
+        )
     lines = read_metrics(folder.metrics_file)
     assert [(line["step"], line["publish/weight_version"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
     # Server and trainer held the same weights in every rollout; those of two steps differ by a thousand times as much.
@@ -71,7 +80,9 @@ def test_the_first_rollout_after_a_restart_is_of_the_restored_weights(live):
     version_1 = live.checksums()
     assert live.train("restored", "point=step.published") == [KILLED]
     version_2 = live.checksums()
-    assert version_1.keys() == version_2.keys() and all(version_1[name] != version_2[name] for name in version_1), "a step changes every tensor"
+    assert version_1.keys() == version_2.keys() and all(version_1[name] != version_2[name] for name in version_1), (
+        "a step changes every tensor"
+    )
     # Without its journal step 2 is sampled again, by weights that only the checkpoint has.
     live.ranks.folder("restored").journal_dir.rename(live.root / "left")
     assert live.train("restored", "point=rollout.trajectory") == [KILLED]
@@ -87,15 +98,22 @@ def test_rollouts_alone_are_continued_and_trained_on_elsewhere(live, hit):
     before = live.scores.all()
     assert live.train("recording", "", *only) == [0], live.ranks.log("recording")
     steps = check_steps(live, "recording", 2)
-    assert {version for trajectories in steps.values() for t in trajectories for version in t.weight_versions} == {0}, "nothing was trained"
+    assert {version for trajectories in steps.values() for t in trajectories for version in t.weight_versions} == {0}, (
+        "nothing was trained"
+    )
     assert len(live.scores.all()) - len(before) <= GROUP_SIZE, "what the journal has is not sampled again"
     assert "its 6 trajectories are in the journal" in live.ranks.console("recording")
     assert not live.ranks.folder("recording").latest_checkpoint_file.exists()
 
     recorded = str(live.ranks.folder("recording").path)
-    assert live.train("trained", "", "train.num_steps=2", f"train.from_rollouts={recorded}") == [0], live.ranks.log("trained")
+    assert live.train("trained", "", "train.num_steps=2", f"train.from_rollouts={recorded}") == [0], live.ranks.log(
+        "trained"
+    )
     assert [line["step"] for line in read_metrics(live.ranks.folder("trained").metrics_file)] == [1, 2]
-    as_tokens = lambda steps: {step: [t.response_token_ids for t in trajectories] for step, trajectories in steps.items()}  # noqa: E731
+
+    def as_tokens(steps):
+        return {step: [t.response_token_ids for t in trajectories] for step, trajectories in steps.items()}
+
     assert as_tokens(trained_on(live.ranks.folder("trained"))) == as_tokens(steps)
 
 
@@ -112,5 +130,7 @@ def test_a_reward_that_was_repaired_meanwhile_scores_the_step_anew(live):
     assert live.train("repaired", "", *reward) == [0], live.ranks.log("repaired")
     folder = live.ranks.folder("repaired")
     assert {t.reward for t in trained_on(folder)[0]} == {0.75}, "the rewards that the mended function gives"
-    assert f"the journal's {BATCH} trajectories are not used: another reward scored them" in live.ranks.console("repaired")
+    assert f"the journal's {BATCH} trajectories are not used: another reward scored them" in live.ranks.console(
+        "repaired"
+    )
     assert (folder.journal_dir / "step_00000000.old-0001").read_bytes() == recorded

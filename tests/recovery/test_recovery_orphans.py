@@ -22,9 +22,30 @@ TIED_NANOSECONDS = 2_000_000
 
 def test_a_killed_supervisor_leaves_no_writer_behind(ranks):
     marker = f"gspo-test-{uuid.uuid4()}"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GSPO_TEST_MARKER": marker}
-    command = [sys.executable, "-m", "gspo_mega", "train", str(ranks.config_file), f"run.dir={ranks.runs / 'orphans'}", "cluster.ranks_per_node=2"]
-    supervisor = subprocess.Popen(command, env=environment, cwd=ranks.config_file.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "GSPO_TEST_MARKER": marker,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "gspo_mega",
+        "train",
+        str(ranks.config_file),
+        f"run.dir={ranks.runs / 'orphans'}",
+        "cluster.ranks_per_node=2",
+    ]
+    supervisor = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=ranks.config_file.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         writers = stop_writers(supervisor)
         assert writers <= set(of_the_run(marker))
@@ -49,7 +70,11 @@ def stop_writers(supervisor: subprocess.Popen) -> set[int]:
         for rank in children(supervisor.pid):
             for child in children(rank):
                 # A fork shows the command of its rank; what is started anew, as a scoring process, shows its own.
-                if b"gspo_mega.runtime.worker" in command_of(child) and b"gspo_mega.runtime.worker" in command_of(rank) and ran(child) > TIED_NANOSECONDS:
+                if (
+                    b"gspo_mega.runtime.worker" in command_of(child)
+                    and b"gspo_mega.runtime.worker" in command_of(rank)
+                    and ran(child) > TIED_NANOSECONDS
+                ):
                     process_death.send_signal(child, signal.SIGSTOP)
                     found.add(child)
         if found:
@@ -58,7 +83,11 @@ def stop_writers(supervisor: subprocess.Popen) -> set[int]:
 
 def children(pid: int) -> list[int]:
     try:
-        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+        return [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
     except (FileNotFoundError, ProcessLookupError):
         return []
 

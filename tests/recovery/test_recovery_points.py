@@ -11,7 +11,6 @@ from watch import differing, look, outside_operations
 
 from gspo_mega import kill_points
 
-
 # What only a publish to servers does.
 PUBLISHED_ALONE = ("commit.write", "commit.rename", "prune", "index.write", "index.rename")
 
@@ -34,9 +33,13 @@ def test_saves_journal_and_exports_change_the_disk_in_operations_alone(ranks, tm
     for file in files:
         assert not outside_operations(noted(file)), "\n".join(outside_operations(noted(file)))
         changed |= operations_that_changed(noted(file))
-    # What only flushes or opens changes nothing; nothing is in the way here, and a run's exports have one file and no versions.
+    # What only flushes or opens changes nothing; nothing is in the way here, and a run's exports have one file and no
+    # versions.
     silent = {name for name in kill_points.OPERATIONS if name.endswith((".sync", ".drop", ".aside", "journal.open"))}
-    assert kill_points.OPERATIONS.keys() - silent - changed == {f"publish.{name}" for name in PUBLISHED_ALONE} | {"journal.routes.write", "journal.routes.rename"}
+    assert kill_points.OPERATIONS.keys() - silent - changed == {f"publish.{name}" for name in PUBLISHED_ALONE} | {
+        "journal.routes.write",
+        "journal.routes.rename",
+    }
 
 
 def test_a_publish_through_the_disk_changes_it_in_operations_alone(ranks, tmp_path):
@@ -52,7 +55,13 @@ def test_a_change_between_two_operations_is_seen(tmp_path):
     before = look([str(tmp_path)])
     (tmp_path / "stray").write_text("x")
     assert differing(before, look([str(tmp_path)])) == [str(tmp_path), str(tmp_path / "stray")]
-    lines = [("save.sync.before", []), ("save.sync.after", ["a"]), ("save.rename.before", ["b"]), ("save.rename.after", []), ("step.written", ["c"])]
+    lines = [
+        ("save.sync.before", []),
+        ("save.sync.after", ["a"]),
+        ("save.rename.before", ["b"]),
+        ("save.rename.after", []),
+        ("step.written", ["c"]),
+    ]
     found = outside_operations([{"point": point, "changed": changed} for point, changed in lines])
     assert found == ["before save.rename.before: b", "before step.written: c"]
 

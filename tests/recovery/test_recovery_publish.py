@@ -9,7 +9,11 @@ from recovery_support import KILLED
 from gspo_mega import kill_points
 from gspo_mega.errors import PublishError
 
-POINTS = [point for point in kill_points.POINTS if point.startswith("publish.") and point not in ("publish.sent", "publish.aside.before", "publish.aside.after")]
+POINTS = [
+    point
+    for point in kill_points.POINTS
+    if point.startswith("publish.") and point not in ("publish.sent", "publish.aside.before", "publish.aside.after")
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,10 @@ def test_what_is_committed_is_whole_and_the_next_publish_goes_on(ranks, source, 
     committed = check(folder)
     assert publish(ranks, folder, source) == 0
     assert check(folder) == NUM_VERSIONS >= committed
-    assert sorted(path.name for path in folder.iterdir() if not path.name.endswith(".part")) == ["current.json", f"v{NUM_VERSIONS:08d}"]
+    assert sorted(path.name for path in folder.iterdir() if not path.name.endswith(".part")) == [
+        "current.json",
+        f"v{NUM_VERSIONS:08d}",
+    ]
 
 
 @pytest.mark.parametrize("point", [point for point in POINTS if point.endswith(".before")])

@@ -1,4 +1,6 @@
-"""`gspo-mega train` with real ranks that are killed: started again by itself, it ends where an uninterrupted run does, to the bit."""
+"""`gspo-mega train` with real ranks that are killed: started again by itself, it ends where an uninterrupted run does,
+to the bit.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,20 @@ from gspo_mega.run_folder import read_json
 def test_a_run_that_loses_its_rank_twice_ends_by_itself_where_an_uninterrupted_one_does(ranks, straight):
     # Every start is killed at its second publish: two of three steps need a start of their own.
     environment = {
-        **os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
         kill_points.VARIABLE: "point=step.published,hit=2",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "gspo_mega", "train", str(ranks.config_file), f"run.dir={ranks.runs / 'restarted'}"]
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "gspo_mega",
+        "train",
+        str(ranks.config_file),
+        f"run.dir={ranks.runs / 'restarted'}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ranks.config_file.parent)
     folder = ranks.folder("restarted")
     assert done.returncode == 0, done.stdout + done.stderr + ranks.log("restarted")
@@ -28,9 +40,12 @@ def test_a_run_that_loses_its_rank_twice_ends_by_itself_where_an_uninterrupted_o
     assert [line["run/num_restarts"] for line in lines] == [0, 1, 2]
     found, want = outcome(folder), dict(straight[0])
     for end in (found, want):
-        end["metrics"] = [{name: value for name, value in line.items() if name != "run/num_restarts"} for line in end["metrics"]]
+        end["metrics"] = [
+            {name: value for name, value in line.items() if name != "run/num_restarts"} for line in end["metrics"]
+        ]
     assert {name for name in found.keys() | want.keys() if found.get(name) != want.get(name)} == set()
     assert leftovers(folder) == []
     beat = read_json(folder.latest_attempt().beat_file(0))
-    # One step in its last start: a forward pass for each of two mini-batches and a training pass, every tensor of an export.
+    # One step in its last start: a forward pass for each of two mini-batches and a training pass, every tensor of an
+    # export.
     assert beat["phase"] == "done" and beat["count"] > 30, beat

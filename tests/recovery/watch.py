@@ -1,7 +1,7 @@
 """Notes what every point of a process finds changed on the disk, so that a change between two operations is seen.
 
-Looks at names, sizes, inodes and times of everything under some folders, whoever changed it: what a native library or a child
-process writes is seen as well. What is flushed to the disk is not.
+Looks at names, sizes, inodes and times of everything under some folders, whoever changed it: what a native library or a
+child process writes is seen as well. What is flushed to the disk is not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One Slurm for all tests here, of as many nodes as jobs that wait side by side need, and jobs of the quickstart's model on it."""
+"""One Slurm for all tests here, of as many nodes as jobs that wait side by side need, and jobs of the quickstart's
+model on it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "int
 
 from mini_slurm import MiniSlurm, why_not_here
 from slurm_jobs import REPOSITORY, STAND_IN, Job
-
 
 # tests/soak/slurm_nodes.sh asks for four, so that a job can need them all.
 NUM_NODES = int(os.environ.get("SLURM_TEST_NODES", "12"))

@@ -1,10 +1,11 @@
-"""A real Slurm of several nodes on this machine, for tests: munged, slurmctld and one slurmd a node, in a private folder.
+"""A real Slurm of several nodes on this machine, for tests: munged, slurmctld and one slurmd a node, in a private
+folder.
 
-Needs slurmctld, slurmd, slurm-client and munge, and the right to unshare(2): every node has a process table, a host name
-and a loopback address of its own (node1 is 127.0.0.11), so that a crash takes a node's processes along and two nodes
-may use one port. Reads and writes nothing below /etc; no database, no cgroups, no systemd. GPUs are links to /dev/null:
-Slurm counts and hands them out, and nothing sees a device. The kernel ends all of it with the process that started it,
-however that ends.
+Needs slurmctld, slurmd, slurm-client and munge, and the right to unshare(2): every node has a process table, a host
+name and a loopback address of its own (node1 is 127.0.0.11), so that a crash takes a node's processes along and two
+nodes may use one port. Reads and writes nothing below /etc; no database, no cgroups, no systemd. GPUs are links to
+/dev/null: Slurm counts and hands them out, and nothing sees a device. The kernel ends all of it with the process that
+started it, however that ends.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class MiniSlurm:
     """One cluster. `start()` it, run commands in `environment`, `stop()` it: then none of its processes is left."""
 
     def __init__(self, folder: Path, num_nodes: int = 4, gpus: int = 0) -> None:
-        """`folder`: to be made, with a path far shorter than a socket's 108 characters. `gpus`: pretended on every node."""
+        """`folder`: to be made, with a path far shorter than a socket's 108 characters. `gpus`: pretended on every
+        node.
+        """
         self.folder, self.num_nodes = folder, num_nodes
         self._daemons: dict[str, subprocess.Popen] = {}
         ports = _free_ports(num_nodes + 1)
@@ -96,15 +99,24 @@ class MiniSlurm:
         key.chmod(0o600)
         (folder / "slurm.conf").write_text(
             _CONFIG.format(
-                machine=socket.gethostname(), folder=folder, port=ports, nodes=num_nodes, last=10 + num_nodes,
-                first_port=ports + 1, last_port=ports + num_nodes, gpus=gpus,
-            )  # fmt: skip
+                machine=socket.gethostname(),
+                folder=folder,
+                port=ports,
+                nodes=num_nodes,
+                last=10 + num_nodes,
+                first_port=ports + 1,
+                last_port=ports + num_nodes,
+                gpus=gpus,
+            )
         )
         for index in range(gpus):
             (folder / "dev" / f"gpu{index}").symlink_to("/dev/null")
         devices = f"Name=gpu Flags=nvidia_gpu_env File={folder}/dev/gpu[0-{gpus - 1}]\n" if gpus else ""
         (folder / "gres.conf").write_text(devices)
-        hosts = [f"127.0.0.1 localhost {socket.gethostname()}", *(f"{self.address(n)} node{n}" for n in range(1, num_nodes + 1))]
+        hosts = [
+            f"127.0.0.1 localhost {socket.gethostname()}",
+            *(f"{self.address(n)} node{n}" for n in range(1, num_nodes + 1)),
+        ]
         (folder / "hosts").write_text("\n".join(hosts) + "\n")
 
     @staticmethod
@@ -123,7 +135,11 @@ class MiniSlurm:
 
     def start(self) -> None:
         munged = ["munged", "--foreground", f"--socket={self.folder}/munge.sock", f"--key-file={self.folder}/munge.key"]
-        munged += [f"--pid-file={self.folder}/munged.pid", f"--seed-file={self.folder}/munged.seed", f"--log-file={self.folder}/munged.log"]
+        munged += [
+            f"--pid-file={self.folder}/munged.pid",
+            f"--seed-file={self.folder}/munged.seed",
+            f"--log-file={self.folder}/munged.log",
+        ]
         self._spawn("munged", munged)
         wait_until("munged answers", lambda: self._ends_well("munge", "-S", f"{self.folder}/munge.sock", "-n"), 15)
         self._spawn("slurmctld", ["slurmctld", "-D", "-c"])
@@ -133,7 +149,11 @@ class MiniSlurm:
 
     def wait_idle(self) -> None:
         """Until every node is up and has nothing to do."""
-        wait_until("all nodes are idle", lambda: self.run("sinfo", "-hN", "-o", "%T").split().count("idle") == self.num_nodes, 60)
+        wait_until(
+            "all nodes are idle",
+            lambda: self.run("sinfo", "-hN", "-o", "%T").split().count("idle") == self.num_nodes,
+            60,
+        )
 
     @property
     def running_nodes(self) -> set[str]:
@@ -162,8 +182,12 @@ class MiniSlurm:
 
     def run(self, *command: str, check: bool = True, **more) -> str:
         """Standard output of a command, as a user of the cluster."""
-        done = subprocess.run(command, env={**self.environment, **more.pop("env", {})}, capture_output=True, text=True, timeout=60, **more)
-        assert not check or done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        done = subprocess.run(
+            command, env={**self.environment, **more.pop("env", {})}, capture_output=True, text=True, timeout=60, **more
+        )
+        assert not check or done.returncode == 0, (
+            f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return done.stdout
 
     def job(self, job_id: str) -> dict[str, str]:
@@ -174,7 +198,9 @@ class MiniSlurm:
     def processes(self) -> list[tuple[int, str]]:
         """(pid, command line) of everything that runs on the nodes beside Slurm's own daemons."""
         found = []
-        tables = {os.readlink(f"/proc/{child}/ns/pid") for daemon in self._daemons.values() for child in _children(daemon.pid)}
+        tables = {
+            os.readlink(f"/proc/{child}/ns/pid") for daemon in self._daemons.values() for child in _children(daemon.pid)
+        }
         ours = os.readlink("/proc/self/ns/pid")
         for entry in Path("/proc").iterdir():
             try:
@@ -201,7 +227,12 @@ class MiniSlurm:
     def _spawn(self, name: str, command: list[str]) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                [*_TETHER, str(os.getpid()), str(int(signal.SIGKILL)), *command], env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                [*_TETHER, str(os.getpid()), str(int(signal.SIGKILL)), *command],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
     def _kill(self, name: str) -> None:

@@ -18,21 +18,40 @@ SCRIPT = str(REPOSITORY / "launch/slurm/train.sbatch")
 STAND_IN = str(REPOSITORY / "tests/slurm/stand_in.py")
 PATIENCE_SECONDS = 600.0
 SITE = {
-    "GSPO_SBATCH": "--exclusive --mem=16000 --time=30", "GSPO_GPUS_PER_NODE": "0", "GSPO_CPUS_PER_TASK": "1", "GSPO_PREFLIGHT": "0",
+    "GSPO_SBATCH": "--exclusive --mem=16000 --time=30",
+    "GSPO_GPUS_PER_NODE": "0",
+    "GSPO_CPUS_PER_TASK": "1",
+    "GSPO_PREFLIGHT": "0",
     "GSPO_SIGNAL_SECONDS": "120",
-}  # fmt: skip
+}
 
 
 class Job:
     """One submitted job, by default of two trainer nodes with a rank each and one server on a third."""
 
-    def __init__(self, cluster: MiniSlurm, folder: Path, quickstart: Path, overrides: Sequence[str], site: dict[str, str]) -> None:
+    def __init__(
+        self, cluster: MiniSlurm, folder: Path, quickstart: Path, overrides: Sequence[str], site: dict[str, str]
+    ) -> None:
         self.cluster = cluster
         self.run = RunFolder(folder / "runs" / "run")
         reward = f"reward.functions=[{{function: 'run_support:score', options: {{log: {folder / 'scores'}}}}}]"
-        # Few requests at a time: a rollout takes seconds and can be met in its midst. At log level info SGLang logs its arguments.
-        common = ["rollout.max_concurrent_requests=4", "server.log_level=info", "eval=null", "cluster.num_nodes=2", "cluster.ranks_per_node=1"]
-        self.arguments = [CONFIG, *small_overrides(quickstart, folder / "runs", "run"), reward, *common, "cluster.num_rollout_nodes=1", *overrides]
+        # Few requests at a time: a rollout takes seconds and can be met in its midst. At log level info SGLang logs its
+        # arguments.
+        common = [
+            "rollout.max_concurrent_requests=4",
+            "server.log_level=info",
+            "eval=null",
+            "cluster.num_nodes=2",
+            "cluster.ranks_per_node=1",
+        ]
+        self.arguments = [
+            CONFIG,
+            *small_overrides(quickstart, folder / "runs", "run"),
+            reward,
+            *common,
+            "cluster.num_rollout_nodes=1",
+            *overrides,
+        ]
         # As a user's shell has it: what the tests' own Slurm needs, and nothing of a Slurm around.
         sbatch = ["sbatch", "--mem=1000"] if site.pop("through_sbatch", None) else []
         # Servers on a node that crashes leave theirs behind.
@@ -58,7 +77,11 @@ class Job:
 
     def wait_for(self, what: str, happened: Callable[[], bool]) -> None:
         try:
-            wait_until(what, lambda: happened() or self.state in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"), PATIENCE_SECONDS)
+            wait_until(
+                what,
+                lambda: happened() or self.state in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"),
+                PATIENCE_SECONDS,
+            )
             assert happened(), f"{what}: the job is {self.state} before that"
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log}") from None
@@ -70,7 +93,11 @@ class Job:
 
     def finish(self) -> str:
         """Until the job is over; its state then."""
-        wait_until("the job is over", lambda: self.state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD"), PATIENCE_SECONDS)
+        wait_until(
+            "the job is over",
+            lambda: self.state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD"),
+            PATIENCE_SECONDS,
+        )
         return self.state
 
     def nodes(self, kind: Literal["ranks", "servers"]) -> list[int]:
@@ -102,7 +129,9 @@ def listening(pid: int) -> set[str]:
             words = line.split()
             address, state, inode = words[1].split(":")[0], words[3], words[9]
             if state == "0A" and inode in inodes:
-                found.add(".".join(str(byte) for byte in reversed(bytes.fromhex(address))) if table == "tcp" else address)
+                found.add(
+                    ".".join(str(byte) for byte in reversed(bytes.fromhex(address))) if table == "tcp" else address
+                )
     return found
 
 

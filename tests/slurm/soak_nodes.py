@@ -1,5 +1,6 @@
-"""Slower jobs on a real Slurm, which tests/soak/slurm_nodes.sh runs: what Slurm has to notice by itself, the batch node, and more
-jobs of real ranks and servers. Those with `submit_stand_ins` have neither."""
+"""Slower jobs on a real Slurm, which tests/soak/slurm_nodes.sh runs: what Slurm has to notice by itself, the batch
+node, and more jobs of real ranks and servers. Those with `submit_stand_ins` have neither.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_the_only_rollout_node_crashes_and_training_goes_on_after_it_returns(sub
 
 
 def test_a_heterogeneous_job_near_its_time_limit_is_queued_again(submit):
-    job = submit(*LONG, "cluster.num_nodes=1", "parallel.expert=1", GSPO_ROLLOUT_SBATCH="--exclusive --mem=16000 --time=30")
+    job = submit(
+        *LONG, "cluster.num_nodes=1", "parallel.expert=1", GSPO_ROLLOUT_SBATCH="--exclusive --mem=16000 --time=30"
+    )
     job.wait_for_line("step 1/8")
     job.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
     job.wait_for_line("queued again: SIGUSR1")
@@ -77,7 +80,8 @@ def test_ranks_and_servers_on_the_same_nodes(submit):
 
 
 def test_slurms_own_signal_ahead_of_the_limit(submit_stand_ins):
-    # Slurm counts limits in minutes, looks at them twice a minute, and would rather be early: within 20 to 50 s of the start.
+    # Slurm counts limits in minutes, looks at them twice a minute, and would rather be early: within 20 to 50 s of the
+    # start.
     job = submit_stand_ins(STEPS, GSPO_SBATCH="--exclusive --mem=16000 --time=2", GSPO_SIGNAL_SECONDS="70")
     job.wait_for_line("queued again: SIGUSR1: the time limit is near")
     assert job.steps()

@@ -1,9 +1,10 @@
 #!/usr/bin/env -S python3 -I
-"""Stands in for the Python of ranks and servers in a job: no model, a step every third of a second, a stop request heeded.
+"""Stands in for the Python of ranks and servers in a job: no model, a step every third of a second, a stop request
+heeded.
 
-Ranks other than rank 0 wait for its end, as in a collective that never returns when a peer is lost. The variable STAND_IN
-may say `raise R` or `kill R`: rank R fails with a record, or ends as the machine's out-of-memory killer ends it; with `once R` so in
-the first attempt alone, after a step. STAND_IN_SERVER names a server that gives up.
+Ranks other than rank 0 wait for its end, as in a collective that never returns when a peer is lost. The variable
+STAND_IN may say `raise R` or `kill R`: rank R fails with a record, or ends as the machine's out-of-memory killer ends
+it; with `once R` so in the first attempt alone, after a step. STAND_IN_SERVER names a server that gives up.
 """
 
 import json
@@ -38,8 +39,16 @@ def rank(attempt: Path) -> int:
         time.sleep(0.5)
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        record = {"rank": number, "type": "E", "text": "x", "traceback": "Traceback\n  File x\nValueError: of a test", "time": 1.0}
-        write(attempt / "errors" / f"rank_{number}.json", json.dumps({**record, "is_user_error": False, "exit_code": 7}))
+        record = {
+            "rank": number,
+            "type": "E",
+            "text": "x",
+            "traceback": "Traceback\n  File x\nValueError: of a test",
+            "time": 1.0,
+        }
+        write(
+            attempt / "errors" / f"rank_{number}.json", json.dumps({**record, "is_user_error": False, "exit_code": 7})
+        )
         return 7
     over = attempt / "over"
     if number > 0:
@@ -76,12 +85,20 @@ def server(attempt: Path) -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     index = option("--index")
     (attempt / f"gpus_server_{index}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    entry = {"server_id": f"server-{index}", "address": f"http://{option('--host')}:1", "pid": os.getpid(), "state": "ready"}
+    entry = {
+        "server_id": f"server-{index}",
+        "address": f"http://{option('--host')}:1",
+        "pid": os.getpid(),
+        "state": "ready",
+    }
     entry |= {"generation": 1, "weight_version": 0, "heartbeat": time.time()}
     write(attempt / "servers" / f"server-{index}.json", json.dumps(entry))
     if os.environ.get("STAND_IN_SERVER") == index:
         time.sleep(0.5)
-        write(attempt / "servers" / f"server-{index}.json", json.dumps({**entry, "state": "failed", "error": "it crashed too often"}))
+        write(
+            attempt / "servers" / f"server-{index}.json",
+            json.dumps({**entry, "state": "failed", "error": "it crashed too often"}),
+        )
         print("crashed", flush=True)
         return 7
     try:

@@ -1,6 +1,8 @@
-"""launch/slurm/train.sbatch on a real Slurm: a job of real ranks and a real SGLang server, whose rank is killed and which is signalled.
+"""launch/slurm/train.sbatch on a real Slurm: a job of real ranks and a real SGLang server, whose rank is killed and
+which is signalled.
 
-More of them are in `soak_nodes.py`; the same supervision with stand-ins in `test_supervision.py`."""
+More of them are in `soak_nodes.py`; the same supervision with stand-ins in `test_supervision.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from gspo_mega.run_folder import read_json
 
 
 def test_a_job_whose_rank_is_killed_goes_on_and_near_its_time_limit_is_queued_again(submit):
-    job = submit("train.num_steps=6", "checkpoint.every_steps=1", "rollout.max_concurrent_requests=1", GSPO_PREFLIGHT="1")
+    job = submit(
+        "train.num_steps=6", "checkpoint.every_steps=1", "rollout.max_concurrent_requests=1", GSPO_PREFLIGHT="1"
+    )
     assert "3 nodes" in job.submitted
     job.wait_for_line("doctor   nothing is wrong on 3 nodes")
     (server_node,) = job.nodes("servers")
@@ -39,7 +43,11 @@ def test_a_job_whose_rank_is_killed_goes_on_and_near_its_time_limit_is_queued_ag
 
     job.wait_for("its checkpoint", job.run.latest_checkpoint_file.exists)
     # The oldest of them: what a rank forks has its name and variables.
-    second_rank = min(pid for pid, command in job.cluster.processes() if "gspo_mega.runtime.worker" in command and b"SLURM_PROCID=1\0" in variables(pid))
+    second_rank = min(
+        pid
+        for pid, command in job.cluster.processes()
+        if "gspo_mega.runtime.worker" in command and b"SLURM_PROCID=1\0" in variables(pid)
+    )
     os.kill(second_rank, signal.SIGKILL)
     job.wait_for_line("warning  attempt 1 failed: started again from the checkpoint of step ")
     job.wait_for_line("resumed from step_")
@@ -63,5 +71,12 @@ def test_a_job_whose_rank_is_killed_goes_on_and_near_its_time_limit_is_queued_ag
     for path in job.run.path.rglob("*"):
         if path.is_file() and path.name != "api_key":
             assert key.encode() not in path.read_bytes(), path
-    for name in ("plan.txt", "versions.txt", "config.resolved.yaml", "logs/rank_0.log", "logs/rank_1.log", "logs/server_0.log"):
+    for name in (
+        "plan.txt",
+        "versions.txt",
+        "config.resolved.yaml",
+        "logs/rank_0.log",
+        "logs/rank_1.log",
+        "logs/server_0.log",
+    ):
         assert (latest.path / name).stat().st_size > 0

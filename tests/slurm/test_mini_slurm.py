@@ -39,7 +39,9 @@ def mentioning(*words: str) -> list[tuple[int, str]]:
 
 def test_nothing_is_left_of_it_when_its_process_is_killed(cluster):  # which says that this machine can have one
     folder = cluster.folder.parent / "k"
-    started = subprocess.Popen([sys.executable, "-c", START, str(folder)], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+    started = subprocess.Popen(
+        [sys.executable, "-c", START, str(folder)], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert started.stdout.readline() == "up\n"
         assert len(mentioning(str(folder))) > 5

@@ -1,4 +1,6 @@
-"""What the supervisor of a job makes of signals, failures and lost nodes, on a real Slurm with stand-ins for ranks and servers."""
+"""What the supervisor of a job makes of signals, failures and lost nodes, on a real Slurm with stand-ins for ranks and
+servers.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ def test_sbatch_itself_submits_a_job_of_the_right_size(submit_stand_ins):
 
 
 def test_jobs_that_are_queued_again_go_on(submit_stand_ins):
-    """Side by side: two near their time limit, one of them heterogeneous; two that lose a trainer node, one of them with the servers on it.
-    Slurm holds a job that was queued again back for some ten seconds."""
-    near = [submit_stand_ins("train.num_steps=25", GSPO_ROLLOUT_SBATCH=more) for more in ("", "--exclusive --mem=16000 --time=30")]
+    """Side by side: two near their time limit, one of them heterogeneous; two that lose a trainer node, one of them
+    with the servers on it. Slurm holds a job that was queued again back for some ten seconds.
+    """
+    near = [
+        submit_stand_ins("train.num_steps=25", GSPO_ROLLOUT_SBATCH=more)
+        for more in ("", "--exclusive --mem=16000 --time=30")
+    ]
     losing = [submit_stand_ins(LONG, *size) for size in ((), ("cluster.num_rollout_nodes=0",))]
     for job in (*near, *losing):
         job.wait_for_line("step 2/")
@@ -38,7 +44,9 @@ def test_jobs_that_are_queued_again_go_on(submit_stand_ins):
         job.wait_for_line("queued again: SIGUSR1: the time limit is near")
         assert read_state(first).state == "requeued"
         assert read_json(first.result_file) == {"stopped": "SIGUSR1: the time limit is near"}
-        assert [registration.state for registration in read_registrations(first.servers_dir)] == ["stopped"], "not ended in order"
+        assert [registration.state for registration in read_registrations(first.servers_dir)] == ["stopped"], (
+            "not ended in order"
+        )
     for job, node in zip(losing, lost):
         # The ranks that are left wait for the lost one and would for long.
         job.wait_for_line(f"queued again: lost node node{node}")
@@ -57,11 +65,17 @@ def test_jobs_that_are_queued_again_go_on(submit_stand_ins):
 def test_a_limit_that_leaves_no_time_for_a_step_is_refused(submit_stand_ins):
     job = submit_stand_ins(LONG, GSPO_SBATCH="--exclusive --mem=16000 --time=1")
     assert job.finish() == "FAILED"
-    assert re.match(rf"job {job.id} has \d+ s, and saves and stops 120 s before its end", job.log.rstrip().splitlines()[-1]), job.log
+    assert re.match(
+        rf"job {job.id} has \d+ s, and saves and stops 120 s before its end", job.log.rstrip().splitlines()[-1]
+    ), job.log
 
 
 def test_ranks_and_servers_divide_the_gpus_of_their_nodes(submit_stand_ins):
-    shared = ("cluster={num_nodes: 2, ranks_per_node: 2, num_rollout_nodes: 0}", "server={num_servers: 3, tensor: 2}", "publish.verify=replicas")
+    shared = (
+        "cluster={num_nodes: 2, ranks_per_node: 2, num_rollout_nodes: 0}",
+        "server={num_servers: 3, tensor: 2}",
+        "publish.verify=replicas",
+    )
     job = submit_stand_ins("train.num_steps=3", *shared, GSPO_GPUS_PER_NODE="8")
     assert job.finish() == "COMPLETED", job.log
     attempt = job.run.latest_attempt()
@@ -78,7 +92,12 @@ def test_a_run_on_recorded_rollouts_needs_no_servers(submit_stand_ins, tmp_path)
         (journal / f"step_{step:08d}").touch()
     # More nodes than there are would be needed with those of the servers.
     many = 12
-    job = submit_stand_ins("train.num_steps=3", f"train.from_rollouts={tmp_path / 'recorded'}", f"cluster={{num_nodes: 2, num_rollout_nodes: {many}}}", f"server.num_servers={many}")
+    job = submit_stand_ins(
+        "train.num_steps=3",
+        f"train.from_rollouts={tmp_path / 'recorded'}",
+        f"cluster={{num_nodes: 2, num_rollout_nodes: {many}}}",
+        f"server.num_servers={many}",
+    )
     assert job.finish() == "COMPLETED", job.log
     assert len(job.nodes("ranks")) == 2 and ", no servers: it trains on recorded rollouts\n" in job.log
     assert not list(job.run.latest_attempt().path.glob("gpus_server_*"))
@@ -104,7 +123,10 @@ def test_a_rollout_node_crashes_and_scancel_leaves_nothing(submit_stand_ins):
 
 @pytest.mark.parametrize(
     ("what", "last"),
-    [("raise 1", "error: rank 1 failed: ValueError: of a test (logs: "), ("kill 1", "error: rank 1 on {node} ended without a word of its own: Killed")],
+    [
+        ("raise 1", "error: rank 1 failed: ValueError: of a test (logs: "),
+        ("kill 1", "error: rank 1 on {node} ended without a word of its own: Killed"),
+    ],
 )
 def test_the_first_error_of_any_rank_is_the_last_line(submit_stand_ins, what, last):
     job = submit_stand_ins(LONG, "train.max_restarts=0", STAND_IN=what)
@@ -126,7 +148,9 @@ def test_a_rank_that_is_killed_begins_another_attempt_on_the_same_nodes(submit_s
 
 
 def test_a_server_that_gives_up_leaves_the_run_to_the_others(submit_stand_ins):
-    job = submit_stand_ins("train.num_steps=8", "server.num_servers=2", "cluster.num_rollout_nodes=2", STAND_IN_SERVER="1")
+    job = submit_stand_ins(
+        "train.num_steps=8", "server.num_servers=2", "cluster.num_rollout_nodes=2", STAND_IN_SERVER="1"
+    )
     job.wait_for_line("warning  server-1 gave up: it crashed too often (its log: ")
     assert job.finish() == "COMPLETED", job.log
     assert job.steps() == list(range(1, 9)) and len(job.run.attempts()) == 1
@@ -137,4 +161,6 @@ def test_something_is_wrong_on_a_node(submit_stand_ins):
     job = submit_stand_ins(LONG, GSPO_PREFLIGHT="1")
     assert job.finish() == "FAILED"
     first, second = job.nodes("ranks")
-    assert job.log.rstrip().splitlines()[-1].startswith(f"error: something is wrong on node{first}, node{second}"), job.log
+    assert job.log.rstrip().splitlines()[-1].startswith(f"error: something is wrong on node{first}, node{second}"), (
+        job.log
+    )

@@ -1,10 +1,11 @@
 """Every fault that is known, against the collector: nothing may be lost, doubled, swapped, cut shorter, or hang.
 
-    python tests/soak/chaos.py [--trajectories 400] [--only NAME ...] [--kinds server registration process] [--seed 0] [--seconds 120]
+    python tests/soak/chaos.py [--trajectories 400] [--only NAME ...] [--kinds server registration process] [--seed 0]
+    [--seconds 120]
 
-Servers are fakes that speak as SGLang does, over real HTTP. What each sample has to be, its length, tokens and log-probs, follows from
-its name, however many servers it has been on: whatever comes out otherwise is found. A fault is an entry of FAULTS in
-`chaos_faults.py`; new ones go there. Exit code 0 where all held, 1 where one did not.
+Servers are fakes that speak as SGLang does, over real HTTP. What each sample has to be, its length, tokens and
+log-probs, follows from its name, however many servers it has been on: whatever comes out otherwise is found. A fault is
+an entry of FAULTS in `chaos_faults.py`; new ones go there. Exit code 0 where all held, 1 where one did not.
 """
 
 from __future__ import annotations
@@ -21,12 +22,23 @@ from collections import Counter
 from pathlib import Path
 
 from chaos_faults import (
-    FAULTS, GROUP_SIZE, NUM_SERVERS, REPOSITORY, SETTINGS, Broken, ChaosServer, Fault, Scene, falls_silent, sample_of
-)  # fmt: skip
+    FAULTS,
+    GROUP_SIZE,
+    NUM_SERVERS,
+    REPOSITORY,
+    SETTINGS,
+    Broken,
+    ChaosServer,
+    Fault,
+    Scene,
+    falls_silent,
+    sample_of,
+)
 from collector_support import SPEC, Stream, collector_of, make_config
 from fake_server import EOS
 
-from gspo_mega.rollout import load, pool as pool_module
+from gspo_mega.rollout import load
+from gspo_mega.rollout import pool as pool_module
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.run_folder import RunFolder, atomic_write_text
 
@@ -36,7 +48,10 @@ def drive(name: str, fault: Fault, num_trajectories: int, seed: int, limit_secon
     if fault.command:
         done = subprocess.run(fault.command, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit_seconds * 10)
         if done.returncode != 0:
-            raise Broken(f"{' '.join(fault.command[1:])} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-500:]}")
+            raise Broken(
+                f"{' '.join(fault.command[1:])} ended with"
+                f" {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-500:]}"
+            )
         return Counter(scenarios=1)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         attempt = RunFolder(Path(folder) / "run").new_attempt()
@@ -67,7 +82,9 @@ def drive(name: str, fault: Fault, num_trajectories: int, seed: int, limit_secon
     return counts
 
 
-def take(scene: Scene, fault: Fault, pool: ServerPool, settings: dict, num_prompts: int, limit_seconds: float) -> Counter:
+def take(
+    scene: Scene, fault: Fault, pool: ServerPool, settings: dict, num_prompts: int, limit_seconds: float
+) -> Counter:
     stream = Stream()
     collector = collector_of(pool, stream=stream, **settings)
     scene.started = time.monotonic()
@@ -92,7 +109,9 @@ def take(scene: Scene, fault: Fault, pool: ServerPool, settings: dict, num_promp
 
 def check(batch, stream: Stream, num_prompts: int) -> None:
     """Every prompt once, each of its samples once, and each sample what it has to be, to the token."""
-    if [g.prompt.prompt_id for g in batch.groups] != [p.prompt_id for p in stream.drawn[:num_prompts]] or len(batch.groups) != num_prompts:
+    if [g.prompt.prompt_id for g in batch.groups] != [p.prompt_id for p in stream.drawn[:num_prompts]] or len(
+        batch.groups
+    ) != num_prompts:
         raise Broken(f"{len(batch.groups)} groups of {num_prompts} prompts: lost, doubled or out of order")
     names = Counter(t.trajectory_id for t in batch.trajectories)
     if len(names) != num_prompts * GROUP_SIZE or max(names.values()) != 1:
@@ -100,7 +119,10 @@ def check(batch, stream: Stream, num_prompts: int) -> None:
     for t in batch.trajectories:
         token_ids, log_probs = sample_of(t.trajectory_id)
         if t.response_token_ids != token_ids:
-            raise Broken(f"{t.trajectory_id} has other tokens than it was sampled with: {t.response_token_ids[:8]}, {token_ids[:8]}")
+            raise Broken(
+                f"{t.trajectory_id} has other tokens than it was sampled with: {t.response_token_ids[:8]},"
+                f" {token_ids[:8]}"
+            )
         if t.rollout_log_probs != log_probs or set(t.weight_versions) != {0} or t.response_mask != [1] * len(token_ids):
             raise Broken(f"{t.trajectory_id} has other records than it was sampled with")
         if t.finish_reason != ("stop" if token_ids[-1] == EOS else "length") or t.reward is None:
@@ -125,19 +147,40 @@ def main(arguments: list[str] | None = None) -> int:
     logging.disable(logging.WARNING)  # of hundreds of faults; what was found is shown
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the fakes', whose clients hang up on them
     total, broken, started = Counter(), {}, time.monotonic()
-    chosen = {name: fault for name, fault in FAULTS.items() if fault.kind in args.kinds and (not args.only or name in args.only)}
+    chosen = {
+        name: fault
+        for name, fault in FAULTS.items()
+        if fault.kind in args.kinds and (not args.only or name in args.only)
+    }
     for name, fault in chosen.items():
         began = time.monotonic()
         try:
             counts = drive(name, fault, args.trajectories, args.seed, args.seconds)
-            shown = ", ".join(f"{key.removeprefix('num_')} {value}" for key, value in counts.items() if value and key != "num_prompts_sampled")
+            shown = ", ".join(
+                f"{key.removeprefix('num_')} {value}"
+                for key, value in counts.items()
+                if value and key != "num_prompts_sampled"
+            )
             total += counts
         except Broken as error:
             broken[name] = str(error)
             shown = f"BROKEN: {error}"
         print(f"{name:<40} {time.monotonic() - began:6.1f} s  {shown}", flush=True)
-    figures = {key: total[key] for key in ("num_trajectories", "num_request_failures", "num_retries", "num_continued_requests", "num_moved_responses", "num_registration_errors")}
-    print(f"\n{len(chosen)} faults, {total['num_trajectories']} trajectories, {time.monotonic() - started:.0f} s: {json.dumps(figures)}")
+    figures = {
+        key: total[key]
+        for key in (
+            "num_trajectories",
+            "num_request_failures",
+            "num_retries",
+            "num_continued_requests",
+            "num_moved_responses",
+            "num_registration_errors",
+        )
+    }
+    print(
+        f"\n{len(chosen)} faults, {total['num_trajectories']} trajectories, {time.monotonic() - started:.0f} s:"
+        f" {json.dumps(figures)}"
+    )
     if broken:
         print(f"{len(broken)} did not hold: {', '.join(broken)}")
         return 1

@@ -29,7 +29,9 @@ from gspo_mega.run_folder import Attempt
 NUM_SERVERS = 4
 MAX_NEW_TOKENS = 24
 GROUP_SIZE = 4
-SETTINGS = dict(max_new_tokens=MAX_NEW_TOKENS, progress_deadline_seconds=0.5, no_server_deadline_seconds=30.0, max_attempts=60)
+SETTINGS = dict(
+    max_new_tokens=MAX_NEW_TOKENS, progress_deadline_seconds=0.5, no_server_deadline_seconds=30.0, max_attempts=60
+)
 
 
 class Broken(Exception):
@@ -59,10 +61,14 @@ class ChaosServer(FakeServer):
         count = len(token_ids)
         finish = {"type": "stop", "matched": EOS} if token_ids[-1] == EOS else {"type": "length", "length": count}
         meta = {
-            "id": rid, "finish_reason": finish, "prompt_tokens": len(ids), "completion_tokens": count, "weight_version": str(self.version),
+            "id": rid,
+            "finish_reason": finish,
+            "prompt_tokens": len(ids),
+            "completion_tokens": count,
+            "weight_version": str(self.version),
             "weight_versions": [{"version": str(self.version), "start": 0, "end": count}],
             "output_token_logprobs": [[value, token, None] for value, token in zip(log_probs, token_ids, strict=True)],
-        }  # fmt: skip
+        }
         return {"output_ids": token_ids, "meta_info": meta}
 
 
@@ -73,8 +79,8 @@ class ChaosServer(FakeServer):
 class Fault:
     """One way in which something goes wrong.
 
-    `answers`: what a server does with a share of its requests. `during`: called while the batch runs, with the scene. `check`: what
-    holds beside what always has to. `command`: a scenario of its own, which ends with 0 where it held.
+    `answers`: what a server does with a share of its requests. `during`: called while the batch runs, with the scene.
+    `check`: what holds beside what always has to. `command`: a scenario of its own, which ends with 0 where it held.
     """
 
     kind: Literal["server", "registration", "process"]
@@ -144,7 +150,7 @@ def log_prob(value: object) -> Callable[[dict], dict]:
 def of_another_sample(answer: dict) -> dict:
     """Another sample's response under its own id: well formed in every other way."""
     rid = "step000000-g00000-s999.0123456789abcdef"
-    token_ids, log_probs = sample_of("step000000-g00000-s999")
+    token_ids, _log_probs = sample_of("step000000-g00000-s999")
     other = tokens(lambda _: token_ids)(answer)
     other["meta_info"] |= {"id": rid, "finish_reason": {"type": "stop" if token_ids[-1] == EOS else "length"}}
     return other
@@ -287,14 +293,20 @@ FAULTS: dict[str, Fault] = {
     "HTTP 500": Fault("server", 500),
     "HTTP 503": Fault("server", 503),
     "refused in the stream": Fault("server", "refused"),
-    "refused by the scheduler": Fault("server", changed(finish_reason={"type": "abort", "status_code": 503, "message": "queue full"})),
+    "refused by the scheduler": Fault(
+        "server", changed(finish_reason={"type": "abort", "status_code": 503, "message": "queue full"})
+    ),
     # wrong records
     "NaN": Fault("server", log_prob(NAN)),
     "minus infinity": Fault("server", log_prob(-math.inf)),
     "null log-prob": Fault("server", log_prob(None)),
     "positive log-prob": Fault("server", log_prob(0.5)),
-    "log-probs of other tokens": Fault("server", changed(output_token_logprobs=lambda a: [[-1.0, (t + 1) % VOCAB, None] for t in a["output_ids"]])),
-    "a log-prob too few": Fault("server", changed(output_token_logprobs=lambda a: a["meta_info"]["output_token_logprobs"][:-1])),
+    "log-probs of other tokens": Fault(
+        "server", changed(output_token_logprobs=lambda a: [[-1.0, (t + 1) % VOCAB, None] for t in a["output_ids"]])
+    ),
+    "a log-prob too few": Fault(
+        "server", changed(output_token_logprobs=lambda a: a["meta_info"]["output_token_logprobs"][:-1])
+    ),
     "token outside the vocabulary": Fault("server", tokens(lambda ids: [VOCAB, *ids[1:]])),
     "negative token": Fault("server", tokens(lambda ids: [-1, *ids[1:]])),
     "token that is no integer": Fault("server", tokens(lambda ids: [5.0, *ids[1:]])),
@@ -303,11 +315,23 @@ FAULTS: dict[str, Fault] = {
     "goes on after the stop token": Fault("server", tokens(lambda ids: [EOS, *ids])),
     "wrong count of tokens": Fault("server", changed(completion_tokens=lambda a: len(a["output_ids"]) + 1)),
     "ended for no known reason": Fault("server", changed(finish_reason={"type": "tired"})),
-    "wrong version": Fault("server", changed(weight_version="7", weight_versions=lambda a: [{"version": "7", "start": 0, "end": len(a["output_ids"])}])),
-    "versions with a gap": Fault("server", changed(weight_versions=lambda a: [{"version": "0", "start": 1, "end": len(a["output_ids"])}])),
+    "wrong version": Fault(
+        "server",
+        changed(
+            weight_version="7", weight_versions=lambda a: [{"version": "7", "start": 0, "end": len(a["output_ids"])}]
+        ),
+    ),
+    "versions with a gap": Fault(
+        "server", changed(weight_versions=lambda a: [{"version": "0", "start": 1, "end": len(a["output_ids"])}])
+    ),
     "a version that is no number": Fault("server", changed(weight_version="default")),
     # servers as a whole
-    "slow": Fault("server", before=slow, check=little_of_the_slow_one, settings={"progress_deadline_seconds": 10.0, "max_concurrent_requests": 4}),
+    "slow": Fault(
+        "server",
+        before=slow,
+        check=little_of_the_slow_one,
+        settings={"progress_deadline_seconds": 10.0, "max_concurrent_requests": 4},
+    ),
     "a server dies": Fault("server", during=dies),
     "a server dies and comes back": Fault("server", during=restarts),
     "all servers restart in turn": Fault("server", during=all_restart),
@@ -325,5 +349,8 @@ FAULTS: dict[str, Fault] = {
     # processes: real ones, in tests of their own
     "lost standard output": Fault("process", command=pytest_of("tests/integration/test_launcher_output.py")),
     "stopped ranks": Fault("process", command=pytest_of("tests/integration/test_launcher_restarts.py")),
-    "failing Slurm calls": Fault("process", command=pytest_of("tests/unit/launcher/test_slurm_calls_fail.py", "tests/unit/launcher/test_slurm_watch.py")),
+    "failing Slurm calls": Fault(
+        "process",
+        command=pytest_of("tests/unit/launcher/test_slurm_calls_fail.py", "tests/unit/launcher/test_slurm_watch.py"),
+    ),
 }

@@ -1,9 +1,11 @@
-"""Peak memory of the conversion tools on a synthetic checkpoint of 6.8 GB: `python tests/soak/convert_memory.py FOLDER [--layers N]`.
+"""Peak memory of the conversion tools on a synthetic checkpoint of 6.8 GB: `python tests/soak/convert_memory.py FOLDER
+[--layers N]`.
 
 Makes a Qwen3 checkpoint of bf16 numbers under FOLDER (21 GB free are needed), converts it to Megatron and back and
 compares both with it, each in a process of its own whose peak resident memory is measured. The bound is three of the
-largest tensors and 1 GB. The checkpoint's vocabulary is no multiple of the padding, so that the largest tensor is copied once. The folder's
-contents are deleted at the end. Exit code 0: both comparisons equal and every peak within the bound.
+largest tensors and 1 GB. The checkpoint's vocabulary is no multiple of the padding, so that the largest tensor is
+copied once. The folder's contents are deleted at the end. Exit code 0: both comparisons equal and every peak within the
+bound.
 """
 
 from __future__ import annotations
@@ -28,10 +30,23 @@ from gspo_mega.model.huggingface import read_model_spec
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 SHAPE = dict(
-    architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151_943, hidden_size=2560, num_attention_heads=32,
-    num_key_value_heads=8, head_dim=128, intermediate_size=9728, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6,
-    hidden_act="silu", tie_word_embeddings=False, attention_bias=False, eos_token_id=2, dtype="bfloat16",
-)  # fmt: skip
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    vocab_size=151_943,
+    hidden_size=2560,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=9728,
+    max_position_embeddings=40960,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+    attention_bias=False,
+    eos_token_id=2,
+    dtype="bfloat16",
+)
 FACTOR, BASE_BYTES = 3, 10**9
 
 
@@ -42,9 +57,11 @@ def make(folder: Path, layers: int) -> tuple[int, int]:
     (folder / "tokenizer.json").write_text("{}")
     entries = hf_tensors(read_model_spec(folder))
     # Every tensor is a window of its own into the same numbers, so that no two are alike.
-    numbers = torch.randn(max(e.num_elements for e in entries) + len(entries), generator=torch.Generator().manual_seed(0)).bfloat16()
+    numbers = torch.randn(
+        max(e.num_elements for e in entries) + len(entries), generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
     groups: list[list[int]] = [[]]
-    for index, entry in enumerate(entries):
+    for index, _entry in enumerate(entries):
         if sum(entries[i].num_elements for i in groups[-1]) * 2 > 4 * 10**9:
             groups.append([])
         groups[-1].append(index)
@@ -52,7 +69,9 @@ def make(folder: Path, layers: int) -> tuple[int, int]:
     for number, group in enumerate(groups):
         file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
         described = {entries[i].name: (torch.bfloat16, entries[i].shape) for i in group}
-        write_safetensors(folder / file, described, (numbers[i : i + entries[i].num_elements].view(entries[i].shape) for i in group))
+        write_safetensors(
+            folder / file, described, (numbers[i : i + entries[i].num_elements].view(entries[i].shape) for i in group)
+        )
         weight_map |= dict.fromkeys(described, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return 2 * sum(e.num_elements for e in entries), 2 * max(e.num_elements for e in entries)
@@ -61,7 +80,9 @@ def make(folder: Path, layers: int) -> tuple[int, int]:
 def measured(tool: str, *arguments: Path) -> tuple[int, float, int]:
     """Exit code, seconds and peak resident bytes of one tool."""
     began = time.monotonic()
-    process = subprocess.Popen([sys.executable, str(TOOLS / f"{tool}.py"), *map(str, arguments)], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, str(TOOLS / f"{tool}.py"), *map(str, arguments)], stdout=subprocess.DEVNULL
+    )
     _, status, usage = os.wait4(process.pid, 0)
     return os.waitstatus_to_exitcode(status), time.monotonic() - began, usage.ru_maxrss * 1024
 
@@ -90,7 +111,11 @@ def main() -> int:
         ):
             code, seconds, peak = measured(tool, *(folder / a for a in arguments))
             good = good and code == 0 and peak <= bound
-            print(f"{tool:18s} {' '.join(arguments):12s} exit {code}  {seconds:6.1f} s  peak {peak / 1e6:6.0f} MB  {size / seconds / 1e6:5.0f} MB/s", flush=True)
+            print(
+                f"{tool:18s} {' '.join(arguments):12s} exit {code}  {seconds:6.1f} s  peak {peak / 1e6:6.0f} MB "
+                f" {size / seconds / 1e6:5.0f} MB/s",
+                flush=True,
+            )
         print("within the bound" if good else "NOT within the bound, or not equal")
         return 0 if good else 1
     finally:

@@ -1,13 +1,15 @@
-"""Kills the parts of real runs at random times: the supervisor, a rank, the SGLang server. What a run learns must not show it.
+"""Kills the parts of real runs at random times: the supervisor, a rank, the SGLang server. What a run learns must not
+show it.
 
     python tests/soak/live_kills.py [--kills 10] [--seed 1] [--folder DIR]
 
-A run of the quickstart's untrained model, two ranks and a server, is killed with SIGKILL again and again, at a time drawn uniformly from
-`SECONDS` after it began to sample, and started again by the same command (a server is restarted by the run itself). In the end every
-step must have trained on exactly the prompts that were due, each in whole groups, sampled by the weights that the step began with; nothing
-may be left running; and a replay of its journal, without servers and never interrupted, must end with the same weights, to the bit.
-Not part of the test suite; ends with an error at the first difference. On two busy cores `--kills 5 --seed 1` and the kill before the
-end (3 of the supervisor, 2 of the server, 1 of a rank) took 8 steps and 244 s: nothing lost, nothing twice, the same weights.
+A run of the quickstart's untrained model, two ranks and a server, is killed with SIGKILL again and again, at a time
+drawn uniformly from `SECONDS` after it began to sample, and started again by the same command (a server is restarted by
+the run itself). In the end every step must have trained on exactly the prompts that were due, each in whole groups,
+sampled by the weights that the step began with; nothing may be left running; and a replay of its journal, without
+servers and never interrupted, must end with the same weights, to the bit. Not part of the test suite; ends with an
+error at the first difference. On two busy cores `--kills 5 --seed 1` and the kill before the end (3 of the supervisor,
+2 of the server, 1 of a rank) took 8 steps and 244 s: nothing lost, nothing twice, the same weights.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ def main() -> int:
             for command in soak.started:
                 command.end()
         what = ", ".join(f"{victim} {count}" for victim, count in sorted(killed.items()))
-        print(f"{killed.total()} kills ({what}) in {num_steps} steps and {time.monotonic() - begun:.0f} s: nothing lost, nothing twice, the same weights")
+        print(
+            f"{killed.total()} kills ({what}) in {num_steps} steps and {time.monotonic() - begun:.0f} s: nothing lost,"
+            " nothing twice, the same weights"
+        )
     return 0
 
 
@@ -68,9 +73,16 @@ class Soak:
 
     def start(self, num_steps: int, *more: str, name: str = "run") -> Command:
         small = small_overrides(self.files, self.root / "runs", name)
-        settings = ("checkpoint.every_steps=1", "eval=null", "rollout.max_concurrent_requests=4", f"train.num_steps={num_steps}")
+        settings = (
+            "checkpoint.every_steps=1",
+            "eval=null",
+            "rollout.max_concurrent_requests=4",
+            f"train.num_steps={num_steps}",
+        )
         reward = f"reward.functions=[{{function: 'run_support:score', options: {{log: {self.root / 'scores'}}}}}]"
-        self.started.append(Command(self.root, "train", str(REPOSITORY / "configs/quickstart.yaml"), *small, *settings, reward, *more))
+        self.started.append(
+            Command(self.root, "train", str(REPOSITORY / "configs/quickstart.yaml"), *small, *settings, reward, *more)
+        )
         return self.started[-1]
 
     def kill(self, num_kills: int, draw: random.Random) -> Counter[str]:
@@ -85,7 +97,9 @@ class Soak:
             if victim == "server":
                 server = self._server()
                 kill_server(server.pid)
-                command.wait_for("its end is known", lambda server=server: self._server().generation > server.generation)
+                command.wait_for(
+                    "its end is known", lambda server=server: self._server().generation > server.generation
+                )
             else:
                 self._kill_process(command, victim)
                 command = self.start(ENDLESS)
@@ -123,16 +137,24 @@ class Soak:
 
     def check(self, num_steps: int) -> None:
         lines = read_metrics(self.folder.metrics_file)
-        assert [(line["step"], line["publish/weight_version"]) for line in lines] == [(step, step) for step in range(1, num_steps + 1)]
-        assert all(line["mismatch/abs_log_ratio_max"] < 1e-3 for line in lines), "a rollout was of other weights than its step began with"
+        assert [(line["step"], line["publish/weight_version"]) for line in lines] == [
+            (step, step) for step in range(1, num_steps + 1)
+        ]
+        assert all(line["mismatch/abs_log_ratio_max"] < 1e-3 for line in lines), (
+            "a rollout was of other weights than its step began with"
+        )
         journal = Journal(self.folder.journal_dir)
         for step in range(num_steps):
             trajectories = journal.read(step).batch.trajectories
-            assert Counter(t.prompt.text for t in trajectories) == dict.fromkeys(self._due(step), GROUP_SIZE), f"step {step + 1}"
+            assert Counter(t.prompt.text for t in trajectories) == dict.fromkeys(self._due(step), GROUP_SIZE), (
+                f"step {step + 1}"
+            )
             assert {version for t in trajectories for version in t.weight_versions} == {step}, f"step {step + 1}"
         replay = self.start(num_steps, "--from-rollouts", str(self.folder.path), name="replay")
         assert replay.finish() == 0, replay.out + replay.err
-        ends = [RunFolder(self.root / "runs" / name).huggingface_dir.glob("*.safetensors") for name in ("run", "replay")]
+        ends = [
+            RunFolder(self.root / "runs" / name).huggingface_dir.glob("*.safetensors") for name in ("run", "replay")
+        ]
         one, other = ({path.name: path.read_bytes() for path in end} for end in ends)
         assert one and one == other, "the replay ends with other weights"
 

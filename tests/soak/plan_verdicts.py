@@ -1,8 +1,10 @@
-"""Does the plan refuse exactly what dies? Generated configurations of up to four ranks, each planned and each trained one step.
+"""Does the plan refuse exactly what dies? Generated configurations of up to four ranks, each planned and each trained
+one step.
 
     .venv/bin/python tests/soak/plan_verdicts.py --count 300 --seed 1
 
-Prints every disagreement and a line of figures; exit code 1 where there is a disagreement. With seed 5, in 453 s on two busy
+Prints every disagreement and a line of figures; exit code 1 where there is a disagreement. With seed 5, in 453 s on two
+busy
 cores: 159 planned and trained, 141 refused (113 died in the engine, 6 trained wrong, 22 deliberate), 0 disagreements.
 """
 
@@ -41,7 +43,10 @@ def main() -> int:
                     print(f"{time.monotonic() - started:5.0f} s  {figures(found)}", flush=True)
         finally:
             engine.close()
-    print("changes: " + ", ".join(f"{name} {count}" for name, count in sorted(Counter(v.case.change for v in found).items())))
+    print(
+        "changes: "
+        + ", ".join(f"{name} {count}" for name, count in sorted(Counter(v.case.change for v in found).items()))
+    )
     print(f"seed {arguments.seed}, {time.monotonic() - started:.0f} s: {figures(found)}")
     return int(any(not verdict.agree for verdict in found))
 

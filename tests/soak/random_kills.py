@@ -2,11 +2,12 @@
 
     python tests/soak/random_kills.py [--kills 200] [--seed 1] [--asynchronous] [--ranks 2] [--folder DIR]
 
-Each kill is SIGKILL to one rank of a run, at a time drawn uniformly from a run's length; the run is then continued by the same
-command and killed again, until it comes to its end, is compared, and another begins. Not part of the test suite; prints what the
-runs were at when they were killed, and its figures, and exits with 1 at the first difference. Half of the kills fall into the start of
-a process. On two busy cores 200 kills with seed 1 took 17 runs and 248 s, 100 with `--seed 2 --asynchronous` 20 runs and 263 s, 100
-with `--seed 3 --ranks 2` 20 runs and 413 s; every end was bit-identical.
+Each kill is SIGKILL to one rank of a run, at a time drawn uniformly from a run's length; the run is then continued by
+the same command and killed again, until it comes to its end, is compared, and another begins. Not part of the test
+suite; prints what the runs were at when they were killed, and its figures, and exits with 1 at the first difference.
+Half of the kills fall into the start of a process. On two busy cores 200 kills with seed 1 took 17 runs and 248 s, 100
+with `--seed 2 --asynchronous` 20 runs and 263 s, 100 with `--seed 3 --ranks 2` 20 runs and 413 s; every end was
+bit-identical.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--asynchronous", action="store_true", help="write checkpoints beside the training")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; a temporary folder by default")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of a run; each kill is of one of them, the supervisor's part ends the others")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="ranks of a run; each kill is of one of them, the supervisor's part ends the others",
+    )
     args = parser.parse_args()
     draw = random.Random(args.seed)
     overrides = ["checkpoint.asynchronous=true"] if args.asynchronous else []
@@ -59,7 +65,14 @@ def soak(ranks: Ranks, num_kills: int, draw: random.Random, overrides: list[str]
             record = ranks.runs / f"reached-{at.total()}"
             after = draw.uniform(0, length_seconds) if at.total() < num_kills else None
             victim = draw.randrange(num_ranks)
-            codes = ranks.train(name, f"record={record},rank={victim}", *overrides, num_ranks=num_ranks, kill_after=after, kill_rank=victim)
+            codes = ranks.train(
+                name,
+                f"record={record},rank={victim}",
+                *overrides,
+                num_ranks=num_ranks,
+                kill_after=after,
+                kill_rank=victim,
+            )
             if set(codes) == {0}:
                 break
             if codes[victim] != KILLED:
@@ -73,7 +86,10 @@ def soak(ranks: Ranks, num_kills: int, draw: random.Random, overrides: list[str]
             return 1
         print(f"run {num_runs}: {at.total()} kills so far, its end is the uninterrupted one's", flush=True)
     print("killed at: " + ", ".join(f"{part} {count}" for part, count in at.most_common()))
-    print(f"{at.total()} kills in {num_runs} runs of {length_seconds:.1f} s, {time.monotonic() - begun:.0f} s in all: every end is bit-identical")
+    print(
+        f"{at.total()} kills in {num_runs} runs of {length_seconds:.1f} s, {time.monotonic() - begun:.0f} s in all:"
+        " every end is bit-identical"
+    )
     return 0
 
 

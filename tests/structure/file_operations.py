@@ -1,4 +1,6 @@
-"""Where saves, the journal and publishes change the disk: only through `durable.py`, and there under a name. Standard library only."""
+"""Where saves, the journal and publishes change the disk: only through `durable.py`, and there under a name. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,56 @@ from pathlib import Path
 
 from house import Broken
 
-# What a crash may meet. Conversions, and the random folders of a certificate, are written beside and taken up again by their own rules.
+# What a crash may meet. Conversions, and the random folders of a certificate, are written beside and taken up again by
+# their own rules.
 FOLDERS = ("checkpoint", "journal", "weights")
 APART = {
-    "checkpoint/convert.py", "checkpoint/torch_dist.py", "checkpoint/safetensors_stream.py",
+    "checkpoint/convert.py",
+    "checkpoint/torch_dist.py",
+    "checkpoint/safetensors_stream.py",
     "weights/random_folder.py",
-}  # fmt: skip
+}
 
 # Functions that change the disk, by the last part of what is called; `os.` ones by their whole name.
 _OS = {
     f"os.{name}"
     for name in (
-        "open", "write", "rename", "renames", "replace", "remove", "unlink", "rmdir", "removedirs", "mkdir", "makedirs", "link", "symlink",
-        "truncate", "ftruncate", "fsync", "fdatasync", "sync", "chmod", "fchmod", "utime", "mkfifo",
+        "open",
+        "write",
+        "rename",
+        "renames",
+        "replace",
+        "remove",
+        "unlink",
+        "rmdir",
+        "removedirs",
+        "mkdir",
+        "makedirs",
+        "link",
+        "symlink",
+        "truncate",
+        "ftruncate",
+        "fsync",
+        "fdatasync",
+        "sync",
+        "chmod",
+        "fchmod",
+        "utime",
+        "mkfifo",
     )
-}  # fmt: skip
-_METHODS = {"unlink", "rename", "rmdir", "mkdir", "touch", "write_text", "write_bytes", "symlink_to", "hardlink_to", "chmod"}
+}
+_METHODS = {
+    "unlink",
+    "rename",
+    "rmdir",
+    "mkdir",
+    "touch",
+    "write_text",
+    "write_bytes",
+    "symlink_to",
+    "hardlink_to",
+    "chmod",
+}
 _WRITERS = {"save_file", "torch.save", "dist_checkpointing.save", "np.save", "numpy.save", "json.dump"}
 _READING_SHUTIL = {"shutil.disk_usage", "shutil.which"}
 # Those of `durable.py` that may do without a name elsewhere: here they may not.
@@ -36,7 +72,10 @@ def check_file_operations(root: Path) -> list[Broken]:
         for path in sorted((root / "gspo_mega" / folder).rglob("*.py")):
             if path.relative_to(root / "gspo_mega").as_posix() not in APART:
                 where = path.relative_to(root).as_posix()
-                broken += [Broken(where, line, rule) for line, rule in _outside(ast.parse(path.read_text(encoding="utf-8")), False)]
+                broken += [
+                    Broken(where, line, rule)
+                    for line, rule in _outside(ast.parse(path.read_text(encoding="utf-8")), False)
+                ]
     return broken
 
 
@@ -49,7 +88,11 @@ def _outside(node: ast.AST, inside: bool) -> list[tuple[int, str]]:
         name, last = _called(node), _called(node).rpartition(".")[2]
         if _changes_the_disk(node) and not inside:
             found.append((node.lineno, f"{name} changes the disk outside a durable.operation"))
-        if last in _NAMED and (name == last or name.startswith("durable.")) and not any(key.arg == "at" for key in node.keywords):
+        if (
+            last in _NAMED
+            and (name == last or name.startswith("durable."))
+            and not any(key.arg == "at" for key in node.keywords)
+        ):
             found.append((node.lineno, f"{name} without at=, the operation's name in kill_points"))
     for child in ast.iter_child_nodes(node):
         # A function that is defined in the block runs later, perhaps outside it.
@@ -71,7 +114,12 @@ def _changes_the_disk(call: ast.Call) -> bool:
         return mode is not None and not (isinstance(mode, ast.Constant) and str(mode.value).strip("bt") == "r")
     if name.startswith("shutil."):
         return name not in _READING_SHUTIL
-    if name.startswith("tempfile.") or name in _OS or name in _WRITERS or last in _METHODS and not name.startswith("durable."):
+    if (
+        name.startswith("tempfile.")
+        or name in _OS
+        or name in _WRITERS
+        or (last in _METHODS and not name.startswith("durable."))
+    ):
         return True
     # Path.replace has one argument, str.replace two.
     return last == "replace" and name != "dataclasses.replace" and len(call.args) + len(call.keywords) == 1

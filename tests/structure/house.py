@@ -55,16 +55,34 @@ HOMES: dict[str, set[str]] = {
     "urllib.request": {"rollout", "reward/remote.py"},
     "pickle": {"checkpoint/safe_pickle.py"},  # which reads what others wrote so, by a list of names
     "os.environ": {
-        "launcher", "runtime/worker.py", "weights/link.py", "engine/cpu.py", "rollout/server_entry.py", "rollout/supervise_server.py", "rollout/cpu_server.py",
-        "reward/process.py", "runtime/gpu_variables.py",
+        "launcher",
+        "runtime/worker.py",
+        "weights/link.py",
+        "engine/cpu.py",
+        "rollout/server_entry.py",
+        "rollout/supervise_server.py",
+        "rollout/cpu_server.py",
+        "reward/process.py",
+        "runtime/gpu_variables.py",
     },
     "os.getenv": set(),
     "os.putenv": set(),
 }
-WITHOUT = {package: ("torch", "numpy", "transformers") for package in ("config", "model", "plan")}
+WITHOUT = dict.fromkeys(("config", "model", "plan"), ("torch", "numpy", "transformers"))
 WITH_PRINT = {"commands", "tools"}
 MOST_LINES = 400
-TOP_LEVEL = {"pyproject.toml", "README.md", "docs", "gspo_mega", "launch", "configs", "tools", "tests", ".gitignore", ".ci"}
+TOP_LEVEL = {
+    "pyproject.toml",
+    "README.md",
+    "docs",
+    "gspo_mega",
+    "launch",
+    "configs",
+    "tools",
+    "tests",
+    ".gitignore",
+    ".ci",
+}
 
 # Where the product was made is no part of it.
 _WORDS = re.compile(
@@ -104,7 +122,7 @@ def check_imports(root: Path) -> list[Broken]:
             if name.startswith("."):
                 broken.append(Broken(where, line, "relative import; write the whole name"))
             elif name == "gspo_mega" or name.startswith("gspo_mega."):
-                target = (name.split(".") + [""])[1]
+                target = ([*name.split("."), ""])[1]
                 if target in LAYERS and target != package and target not in LAYERS.get(package, _BASE):
                     broken.append(Broken(where, line, f"{package} may not import {target}"))
             for thing, homes in HOMES.items():
@@ -122,11 +140,20 @@ def check_calls(root: Path) -> list[Broken]:
     for path, package, _ in python_files(root):
         where = path.relative_to(root).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print" and package not in WITH_PRINT:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "print"
+                and package not in WITH_PRINT
+            ):
                 broken.append(Broken(where, node.lineno, "print belongs in commands and tools"))
             if isinstance(node, ast.ExceptHandler) and _catches_all(node.type) and all(map(_does_nothing, node.body)):
                 broken.append(Broken(where, node.lineno, "an error is swallowed"))
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress") and any(map(_catches_all, node.args)):
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).endswith("suppress")
+                and any(map(_catches_all, node.args))
+            ):
                 broken.append(Broken(where, node.lineno, "an error is swallowed"))
     return broken
 
@@ -147,13 +174,19 @@ def check_words(root: Path) -> list[Broken]:
     """Paths of one machine, and words of how the product was made, in anything that is shipped."""
     broken = []
     files = [root / "README.md", root / "pyproject.toml"]
-    files += [path for folder in ("gspo_mega", "tools", "launch", "configs", "docs") for path in (root / folder).rglob("*")]
+    files += [
+        path for folder in ("gspo_mega", "tools", "launch", "configs", "docs") for path in (root / folder).rglob("*")
+    ]
     for path in sorted(files):
         if not path.is_file() or path.suffix == ".pyc":
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if (found := _WORDS.search(line)) is not None:
-                broken.append(Broken(path.relative_to(root).as_posix(), number, f"{found.group()!r} does not belong in the product"))
+                broken.append(
+                    Broken(
+                        path.relative_to(root).as_posix(), number, f"{found.group()!r} does not belong in the product"
+                    )
+                )
     return broken
 
 
@@ -183,7 +216,9 @@ def _used_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                modules[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+                modules[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
                 yield alias.name, node.lineno
         elif isinstance(node, ast.ImportFrom):
             if node.level:

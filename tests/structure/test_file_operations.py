@@ -27,15 +27,31 @@ def check(tmp_path, source, name="journal/x.py"):
 @pytest.mark.parametrize(
     "source",
     [
-        "open(path, 'w')", "open(path, mode='ab')", "path.open('r+b')", "path.open(mode)", "os.open(path, os.O_RDONLY)", "os.fsync(4)",
-        "os.replace(a, b)", "path.replace(b)", "path.rename(b)", "path.unlink(missing_ok=True)", "folder.mkdir()", "path.write_text('x')",
-        "shutil.rmtree(folder)", "shutil.copytree(a, b)", "tempfile.mkstemp()", "save_file(tensors, path)", "torch.save(x, path)",
+        "open(path, 'w')",
+        "open(path, mode='ab')",
+        "path.open('r+b')",
+        "path.open(mode)",
+        "os.open(path, os.O_RDONLY)",
+        "os.fsync(4)",
+        "os.replace(a, b)",
+        "path.replace(b)",
+        "path.rename(b)",
+        "path.unlink(missing_ok=True)",
+        "folder.mkdir()",
+        "path.write_text('x')",
+        "shutil.rmtree(folder)",
+        "shutil.copytree(a, b)",
+        "tempfile.mkstemp()",
+        "save_file(tensors, path)",
+        "torch.save(x, path)",
         "dist_checkpointing.save(x, path)",
         "with durable.operation('save.tensors'):\n    def later():\n        path.unlink()",
         "with other(), suppress(OSError):\n    path.unlink()",
-        "durable.sync(path)", "durable.atomic_write_json(path, {})", "atomic_write_text(path, '')",
+        "durable.sync(path)",
+        "durable.atomic_write_json(path, {})",
+        "atomic_write_text(path, '')",
     ],
-)  # fmt: skip
+)
 def test_a_change_of_the_disk_elsewhere_is_reported(tmp_path, source):
     assert len(check(tmp_path, source)) == 1
 
@@ -43,12 +59,18 @@ def test_a_change_of_the_disk_elsewhere_is_reported(tmp_path, source):
 @pytest.mark.parametrize(
     "source",
     [
-        "open(path)", "open(path, 'rb')", "path.open('rb')", "path.read_text()", "text.replace('a', 'b')", "shutil.disk_usage(path)",
+        "open(path)",
+        "open(path, 'rb')",
+        "path.open('rb')",
+        "path.read_text()",
+        "text.replace('a', 'b')",
+        "shutil.disk_usage(path)",
         "with durable.operation('save.tensors'):\n    for file in files:\n        save_file(x, file)",
-        "durable.rename(a, b, at='save.rename')", "durable.sync(path, at='publish.sync')",
+        "durable.rename(a, b, at='save.rename')",
+        "durable.sync(path, at='publish.sync')",
         "durable.atomic_write_json(path, {}, at='save.state')",
     ],
-)  # fmt: skip
+)
 def test_what_reads_or_has_a_name_is_not_reported(tmp_path, source):
     assert check(tmp_path, source) == []
 

@@ -35,7 +35,11 @@ def test_names_of_test_files():
 
 def test_top_level():
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert_none(house.check_top_level({line.split("/")[0] for line in listed.splitlines()}))
 
@@ -63,13 +67,37 @@ def tree(tmp_path, files):
         ("gspo_mega/runtime/x.py", "from gspo_mega.commands import plan", "runtime may not import commands"),
         ("gspo_mega/model/x.py", "from . import spec", "relative import; write the whole name"),
         ("gspo_mega/extra/x.py", "", "extra has no place in the layers"),
-        ("gspo_mega/weights/x.py", "from megatron.core.models.gpt import GPTModel", "megatron belongs in checkpoint, engine"),
+        (
+            "gspo_mega/weights/x.py",
+            "from megatron.core.models.gpt import GPTModel",
+            "megatron belongs in checkpoint, engine",
+        ),
         ("gspo_mega/engine/x.py", "import megatron.training", "megatron.training belongs in no file"),
-        ("gspo_mega/engine/x.py", "from megatron.core import parallel_state as p", "megatron.core.parallel_state belongs in engine/process_groups.py"),
-        ("gspo_mega/engine/x.py", "import megatron.core\nmegatron.core.mpu.f()", "megatron.core.mpu belongs in no file"),
-        ("gspo_mega/algorithm/x.py", "import torch\ntorch.distributed.barrier()", "torch.distributed belongs in certify, checkpoint, engine, runtime, weights"),
-        ("gspo_mega/algorithm/x.py", "import torch.distributed as dist", "torch.distributed belongs in certify, checkpoint, engine, runtime, weights"),
-        ("gspo_mega/algorithm/x.py", "from torch import distributed", "torch.distributed belongs in certify, checkpoint, engine, runtime, weights"),
+        (
+            "gspo_mega/engine/x.py",
+            "from megatron.core import parallel_state as p",
+            "megatron.core.parallel_state belongs in engine/process_groups.py",
+        ),
+        (
+            "gspo_mega/engine/x.py",
+            "import megatron.core\nmegatron.core.mpu.f()",
+            "megatron.core.mpu belongs in no file",
+        ),
+        (
+            "gspo_mega/algorithm/x.py",
+            "import torch\ntorch.distributed.barrier()",
+            "torch.distributed belongs in certify, checkpoint, engine, runtime, weights",
+        ),
+        (
+            "gspo_mega/algorithm/x.py",
+            "import torch.distributed as dist",
+            "torch.distributed belongs in certify, checkpoint, engine, runtime, weights",
+        ),
+        (
+            "gspo_mega/algorithm/x.py",
+            "from torch import distributed",
+            "torch.distributed belongs in certify, checkpoint, engine, runtime, weights",
+        ),
         ("gspo_mega/runtime/x.py", "import aiohttp", "aiohttp belongs in reward/remote.py, rollout"),
         ("gspo_mega/runtime/x.py", "import sglang.srt", "sglang belongs in rollout"),
         ("gspo_mega/weights/x.py", "from pickle import loads", "pickle belongs in checkpoint/safe_pickle.py"),
@@ -89,11 +117,23 @@ def test_a_forbidden_import_is_reported(tmp_path, file, source, rule):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("gspo_mega/engine/process_groups.py", "from megatron.core import parallel_state\nimport torch.distributed as dist"),
+        (
+            "gspo_mega/engine/process_groups.py",
+            "from megatron.core import parallel_state\nimport torch.distributed as dist",
+        ),
         ("gspo_mega/rollout/x.py", "import aiohttp, sglang\nfrom gspo_mega.data.stream import PromptStream"),
         ("gspo_mega/engine/cpu.py", "import os\nos.environ['A'] = '1'\nimport megatron.core"),
-        ("gspo_mega/plan/x.py", "import os\nos.path.join('a')\nfrom gspo_mega.model.spec import ModelSpec\nfrom gspo_mega import __version__"),
-        ("gspo_mega/commands/x.py", "from gspo_mega.runtime.worker import main\nfrom gspo_mega.launcher import supervisor"),
+        (
+            "gspo_mega/plan/x.py",
+            (
+                "import os\nos.path.join('a')\nfrom gspo_mega.model.spec import ModelSpec\nfrom gspo_mega import"
+                " __version__"
+            ),
+        ),
+        (
+            "gspo_mega/commands/x.py",
+            "from gspo_mega.runtime.worker import main\nfrom gspo_mega.launcher import supervisor",
+        ),
         ("tools/x.py", "import gspo_mega.algorithm.vectors"),
     ],
 )
@@ -106,8 +146,14 @@ def test_other_rules_report_and_allow(tmp_path):
         tmp_path,
         {
             "gspo_mega/data/a.py": '"""x"""\nprint(1)\ntry:\n    f()\nexcept Exception:\n    pass\n',
-            "gspo_mega/data/b.py": '"""x"""\ntry:\n    f()\nexcept (OSError, BaseException):\n    ...\nwith contextlib.suppress(Exception):\n    f()\n',
-            "gspo_mega/data/c.py": '"""x"""\ntry:\n    f()\nexcept OSError:\n    pass\ntry:\n    f()\nexcept Exception as error:\n    record(error)\n',
+            "gspo_mega/data/b.py": (
+                '"""x"""\ntry:\n    f()\nexcept (OSError, BaseException):\n    ...\nwith'
+                " contextlib.suppress(Exception):\n    f()\n"
+            ),
+            "gspo_mega/data/c.py": (
+                '"""x"""\ntry:\n    f()\nexcept OSError:\n    pass\ntry:\n    f()\nexcept Exception as error:\n   '
+                " record(error)\n"
+            ),
             "gspo_mega/commands/d.py": '"""x"""\nprint(1)\n',
             "gspo_mega/data/long.py": '"""x"""\n' + "x = 1\n" * 400,
             "gspo_mega/data/just.py": '"""x"""\n' + "x = 1\n" * 399,

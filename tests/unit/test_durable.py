@@ -33,7 +33,9 @@ def test_what_is_written_whole_has_the_permissions_that_the_umask_leaves(tmp_pat
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["key", "prompts"]
 
 
-@pytest.mark.parametrize(("source", "copy"), [(0o600, 0o600), (0o640, 0o640), (0o644, 0o644), (0o755, 0o644), (0o444, 0o644), (0o666, 0o644)])
+@pytest.mark.parametrize(
+    ("source", "copy"), [(0o600, 0o600), (0o640, 0o640), (0o644, 0o644), (0o755, 0o644), (0o444, 0o644), (0o666, 0o644)]
+)
 def test_a_copy_is_for_no_more_people_than_its_source(tmp_path, umask, source, copy):
     (tmp_path / "from").write_text("secret")
     (tmp_path / "from").chmod(source)

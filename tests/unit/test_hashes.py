@@ -11,7 +11,9 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENTS = REPOSITORY / "launch" / "env"
-OFFLINE = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")} | {"PIP_CONFIG_FILE": os.devnull}
+OFFLINE = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")} | {
+    "PIP_CONFIG_FILE": os.devnull
+}
 
 
 def canonical(name: str) -> str:
@@ -19,22 +21,34 @@ def canonical(name: str) -> str:
 
 
 def pins(*files: str) -> dict[str, str]:
-    lines = [line.split() for file in files for line in (ENVIRONMENTS / file).read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line.split()
+        for file in files
+        for line in (ENVIRONMENTS / file).read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     return {canonical(line[0].split("==")[0]): line[0].split("==")[1] for line in lines}
 
 
 def test_every_pin_has_its_hash():
     assert pins("cpu-hashes.txt") == pins("cpu.txt", "cpu-no-deps.txt"), "run: python tools/write_hashes.py"
     lines = [line for line in (ENVIRONMENTS / "cpu-hashes.txt").read_text().splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[\w.-]+==[\w.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines), "no local build among them (+cpu)"
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines), (
+        "no local build among them (+cpu)"
+    )
 
 
 def wheel(folder: Path, content: str) -> Path:
     path = folder / "tiny_package-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("tiny_package.py", content)
-        file.writestr("tiny_package-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-package\nVersion: 1.0\n")
-        file.writestr("tiny_package-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(
+            "tiny_package-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-package\nVersion: 1.0\n"
+        )
+        file.writestr(
+            "tiny_package-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         file.writestr("tiny_package-1.0.dist-info/RECORD", "")
     return path
 
@@ -43,11 +57,33 @@ def test_the_tool_writes_what_pip_accepts_and_another_file_is_refused(tmp_path):
     wheel(tmp_path, "x = 1")
     (tmp_path / "pins.txt").write_text("tiny-package==1.0\n")
     here = ["--no-index", f"--find-links={tmp_path}"]
-    tool = [sys.executable, str(REPOSITORY / "tools/write_hashes.py"), "--pins", str(tmp_path / "pins.txt"), "--out", str(tmp_path / "hashes.txt")]
-    assert subprocess.run([*tool, "--", *here], env=OFFLINE, capture_output=True, text=True, check=True).stdout.endswith("hashes.txt: 1 packages\n")
+    tool = [
+        sys.executable,
+        str(REPOSITORY / "tools/write_hashes.py"),
+        "--pins",
+        str(tmp_path / "pins.txt"),
+        "--out",
+        str(tmp_path / "hashes.txt"),
+    ]
+    assert subprocess.run(
+        [*tool, "--", *here], env=OFFLINE, capture_output=True, text=True, check=True
+    ).stdout.endswith("hashes.txt: 1 packages\n")
 
-    install = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--require-hashes", *here, "-r", str(tmp_path / "hashes.txt")]
-    assert "Would install tiny" in subprocess.run(install, env=OFFLINE, capture_output=True, text=True, check=True).stdout
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--require-hashes",
+        *here,
+        "-r",
+        str(tmp_path / "hashes.txt"),
+    ]
+    assert (
+        "Would install tiny" in subprocess.run(install, env=OFFLINE, capture_output=True, text=True, check=True).stdout
+    )
     wheel(tmp_path, "x = 2")
     refused = subprocess.run(install, env=OFFLINE, capture_output=True, text=True)
     assert refused.returncode == 1 and "DO NOT MATCH THE HASHES" in refused.stderr

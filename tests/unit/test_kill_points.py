@@ -48,7 +48,11 @@ def test_a_folder_whose_removal_was_cut_short_has_no_name_left(tmp_path, monkeyp
     folder = tmp_path / "step"
     folder.mkdir()
     (folder / "a").write_text("a")
-    monkeypatch.setattr(durable.shutil, "rmtree", lambda path: (_ for _ in ()).throw(PermissionError() if path.exists() else FileNotFoundError()))
+    monkeypatch.setattr(
+        durable.shutil,
+        "rmtree",
+        lambda path: (_ for _ in ()).throw(PermissionError() if path.exists() else FileNotFoundError()),
+    )
     with pytest.raises(PermissionError):
         durable.remove_tree(folder, at="save.prune")
     assert not folder.exists() and (tmp_path / ".step.removed" / "a").exists()

@@ -53,7 +53,10 @@ def test_hugging_face_loads_every_tensor_of_the_model(make, tmp_path, dense):
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(loading.values()), loading
     assert type(model).__name__ == ("Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM")
-    assert model.dtype == torch.float32 and (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (2, 0)
+    assert model.dtype == torch.float32 and (
+        model.generation_config.eos_token_id,
+        model.generation_config.pad_token_id,
+    ) == (2, 0)
     logits = model(torch.tensor([[10, 20, 30]])).logits
     # Random weights know nothing: near to uniform over the vocabulary.
     assert logits.shape == (1, 3, VOCAB_SIZE) and logits.std() < 1
@@ -75,11 +78,16 @@ def test_our_own_reader_takes_the_model(made):
 
 def test_the_tokenizer(made):
     tokenizer = AutoTokenizer.from_pretrained(made / "model", local_files_only=True)
-    assert len(tokenizer) == VOCAB_SIZE and tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
+    assert (
+        len(tokenizer) == VOCAB_SIZE and tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
+    )
     assert [tokenizer.decode([token]) for token in tokenizer.encode("4719+2386=")] == list("4719+2386=")
     text = "Γειά 12,345€ \x00\t\n\n  日本語 🙂 'tis"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert json.loads((made / "model" / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (
+        json.loads((made / "model" / "tokenizer_config.json").read_text())["tokenizer_class"]
+        == "PreTrainedTokenizerFast"
+    )
 
 
 def test_no_merge_touches_a_digit_or_a_sign():
@@ -89,7 +97,12 @@ def test_no_merge_touches_a_digit_or_a_sign():
 
 def test_the_tokenizer_is_the_same_in_every_process():
     code = "from gspo_mega.data.tokenizer import build_tokenizer; print(build_tokenizer().to_str())"
-    others = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=TOOL.parents[1]).stdout for _ in range(2)]
+    others = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=TOOL.parents[1]
+        ).stdout
+        for _ in range(2)
+    ]
     assert [other.strip() for other in others] == [build_tokenizer().to_str()] * 2
 
 
@@ -126,7 +139,11 @@ def test_nothing_different_is_overwritten(make, made, capsys):
     (made / "model" / "config.json").unlink()
     assert make(made, *SMALL, "--seed", 2) == 2
     error = capsys.readouterr().err
-    assert "already there with another content" in error and str(made / "data" / "train.jsonl") in error and "tokenizer.json" not in error
+    assert (
+        "already there with another content" in error
+        and str(made / "data" / "train.jsonl") in error
+        and "tokenizer.json" not in error
+    )
     # The missing file was not made either, and is when the arguments are right.
     assert not (made / "model" / "config.json").exists()
     assert make(made, *SMALL) == 0

@@ -20,8 +20,16 @@ LONGEST_SECONDS = 20.0
 
 def program(body: str) -> subprocess.Popen:
     """A Python process that imports process_death and runs `body`; its lines are pids."""
-    text = "import os, signal, subprocess, sys, threading, time, multiprocessing\nfrom gspo_mega import process_death\n" + textwrap.dedent(body)
-    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    text = (
+        "import os, signal, subprocess, sys, threading, time, multiprocessing\nfrom gspo_mega import process_death\n"
+        + textwrap.dedent(body)
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
 
 
 def is_alive(pid: int) -> bool:
@@ -44,8 +52,7 @@ def read_pids(process: subprocess.Popen, count: int) -> list[int]:
 
 def test_forks_of_a_killed_process_end_with_it_whatever_they_wait_for():
     """A writer of Megatron's: a fork that waits for a semaphore whose other holder is dead."""
-    parent = program(
-        """
+    parent = program("""
         process_death.forks_die_with_us()
         lock = multiprocessing.get_context("fork").Lock()
         lock.acquire()
@@ -60,8 +67,7 @@ def test_forks_of_a_killed_process_end_with_it_whatever_they_wait_for():
 
         multiprocessing.get_context("fork").Process(target=work).start()
         time.sleep(1000)
-        """
-    )
+        """)
     forks = read_pids(parent, 2)
     assert all(map(is_alive, forks))
     parent.kill()
@@ -70,8 +76,7 @@ def test_forks_of_a_killed_process_end_with_it_whatever_they_wait_for():
 
 
 def test_a_fork_whose_parent_is_gone_before_it_is_tied_ends_too():
-    parent = program(
-        """
+    parent = program("""
         # As if the parent had ended between the fork and the request: the child's parent is another than the one noted.
         # (What is registered first is called last before a fork.)
         os.register_at_fork(before=lambda: setattr(process_death, "_forking_pid", 1))
@@ -80,15 +85,13 @@ def test_a_fork_whose_parent_is_gone_before_it_is_tied_ends_too():
         if pid == 0:
             time.sleep(1000)
         print(pid, os.waitpid(pid, 0)[1], flush=True)
-        """
-    )
+        """)
     out, _ = parent.communicate(timeout=LONGEST_SECONDS)
     assert int(out.split()[1]) == signal.SIGKILL
 
 
 def test_everything_below_is_killed_and_reaped_in_sessions_of_its_own_too():
-    process = program(
-        """
+    process = program("""
         process_death.adopt_orphans()
         stranger = subprocess.Popen(["sleep", "1000"])
         start = "import subprocess, sys; [subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(1000)'], start_new_session=True) for _ in range(5)]"
@@ -99,15 +102,13 @@ def test_everything_below_is_killed_and_reaped_in_sessions_of_its_own_too():
         assert stranger.poll() is None
         stranger.kill()
         print("done")
-        """
-    )
+        """)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "done\n")
 
 
 def test_adopted_children_that_ended_are_collected_and_own_ones_are_not():
-    process = program(
-        """
+    process = program("""
         process_death.adopt_orphans()
         own = subprocess.Popen(["true"])
         # 50 orphans that end at once, in one go.
@@ -120,21 +121,18 @@ def test_adopted_children_that_ended_are_collected_and_own_ones_are_not():
         assert collected and process_death.children() == {own.pid}, (len(collected), process_death.children())
         assert own.wait() == 0
         print("done")
-        """
-    )
+        """)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "done\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_ends_with_the_parent_it_named(number):
-    parent = program(
-        f"""
+    parent = program(f"""
         child = "import os, time; from gspo_mega import process_death; process_death.die_with_parent(os.getppid(), {int(number)}); print(os.getpid(), flush=True); time.sleep(1000)"
         subprocess.Popen([sys.executable, "-c", child])
         time.sleep(1000)
-        """
-    )
+        """)
     (child,) = read_pids(parent, 1)
     parent.kill()
     parent.wait()

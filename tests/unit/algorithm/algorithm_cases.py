@@ -7,7 +7,13 @@ import torch
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
 
 RATIOS = ("sequence", "sequence_token", "token")
-AGGREGATIONS = ("sequence_mean_token_mean", "token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm", "group_mean_token_mean")
+AGGREGATIONS = (
+    "sequence_mean_token_mean",
+    "token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_norm",
+    "group_mean_token_mean",
+)
 
 
 class Batch:

@@ -26,7 +26,9 @@ def test_groups_are_by_id_in_any_order_and_size(pairs, seed):
     rewards, groups = torch.tensor([r for r, _ in pairs]), torch.tensor([g for _, g in pairs])
     result = group_advantages(rewards, groups)
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(group_advantages(rewards[order], groups[order] * -7), result[order], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        group_advantages(rewards[order], groups[order] * -7), result[order], rtol=1e-12, atol=1e-15
+    )
     for group in groups.unique():
         members = result[groups == group]
         assert abs(float(members.sum())) < 1e-12
@@ -35,9 +37,13 @@ def test_groups_are_by_id_in_any_order_and_size(pairs, seed):
 
 
 def test_the_papers_example():
-    torch.testing.assert_close(advantages([1.0, 0.0, 0.0, 1.0], [0] * 4), torch.tensor([1.0, -1, -1, 1], dtype=torch.float64))
+    torch.testing.assert_close(
+        advantages([1.0, 0.0, 0.0, 1.0], [0] * 4), torch.tensor([1.0, -1, -1, 1], dtype=torch.float64)
+    )
     expected = [math.sqrt(3)] * 2 + [-1 / math.sqrt(3)] * 6
-    torch.testing.assert_close(advantages([1.0, 1.0] + [0.0] * 6, [5] * 8), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        advantages([1.0, 1.0] + [0.0] * 6, [5] * 8), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
+    )
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e300, -2.5e-10])
@@ -72,7 +78,11 @@ def test_bad_input_is_refused():
 
 def group_of(rewards):
     prompt = Prompt("p:0", "p", (1,), "x")
-    return Group(0, prompt, [Trajectory(str(i), 0, prompt, [1], [1], [0.0], [0], "stop", reward=r) for i, r in enumerate(rewards)])
+    return Group(
+        0,
+        prompt,
+        [Trajectory(str(i), 0, prompt, [1], [1], [0.0], [0], "stop", reward=r) for i, r in enumerate(rewards)],
+    )
 
 
 def test_a_tenth_and_two_tenths_are_three_tenths():
@@ -84,7 +94,13 @@ def test_a_tenth_and_two_tenths_are_three_tenths():
 TERMS = st.lists(st.fractions(min_value=0, max_value=100, max_denominator=1000), min_size=1, max_size=40).filter(any)
 
 
-@given(terms=TERMS, seed=st.integers(0, 1000), sign=st.sampled_from([1, -1]), size=st.integers(2, 8), ddof=st.sampled_from([0, 1]))
+@given(
+    terms=TERMS,
+    seed=st.integers(0, 1000),
+    sign=st.sampled_from([1, -1]),
+    size=st.integers(2, 8),
+    ddof=st.sampled_from([0, 1]),
+)
 @settings(max_examples=150, deadline=None)
 def test_equal_fractions_summed_in_any_order_have_no_advantage(terms, seed, sign, size, ddof):
     """Terms of one sign: what cancels is the pool's to judge, which knows the terms."""
@@ -93,7 +109,10 @@ def test_equal_fractions_summed_in_any_order_have_no_advantage(terms, seed, sign
     for _ in range(size):
         order.shuffle(terms)
         rewards.append(sum(sign * float(term) for term in terms))
-    assert group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.zeros(size), std_ddof=ddof).tolist() == [0.0] * size
+    assert (
+        group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.zeros(size), std_ddof=ddof).tolist()
+        == [0.0] * size
+    )
     assert group_of(rewards).is_constant
 
 

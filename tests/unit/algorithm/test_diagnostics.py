@@ -10,10 +10,17 @@ from gspo_mega.algorithm.diagnostics import POLICY_SUMS, band_fractions, log_rat
 
 
 def sums_of(batch, settings, tokens=None, partial=None):
-    output, _ = batch.run(settings, tokens=tokens, **({} if partial is None else {"reduce_sequences": lambda p: p + partial}))
+    output, _ = batch.run(
+        settings, tokens=tokens, **({} if partial is None else {"reduce_sequences": lambda p: p + partial})
+    )
     tokens = torch.arange(batch.segment_ids.numel()) if tokens is None else tokens
     return policy_sums(
-        output, mask=batch.mask[tokens], segment_ids=batch.segment_ids[tokens], lengths=batch.lengths, advantages=batch.advantages, keep=batch.keep
+        output,
+        mask=batch.mask[tokens],
+        segment_ids=batch.segment_ids[tokens],
+        lengths=batch.lengths,
+        advantages=batch.advantages,
+        keep=batch.keep,
     )
 
 
@@ -24,7 +31,9 @@ def test_sums_add_up_over_context_parallel_ranks(ratio, seed):
     whole = sums_of(batch, settings)
     halves = [torch.arange(batch.segment_ids.numel())[k::2] for k in (0, 1)]
     d = torch.where(batch.mask, batch.new - batch.old, 0.0)
-    partial = [torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.segment_ids[h], d[h]) for h in halves]
+    partial = [
+        torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.segment_ids[h], d[h]) for h in halves
+    ]
     parts = sums_of(batch, settings, halves[0], partial[1]) + sums_of(batch, settings, halves[1], partial[0])
     torch.testing.assert_close(whole, parts, rtol=1e-11, atol=1e-14)
 
@@ -43,7 +52,9 @@ def test_clip_fractions_by_hand():
     metrics = policy_metrics(sums_of(batch, settings_of()))
     assert metrics["num_sequences"] == pytest.approx(3) and metrics["num_tokens"] == 8
     assert metrics["clip_fraction"] == pytest.approx(2 / 3)
-    assert metrics["clip_fraction_high"] == pytest.approx(1 / 3) and metrics["clip_fraction_low"] == pytest.approx(1 / 3)
+    assert metrics["clip_fraction_high"] == pytest.approx(1 / 3) and metrics["clip_fraction_low"] == pytest.approx(
+        1 / 3
+    )
     assert metrics["token_clip_fraction"] == 0.5
     assert metrics["token_clip_fraction_high"] == 1 / 8 and metrics["token_clip_fraction_low"] == 3 / 8
     assert metrics["positive_mass_left"] == 0.0 and metrics["negative_mass_left"] == pytest.approx(0.75)

@@ -25,9 +25,14 @@ TOKENS = {
 
 def run(estimator, policy, settings=ObjectiveSettings(), denominator=2.0, reference=REFERENCE, **changes):
     arguments = dict(
-        log_probs=policy, reference_log_probs=reference, mask=torch.ones(3), segment_ids=SEGMENTS, num_sequences=2,
-        lengths=LENGTHS, denominator=denominator,
-    )  # fmt: skip
+        log_probs=policy,
+        reference_log_probs=reference,
+        mask=torch.ones(3),
+        segment_ids=SEGMENTS,
+        num_sequences=2,
+        lengths=LENGTHS,
+        denominator=denominator,
+    )
     return reference_kl(settings, estimator, **{**arguments, **changes})
 
 
@@ -56,7 +61,9 @@ def test_correction_weights_and_rejected_sequences_as_in_the_objective():
     assert float(weighted.value) == pytest.approx((0.5 * (values[0] + values[1]) / 2 + 2.0 * values[2]) / 2, rel=1e-12)
     policy = POLICY.clone().requires_grad_()
     rejected = run("k3", policy, keep=torch.tensor([True, False]))
-    assert float(rejected.value) == pytest.approx((values[0] + values[1]) / 2 / 2, rel=1e-12), "it stays in the denominator"
+    assert float(rejected.value) == pytest.approx((values[0] + values[1]) / 2 / 2, rel=1e-12), (
+        "it stays in the denominator"
+    )
     rejected.value.backward()
     assert policy.grad[2] == 0
     assert torch.equal(rejected.sums, weighted.sums), "what is measured is every active token"
@@ -75,14 +82,23 @@ def test_a_policy_that_is_its_reference(estimator):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradcheck(estimator, aggregation):
     batch = Batch(seed=3, scale=0.3)
-    settings = ObjectiveSettings(aggregation=aggregation, norm_constant_tokens=7 if aggregation.endswith("norm") else None)
+    settings = ObjectiveSettings(
+        aggregation=aggregation, norm_constant_tokens=7 if aggregation.endswith("norm") else None
+    )
     other = dict(
-        reference_log_probs=batch.old, mask=batch.mask, segment_ids=batch.segment_ids, num_sequences=batch.num_sequences,
-        lengths=batch.lengths, denominator=batch.denominator(aggregation), keep=batch.keep, sequence_weights=batch.weights,
+        reference_log_probs=batch.old,
+        mask=batch.mask,
+        segment_ids=batch.segment_ids,
+        num_sequences=batch.num_sequences,
+        lengths=batch.lengths,
+        denominator=batch.denominator(aggregation),
+        keep=batch.keep,
+        sequence_weights=batch.weights,
         group_sizes=batch.group_sizes(),
-    )  # fmt: skip
+    )
     assert torch.autograd.gradcheck(
-        lambda policy: reference_kl(settings, estimator, log_probs=policy, **other).value, batch.new.clone().requires_grad_()
+        lambda policy: reference_kl(settings, estimator, log_probs=policy, **other).value,
+        batch.new.clone().requires_grad_(),
     )
 
 
@@ -98,7 +114,9 @@ def test_parts_of_context_parallel_ranks_add_up():
 
 def test_masked_tokens_may_hold_anything_and_active_ones_not():
     spoilt = torch.cat([REFERENCE[:2], torch.tensor([math.nan])])
-    masked = run("k3", POLICY, reference=spoilt, mask=torch.tensor([1, 1, 0]), lengths=torch.tensor([2, 0]), denominator=1.0)
+    masked = run(
+        "k3", POLICY, reference=spoilt, mask=torch.tensor([1, 1, 0]), lengths=torch.tensor([2, 0]), denominator=1.0
+    )
     assert float(masked.value) == pytest.approx((TOKENS["k3"][0][0] + TOKENS["k3"][0][1]) / 2, rel=1e-12)
     with pytest.raises(NumericsError, match="reference_log_probs is nan"):
         run("k3", POLICY, reference=spoilt)

@@ -46,7 +46,10 @@ def test_bad_correction_is_refused():
 
 def test_parts_of_context_parallel_ranks_combine_to_the_whole():
     g = torch.Generator().manual_seed(0)
-    train, rollout = -torch.rand(40, generator=g, dtype=torch.float64), -torch.rand(40, generator=g, dtype=torch.float64)
+    train, rollout = (
+        -torch.rand(40, generator=g, dtype=torch.float64),
+        -torch.rand(40, generator=g, dtype=torch.float64),
+    )
     mask, ids = torch.rand(40, generator=g) < 0.7, torch.arange(40) // 10
     train[~mask] = math.nan
     sums, maxima = mismatch_sums(train, rollout, mask, ids, 5, 2.0)
@@ -69,8 +72,12 @@ def test_chi_squared_of_a_long_gap_is_reported_as_a_logarithm():
 
 
 def test_of_nothing():
-    empty = mismatch_metrics(*mismatch_sums(torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64), 1, 2.0))
-    some = mismatch_metrics(*mismatch_sums(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.zeros(2, dtype=torch.int64), 1, 2.0))
+    empty = mismatch_metrics(
+        *mismatch_sums(torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64), 1, 2.0)
+    )
+    some = mismatch_metrics(
+        *mismatch_sums(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.zeros(2, dtype=torch.int64), 1, 2.0)
+    )
     assert empty == some  # no token and no gap read the same
     assert effective_sample_fraction(torch.zeros(0)) == 1.0
 

@@ -26,7 +26,9 @@ def close(a, b, scale=1.0):
 def test_gspo_token_equals_gspo_when_token_advantages_are_the_sequences(seed, aggregation):
     batch = Batch(seed)
     sequence, sequence_gradient = batch.run(settings_of("sequence", aggregation))
-    token, token_gradient = batch.run(settings_of("sequence_token", aggregation), token_advantages=batch.advantages[batch.segment_ids])
+    token, token_gradient = batch.run(
+        settings_of("sequence_token", aggregation), token_advantages=batch.advantages[batch.segment_ids]
+    )
     close(sequence.value, token.value)
     close(sequence_gradient, token_gradient)
     close(sequence.sequence_terms, token.sequence_terms)
@@ -202,9 +204,16 @@ def test_float32_log_probs_lose_nothing_but_their_own_rounding():
 
 def test_filler_alone_is_zero():
     output = policy_objective(
-        settings_of(), log_probs=torch.zeros(3, requires_grad=True), old_log_probs=torch.zeros(3), mask=torch.zeros(3),
-        segment_ids=torch.zeros(3, dtype=torch.int64), num_sequences=1, advantages=torch.zeros(1), lengths=torch.zeros(1), denominator=0,
-    )  # fmt: skip
+        settings_of(),
+        log_probs=torch.zeros(3, requires_grad=True),
+        old_log_probs=torch.zeros(3),
+        mask=torch.zeros(3),
+        segment_ids=torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
+        advantages=torch.zeros(1),
+        lengths=torch.zeros(1),
+        denominator=0,
+    )
     output.objective_sum.backward()
     assert float(output.value) == 0.0 and float(output.importance_ratio[0]) == 1.0
 
@@ -215,7 +224,9 @@ def test_a_non_finite_active_token_is_an_error_that_names_it(which, bad):
     token = int(batch.mask.nonzero()[-1])
     getattr(batch, which)[token] = bad
     name = "old_log_probs" if which == "old" else "log_probs"
-    with pytest.raises(NumericsError, match=rf"^{name} is .* at active token {token}, sequence {int(batch.segment_ids[token])} "):
+    with pytest.raises(
+        NumericsError, match=rf"^{name} is .* at active token {token}, sequence {int(batch.segment_ids[token])} "
+    ):
         batch.run(settings_of())
 
 

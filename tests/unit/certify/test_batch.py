@@ -21,9 +21,12 @@ def config_of(*overrides):
 
 def sizes(prompts, group, new_tokens, prompt_tokens=24):
     return config_of(
-        f"batch.prompts_per_step={prompts}", f"batch.group_size={group}", f"rollout.max_new_tokens={new_tokens}",
-        f"data.max_prompt_tokens={prompt_tokens}", "batch.micro_batch_tokens=4096",
-    )  # fmt: skip
+        f"batch.prompts_per_step={prompts}",
+        f"batch.group_size={group}",
+        f"rollout.max_new_tokens={new_tokens}",
+        f"data.max_prompt_tokens={prompt_tokens}",
+        "batch.micro_batch_tokens=4096",
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -99,9 +102,13 @@ def test_every_packing_keeps_every_trajectory_once(kind, ranks):
     plans = packing(kind, count, config, layout, plan_batch(batch.trajectories, config, layout, 0))
     shards = assemble(batch, config, layout, 0, plans)
     assert len(shards) == ranks
-    rows = [r for (mini_batch,) in shards for m in mini_batch.micro_batches for r in m.trajectory_index.tolist() if r >= 0]
+    rows = [
+        r for (mini_batch,) in shards for m in mini_batch.micro_batches for r in m.trajectory_index.tolist() if r >= 0
+    ]
     assert sorted(rows) == list(range(count))
-    assert len({len(mini_batch.micro_batches) for (mini_batch,) in shards}) == 1, "equally many micro-batches on every rank"
+    assert len({len(mini_batch.micro_batches) for (mini_batch,) in shards}) == 1, (
+        "equally many micro-batches on every rank"
+    )
     if kind == "one_pack":
         assert {len(mini_batch.micro_batches) for (mini_batch,) in shards} == {1}
     if kind == "one_each":

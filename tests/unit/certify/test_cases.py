@@ -20,7 +20,9 @@ def load(file, *overrides):
 @pytest.mark.parametrize(("file", "refused"), [(DENSE, 2), (MOE, 4)])
 def test_the_shipped_matrices_refuse_what_they_say_they_refuse(file, refused):
     references, cases = resolve_cases(*load(file), "cpu")
-    assert [case.name for case in cases if case.refusal is not None] == [case.name for case in cases if case.spec.refused]
+    assert [case.name for case in cases if case.refusal is not None] == [
+        case.name for case in cases if case.spec.refused
+    ]
     assert sum(case.refusal is not None for case in cases) == refused
     assert {case.model for case in cases} == {case.model for case in references}
     assert {case.spec.ranks for case in references} == {1}
@@ -33,7 +35,13 @@ def test_the_layout_known_to_train_wrong_is_refused_with_its_reason():
 
 
 def test_without_cases_the_files_own_layout_is_the_case():
-    overrides = ["certify.cases=[]", "cluster.ranks_per_node=4", "parallel.tensor=2", "parallel.expert=2", "optimizer.distributed=true"]
+    overrides = [
+        "certify.cases=[]",
+        "cluster.ranks_per_node=4",
+        "parallel.tensor=2",
+        "parallel.expert=2",
+        "optimizer.distributed=true",
+    ]
     loaded, overrides = load(MOE, *overrides)
     references, (case,) = resolve_cases(loaded, overrides, "cpu")
     assert case.refusal is None and case.spec == own_layout(loaded.config) and case.spec.ranks == 4
@@ -48,7 +56,12 @@ def test_without_cases_the_files_own_layout_is_the_case():
 
 
 def test_a_smaller_layout_than_the_files_may_be_the_reference():
-    overrides = ["certify.cases=[]", "cluster.ranks_per_node=4", "parallel.pipeline=4", "certify.reference={name: smaller, ranks: 2, set: {parallel.pipeline: 2}}"]
+    overrides = [
+        "certify.cases=[]",
+        "cluster.ranks_per_node=4",
+        "parallel.pipeline=4",
+        "certify.reference={name: smaller, ranks: 2, set: {parallel.pipeline: 2}}",
+    ]
     loaded, overrides = load(DENSE, *overrides)
     (reference,), _ = resolve_cases(loaded, overrides, "cpu")
     assert (reference.name, reference.spec.ranks, reference.spec.set["parallel.pipeline"]) == ("smaller", 2, 2)

@@ -47,7 +47,13 @@ def test_the_largest_difference_and_its_place(reference):
     comparison = Comparison(reference, EDGES)
     comparison.take_gradient(iter([("a", torch.tensor([3.0, 4.5])), ("zero", torch.tensor([0.0, 0.01]))]))
     comparison.take_weights(iter([("a", torch.tensor([1.0, 2.0])), ("b", torch.tensor([5.3]))]), Start())
-    result = comparison.result(numbers(log_probs=(-1.0, -2.0, -3.25), objective=2.4, routes=np.eye(3, dtype=np.int64)[:, :2, None].repeat(2, 2)), ["x", "y"], [1, 2])
+    result = comparison.result(
+        numbers(
+            log_probs=(-1.0, -2.0, -3.25), objective=2.4, routes=np.eye(3, dtype=np.int64)[:, :2, None].repeat(2, 2)
+        ),
+        ["x", "y"],
+        [1, 2],
+    )
     assert result["log_prob"] == {"value": 0.25, "place": "y"}
     assert result["loss"]["value"] == pytest.approx(0.4 / 4.0), "of the mass of |s A|"
     assert result["gradient"]["value"] == pytest.approx(0.5 / 5.0) and result["gradient"]["place"] == "a"

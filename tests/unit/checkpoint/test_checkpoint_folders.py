@@ -84,7 +84,11 @@ def test_every_kind_of_damage_is_found_by_exactly_one_share(run):
     (folder / "b").write_bytes(b"b" * 9 + b"x")
     (folder / "c").unlink()
     problems = [problem for share in range(3) for problem in folders.damage(folder, sums, share, 3)]
-    assert sorted(problems) == ["a has 9 bytes instead of 10", "b holds other bytes than were written", "c: No such file or directory"]
+    assert sorted(problems) == [
+        "a has 9 bytes instead of 10",
+        "b holds other bytes than were written",
+        "c: No such file or directory",
+    ]
 
 
 def test_a_name_that_is_no_checkpoints_is_refused(run):

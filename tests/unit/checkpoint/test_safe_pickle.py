@@ -1,4 +1,6 @@
-"""A checkpoint folder that would run a program when it is opened: no tool runs it, and nothing is given to Megatron's loader."""
+"""A checkpoint folder that would run a program when it is opened: no tool runs it, and nothing is given to Megatron's
+loader.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Program:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_random_folder(ROOT / "configs/models/certify_dense.json", tmp_path_factory.mktemp("model") / "hf", seed=1)
+    return make_random_folder(
+        ROOT / "configs/models/certify_dense.json", tmp_path_factory.mktemp("model") / "hf", seed=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +75,56 @@ def test_the_program_would_run(made):
 @pytest.mark.parametrize("tool", ["inspect_checkpoint", "verify_checkpoint", "megatron_to_hf"])
 def test_no_tool_runs_what_is_in_the_index(folder, model, made, tmp_path, tool):
     change_index(folder, lambda index: setattr(index, "planner_data", Program(made)))
-    arguments = [folder] if tool == "inspect_checkpoint" else [folder, model] if tool == "verify_checkpoint" else [folder, tmp_path / "out"]
-    run = subprocess.run([sys.executable, ROOT / "tools" / f"{tool}.py", *map(str, arguments)], capture_output=True, text=True)
+    arguments = (
+        [folder]
+        if tool == "inspect_checkpoint"
+        else [folder, model]
+        if tool == "verify_checkpoint"
+        else [folder, tmp_path / "out"]
+    )
+    run = subprocess.run(
+        [sys.executable, ROOT / "tools" / f"{tool}.py", *map(str, arguments)], capture_output=True, text=True
+    )
     assert not made.exists(), f"{tool} ran a program that the folder brought"
     assert run.returncode == 6
     assert f"{folder}/megatron/.metadata cannot be read: UnpicklingError: it asks for posix.mkdir" in run.stderr
 
 
-@pytest.mark.parametrize("name", [("builtins", "eval"), ("os", "system"), ("torch", "load"), ("torch.hub", "load"), ("torch.distributed.checkpoint.metadata", "os.system")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ("builtins", "eval"),
+        ("os", "system"),
+        ("torch", "load"),
+        ("torch.hub", "load"),
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+    ],
+)
 def test_names_that_are_not_on_the_list_are_refused(name):
-    data = b"\x80\x04\x8c" + bytes([len(name[0])]) + name[0].encode() + b"\x8c" + bytes([len(name[1])]) + name[1].encode() + b"\x93."
+    data = (
+        b"\x80\x04\x8c"
+        + bytes([len(name[0])])
+        + name[0].encode()
+        + b"\x8c"
+        + bytes([len(name[1])])
+        + name[1].encode()
+        + b"\x93."
+    )
     with pytest.raises(pickle.UnpicklingError, match="it asks for"):
         safe_loads(data)
 
 
 def test_what_megatron_may_load_is_let_through(folder):
     assert refuse_code(folder / "megatron") == []
-    assert read_index(folder / "megatron").state_dict_metadata.keys() == pickle.loads((folder / "megatron/.metadata").read_bytes()).state_dict_metadata.keys()
+    assert (
+        read_index(folder / "megatron").state_dict_metadata.keys()
+        == pickle.loads((folder / "megatron/.metadata").read_bytes()).state_dict_metadata.keys()
+    )
 
 
-def with_bytes(folder: Path, data: bytes, name: str = "decoder._extra_state/shard_0_1", kind: object = BytesStorageMetadata()) -> None:
+def with_bytes(
+    folder: Path, data: bytes, name: str = "decoder._extra_state/shard_0_1", kind: object = BytesStorageMetadata()
+) -> None:
     """The folder with an entry of bytes, as Megatron writes what is no tensor."""
     (folder / "megatron" / "__9_0.distcp").write_bytes(data)
 
@@ -125,7 +159,15 @@ def test_a_program_among_the_bytes_is_not_given_to_the_loader(folder, made, pack
     assert refuse_code(folder / "megatron", 1, 2) == [], "each rank looks at its share"
 
 
-@pytest.mark.parametrize("value", [[None], io.BytesIO(b""), [torch.zeros(3, dtype=torch.uint8)], torch.frombuffer(bytearray(pickle.dumps({"scale": torch.ones(2)})), dtype=torch.uint8)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        [None],
+        io.BytesIO(b""),
+        [torch.zeros(3, dtype=torch.uint8)],
+        torch.frombuffer(bytearray(pickle.dumps({"scale": torch.ones(2)})), dtype=torch.uint8),
+    ],
+)
 def test_states_without_a_program_are_let_through(folder, value):
     with_bytes(folder, saved(value))
     assert refuse_code(folder / "megatron") == []
@@ -150,7 +192,10 @@ def misplace(index):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda index: move(index, relative_path="../../secret"), "is said to be in '../../secret'; the name of a file in the folder is wanted"),
+        (
+            lambda index: move(index, relative_path="../../secret"),
+            "is said to be in '../../secret'; the name of a file in the folder is wanted",
+        ),
         (lambda index: move(index, relative_path="/etc/passwd"), "is said to be in '/etc/passwd'"),
         (lambda index: move(index, offset=-1), "is stored in a way that is not read here"),
         (lambda index: move(index, transform_descriptors=["zstd"]), "is stored in a way that is not read here"),
@@ -167,7 +212,9 @@ def test_an_index_that_leads_astray_is_refused(folder, change, text):
 
 
 def test_another_loader_is_not_chosen_by_the_folder(folder):
-    (folder / "megatron" / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "zarr"}')
+    (folder / "megatron" / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "zarr"}'
+    )
     (problem,) = refuse_code(folder / "megatron")
     assert "format torch_dist, version 1, is what is read here" in problem
 

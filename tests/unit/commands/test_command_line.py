@@ -33,7 +33,10 @@ def test_an_unknown_command(capsys):
 
 def test_plan_prints_the_layout(capsys):
     # Options may stand between the overrides.
-    assert main(["plan", QUICKSTART, "train.num_steps=3", "--model", SHAPE, "batch.num_mini_batches=2", "--device", "cpu"]) == 0
+    assert (
+        main(["plan", QUICKSTART, "train.num_steps=3", "--model", SHAPE, "batch.num_mini_batches=2", "--device", "cpu"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "3 steps, 6 optimizer steps" in out and "clip range 0.003 / 0.004" in out
 
@@ -42,7 +45,9 @@ def test_plan_refuses_with_text_alone(capsys):
     assert main(["plan", QUICKSTART, "--model", SHAPE, "parallel.expert=3"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("override 'parallel.expert=3': parallel.expert: 3 does not divide the model's 8 experts")
+    assert captured.err.startswith(
+        "override 'parallel.expert=3': parallel.expert: 3 does not divide the model's 8 experts"
+    )
     assert "Traceback" not in captured.err
     assert main(["plan", QUICKSTART, "run.nme=x"]) == 2
     assert "did you mean 'name'" in capsys.readouterr().err

@@ -21,7 +21,18 @@ def run(tmp_path):
     group = Group(0, prompt, [])
     for sample, reward in enumerate((0.0, 1.0)):
         group.trajectories.append(
-            Trajectory(f"g0-s{sample}", 0, prompt, [5, 6, 7], [1, 1, 0], [-1.0, -0.5, -9.0], [0] * 3, "stop", f"two\n{sample}", reward=reward)
+            Trajectory(
+                f"g0-s{sample}",
+                0,
+                prompt,
+                [5, 6, 7],
+                [1, 1, 0],
+                [-1.0, -0.5, -9.0],
+                [0] * 3,
+                "stop",
+                f"two\n{sample}",
+                reward=reward,
+            )
         )
     journal = Journal(folder.journal_dir)
     with journal.write(0, 0, 2, {0: group}) as writer:
@@ -38,13 +49,18 @@ def test_a_step_as_json(run, capsys):
     assert (shown["complete"], shown["weight_version"], group["prompt"], group["answer"]) == (True, 0, "1 + 1 =", "2")
     one = group["trajectories"][1]
     assert (one["reward"], one["advantage"], one["response"]) == (1.0, 1.0, "two\n1")
-    assert (one["log_prob_sum"], one["log_prob_mean"], one["log_prob_min"]) == (-1.5, -0.75, -1.0), "masked tokens are not the policy's"
+    assert (one["log_prob_sum"], one["log_prob_mean"], one["log_prob_min"]) == (-1.5, -0.75, -1.0), (
+        "masked tokens are not the policy's"
+    )
 
 
 def test_a_step_for_people(run, capsys):
     assert main(["inspect", str(run.path), "--step", "1"]) == 0
     text = capsys.readouterr().out
-    assert "train:7   answer: '2'" in text and "reward 1  advantage +1.000  3 tokens, stop  log-prob a token -0.7500" in text
+    assert (
+        "train:7   answer: '2'" in text
+        and "reward 1  advantage +1.000  3 tokens, stop  log-prob a token -0.7500" in text
+    )
 
 
 def test_all_steps_and_one_that_was_cut_short(run, capsys):
@@ -60,7 +76,9 @@ def test_a_failed_scoring_is_no_reward_of_zero(run, capsys):
     journal = Journal(run.journal_dir)
     record = journal.read(0)
     (group,) = record.batch.groups
-    group.trajectories.append(Trajectory("g0-s2", 0, group.prompt, [5], [1], [-1.0], [0], "stop", "", reward_error="judge: it hung"))
+    group.trajectories.append(
+        Trajectory("g0-s2", 0, group.prompt, [5], [1], [-1.0], [0], "stop", "", reward_error="judge: it hung")
+    )
     with journal.write(0, 0, 3, {0: group}) as writer:
         writer.finish(RolloutBatch(0, [group], {}, {}), {})
     assert main(["inspect", str(run.path), "--step", "1"]) == 0

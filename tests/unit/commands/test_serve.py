@@ -18,7 +18,9 @@ CONFIG = str(Path(__file__).parents[3] / "configs/quickstart.yaml")
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    """served(*words): `gspo-mega serve` of the run in `tmp_path`/run; the (attempt, index) that the server was started with."""
+    """served(*words): `gspo-mega serve` of the run in `tmp_path`/run; the (attempt, index) that the server was started
+    with.
+    """
     started = []
 
     class Supervisor:
@@ -31,7 +33,10 @@ def served(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "ServerSupervisor", Supervisor)
 
     def call(*words):
-        assert command_line.main(["serve", CONFIG, f"run.dir={tmp_path}", "run.name=run", "server.num_servers=2", *words]) == 0
+        assert (
+            command_line.main(["serve", CONFIG, f"run.dir={tmp_path}", "run.name=run", "server.num_servers=2", *words])
+            == 0
+        )
         return started[-1]
 
     return call

@@ -21,7 +21,9 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
     def writer(more: str = "", *, text: str | None = None, name: str = "c.yaml") -> Path:
         path = tmp_path / name
-        path.write_text(textwrap.dedent(text) if text is not None else SMALLEST + textwrap.dedent(more), encoding="utf-8")
+        path.write_text(
+            textwrap.dedent(text) if text is not None else SMALLEST + textwrap.dedent(more), encoding="utf-8"
+        )
         return path
 
     return writer

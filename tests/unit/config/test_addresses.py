@@ -5,7 +5,10 @@ import pytest
 from gspo_mega.config.addresses import address_problem, is_loopback, with_port
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7", "::1", "fd00::2", "fe80::1%eth0", "localhost", "node1", "gpu-07.cluster.example", "a_b"])
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "10.0.0.7", "::1", "fd00::2", "fe80::1%eth0", "localhost", "node1", "gpu-07.cluster.example", "a_b"],
+)
 def test_a_machines_own_address_or_name_may_be_bound(host):
     assert address_problem(host) is None
 
@@ -16,9 +19,16 @@ def test_what_is_neither_is_refused(host):
 
 
 def test_loopback():
-    assert [host for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost", "10.0.0.1", "node1", "fd00::2") if is_loopback(host)] == [
-        "127.0.0.1", "127.9.9.9", "::1", "localhost",
-    ]  # fmt: skip
+    assert [
+        host
+        for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost", "10.0.0.1", "node1", "fd00::2")
+        if is_loopback(host)
+    ] == [
+        "127.0.0.1",
+        "127.9.9.9",
+        "::1",
+        "localhost",
+    ]
 
 
 def test_a_port_behind_an_ipv6_address_is_told_apart():

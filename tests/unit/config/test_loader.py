@@ -127,11 +127,10 @@ def test_data_sources(write):
 def test_loading_and_planning_import_neither_torch_nor_numpy(write):
     """On a login node the answer comes at once: with these imports it would take seconds."""
     script = (
-        "import sys, time; start = time.perf_counter()\n"
-        "from gspo_mega.config import load_config\n"
-        "import gspo_mega.plan, gspo_mega.commands.plan, gspo_mega.commands.main\n"
-        f"load_config({str(write())!r})\n"
-        "print(sorted({'torch', 'numpy', 'transformers', 'megatron', 'aiohttp'} & {m.split('.')[0] for m in sys.modules}))\n"
+        "import sys, time; start = time.perf_counter()\nfrom gspo_mega.config import load_config\nimport"
+        " gspo_mega.plan, gspo_mega.commands.plan,"
+        f" gspo_mega.commands.main\nload_config({str(write())!r})\nprint(sorted({{'torch', 'numpy', 'transformers',"
+        " 'megatron', 'aiohttp'} & {m.split('.')[0] for m in sys.modules}))\n"
     )
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

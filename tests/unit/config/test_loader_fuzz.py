@@ -10,12 +10,53 @@ from gspo_mega.errors import ConfigError
 
 PIECES = st.lists(
     st.sampled_from(
-        ["run", "name", "reward", "data", "batch", "sources", ": ", ":\n", "\n", "  ", "\t", "- ", "{", "}", "[", "]", ", ", "&a ", "*a", "<<: ",
-         "!!int ", "!x ", "%YAML 1.2\n", "---\n", "...\n", "'", '"', '"\\ud800"', "\\x", "|\n", ">-\n", "#", "? ", "1e9999", "9" * 5000, "0x", ".nan",
-         "~", "\0", "\x85", "é", "\ufeff"]
+        [
+            "run",
+            "name",
+            "reward",
+            "data",
+            "batch",
+            "sources",
+            ": ",
+            ":\n",
+            "\n",
+            "  ",
+            "\t",
+            "- ",
+            "{",
+            "}",
+            "[",
+            "]",
+            ", ",
+            "&a ",
+            "*a",
+            "<<: ",
+            "!!int ",
+            "!x ",
+            "%YAML 1.2\n",
+            "---\n",
+            "...\n",
+            "'",
+            '"',
+            '"\\ud800"',
+            "\\x",
+            "|\n",
+            ">-\n",
+            "#",
+            "? ",
+            "1e9999",
+            "9" * 5000,
+            "0x",
+            ".nan",
+            "~",
+            "\0",
+            "\x85",
+            "é",
+            "\ufeff",
+        ]
     ),
     max_size=30,
-).map("".join)  # fmt: skip
+).map("".join)
 
 
 @settings(max_examples=300, deadline=None)

@@ -63,12 +63,18 @@ def test_unreadable_overrides_are_reported_together_with_the_file(write):
 
 
 def test_a_wrong_key_or_value_names_the_override(write):
-    assert refused(write(), "optimizer.lrr=1") == ["override 'optimizer.lrr=1': optimizer.lrr: unknown key; did you mean 'lr'?"]
-    assert refused(write(), "optmizer.lr=1") == ["override 'optmizer.lr=1': optmizer: unknown key; did you mean 'optimizer'?"]
-    assert refused(write(), "batch.group_size=one") == ["override 'batch.group_size=one': batch.group_size: is 'one'; must be a whole number"]
+    assert refused(write(), "optimizer.lrr=1") == [
+        "override 'optimizer.lrr=1': optimizer.lrr: unknown key; did you mean 'lr'?"
+    ]
+    assert refused(write(), "optmizer.lr=1") == [
+        "override 'optmizer.lr=1': optmizer: unknown key; did you mean 'optimizer'?"
+    ]
+    assert refused(write(), "batch.group_size=one") == [
+        "override 'batch.group_size=one': batch.group_size: is 'one'; must be a whole number"
+    ]
     assert refused(write(), "batch.num_mini_batches=17") == [
-        "override 'batch.num_mini_batches=17': batch.num_mini_batches: 17 mini-batches of prompts_per_step x group_size = 16 "
-        "trajectories leave some empty; at most 16"
+        "override 'batch.num_mini_batches=17': batch.num_mini_batches: 17 mini-batches of prompts_per_step x group_size"
+        " = 16 trajectories leave some empty; at most 16"
     ]
 
 

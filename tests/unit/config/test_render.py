@@ -9,7 +9,33 @@ from gspo_mega.config import Config, load_config, render_config
 from gspo_mega.config.server_options import option_problems
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20) | st.sampled_from(
-    ["no", "1e-6", "1:30:00", "0o17", "0x1f", "~", "null", "true", "<<", "=", "2024-01-02", "1_000", "- a", "a: b", "#", " x ", "a\nb", "\r", "\t", "\u2028", "\x85", "'", '"', "|", "é"]
+    [
+        "no",
+        "1e-6",
+        "1:30:00",
+        "0o17",
+        "0x1f",
+        "~",
+        "null",
+        "true",
+        "<<",
+        "=",
+        "2024-01-02",
+        "1_000",
+        "- a",
+        "a: b",
+        "#",
+        " x ",
+        "a\nb",
+        "\r",
+        "\t",
+        "\u2028",
+        "\x85",
+        "'",
+        '"',
+        "|",
+        "é",
+    ]
 )
 FLOATS = st.floats(min_value=1e-300, max_value=1e300) | st.sampled_from([1e-6, 1e22, 3e-4, 0.1 + 0.2])
 JSON = st.recursive(
@@ -21,7 +47,9 @@ JSON = st.recursive(
 
 @st.composite
 def configs(draw):
-    sources = draw(st.lists(st.fixed_dictionaries({"path": TEXT, "weight": FLOATS, "reward": st.none() | TEXT}), max_size=2))
+    sources = draw(
+        st.lists(st.fixed_dictionaries({"path": TEXT, "weight": FLOATS, "reward": st.none() | TEXT}), max_size=2)
+    )
     raw = {
         "run": {"name": "n", "dir": draw(TEXT), "seed": draw(st.integers(0, 2**31 - 1))},
         "model": {"path": draw(TEXT)},
@@ -30,9 +58,21 @@ def configs(draw):
         "batch": {"prompts_per_step": 4, "group_size": 4, "micro_batch_tokens": draw(st.integers(1, 10**9))},
         "optimizer": {"lr": draw(FLOATS)},
         "data": {"max_prompt_tokens": 4, "system_prompt": draw(st.none() | TEXT), "answer_key": draw(TEXT)},
-        "reward": {"functions": [{"function": draw(TEXT), "weight": -draw(FLOATS), "options": draw(st.dictionaries(TEXT, JSON, max_size=3))}]},
+        "reward": {
+            "functions": [
+                {
+                    "function": draw(TEXT),
+                    "weight": -draw(FLOATS),
+                    "options": draw(st.dictionaries(TEXT, JSON, max_size=3)),
+                }
+            ]
+        },
         "rollout": {"max_new_tokens": 4},
-        "server": {"options": draw(st.dictionaries(TEXT.filter(lambda name: not list(option_problems({name: None}))), JSON, max_size=3))},
+        "server": {
+            "options": draw(
+                st.dictionaries(TEXT.filter(lambda name: not list(option_problems({name: None}))), JSON, max_size=3)
+            )
+        },
     }
     if sources:
         raw["data"]["sources"] = [{"name": f"s{i}", **source} for i, source in enumerate(sources)]

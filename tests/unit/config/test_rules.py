@@ -10,7 +10,19 @@ from gspo_mega.errors import ConfigError, DataError
 SFT = "sft={max_steps: 1, sequences_per_step: 8, eval_every_steps: 1, stop_accuracy_low: 0.2, stop_accuracy_high: 0.5}"
 
 # Every one of them is all addresses of the machine to the C library, or to a resolver.
-WILDCARDS = ("::", "::0", "0:0:0:0:0:0:0:0", "::0.0.0.0", "::ffff:0.0.0.0", "000.0.0.0", "0", "0.0", "0x0", "00.00.00.00", "::%lo")
+WILDCARDS = (
+    "::",
+    "::0",
+    "0:0:0:0:0:0:0:0",
+    "::0.0.0.0",
+    "::ffff:0.0.0.0",
+    "000.0.0.0",
+    "0",
+    "0.0",
+    "0x0",
+    "00.00.00.00",
+    "::%lo",
+)
 
 
 def refused(path, *overrides, command=None):
@@ -31,47 +43,102 @@ def refused(path, *overrides, command=None):
         (["moe.load_balancing=aux_loss"], "moe.load_balancing_coefficient", "without effect"),
         (["moe.load_balancing_coefficient=1e-3"], "moe.load_balancing_coefficient", "`load_balancing: aux_loss`"),
         (["moe.routing_replay=R3"], "moe.routing_replay", "return_routed_experts: true"),
-        (["moe.routing_replay=R2", "batch.num_mini_batches=1"], "moe.routing_replay", "`batch.num_mini_batches: 1` leaves out"),
-        (["moe.routing_replay=R2", "old_log_probs=rollout"], "moe.routing_replay", "`old_log_probs: rollout` leaves out"),
+        (
+            ["moe.routing_replay=R2", "batch.num_mini_batches=1"],
+            "moe.routing_replay",
+            "`batch.num_mini_batches: 1` leaves out",
+        ),
+        (
+            ["moe.routing_replay=R2", "old_log_probs=rollout"],
+            "moe.routing_replay",
+            "`old_log_probs: rollout` leaves out",
+        ),
         (["algorithm=custom"], "objective.ratio", "valid: sequence, sequence_token, token"),
         (["objective.ratio=sequence"], "objective.ratio", "leave it out"),
         (["algorithm=custom", "objective.ratio=token"], "objective.clip_low", "GRPO's: 0.2 and 0.27"),
-        (["algorithm=grpo", "objective.aggregation=sequence_mean_token_sum_norm"], "objective.norm_constant_tokens", "missing"),
+        (
+            ["algorithm=grpo", "objective.aggregation=sequence_mean_token_sum_norm"],
+            "objective.norm_constant_tokens",
+            "missing",
+        ),
         (["objective.norm_constant_tokens=5"], "objective.norm_constant_tokens", "does not use it"),
         (["batch.num_mini_batches=17"], "batch.num_mini_batches", "at most 16"),
         (["optimizer.min_lr=1"], "optimizer.min_lr", "above lr"),
-        (["precision=bf16", "optimizer={lr: 1, moments_dtype: bf16, distributed: false}"], "optimizer.moments_dtype", "`optimizer.distributed: true`"),
-        (["optimizer={lr: 1, cpu_offload_fraction: 0.5, distributed: false}"], "optimizer.cpu_offload_fraction", "`optimizer.distributed: true`"),
+        (
+            ["precision=bf16", "optimizer={lr: 1, moments_dtype: bf16, distributed: false}"],
+            "optimizer.moments_dtype",
+            "`optimizer.distributed: true`",
+        ),
+        (
+            ["optimizer={lr: 1, cpu_offload_fraction: 0.5, distributed: false}"],
+            "optimizer.cpu_offload_fraction",
+            "`optimizer.distributed: true`",
+        ),
         (["precision=fp32", "optimizer.moments_dtype=fp8"], "optimizer.moments_dtype", "`precision: fp32`"),
-        (["precision=bf16", "optimizer={lr: 1, moments_dtype: bf16, cpu_offload_fraction: 1}"], "optimizer.moments_dtype", "cpu_offload_fraction > 0"),
-        (["precision=fp8", "fp8.parameters=true", "optimizer.cpu_offload_fraction=0.5"], "optimizer.cpu_offload_fraction", "FP8 parameters"),
+        (
+            ["precision=bf16", "optimizer={lr: 1, moments_dtype: bf16, cpu_offload_fraction: 1}"],
+            "optimizer.moments_dtype",
+            "cpu_offload_fraction > 0",
+        ),
+        (
+            ["precision=fp8", "fp8.parameters=true", "optimizer.cpu_offload_fraction=0.5"],
+            "optimizer.cpu_offload_fraction",
+            "FP8 parameters",
+        ),
         (["data.path=null"], "data.path", "give `path`"),
         (["data.path="], "data.path", "give `path`"),
         (["data.path=''"], "data.path", "empty"),
         (["data.sources=[{name: a, path: x}]"], "data.path", "keep one"),
         (["data.path=null", "data.sources=[{name: a, path: x}, {name: a, path: y}]"], "data.sources", "'a'"),
         (
-            ["data.path=null", "data.sources=[{name: a, path: x, reward: gsm8k}, {name: b, path: y, reward: exact_match}]", "eval={path: z}"],
-            "eval.reward", "missing; the sources have different rewards of their own, and none has `reward`; valid: exact_match, gsm8k, or another",
+            [
+                "data.path=null",
+                "data.sources=[{name: a, path: x, reward: gsm8k}, {name: b, path: y, reward: exact_match}]",
+                "eval={path: z}",
+            ],
+            "eval.reward",
+            (
+                "missing; the sources have different rewards of their own, and none has `reward`; valid: exact_match,"
+                " gsm8k, or another"
+            ),
         ),
         (["data.system_prompt=hi", "data.chat_template=false"], "data.system_prompt", "chat_template: true"),
         (["reward={functions: [{function: a}, {function: a}]}"], "reward.functions", "listed 2 times"),
-        (["precision=fp8", "fp8.parameters=true", "optimizer.distributed=false"], "fp8.parameters", "optimizer.distributed: true"),
+        (
+            ["precision=fp8", "fp8.parameters=true", "optimizer.distributed=false"],
+            "fp8.parameters",
+            "optimizer.distributed: true",
+        ),
         (["precision=fp8", "fp8={parameters: true, recipe: mxfp8}"], "fp8.parameters", "valid: false"),
         (["rollout.top_k=0"], "rollout.top_k", "-1"),
-        (["cluster.num_rollout_nodes=2"], "cluster.num_rollout_nodes", "2 nodes for server.num_servers 1: some would have nothing to do; at most 1"),
-        (["train={num_steps: 1, rollouts_only: true, from_rollouts: r}"], "train.rollouts_only", "contradicts train.from_rollouts"),
+        (
+            ["cluster.num_rollout_nodes=2"],
+            "cluster.num_rollout_nodes",
+            "2 nodes for server.num_servers 1: some would have nothing to do; at most 1",
+        ),
+        (
+            ["train={num_steps: 1, rollouts_only: true, from_rollouts: r}"],
+            "train.rollouts_only",
+            "contradicts train.from_rollouts",
+        ),
         (["run.name=.."], "run.name", "folder"),
         (["server.host=0.0.0.0"], "server.host", "own address"),
         (["server.tensor=2", "publish.verify=tensors"], "publish.verify", "valid then: auto, replicas"),
-        *(([f"server.host={json.dumps(host)}"], "server.host", "opens the server to every network") for host in WILDCARDS),
+        *(
+            ([f"server.host={json.dumps(host)}"], "server.host", "opens the server to every network")
+            for host in WILDCARDS
+        ),
         (["server.host='127.1'"], "server.host", "'127.1' is 127.0.0.1 in other words; write that"),
         (["server.host=224.0.0.1"], "server.host", "is no machine's address"),
         (["server.host=255.255.255.255"], "server.host", "is no machine's address"),
         (["server.host='[::1]'"], "server.host", "without brackets"),
         (["server.host='*'"], "server.host", "neither an IP address nor the name of a machine"),
         (["server.host=''"], "server.host", "neither an IP address nor the name of a machine"),
-        (["server.options.trust_remote_code=true"], "server.options.trust_remote_code", "runs code that a file, a module or a request names; leave it out"),
+        (
+            ["server.options.trust_remote_code=true"],
+            "server.options.trust_remote_code",
+            "runs code that a file, a module or a request names; leave it out",
+        ),
         (["server.options.load_format=pt"], "server.options.load_format", "servers load safetensors"),
         (["server.options.admin_api_key=x"], "server.options.admin_api_key", "listen or answer beyond its one address"),
         (["server.options.quantization=fp8"], "server.options.quantization", "every verification of a publish fail"),
@@ -112,7 +179,8 @@ def test_all_contradictions_are_reported_at_once(write):
 
 
 @pytest.mark.parametrize(
-    ("command", "missing"), [("train", ["train"]), ("sft", ["sft", "eval"]), ("eval", ["eval"]), ("serve", []), (None, [])]
+    ("command", "missing"),
+    [("train", ["train"]), ("sft", ["sft", "eval"]), ("eval", ["eval"]), ("serve", []), (None, [])],
 )
 def test_what_a_command_needs(write, command, missing):
     if not missing:
@@ -136,7 +204,10 @@ def test_the_default_clip_range_of_grpo(write):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["objective.clip_low=3e-3", "objective.clip_high=4e-3"], "clip range 0.003 / 0.004 instead of 0.0003 / 0.0004"),
+        (
+            ["objective.clip_low=3e-3", "objective.clip_high=4e-3"],
+            "clip range 0.003 / 0.004 instead of 0.0003 / 0.0004",
+        ),
         (["algorithm=grpo", "objective.clip_low=3e-4"], "clip range 0.0003 / 0.27 instead of 0.2 / 0.27"),
         (["algorithm=custom", "objective.ratio=sequence"], "algorithm custom"),
         (["objective.dual_clip=3"], "dual clip 3"),
@@ -146,20 +217,36 @@ def test_the_default_clip_range_of_grpo(write):
         (["rollout.top_k=50"], "truncated"),
         (["rollout.temperature=0.7"], "temperature 0.7"),
         (["rollout.filter_constant_groups=true", "rollout.max_oversampling=1"], "not refilled"),
-        (["rollout.filter_constant_groups=true"], "are replaced, up to 3 x prompts_per_step, which the paper does not do"),
+        (
+            ["rollout.filter_constant_groups=true"],
+            "are replaced, up to 3 x prompts_per_step, which the paper does not do",
+        ),
         (["train.num_steps=2"], "mismatch.correction truncate: each sequence's term is weighed by min(w, 2)"),
-        (["train.num_steps=2", "mismatch={correction: mask, cap: 3}"], "weighed by w, or dropped where w leaves [1/3, 3]"),
+        (
+            ["train.num_steps=2", "mismatch={correction: mask, cap: 3}"],
+            "weighed by w, or dropped where w leaves [1/3, 3]",
+        ),
         (["reward.permute_in_batch=true"], "a control"),
         (["advantage.std_ddof=1"], "divided by the sample standard deviation; the paper"),
         (["advantage.divide_by_std=false"], "not divided by a standard deviation"),
-        (["moe={load_balancing: aux_loss, load_balancing_coefficient: 1e-3}"], "router losses are added to the objective"),
+        (
+            ["moe={load_balancing: aux_loss, load_balancing_coefficient: 1e-3}"],
+            "router losses are added to the objective",
+        ),
         (["optimizer.min_lr=1e-7"], "no effect"),
         (["optimizer.decay_norms_and_biases=true"], "no effect with weight_decay 0"),
         (["recompute.num_layers=2"], "no effect"),
         (["train.num_steps=2", "mismatch.correction=none", "optimizer.warmup_steps=8"], "not over before"),
         (["eval={path: train.jsonl}"], "held-out"),
         (["eval={path: ./x/../train.jsonl}"], "held-out"),
-        (["data.path=null", "data.sources=[{name: a, path: a, reward: gsm8k}, {name: b, path: b}]", "eval={path: c}"], "not by the own rewards of a; eval.reward"),
+        (
+            [
+                "data.path=null",
+                "data.sources=[{name: a, path: a, reward: gsm8k}, {name: b, path: b}]",
+                "eval={path: c}",
+            ],
+            "not by the own rewards of a; eval.reward",
+        ),
         (["precision=bf16", "fp8.recipe=delayed"], "`fp8` has no effect with `precision: bf16`"),
         (["precision=fp8", "fp8.recipe=delayed"], "from pass to pass"),
         (["precision=fp8", "fp8.parameters=true"], "rounded to FP8"),
@@ -187,7 +274,11 @@ def test_notices(write, overrides, said):
         ["recompute.num_layers=2", "recompute.granularity=full"],
         ["train.num_steps=2", "mismatch.correction=none", "optimizer.warmup_steps=7"],
         ["eval={path: other.jsonl}"],
-        ["data.path=null", "data.sources=[{name: a, path: a, reward: gsm8k}, {name: b, path: b}]", "eval={path: c, reward: gsm8k}"],
+        [
+            "data.path=null",
+            "data.sources=[{name: a, path: a, reward: gsm8k}, {name: b, path: b}]",
+            "eval={path: c, reward: gsm8k}",
+        ],
         ["data.path=null", "data.sources=[{name: a, path: a, reward: gsm8k}]", "eval={path: c}"],
         ["precision=fp8", "fp8.recipe=tensorwise"],
     ],
@@ -199,7 +290,9 @@ def test_no_notice_without_a_reason(write, overrides):
 def test_a_link_to_the_training_file_is_the_training_file(write, tmp_path):
     (tmp_path / "train.jsonl").write_text("")
     (tmp_path / "held_out.jsonl").symlink_to(tmp_path / "train.jsonl")
-    (notice,) = load_config(write(), [f"data.path={tmp_path}/train.jsonl", f"eval={{path: {tmp_path}/held_out.jsonl}}"]).notices
+    (notice,) = load_config(
+        write(), [f"data.path={tmp_path}/train.jsonl", f"eval={{path: {tmp_path}/held_out.jsonl}}"]
+    ).notices
     assert "eval.path is also trained on" in notice
 
 

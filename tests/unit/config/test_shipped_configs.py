@@ -9,7 +9,12 @@ from gspo_mega.plan import plan_run, render_report
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
-COMMANDS = {"quickstart_sft.yaml": "sft", "certify_dense.yaml": "certify", "certify_mla.yaml": "certify", "certify_moe.yaml": "certify"}
+COMMANDS = {
+    "quickstart_sft.yaml": "sft",
+    "certify_dense.yaml": "certify",
+    "certify_mla.yaml": "certify",
+    "certify_moe.yaml": "certify",
+}
 
 
 def test_there_are_some():
@@ -62,7 +67,15 @@ def misfits(value, schema, root):
         for inner in value:
             yield from misfits(inner, schema["items"], root)
     else:
-        types = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "object": dict, "array": list}
+        types = {
+            "string": str,
+            "integer": int,
+            "number": (int, float),
+            "boolean": bool,
+            "null": type(None),
+            "object": dict,
+            "array": list,
+        }
         if "type" in schema and not isinstance(value, types[schema["type"]]):
             yield f"{value!r} is not {schema['type']}"
         if "enum" in schema and value not in schema["enum"]:
@@ -75,9 +88,14 @@ def test_the_committed_json_schema_is_current():
 
 
 def test_only_the_quickstart_widens_the_clip_range_and_says_so():
-    noticed = {path.name: [n for n in load_config(path, (), COMMANDS.get(path.name, "train")).notices if "clip range" in n] for path in SHIPPED}
+    noticed = {
+        path.name: [n for n in load_config(path, (), COMMANDS.get(path.name, "train")).notices if "clip range" in n]
+        for path in SHIPPED
+    }
     assert noticed["gsm8k.yaml"] == [] and noticed["quickstart_sft.yaml"] == []
-    assert noticed["quickstart.yaml"] == ["clip range 0.003 / 0.004 instead of 0.0003 / 0.0004, the published one of gspo"]
+    assert noticed["quickstart.yaml"] == [
+        "clip range 0.003 / 0.004 instead of 0.0003 / 0.0004, the published one of gspo"
+    ]
     assert "does not transfer" in (CONFIGS / "quickstart.yaml").read_text()
 
 

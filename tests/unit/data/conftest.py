@@ -20,7 +20,10 @@ def write_jsonl(tmp_path):
 
     def write(rows, name="data.jsonl"):
         path = tmp_path / name
-        lines = [row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode() for row in rows]
+        lines = [
+            row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
+            for row in rows
+        ]
         path.write_bytes(b"".join(line + b"\n" for line in lines))
         return path
 

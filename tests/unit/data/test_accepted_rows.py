@@ -1,4 +1,6 @@
-"""Every row that a data file may hold goes through the journal and comes back as it was; every other is named with its line."""
+"""Every row that a data file may hold goes through the journal and comes back as it was; every other is named with its
+line.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,15 @@ from gspo_mega.records import Group, RolloutBatch, Trajectory
 
 # Any characters, half surrogate pairs among them, as Python's own writer escapes them.
 texts = st.text(st.characters(exclude_categories=()), max_size=6)
-numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([10**400, -0.0, 5e-324, 1.7976931348623157e308, 2**63, 2**64]))
+numbers = st.one_of(
+    st.integers(), st.floats(), st.sampled_from([10**400, -0.0, 5e-324, 1.7976931348623157e308, 2**63, 2**64])
+)
 leaves = st.one_of(st.none(), st.booleans(), numbers, texts)
-values = st.recursive(leaves, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)), max_leaves=8)
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)),
+    max_leaves=8,
+)
 
 
 def nested(levels: int) -> list:
@@ -34,7 +42,11 @@ def nested(levels: int) -> list:
     return value
 
 
-@given(st.text(st.characters(exclude_categories=()), min_size=1, max_size=6), values, st.dictionaries(texts, values, max_size=3))
+@given(
+    st.text(st.characters(exclude_categories=()), min_size=1, max_size=6),
+    values,
+    st.dictionaries(texts, values, max_size=3),
+)
 @example("a", float("nan"), {})
 @example("\ud800", None, {})
 @example("a", None, {"x": [{"y": float("inf")}]})
@@ -46,7 +58,9 @@ def test_an_accepted_row_survives_the_journal_and_a_refused_one_is_named(tokeniz
     row = {**more, "prompt": prompt, "answer": answer}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "data.jsonl")
-        path.write_bytes(json.dumps({"prompt": "fine", "answer": 1}).encode() + b"\n" + json.dumps(row).encode() + b"\n")
+        path.write_bytes(
+            json.dumps({"prompt": "fine", "answer": 1}).encode() + b"\n" + json.dumps(row).encode() + b"\n"
+        )
         data = Data(max_prompt_tokens=64, chat_template=False)
         try:
             source = PromptSource("train", path, data, PromptEncoder(tokenizer, chat_template=False))

@@ -22,12 +22,19 @@ def test_an_ordinary_prompt_is_what_hugging_face_makes_of_it(tokenizer):
     encoder = PromptEncoder(tokenizer, chat_template=True, system_prompt="Be brief.")
     text, ids = encoder.encode_prompt("How much is 12+34?")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How much is 12+34?"}]
-    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow much is 12+34?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow much is"
+        " 12+34?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 def test_messages_are_taken_in_turn(encoder, tokenizer):
-    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2+2?"}]
+    messages = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "And 2+2?"},
+    ]
     text, ids = encoder.encode_prompt(messages)
     assert text.count("<|im_start|>") == 4
     assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -52,10 +59,18 @@ def test_a_forged_turn_stays_inside_the_users_turn(encoder, tokenizer):
     assert ids.count(start) == harmless.count(start) == 2
 
 
-@given(st.lists(st.sampled_from([*SPECIAL, "a", " ", "\n", "7", "<|im_", "end|>", "placeholder", "é"]), min_size=1).map("".join))
+@given(
+    st.lists(st.sampled_from([*SPECIAL, "a", " ", "\n", "7", "<|im_", "end|>", "placeholder", "é"]), min_size=1).map(
+        "".join
+    )
+)
 def test_any_mixture_decodes_to_its_text_with_the_templates_controls_only(encoder, tokenizer, content):
     text, ids = encoder.encode_prompt([{"role": "user", "content": content}, {"role": "user", "content": "x"}])
-    assert tokenizer.decode(ids) == text == "".join(f"<|im_start|>user\n{c}<|im_end|>\n" for c in (content, "x")) + "<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(ids)
+        == text
+        == "".join(f"<|im_start|>user\n{c}<|im_end|>\n" for c in (content, "x")) + "<|im_start|>assistant\n"
+    )
     special = set(tokenizer.convert_tokens_to_ids(list(SPECIAL)))
     assert sum(token in special for token in ids) == 5
 
@@ -102,12 +117,16 @@ def test_problems_of_prompts(encoder, prompt, problem):
 
 def test_no_problem(encoder):
     assert encoder.problem_of("a") is None
-    assert encoder.problem_of([{"role": "system", "content": "s"}, {"role": "user", "content": "a", "name": "n"}]) is None
+    assert (
+        encoder.problem_of([{"role": "system", "content": "s"}, {"role": "user", "content": "a", "name": "n"}]) is None
+    )
 
 
 def test_two_system_messages(tokenizer):
     encoder = PromptEncoder(tokenizer, chat_template=True, system_prompt="s")
-    assert "system message" in encoder.problem_of([{"role": "system", "content": "s"}, {"role": "user", "content": "a"}])
+    assert "system message" in encoder.problem_of(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    )
 
 
 def test_messages_need_the_template(tokenizer):
@@ -165,12 +184,16 @@ def test_code_that_a_folder_brings_is_not_run(tmp_path, kind):
         config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own_code.Own", "own_code.Own"]}}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     else:
-        (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own_code.Own"}}))
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own_code.Own"}})
+        )
         (folder / "tokenizer_config.json").write_text("{}")
     loader = "import sys; from gspo_mega.data.chat import load_tokenizer; load_tokenizer(sys.argv[1])"
     run = subprocess.run([sys.executable, "-c", loader, str(folder)], input="y\ny\n", capture_output=True, text=True)
     assert not made.exists(), "the folder's code ran"
-    assert run.returncode == 0 or "DataError" in run.stderr and "its tokenizer cannot be loaded" in run.stderr, run.stderr[-2000:]
+    assert run.returncode == 0 or ("DataError" in run.stderr and "its tokenizer cannot be loaded" in run.stderr), (
+        run.stderr[-2000:]
+    )
 
 
 def test_a_damaged_tokenizer_is_the_users_error(tmp_path):

@@ -7,7 +7,9 @@ from gspo_mega.errors import DataError
 
 
 def test_prompt_and_response_as_token_ids(write_jsonl, data_settings, tokenizer):
-    data = data_settings(path=str(write_jsonl([{"prompt": "1+2=", "answer": "3", "response": "1+2=3#3"}])), chat_template=True)
+    data = data_settings(
+        path=str(write_jsonl([{"prompt": "1+2=", "answer": "3", "response": "1+2=3#3"}])), chat_template=True
+    )
     [source] = load_demonstrations(data, tokenizer, max_response_tokens=64)
     [demonstration] = source.items()
     assert demonstration.demonstration_id == "data:0"
@@ -24,13 +26,17 @@ def test_the_answer_is_not_needed_and_any_key_may_hold_the_response(write_jsonl,
 
 
 def test_what_no_rollout_could_produce_is_left_out(write_jsonl, data_settings, tokenizer):
-    rows = [{"prompt": prompt, "response": response} for prompt, response in (("1", "7777"), ("1", "77777"), ("1" * 9, "7"))]
+    rows = [
+        {"prompt": prompt, "response": response} for prompt, response in (("1", "7777"), ("1", "77777"), ("1" * 9, "7"))
+    ]
     data = data_settings(path=str(write_jsonl(rows)), max_prompt_tokens=8)
     [source] = load_demonstrations(data, tokenizer, max_response_tokens=5)
     # Four sevens and the end token are five tokens.
     assert [item is not None for item in map(source.item, range(3))] == [True, False, False]
     assert source.num_overlong == 2
-    with pytest.raises(DataError, match="every one of its 3 rows is too long .data.max_prompt_tokens: 8, rollout.max_new_tokens: 1"):
+    with pytest.raises(
+        DataError, match="every one of its 3 rows is too long .data.max_prompt_tokens: 8, rollout.max_new_tokens: 1"
+    ):
         load_demonstrations(data, tokenizer, max_response_tokens=1)
 
 

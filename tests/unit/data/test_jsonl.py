@@ -32,7 +32,9 @@ def test_last_line_needs_no_newline_and_crlf_is_fine(tmp_path):
 
 
 def test_every_malformed_line_is_named_with_its_number(write_jsonl):
-    path = write_jsonl([{"a": 1}, '{"a": 1,}', "", "[1]", b'{"a": "\xff"}', {"b": 1}, "7", '{"a": ' + "9" * 5000 + "}", "[" * 100_000])
+    path = write_jsonl(
+        [{"a": 1}, '{"a": 1,}', "", "[1]", b'{"a": "\xff"}', {"b": 1}, "7", '{"a": ' + "9" * 5000 + "}", "[" * 100_000]
+    )
     with pytest.raises(DataError) as caught:
         JsonlFile(path, needs_a)
     lines = str(caught.value).split("\n")

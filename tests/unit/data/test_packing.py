@@ -39,7 +39,9 @@ def test_packs_hold_every_sequence_once_within_the_budget(lengths, budget, pad, 
 def test_costs_are_balanced_over_ranks_and_within_a_turn():
     lengths = np.random.default_rng(0).integers(100, 4000, size=256).tolist()
     packs = plan_packs(lengths, 16384, 8, 4)
-    cost = np.array([[sum(sequence_cost(padded_length(lengths[i], 8)) for i in pack) for pack in rank] for rank in packs])
+    cost = np.array(
+        [[sum(sequence_cost(padded_length(lengths[i], 8)) for i in pack) for pack in rank] for rank in packs]
+    )
     assert cost.sum(axis=1).max() / cost.sum(axis=1).min() < 1.02
     assert (cost.max(axis=0) / cost.min(axis=0)).max() < 1.1
 
@@ -60,7 +62,12 @@ def test_fewer_sequences_than_ranks_leave_filler():
 
 
 def test_a_sequence_beyond_the_budget_is_an_error_that_says_what_is_needed():
-    with pytest.raises(PlanError, match=r"sequence 1 has 9 tokens \(12 padded to a multiple of 4\); batch.micro_batch_tokens is 10 .* at least 12"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"sequence 1 has 9 tokens \(12 padded to a multiple of 4\); batch.micro_batch_tokens is 10 .* at least 12"
+        ),
+    ):
         plan_packs([2, 9], 10, 4, 1)
     with pytest.raises(PlanError, match="sequence 0 has no tokens"):
         plan_packs([0], 10, 4, 1)
@@ -96,14 +103,26 @@ def trajectory(rng, index):
     }
 
 
-@given(seed=st.integers(0, 10_000), n=st.integers(1, 30), pad=st.sampled_from([1, 2, 8]), ranks=st.integers(1, 3), mini=st.integers(1, 4))
+@given(
+    seed=st.integers(0, 10_000),
+    n=st.integers(1, 30),
+    pad=st.sampled_from([1, 2, 8]),
+    ranks=st.integers(1, 3),
+    mini=st.integers(1, 4),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_planned_and_packed_rollout_batch_is_restored(seed, n, pad, ranks, mini):
     rng = np.random.default_rng(seed)
     trajectories = [trajectory(rng, i) for i in range(n)]
     lengths = [len(t["prompt_token_ids"]) + len(t["response_token_ids"]) for t in trajectories]
     plans = plan_rollout_batch(
-        lengths, num_mini_batches=min(mini, n), budget_tokens=40, pad_multiple=pad, num_data_parallel=ranks, seed=seed, step=3
+        lengths,
+        num_mini_batches=min(mini, n),
+        budget_tokens=40,
+        pad_multiple=pad,
+        num_data_parallel=ranks,
+        seed=seed,
+        step=3,
     )
     assert sorted(i for plan in plans for i in plan.shard) == list(range(n))
     for m in range(min(mini, n)):
@@ -143,11 +162,18 @@ def check_arrays(batch, shard, pad):
             assert batch.token_ids[start + p] == (tokens[p] if p < len(tokens) else 0)
             assert batch.labels[start + p] == (tokens[p + 1] if following else 0)
             assert batch.loss_mask[start + p] == (mask[p + 1] if following else 0)
-            assert batch.rollout_log_probs[start + p] == np.float32(log_probs[p + 1] if following and mask[p + 1] else 0)
+            assert batch.rollout_log_probs[start + p] == np.float32(
+                log_probs[p + 1] if following and mask[p + 1] else 0
+            )
 
 
 def test_trajectories_that_contradict_themselves_are_refused():
-    good = {"prompt_token_ids": [1], "response_token_ids": [2, 3], "response_mask": [1, 1], "rollout_log_probs": [-1.0, -1.0]}
+    good = {
+        "prompt_token_ids": [1],
+        "response_token_ids": [2, 3],
+        "response_mask": [1, 1],
+        "rollout_log_probs": [-1.0, -1.0],
+    }
     with pytest.raises(ValueError, match="row 1: 2 response tokens, 2 mask entries, 1 log-probs"):
         build_micro_batch([good, good | {"rollout_log_probs": [-1.0]}], [0, 1], 2)
     with pytest.raises(ValueError, match="row 0: no prompt token"):

@@ -49,7 +49,9 @@ def test_one_longest_sequence_is_the_bound_and_is_met():
 def test_packs_that_are_synchronised_are_made_alike(num_ranks):
     lengths = long_tailed(512, 0)
     costs = costs_of(lengths, 8)
-    alone, together = (plan_packs(lengths, LONGEST, 8, num_ranks, CROSSOVER, synchronised_packs=s) for s in (False, True))
+    alone, together = (
+        plan_packs(lengths, LONGEST, 8, num_ranks, CROSSOVER, synchronised_packs=s) for s in (False, True)
+    )
     assert waiting_costs(together, costs)[1] < waiting_costs(alone, costs)[1]
     assert waiting_costs(together, costs)[0] >= waiting_costs(alone, costs)[0]
 
@@ -84,7 +86,9 @@ def test_bins_keep_their_room_and_no_item_is_lost(lengths, room, ranks, together
     assert spent[1] >= spent[0] - 1e-9 and spent[0] >= max([*costs, sum(costs) / ranks], default=0) - 1e-9
 
 
-@given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40), room=st.integers(64, 200), bins=st.integers(1, 12))
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40), room=st.integers(64, 200), bins=st.integers(1, 12)
+)
 @settings(max_examples=150, deadline=None)
 def test_spread_is_the_greedy_it_says(lengths, room, bins):
     """Against the plain loop: every item to the cheapest bin that has room."""
@@ -123,7 +127,14 @@ def trajectory(num_tokens):
 def test_packs_are_padded_to_their_multiple_and_no_further(lengths, pad, blocks, ranks):
     multiple, budget = pad * blocks, 130
     plans = plan_rollout_batch(
-        lengths, num_mini_batches=1, budget_tokens=budget, pad_multiple=pad, num_data_parallel=ranks, seed=1, step=0, pack_multiple=multiple
+        lengths,
+        num_mini_batches=1,
+        budget_tokens=budget,
+        pad_multiple=pad,
+        num_data_parallel=ranks,
+        seed=1,
+        step=0,
+        pack_multiple=multiple,
     )
     for plan in plans:
         shard = [trajectory(lengths[i]) for i in plan.shard]
@@ -137,7 +148,11 @@ def test_packs_are_padded_to_their_multiple_and_no_further(lengths, pad, blocks,
                 assert sizes[s] == padded_length(lengths[plan.shard[row]], pad)
             if not rows:
                 assert batch.num_tokens == multiple and batch.trajectory_index.tolist() == [-1]
-            assert batch.sequence["length"].sum() == batch.loss_mask.sum() == sum(lengths[plan.shard[row]] - 1 for row in rows)
+            assert (
+                batch.sequence["length"].sum()
+                == batch.loss_mask.sum()
+                == sum(lengths[plan.shard[row]] - 1 for row in rows)
+            )
             for name in ("token_ids", "labels", "loss_mask", "rollout_log_probs", "position_ids", "sequence_ids"):
                 assert getattr(batch, name).shape == (batch.num_tokens,)
 
@@ -153,5 +168,10 @@ def test_a_pack_of_one_is_padded_behind_its_sequence():
 def test_the_budget_is_what_whole_multiples_of_it_hold():
     # 24 tokens hold one multiple of 16: two sequences of 10 do not share a pack, and one of 17 fits in none.
     assert plan_packs([10, 10], 24, 2, 1, pack_multiple=16) == [[[0], [1]]]
-    with pytest.raises(PlanError, match=r"sequence 0 has 17 tokens \(32 padded to a multiple of 16\); batch.micro_batch_tokens is 24 .* at least 32"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"sequence 0 has 17 tokens \(32 padded to a multiple of 16\); batch.micro_batch_tokens is 24 .* at least 32"
+        ),
+    ):
         plan_packs([17], 24, 2, 1, pack_multiple=16)

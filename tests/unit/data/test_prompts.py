@@ -25,7 +25,9 @@ def test_a_row_becomes_a_prompt(write_jsonl, data_settings, tokenizer):
 
 def test_keys_are_the_configurations(write_jsonl, data_settings, tokenizer):
     """The shape of GSM8K's files."""
-    path = write_jsonl([{"question": "Tom has 3 eggs and eats 1. How many are left?", "answer": "3 - 1 = <<3-1=2>>2\n#### 2"}])
+    path = write_jsonl(
+        [{"question": "Tom has 3 eggs and eats 1. How many are left?", "answer": "3 - 1 = <<3-1=2>>2\n#### 2"}]
+    )
     data = data_settings(path=str(path), prompt_key="question", chat_template=True)
     [source] = load_prompts(data, tokenizer)
     prompt = source.item(0)
@@ -34,9 +36,14 @@ def test_keys_are_the_configurations(write_jsonl, data_settings, tokenizer):
 
 
 def test_several_sources_in_their_order(write_jsonl, data_settings, tokenizer):
-    entries = tuple(Source(name=name, path=str(write_jsonl(ROWS[:k], f"{name}.jsonl"))) for k, name in ((2, "b"), (3, "a")))
+    entries = tuple(
+        Source(name=name, path=str(write_jsonl(ROWS[:k], f"{name}.jsonl"))) for k, name in ((2, "b"), (3, "a"))
+    )
     sources = load_prompts(data_settings(sources=entries), tokenizer)
-    assert [(source.name, len(source), source.item(0).prompt_id) for source in sources] == [("b", 2, "b:0"), ("a", 3, "a:0")]
+    assert [(source.name, len(source), source.item(0).prompt_id) for source in sources] == [
+        ("b", 2, "b:0"),
+        ("a", 3, "a:0"),
+    ]
 
 
 def test_overlong_prompts_are_counted_and_left_out(write_jsonl, data_settings, tokenizer):
@@ -67,7 +74,10 @@ def test_a_long_file_is_examined_as_it_is_used(write_jsonl, data_settings, token
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"question": "a", "answer": "b"}, "no key 'prompt'; the line has 'question', 'answer' (data.prompt_key chooses the key)"),
+        (
+            {"question": "a", "answer": "b"},
+            "no key 'prompt'; the line has 'question', 'answer' (data.prompt_key chooses the key)",
+        ),
         ({"promt": "a", "answer": "b"}, "no key 'prompt'; did you mean 'promt'? the line has"),
         ({"prompt": "a", "anser": "b"}, "no key 'answer'; did you mean 'anser'?"),
         ({"prompt": 7, "answer": "b"}, "'prompt' must be a text or a list of chat messages"),
@@ -116,7 +126,12 @@ def test_ten_thousand_prompts_load_in_seconds(write_jsonl, data_settings, tokeni
 
 def test_importing_the_package_costs_no_transformers():
     code = (
-        "import sys, gspo_mega.data.prompts, gspo_mega.data.demonstrations, gspo_mega.data.stream, gspo_mega.data.arithmetic\n"
-        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules and 'tokenizers' not in sys.modules"
+        "import sys, gspo_mega.data.prompts, gspo_mega.data.demonstrations, gspo_mega.data.stream,"
+        " gspo_mega.data.arithmetic\nassert 'transformers' not in sys.modules and 'torch' not in sys.modules and"
+        " 'tokenizers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )

@@ -17,16 +17,26 @@ def trajectory(index: int, prompt: int, response: int, routes: bool = True) -> T
     tokens, layers = np.arange(count)[:, None], np.arange(LAYERS)[None]
     first = 2 * (tokens + 10 * index + layers)
     return Trajectory(
-        trajectory_id=f"t{index}", group_id=0, prompt=Prompt(f"p:{index}", "p", tuple(range(prompt)), ""),
-        response_token_ids=[1] * response, response_mask=[1] * response, rollout_log_probs=[-1.0] * response,
-        weight_versions=[0] * response, finish_reason="stop",
+        trajectory_id=f"t{index}",
+        group_id=0,
+        prompt=Prompt(f"p:{index}", "p", tuple(range(prompt)), ""),
+        response_token_ids=[1] * response,
+        response_mask=[1] * response,
+        rollout_log_probs=[-1.0] * response,
+        weight_versions=[0] * response,
+        finish_reason="stop",
         routed_experts=np.stack([first, first + 1], axis=-1).astype(np.int32) if routes else None,
-    )  # fmt: skip
+    )
 
 
 def packed(trajectories, rows):
     records = [
-        dict(prompt_token_ids=t.prompt.token_ids, response_token_ids=t.response_token_ids, response_mask=t.response_mask, rollout_log_probs=t.rollout_log_probs)
+        dict(
+            prompt_token_ids=t.prompt.token_ids,
+            response_token_ids=t.response_token_ids,
+            response_mask=t.response_mask,
+            rollout_log_probs=t.rollout_log_probs,
+        )
         for t in trajectories
     ]
     return build_micro_batch(records, rows, 4)

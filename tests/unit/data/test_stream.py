@@ -130,8 +130,14 @@ def test_other_weights_count_from_here_on():
 @pytest.mark.parametrize(
     ("now", "text"),
     [
-        (PromptStream([Rows("a", 5)], [1.0], seed=1, shuffle=True), "a.jsonl: changed since the run was saved: it had 4 rows and has 5 now"),
-        (PromptStream([Rows("a", 4, fingerprint="g")], [1.0], seed=1, shuffle=True), "a.jsonl: changed .* another content"),
+        (
+            PromptStream([Rows("a", 5)], [1.0], seed=1, shuffle=True),
+            "a.jsonl: changed since the run was saved: it had 4 rows and has 5 now",
+        ),
+        (
+            PromptStream([Rows("a", 4, fingerprint="g")], [1.0], seed=1, shuffle=True),
+            "a.jsonl: changed .* another content",
+        ),
         (PromptStream([Rows("b", 4)], [1.0], seed=1, shuffle=True), r"sources were \['a'\] and are now \['b'\]"),
         (PromptStream([Rows("a", 4), Rows("b", 4)], [1.0, 1.0], seed=1, shuffle=True), "sources were"),
         (PromptStream([Rows("a", 4)], [1.0], seed=2, shuffle=True), "seed was 1 and is now 2"),

@@ -1,4 +1,6 @@
-"""A chat template in its own process: the text that Hugging Face renders, and an error in place of all memory or time."""
+"""A chat template in its own process: the text that Hugging Face renders, and an error in place of all memory or
+time.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,31 @@ from gspo_mega.errors import DataError
 
 MESSAGES = [
     {"role": "system", "content": "  Be brief.\n"},
-    {"role": "user", "content": "é\U0001f600 <b> & \"q\" {{ x }}"},
+    {"role": "user", "content": 'é\U0001f600 <b> & "q" {{ x }}'},
     {"role": "assistant", "content": "2"},
     {"role": "user", "content": "And 2+2?"},
 ]
-# What templates of published models do: namespaces, macros, slices, loop controls, JSON, dates, the generation tag, special tokens.
+# What templates of published models do: namespaces, macros, slices, loop controls, JSON, dates, the generation tag,
+# special tokens.
 TEMPLATES = [
     CHAT_TEMPLATE,
     "{{ bos_token }}{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m | tojson }}\n{% endfor %}",
-    "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + m.content | length %}{% endfor %}{{ ns.n }}{{ eos_token }}",
-    "{% macro turn(m) -%}\n  <{{ m['role'] | upper }}> {{ m.content.strip() }}\n{%- endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
-    "{%- for m in messages %}\n    {%- if m.role == 'assistant' %}\n    {% generation %}{{ m.content }}{% endgeneration %}\n    {%- endif %}\n{%- endfor %}\n",
-    "{{ messages | tojson(indent=2) }}{{ tools }}{{ documents }}{{ not_there }}{% if add_generation_prompt %}go{% endif %}",
+    (
+        "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + m.content | length %}{% endfor"
+        " %}{{ ns.n }}{{ eos_token }}"
+    ),
+    (
+        "{% macro turn(m) -%}\n  <{{ m['role'] | upper }}> {{ m.content.strip() }}\n{%- endmacro %}{% for m in messages"
+        " %}{{ turn(m) }}{% endfor %}"
+    ),
+    (
+        "{%- for m in messages %}\n    {%- if m.role == 'assistant' %}\n    {% generation %}{{ m.content }}{%"
+        " endgeneration %}\n    {%- endif %}\n{%- endfor %}\n"
+    ),
+    (
+        "{{ messages | tojson(indent=2) }}{{ tools }}{{ documents }}{{ not_there }}{% if add_generation_prompt %}go{%"
+        " endif %}"
+    ),
     "{{ strftime_now('%Y') }}{% if tools is not none %}tools{% endif %}{{ additional_special_tokens }}",
 ]
 
@@ -52,14 +67,27 @@ def test_the_text_is_what_hugging_face_renders(with_template, template):
 
 
 TIME = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-MEMORY = "{% set ns = namespace(s='x' * 1000000) %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s | length }}"
+MEMORY = (
+    "{% set ns = namespace(s='x' * 1000000) %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s |"
+    " length }}"
+)
 
 
 @pytest.mark.parametrize(
-    ("template", "error"), [(TIME, "takes more than 0.3 s for these messages"), (MEMORY, "takes more than 64 MiB of memory for these messages")], ids=["time", "memory"]
+    ("template", "error"),
+    [
+        (TIME, "takes more than 0.3 s for these messages"),
+        (MEMORY, "takes more than 64 MiB of memory for these messages"),
+    ],
+    ids=["time", "memory"],
 )
 def test_all_time_or_all_memory_is_an_error_that_names_the_row_and_the_next_row_goes_on(template, error):
-    bounded = ChatTemplate("{% if messages[0].content == 'bad' %}" + template + "{% endif %}{{ messages[0].content }}", {}, cpu_seconds=0.3, memory_bytes=64 * 2**20)
+    bounded = ChatTemplate(
+        "{% if messages[0].content == 'bad' %}" + template + "{% endif %}{{ messages[0].content }}",
+        {},
+        cpu_seconds=0.3,
+        memory_bytes=64 * 2**20,
+    )
     for _ in range(2):
         assert bounded.render([{"role": "user", "content": "good"}]) == "good"
         with pytest.raises(DataError, match=error):
@@ -69,13 +97,20 @@ def test_all_time_or_all_memory_is_an_error_that_names_the_row_and_the_next_row_
 
 
 def test_a_refusal_and_a_mistake_in_the_template_are_said(with_template):
-    for template, error in (("{{ raise_exception('no such role') }}", "refuses these messages: no such role"), ("{% if %}", "refuses these messages: Expected an expression")):
+    for template, error in (
+        ("{{ raise_exception('no such role') }}", "refuses these messages: no such role"),
+        ("{% if %}", "refuses these messages: Expected an expression"),
+    ):
         with pytest.raises(DataError, match=error):
             PromptEncoder(with_template(template), chat_template=True).encode_prompt("x")
 
 
 def test_the_sandbox_is_there():
-    for template in ("{{ ''.__class__.__mro__[1].__subclasses__() | length }}", "{{ messages.append(1) }}", "{{ range(999999) | list | length }}"):
+    for template in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() | length }}",
+        "{{ messages.append(1) }}",
+        "{{ range(999999) | list | length }}",
+    ):
         with pytest.raises(DataError, match="refuses these messages"):
             ChatTemplate(template, {}).render([{"role": "user", "content": "x"}])
 

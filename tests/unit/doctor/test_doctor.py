@@ -21,7 +21,9 @@ def test_it_starts_on_the_standard_library_alone(tmp_path):
     python = shutil.which("python3.11") or sys.executable
     # -S: no site-packages, so nothing that is installed can be imported.
     command = [python, "-S", "-m", "gspo_mega", "doctor", "--folder", str(tmp_path), "--gpus", "0"]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    ended = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}
+    )
     assert ended.returncode in (0, 1) and ended.stderr == "", ended.stderr
     assert " wrong packages  a trainer needs torch, megatron-core" in ended.stdout
     assert " ok    python " in ended.stdout
@@ -29,22 +31,33 @@ def test_it_starts_on_the_standard_library_alone(tmp_path):
 
 def test_an_import_that_fails_or_hangs_is_a_finding():
     patience = Patience()
-    assert checks._imports("x", "raise OSError('libcudart.so.12: cannot open')", patience) == Finding("wrong", "x", "OSError: libcudart.so.12: cannot open")
+    assert checks._imports("x", "raise OSError('libcudart.so.12: cannot open')", patience) == Finding(
+        "wrong", "x", "OSError: libcudart.so.12: cannot open"
+    )
     assert checks._imports("x", "import os; os.abort()", patience).level == "wrong"
     assert checks._imports("x", "print('1.2 sees', 8)", patience) == Finding("ok", "x", "1.2 sees 8")
-    assert "did not end within 1 s (of --patience 0)" in checks._imports("x", "import time; time.sleep(60)", Patience(0.3)).text
+    assert (
+        "did not end within 1 s (of --patience 0)"
+        in checks._imports("x", "import time; time.sleep(60)", Patience(0.3)).text
+    )
 
 
 def test_an_import_that_takes_minutes_is_told_and_is_nothing_wrong(monkeypatch):
-    """Many nodes that read torch from one shared folder for the first time need minutes; ranks wait ten for each other then."""
+    """Many nodes that read torch from one shared folder for the first time need minutes; ranks wait ten for each other
+    then.
+    """
     assert Patience().left > 590
     monkeypatch.setattr(checks, "SLOW_SECONDS", 0.2)
     found = checks._imports("torch", "import time; time.sleep(0.3); print('2.0')", Patience())
-    assert found.level == "note" and found.text.startswith("2.0; its import took 0 s, as every start of a rank or server will")
+    assert found.level == "note" and found.text.startswith(
+        "2.0; its import took 0 s, as every start of a rank or server will"
+    )
 
 
 def test_all_checks_share_one_patience():
-    """What a slow import took is not there for the meeting; and a check whose answer is there at once is made all the same."""
+    """What a slow import took is not there for the meeting; and a check whose answer is there at once is made all the
+    same.
+    """
     patience = Patience(0.5)
     checks._imports("x", "import time; time.sleep(0.6)", patience)
     assert patience.left == 1.0
@@ -53,7 +66,7 @@ def test_all_checks_share_one_patience():
 
 def test_gpus_that_are_missing(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nfor n in 0 1; do echo \"GPU $n: NVIDIA H100 (UUID: GPU-$n)\"; done\n")
+    program.write_text('#!/bin/sh\nfor n in 0 1; do echo "GPU $n: NVIDIA H100 (UUID: GPU-$n)"; done\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert checks._gpus(2, Patience()) == Finding("ok", "GPUs", "2: NVIDIA H100")
@@ -83,7 +96,9 @@ def test_a_limit_of_open_files_below_what_the_run_needs_is_wrong(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     assert checks._descriptors(1024).level == "ok"
     finding = checks._descriptors(64 * 256)
-    assert finding.level == "wrong" and finding.text.endswith("4096 may be open in one process (ulimit -Hn); 16384 requests open at once need 16896")
+    assert finding.level == "wrong" and finding.text.endswith(
+        "4096 may be open in one process (ulimit -Hn); 16384 requests open at once need 16896"
+    )
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, resource.RLIM_INFINITY))
     assert checks._descriptors(10**6) == Finding("ok", "files", "any number may be open")
 
@@ -113,7 +128,9 @@ def test_an_all_reduce_between_two(tmp_path):
     port, found = free_port(), {}
 
     def one(index):
-        found[index] = together.check_together(together.Place(index, 2, ("127.0.0.1", port)), tmp_path / "meet", 0, Patience())
+        found[index] = together.check_together(
+            together.Place(index, 2, ("127.0.0.1", port)), tmp_path / "meet", 0, Patience()
+        )
 
     threads = [threading.Thread(target=one, args=(index,)) for index in (0, 1)]
     for thread in threads:
@@ -125,5 +142,7 @@ def test_an_all_reduce_between_two(tmp_path):
 
 
 def test_what_is_wrong_comes_first():
-    lines = render([Finding("ok", "a", "1"), Finding("wrong", "b", "2"), Finding("note", "c", "3")], "node7").splitlines()
+    lines = render(
+        [Finding("ok", "a", "1"), Finding("wrong", "b", "2"), Finding("note", "c", "3")], "node7"
+    ).splitlines()
     assert lines == ["node7: wrong b         2", "node7: note  c         3", "node7: ok    a         1"]

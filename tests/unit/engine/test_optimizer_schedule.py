@@ -56,18 +56,24 @@ def test_learning_rates_by_hand(settings, rates):
 def test_the_engine_refuses_before_it_builds_anything(settings, said):
     config = Config.model_validate(
         dict(
-            run=dict(name="t"), model=dict(path="m"), optimizer=dict(lr=1e-3, **settings), data=dict(path="x", max_prompt_tokens=16),
-            batch=dict(prompts_per_step=1, group_size=2, micro_batch_tokens=64), rollout=dict(max_new_tokens=16),
+            run=dict(name="t"),
+            model=dict(path="m"),
+            optimizer=dict(lr=1e-3, **settings),
+            data=dict(path="x", max_prompt_tokens=16),
+            batch=dict(prompts_per_step=1, group_size=2, micro_batch_tokens=64),
+            rollout=dict(max_new_tokens=16),
             reward=dict(functions=(dict(function="exact_match"),)),
         )
-    )  # fmt: skip
+    )
     with pytest.raises(ModelError, match=said):
         PolicyEngine(config, spec=None, groups=None, num_optimizer_steps=1)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
 def test_main_parameters_are_whole_fp32_whatever_the_moments_are(monkeypatch, moments):
-    """Transformer Engine's Adam may keep the 16 bits that bf16 lacks in their place; such a checkpoint saves, and cannot be read back."""
+    """Transformer Engine's Adam may keep the 16 bits that bf16 lacks in their place; such a checkpoint saves, and
+    cannot be read back.
+    """
     made = []
     monkeypatch.setattr(optimizer, "OptimizerConfig", SimpleNamespace)  # Megatron's own asks for Transformer Engine
     monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda config, chunks, **_: made.append(config))

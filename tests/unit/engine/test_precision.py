@@ -10,10 +10,23 @@ from gspo_mega.errors import ModelError
 from gspo_mega.model.spec import ModelSpec
 
 SPEC = ModelSpec(
-    family="qwen3", num_layers=2, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512, vocab_size=512,
-    max_position_embeddings=256, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False, qk_norm=True, attention_bias=False,
-    torch_dtype="bfloat16", eos_token_ids=(2,),
-)  # fmt: skip
+    family="qwen3",
+    num_layers=2,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    vocab_size=512,
+    max_position_embeddings=256,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    qk_norm=True,
+    attention_bias=False,
+    torch_dtype="bfloat16",
+    eos_token_ids=(2,),
+)
 
 
 def fp8(**section):
@@ -29,7 +42,9 @@ def pretend(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(precision, "transformer_engine_error", lambda: None if engine else "ImportError: libcudart.so.13")
+        monkeypatch.setattr(
+            precision, "transformer_engine_error", lambda: None if engine else "ImportError: libcudart.so.13"
+        )
         monkeypatch.setattr(precision, "transformer_engine_version", lambda: engine)
         monkeypatch.setattr(precision, "has_fused_weight_gradient", lambda: fused_weight_gradient)
 
@@ -58,7 +73,8 @@ def test_a_recipe_that_the_chip_lacks_is_an_error(pretend):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "number_format"), [("delayed", "hybrid"), ("tensorwise", "hybrid"), ("blockwise", "e4m3"), ("mxfp8", "e4m3")]
+    ("recipe", "number_format"),
+    [("delayed", "hybrid"), ("tensorwise", "hybrid"), ("blockwise", "e4m3"), ("mxfp8", "e4m3")],
 )
 def test_megatron_is_told_of_fp8_and_nothing_else_changes(pretend, recipe, number_format):
     pretend((9, 0))
@@ -76,7 +92,9 @@ def test_megatron_takes_every_setting_and_keeps_attention_and_router_out_of_fp8(
     settings = precision.precision_settings(fp8(recipe="delayed", parameters=True)) | {"apply_rope_fusion": False}
     built = precision_config(settings)
     assert built.fp8 == "hybrid" and built.fp8_param and built.fp8_amax_history_len == 1024
-    assert not built.fp8_dot_product_attention and not built.fp8_multi_head_attention and not built.first_last_layers_bf16
+    assert (
+        not built.fp8_dot_product_attention and not built.fp8_multi_head_attention and not built.first_last_layers_bf16
+    )
 
 
 def precision_config(settings):
@@ -96,7 +114,9 @@ def test_fp32_on_a_gpu_uses_plain_layers(pretend):
 def test_apex_is_used_where_it_is_found(pretend):
     pretend((9, 0), fused_weight_gradient=True)
     assert precision.precision_settings(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is True
-    assert precision.describe_backends()[-1] == "Apex: weight gradients are added to their fp32 buffers inside the product"
+    assert (
+        precision.describe_backends()[-1] == "Apex: weight gradients are added to their fp32 buffers inside the product"
+    )
     pretend((9, 0))
     assert precision.precision_settings(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is False
     assert "not installed" in precision.describe_backends()[-1]
@@ -105,7 +125,9 @@ def test_apex_is_used_where_it_is_found(pretend):
 def test_backends_are_described_and_logged_once(pretend, caplog):
     assert precision.describe_backends()[-1] == "no GPU: Megatron's plain layers over gloo"
     pretend((9, 0), engine=None)
-    assert any("Transformer Engine: no (ImportError: libcudart.so.13)" in line for line in precision.describe_backends())
+    assert any(
+        "Transformer Engine: no (ImportError: libcudart.so.13)" in line for line in precision.describe_backends()
+    )
     pretend((9, 0))
     caplog.set_level(logging.INFO, "gspo_mega.engine.precision")
     precision.log_backends.cache_clear()
@@ -115,7 +137,9 @@ def test_backends_are_described_and_logged_once(pretend, caplog):
 
 
 def test_a_broken_apex_is_no_apex(tmp_path, monkeypatch):
-    (tmp_path / "gspo_broken_extension.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    (tmp_path / "gspo_broken_extension.py").write_text(
+        "raise OSError('libcudart.so.12: cannot open shared object file')"
+    )
     (tmp_path / "gspo_whole_extension.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not precision._loads("gspo_broken_extension") and not precision._loads("gspo_absent_extension")

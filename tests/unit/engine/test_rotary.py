@@ -26,12 +26,19 @@ def test_frequencies_are_those_of_transformers(name):
 
     head_dim, theta, scaling = SETTINGS[name]
     config = transformers.LlamaConfig(
-        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, max_position_embeddings=131072,
+        hidden_size=2 * head_dim,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=131072,
         rope_parameters=dict(
-            rope_type="llama3", rope_theta=theta, factor=scaling.factor, low_freq_factor=scaling.low_frequency_factor,
-            high_freq_factor=scaling.high_frequency_factor, original_max_position_embeddings=scaling.original_positions,
+            rope_type="llama3",
+            rope_theta=theta,
+            factor=scaling.factor,
+            low_freq_factor=scaling.low_frequency_factor,
+            high_freq_factor=scaling.high_frequency_factor,
+            original_max_position_embeddings=scaling.original_positions,
         ),
-    )  # fmt: skip
+    )
     theirs, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     ours = scaled_frequencies(plain, scaling)

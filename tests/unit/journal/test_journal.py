@@ -16,26 +16,42 @@ from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 
 
 def make_group(number: int, size: int = 2, routes: bool = False) -> Group:
-    prompt = Prompt(f"train:{number}", "train", (1, 2, 3 + number), f"What is {number}? \N{SNOWMAN}", answer=str(number), metadata={"k": [1, None]})
+    prompt = Prompt(
+        f"train:{number}",
+        "train",
+        (1, 2, 3 + number),
+        f"What is {number}? \N{SNOWMAN}",
+        answer=str(number),
+        metadata={"k": [1, None]},
+    )
     group = Group(number, prompt, [])
     for sample in range(size):
         length = 2 + sample
         group.trajectories.append(
             Trajectory(
-                trajectory_id=f"step000004-g{number:05d}-s{sample:03d}", group_id=number, prompt=prompt,
-                response_token_ids=list(range(length)), response_mask=[1] * (length - 1) + [0],
-                rollout_log_probs=[-0.1 / (k + 1) for k in range(length)], weight_versions=[4] * length, finish_reason="stop",
-                response_text="a\nb", reward=sample / 3, reward_parts={"f": sample / 3}, reward_error="late" if sample else None,
+                trajectory_id=f"step000004-g{number:05d}-s{sample:03d}",
+                group_id=number,
+                prompt=prompt,
+                response_token_ids=list(range(length)),
+                response_mask=[1] * (length - 1) + [0],
+                rollout_log_probs=[-0.1 / (k + 1) for k in range(length)],
+                weight_versions=[4] * length,
+                finish_reason="stop",
+                response_text="a\nb",
+                reward=sample / 3,
+                reward_parts={"f": sample / 3},
+                reward_error="late" if sample else None,
                 routed_experts=np.arange(length * 6, dtype=np.int32).reshape(length, 3, 2) if routes else None,
             )
-        )  # fmt: skip
+        )
     return group
 
 
 def same(one: Group, other: Group) -> bool:
     def plain(group):
         return [
-            {k: (v.tolist(), v.dtype.str) if isinstance(v, np.ndarray) else v for k, v in asdict(t).items()} for t in group.trajectories
+            {k: (v.tolist(), v.dtype.str) if isinstance(v, np.ndarray) else v for k, v in asdict(t).items()}
+            for t in group.trajectories
         ]
 
     return one.prompt == other.prompt and plain(one) == plain(other)
@@ -58,7 +74,11 @@ def test_what_was_written_comes_back_exactly(tmp_path):
     record = journal.read(4)
     assert (record.step, record.weight_version, record.group_size, record.num_torn_bytes) == (4, 4, 2, 0)
     assert all(same(a, b) for a, b in zip(record.batch.groups, groups, strict=True))
-    assert (record.batch.counts, record.batch.phase_seconds, record.prompts) == ({"num_trajectories": 4.0}, {"generate": 0.1}, {"seed": 1})
+    assert (record.batch.counts, record.batch.phase_seconds, record.prompts) == (
+        {"num_trajectories": 4.0},
+        {"generate": 0.1},
+        {"seed": 1},
+    )
     assert journal.steps() == [4] and journal.read(5) is None
 
 
@@ -72,7 +92,9 @@ def test_cut_anywhere_every_whole_record_before_the_cut_is_there(tmp_path):
         journal.file(4).write_bytes(whole[:length])
         record = journal.read(4)
         counts.append(-1 if record is None else sum(len(g.trajectories) for g in record.groups.values()))
-        assert record is None or (record.batch is None and all(same(g, groups[n]) for n, g in record.complete_groups().items()))
+        assert record is None or (
+            record.batch is None and all(same(g, groups[n]) for n, g in record.complete_groups().items())
+        )
     assert counts == sorted(counts) and set(counts) == {-1, 0, 1, 2, 3, 4}
 
 
@@ -103,7 +125,11 @@ def test_a_step_begun_anew_keeps_what_is_known_and_drops_the_future(tmp_path):
     assert journal.steps() == [4]
     write(journal, [make_group(2)], known=[record.groups[0]], finish=True)
     again = journal.read(4)
-    assert [g.group_id for g in again.batch.groups] == [0, 2] and set(again.groups) == {0, 2} and same(again.groups[0], complete)
+    assert (
+        [g.group_id for g in again.batch.groups] == [0, 2]
+        and set(again.groups) == {0, 2}
+        and same(again.groups[0], complete)
+    )
 
 
 def test_old_steps_are_pruned(tmp_path):
@@ -116,7 +142,9 @@ def test_old_steps_are_pruned(tmp_path):
 
 def test_a_newer_format_is_refused(tmp_path):
     journal = Journal(tmp_path)
-    (tmp_path / "step_00000001").write_bytes(b"GSPOJRN1" + encode_frame({"kind": "begin", "format_version": 2, "step": 1}))
+    (tmp_path / "step_00000001").write_bytes(
+        b"GSPOJRN1" + encode_frame({"kind": "begin", "format_version": 2, "step": 1})
+    )
     with pytest.raises(JournalError, match="newer gspo_mega"):
         journal.read(1)
 
@@ -149,7 +177,9 @@ def test_a_really_full_disk_tears_one_record_at_most(tmp_path):
 
 def test_a_frame_tells_its_whole_content(tmp_path):
     path = tmp_path / "f"
-    path.write_bytes(b"GSPOJRN1" + encode_frame({"a": [1.5, None]}, {"x": np.zeros((0, 3), np.int16), "y": np.array([1.0, np.nan])}))
+    path.write_bytes(
+        b"GSPOJRN1" + encode_frame({"a": [1.5, None]}, {"x": np.zeros((0, 3), np.int16), "y": np.array([1.0, np.nan])})
+    )
     ((values, arrays),) = FrameFile(path).frames()
     assert values == {"a": [1.5, None]} and arrays["x"].shape == (0, 3) and np.isnan(arrays["y"][1])
     with pytest.raises(ValueError):
@@ -158,6 +188,10 @@ def test_a_frame_tells_its_whole_content(tmp_path):
 
 def test_what_cannot_be_written_down_is_named_with_its_prompt(tmp_path):
     prompt = Prompt("train:7", "train", (1,), "text", metadata={"x": float("nan")})
-    with Journal(tmp_path).write(0, 0, 1, {}) as writer:
-        with pytest.raises(JournalError, match="step_00000000: s0-g0, of prompt train:7, cannot be written down: .*not JSON compliant"):
-            writer.add(Trajectory("s0-g0", 0, prompt, [1], [1], [-0.5], [0], "stop"))
+    with (
+        Journal(tmp_path).write(0, 0, 1, {}) as writer,
+        pytest.raises(
+            JournalError, match="step_00000000: s0-g0, of prompt train:7, cannot be written down: .*not JSON compliant"
+        ),
+    ):
+        writer.add(Trajectory("s0-g0", 0, prompt, [1], [1], [-0.5], [0], "stop"))

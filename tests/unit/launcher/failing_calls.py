@@ -1,11 +1,14 @@
-"""Programs of Slurm that answer from files, and a folder put before them in PATH where the n-th call of all fails once."""
+"""Programs of Slurm that answer from files, and a folder put before them in PATH where the n-th call of all fails
+once.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# noclobber is atomic: calls that come at one time still get numbers of their own. Without a process of its own: there are many.
+# noclobber is atomic: calls that come at one time still get numbers of their own. Without a process of its own: there
+# are many.
 _SHIM = """#!/bin/sh
 set -C
 number=1

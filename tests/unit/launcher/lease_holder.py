@@ -1,8 +1,8 @@
 """Holds a run folder in a process of its own: lease_holder.py FOLDER FLOCK HOST LEASE_SECONDS BEAT_SECONDS.
 
-FLOCK: how locks behave here: `works`, `local` (each process has its own, as on another machine) or an errno's name. HOST: empty for this
-machine, else another's name, whose processes are not to be seen from here. Prints "held", then "lost TEXT" when it is; "refused TEXT".
-Ends when its standard input does.
+FLOCK: how locks behave here: `works`, `local` (each process has its own, as on another machine) or an errno's name.
+HOST: empty for this machine, else another's name, whose processes are not to be seen from here. Prints "held", then
+"lost TEXT" when it is; "refused TEXT". Ends when its standard input does.
 """
 
 import dataclasses
@@ -33,7 +33,9 @@ if host:
     lease.Holder.this_process = classmethod(lambda cls: other)
 
 try:
-    with lease.hold(RunFolder(Path(folder)), lambda line: print("said", line, flush=True), float(lease_seconds), float(beat_seconds)) as held:
+    with lease.hold(
+        RunFolder(Path(folder)), lambda line: print("said", line, flush=True), float(lease_seconds), float(beat_seconds)
+    ) as held:
         print("held", flush=True)
         while not select.select([sys.stdin], [], [], 0.05)[0]:
             held.raise_if_lost()

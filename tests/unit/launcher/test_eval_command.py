@@ -10,9 +10,16 @@ from gspo_mega.run_folder import RunFolder, atomic_write_json, atomic_write_text
 
 CONFIG = "configs/quickstart.yaml"
 RESULT = {
-    "accuracy": 0.5, "standard_error": 0.02, "reward_mean": 0.51, "num_prompts": 256, "num_samples": 512,
-    "truncated_fraction": 0.0125, "response_tokens_mean": 24.25, "num_reward_failures": 0, "num_left_out": 0,
-}  # fmt: skip
+    "accuracy": 0.5,
+    "standard_error": 0.02,
+    "reward_mean": 0.51,
+    "num_prompts": 256,
+    "num_samples": 512,
+    "truncated_fraction": 0.0125,
+    "response_tokens_mean": 24.25,
+    "num_reward_failures": 0,
+    "num_left_out": 0,
+}
 
 
 @pytest.fixture
@@ -102,7 +109,10 @@ def test_weights_that_no_server_can_load_are_not_passed_over(run):
     """Published by broadcast: the run has trained on, and nothing newer than its old result is on the disk."""
     make_hf(run.huggingface_dir, 4)
     save(run, 6, 6)
-    with pytest.raises(ConfigError, match=r"trained on to weight version 6 .its last checkpoint.*are of version 4, .*/hf; convert the checkpoint"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trained on to weight version 6 .its last checkpoint.*are of version 4, .*/hf; convert the checkpoint",
+    ):
         command.find_target(run.path, None)
 
 

@@ -16,14 +16,25 @@ def child(attempt, kind, index, exit_code, log="one\ntwo\n"):
     path.write_text(log)
     how = f"exited with code {exit_code}" if exit_code is None or exit_code >= 0 else "was killed by SIGKILL"
     return SimpleNamespace(
-        spec=SimpleNamespace(kind=kind, index=index, log=path), name=f"{kind} {index}", exit_code=exit_code, end_described=how
+        spec=SimpleNamespace(kind=kind, index=index, log=path),
+        name=f"{kind} {index}",
+        exit_code=exit_code,
+        end_described=how,
     )
 
 
 def record(attempt, rank, time, *, text="text", user=False, exit_code=7):
     atomic_write_json(
         attempt.error_file(rank),
-        {"rank": rank, "type": "E", "text": text, "traceback": f"Traceback: {text}", "time": time, "is_user_error": user, "exit_code": exit_code},
+        {
+            "rank": rank,
+            "type": "E",
+            "text": text,
+            "traceback": f"Traceback: {text}",
+            "time": time,
+            "is_user_error": user,
+            "exit_code": exit_code,
+        },
     )
 
 
@@ -62,7 +73,10 @@ def test_a_servers_exit_code_is_kept_where_it_is_one(attempt):
 SRUN = "srun: error: node2: task 3: {}\nsrun: Terminating StepId=7.1\nsrun: error: node1: tasks 0-1: Terminated\n"
 
 
-@pytest.mark.parametrize(("how", "hint"), [("Killed", "running out of memory"), ("Out Of Memory", ""), ("Segmentation fault (core dumped)", "")])
+@pytest.mark.parametrize(
+    ("how", "hint"),
+    [("Killed", "running out of memory"), ("Out Of Memory", ""), ("Segmentation fault (core dumped)", "")],
+)
 def test_of_a_slurm_step_the_first_task_that_was_killed_is_the_cause(attempt, how, hint):
     record(attempt, 0, 1.0, text="connection closed by peer")
     error = describe_failure([child(attempt, "ranks", 0, 137, SRUN.format(how))], attempt)

@@ -68,7 +68,11 @@ def test_files_that_are_not_there_are_named_at_their_keys(files):
 @pytest.mark.parametrize(
     ("command", "row", "said"),
     [
-        ("train", {"promt": "p", "answer": "7"}, "no key 'prompt'; did you mean 'promt'. .*data.prompt_key chooses the key"),
+        (
+            "train",
+            {"promt": "p", "answer": "7"},
+            "no key 'prompt'; did you mean 'promt'. .*data.prompt_key chooses the key",
+        ),
         ("train", {"prompt": "p"}, "no key 'answer'; .*data.answer_key"),
         ("sft", {"prompt": "p", "answer": "7"}, "no key 'response'; .*data.response_key"),
         ("train", ["p"], "an array where a JSON object was expected"),
@@ -128,7 +132,10 @@ def test_plan_says_it(files, capsys):
 
 
 def test_no_torch_for_it(files):
-    script = "import sys; from gspo_mega.commands.main import main; code = main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
+    script = (
+        "import sys; from gspo_mega.commands.main import main; code = main(sys.argv[1:]); print(code, 'torch' in"
+        " sys.modules)"
+    )
     arguments = ["plan", str(files[0]().path), "--model", SHAPE, "--command", "train"]
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 False"
@@ -141,20 +148,33 @@ def test_a_run_does_not_train_on_its_own_folder(files, tmp_path, spelled):
     (runs / "demo" / "journal" / "step_00000000").write_bytes(b"recorded")
     (runs / "link").symlink_to("demo")
     loaded = files[0](f"run.dir={runs}", "run.name=demo", f"train.from_rollouts={spelled.format(runs=runs)}")
-    with pytest.raises(ConfigError, match="train.from_rollouts: .* is this run's own folder, whose journal it would write over; choose another run.name"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "train.from_rollouts: .* is this run's own folder, whose journal it would write over; choose another"
+            " run.name"
+        ),
+    ):
         check_inputs(loaded, "train")
 
 
 def test_a_record_without_its_routes_does_not_do_for_a_run_that_replays_them(files, tmp_path):
     journal = Journal(RunFolder(tmp_path / "recorded").journal_dir)
     prompt = Prompt("train:0", "train", (1,), "text")
-    one = Trajectory("s0-g0-0", 0, prompt, [1], [1], [-0.5], [0], "stop", reward=1.0, routed_experts=np.zeros((1, 2, 2), np.int32))
+    one = Trajectory(
+        "s0-g0-0", 0, prompt, [1], [1], [-0.5], [0], "stop", reward=1.0, routed_experts=np.zeros((1, 2, 2), np.int32)
+    )
     with journal.write(0, 0, 1, {}) as writer:
         writer.add(one)
         writer.finish(RolloutBatch(0, [Group(0, prompt, [one])]), {})
     replay = ["train.num_steps=1", f"train.from_rollouts={tmp_path / 'recorded'}", "rollout.return_routed_experts=true"]
     assert check_inputs(files[0](*replay, "moe.routing_replay=R3"), "train") == []
     journal.prune_routes(1)
-    with pytest.raises(JournalError, match="train.from_rollouts: .* has no routed experts of step 1 any more .*R3 needs them; replay with R2 or none"):
+    with pytest.raises(
+        JournalError,
+        match=(
+            "train.from_rollouts: .* has no routed experts of step 1 any more .*R3 needs them; replay with R2 or none"
+        ),
+    ):
         check_inputs(files[0](*replay, "moe.routing_replay=R3"), "train")
     assert check_inputs(files[0](*replay), "train") == []

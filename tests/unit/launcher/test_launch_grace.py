@@ -31,6 +31,8 @@ def test_a_stop_has_the_time_that_the_plan_expects(tmp_path, monkeypatch, stop_s
     monkeypatch.setattr(module, "Supervisor", Noted)
     monkeypatch.setattr(module, "estimate", lambda *arguments: replace(estimate(*arguments), stop_seconds=stop_seconds))
     shape = REPOSITORY / "configs/models/quickstart_moe.json"
-    loaded = load_config(REPOSITORY / "configs/quickstart.yaml", [f"model.path={shape}", f"run.dir={tmp_path}"], "train")
+    loaded = load_config(
+        REPOSITORY / "configs/quickstart.yaml", [f"model.path={shape}", f"run.dir={tmp_path}"], "train"
+    )
     assert module.launch(loaded, "train", lambda line: None) == 0
     assert Noted.grace[-1] == expected

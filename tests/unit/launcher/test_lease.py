@@ -1,4 +1,6 @@
-"""One holder of a run folder: with locks, without them, with locks of one node alone, and across machines. Real processes."""
+"""One holder of a run folder: with locks, without them, with locks of one node alone, and across machines. Real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,23 @@ def start(tmp_path):
     started = []
 
     def launch(flock="works", host="", lease_seconds=NEVER_SECONDS):
-        command = [sys.executable, str(HOLDER), str(tmp_path / "run"), flock, host, str(lease_seconds), str(BEAT_SECONDS)]
+        command = [
+            sys.executable,
+            str(HOLDER),
+            str(tmp_path / "run"),
+            flock,
+            host,
+            str(lease_seconds),
+            str(BEAT_SECONDS),
+        ]
         started.append(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            )
         )
         return started[-1]
 
@@ -50,7 +66,10 @@ def test_a_second_process_is_refused_and_told_who_has_it(start, flock):
     first = start(flock)
     assert line(first) == "held"
     said = line(start(flock))
-    assert said.startswith("refused run folder") and f"in use by another run (process {first.pid} on {os.uname().nodename})" in said
+    assert (
+        said.startswith("refused run folder")
+        and f"in use by another run (process {first.pid} on {os.uname().nodename})" in said
+    )
     first.stdin.close()
     first.wait()
     assert line(start(flock)) == "held", "what was released is free at once"

@@ -56,9 +56,8 @@ except ConfigError as error:
 
 def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="run.dir"):
-        with hold(RunFolder(tmp_path / "file" / "demo")):
-            pass
+    with pytest.raises(ConfigError, match="run.dir"), hold(RunFolder(tmp_path / "file" / "demo")):
+        pass
 
 
 def test_a_longer_run_continues(folder):
@@ -83,7 +82,13 @@ def test_another_configuration_is_refused_by_key_and_place_and_changes_nothing(f
 
 
 def test_another_command_is_refused(folder):
-    both = ["sft.max_steps=5", "sft.sequences_per_step=8", "sft.eval_every_steps=1", "sft.stop_accuracy_low=0.1", "sft.stop_accuracy_high=0.2"]
+    both = [
+        "sft.max_steps=5",
+        "sft.sequences_per_step=8",
+        "sft.eval_every_steps=1",
+        "sft.stop_accuracy_low=0.1",
+        "sft.stop_accuracy_high=0.2",
+    ]
     with_checkpoint(folder, "sft", both)
     with pytest.raises(ConfigError, match="holds a `gspo-mega sft` run"):
         new_attempt(folder, load_config(CONFIG, both, "train"), "train")
@@ -143,20 +148,35 @@ def test_what_another_configuration_recorded_is_moved_aside_and_said(folder, rol
     new_attempt(folder, before, "train", said.append)
     for number, temperature in enumerate((0.9, 0.8), start=1):
         record(folder, f"recorded {number}")
-        new_attempt(folder, load_config(CONFIG, [rollouts_only, f"rollout.temperature={temperature}"], "train"), "train", said.append)
+        new_attempt(
+            folder,
+            load_config(CONFIG, [rollouts_only, f"rollout.temperature={temperature}"], "train"),
+            "train",
+            said.append,
+        )
         old = RunFolder(folder.path / f"old-000{number}")
         assert (old.journal_dir / "step_00000000").read_text() == f"recorded {number}" == old.metrics_file.read_text()
         assert not folder.journal_dir.exists() and not folder.metrics_file.exists()
-        assert said.pop() == (
-            f"notice   {folder.path} was recorded with another configuration, and has no checkpoint to continue: journal, metrics.jsonl moved to {old.path}"
+        assert (
+            said.pop()
+            == f"notice   {folder.path} was recorded with another configuration, and has no checkpoint to continue:"
+            f" journal, metrics.jsonl moved to {old.path}"
         )
-    assert load_config(RunFolder(folder.path / "old-0001").config_file).config == before.config, "it can be read as a run folder"
+    assert load_config(RunFolder(folder.path / "old-0001").config_file).config == before.config, (
+        "it can be read as a run folder"
+    )
     new_attempt(folder, load_config(CONFIG, [rollouts_only], "train"), "train", said.append)
     assert said == [], "there is nothing to move"
 
 
 def test_another_command_moves_the_record_as_well(folder):
-    both = ["sft.max_steps=5", "sft.sequences_per_step=8", "sft.eval_every_steps=1", "sft.stop_accuracy_low=0.1", "sft.stop_accuracy_high=0.2"]
+    both = [
+        "sft.max_steps=5",
+        "sft.sequences_per_step=8",
+        "sft.eval_every_steps=1",
+        "sft.stop_accuracy_low=0.1",
+        "sft.stop_accuracy_high=0.2",
+    ]
     new_attempt(folder, load_config(CONFIG, both, "train"), "train")
     record(folder)
     new_attempt(folder, load_config(CONFIG, both, "sft"), "sft")
@@ -168,6 +188,8 @@ def test_another_layout_continues_but_not_across_expert_parallelism(folder):
     with_checkpoint(folder, overrides=two)
     new_attempt(folder, load_config(CONFIG, ["cluster.ranks_per_node=1", "parallel.expert=1"], "train"), "train")
     before = folder.config_file.read_bytes()
-    with pytest.raises(ConfigError, match="parallel.expert: 2 here, 1 in the folder .* does not pass between 1 and more"):
+    with pytest.raises(
+        ConfigError, match="parallel.expert: 2 here, 1 in the folder .* does not pass between 1 and more"
+    ):
         new_attempt(folder, load_config(CONFIG, ["cluster.ranks_per_node=2", "parallel.expert=2"], "train"), "train")
     assert folder.config_file.read_bytes() == before

@@ -16,8 +16,11 @@ def outcome(folder, text, require):
     (folder / "test_it.py").write_text("import pytest\n" + text)
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
-        capture_output=True, text=True, cwd=folder, env={**os.environ, "GSPO_REQUIRE": require},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "GSPO_REQUIRE": require},
+    )
     return ran.returncode, ran.stdout.strip().splitlines()[-1], ran.stdout
 
 

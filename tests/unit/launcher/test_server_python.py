@@ -1,4 +1,6 @@
-"""The Python that servers run in on one machine: the command, what it finds there, and which are refused before a start."""
+"""The Python that servers run in on one machine: the command, what it finds there, and which are refused before a
+start.
+"""
 
 import json
 import os
@@ -37,7 +39,9 @@ def test_the_python_that_is_named_serves_and_finds_this_gspo_mega(tmp_path):
     command, variables = serve_command(loaded(other), {**os.environ, "PYTHONPATH": "/elsewhere"})
     assert command == [str(other), "-m", "gspo_mega", "serve"]
     assert variables == {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}/elsewhere"}
-    said = subprocess.run([*command, "--help"], capture_output=True, text=True, env={**os.environ, **variables}, cwd=tmp_path)
+    said = subprocess.run(
+        [*command, "--help"], capture_output=True, text=True, env={**os.environ, **variables}, cwd=tmp_path
+    )
     assert said.returncode == 0 and "SGLang server" in said.stdout
 
 
@@ -59,7 +63,10 @@ def said(version: list[int], missing: list[str]) -> str:
         ("echo hello", "is no Python that runs here"),
         ("exit 1", "is no Python that runs here"),
         (said([3, 10], []), "is Python 3.10; 3.11 or newer is needed"),
-        (said([3, 12], ["sglang", "yaml"]), "has no sglang, yaml; what a server needs there is in launch/env/gpu-server.txt"),
+        (
+            said([3, 12], ["sglang", "yaml"]),
+            "has no sglang, yaml; what a server needs there is in launch/env/gpu-server.txt",
+        ),
     ],
 )
 def test_a_python_that_could_not_serve_is_refused_with_its_place(tmp_path, text, words):

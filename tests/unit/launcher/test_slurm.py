@@ -1,4 +1,6 @@
-"""Jobs without a Slurm: sizes and options from the plan, steps' command lines, and a `scontrol` that answers from a table."""
+"""Jobs without a Slurm: sizes and options from the plan, steps' command lines, and a `scontrol` that answers from a
+table.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ def site(**variables):
 
 
 def test_servers_are_dealt_to_their_nodes_in_turn():
-    size = job_size(loaded("server={num_servers: 5, tensor: 2}", "cluster={num_nodes: 4, ranks_per_node: 8, num_rollout_nodes: 2}"), site())
+    size = job_size(
+        loaded("server={num_servers: 5, tensor: 2}", "cluster={num_nodes: 4, ranks_per_node: 8, num_rollout_nodes: 2}"),
+        site(),
+    )
     assert size.servers_by_node == ((0, 2, 4), (1, 3))
     assert [size.place_of(index) for index in range(5)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
     assert (size.trainer_gpus, size.rollout_gpus) == (8, 6)
@@ -79,9 +84,18 @@ def test_servers_are_dealt_to_their_nodes_in_turn():
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["cluster={num_nodes: 2, ranks_per_node: 9, num_rollout_nodes: 1}"], "a trainer node needs 9 GPUs for its ranks, and has 8"),
-        (["cluster.ranks_per_node=7", "server.tensor=2"], "a trainer node needs 9 GPUs for its ranks and its share of server.num_servers 1 x server.tensor 2"),
-        (["cluster.num_rollout_nodes=1", "server.tensor=16"], "a rollout node needs 16 GPUs for its share of server.num_servers 1 x server.tensor 16"),
+        (
+            ["cluster={num_nodes: 2, ranks_per_node: 9, num_rollout_nodes: 1}"],
+            "a trainer node needs 9 GPUs for its ranks, and has 8",
+        ),
+        (
+            ["cluster.ranks_per_node=7", "server.tensor=2"],
+            "a trainer node needs 9 GPUs for its ranks and its share of server.num_servers 1 x server.tensor 2",
+        ),
+        (
+            ["cluster.num_rollout_nodes=1", "server.tensor=16"],
+            "a rollout node needs 16 GPUs for its share of server.num_servers 1 x server.tensor 16",
+        ),
     ],
 )
 def test_nodes_with_too_few_gpus_are_refused_before_the_queue(overrides, told):
@@ -110,7 +124,12 @@ def test_train_on_one_machine_refuses_several(key):
 
 
 def test_a_run_on_recorded_rollouts_needs_no_servers_and_no_nodes_for_them(tmp_path):
-    words = ["cluster={num_nodes: 2, ranks_per_node: 8, num_rollout_nodes: 2}", "server.num_servers=4", "train.num_steps=1", f"train.from_rollouts={tmp_path}"]
+    words = [
+        "cluster={num_nodes: 2, ranks_per_node: 8, num_rollout_nodes: 2}",
+        "server.num_servers=4",
+        "train.num_steps=1",
+        f"train.from_rollouts={tmp_path}",
+    ]
     with pytest.raises(JournalError, match="has no rollouts of step 1"):
         job_size(loaded(*words), site())
     (tmp_path / "journal").mkdir()
@@ -126,14 +145,30 @@ def test_a_run_on_recorded_rollouts_needs_no_servers_and_no_nodes_for_them(tmp_p
 
 
 def test_sbatch_is_told_the_size():
-    config = loaded("cluster={num_nodes: 2, ranks_per_node: 8, num_rollout_nodes: 1}", "server={num_servers: 4, tensor: 2}")
+    config = loaded(
+        "cluster={num_nodes: 2, ranks_per_node: 8, num_rollout_nodes: 1}", "server={num_servers: 4, tensor: 2}"
+    )
     size = job_size(config, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
     options = sbatch_options(config.config, size, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
     assert options == [
-        "--job-name=train", "--signal=B:USR1@600", "--export=ALL", "--nodes=3", "--ntasks-per-node=8", "--cpus-per-task=12", "--no-kill", "--gres=gpu:8",
-    ]  # fmt: skip
+        "--job-name=train",
+        "--signal=B:USR1@600",
+        "--export=ALL",
+        "--nodes=3",
+        "--ntasks-per-node=8",
+        "--cpus-per-task=12",
+        "--no-kill",
+        "--gres=gpu:8",
+    ]
     het = sbatch_options(config.config, size, site(), ["--partition=small"])
-    assert het[het.index(":") + 1 :] == ["--nodes=1", "--ntasks-per-node=4", "--cpus-per-task=1", "--no-kill", "--gres=gpu:8", "--partition=small"]
+    assert het[het.index(":") + 1 :] == [
+        "--nodes=1",
+        "--ntasks-per-node=4",
+        "--cpus-per-task=1",
+        "--no-kill",
+        "--gres=gpu:8",
+        "--partition=small",
+    ]
     assert "--nodes=2" in het[: het.index(":")]
 
 
@@ -143,10 +178,20 @@ def test_a_job_is_told_of_its_end_in_time_to_save(monkeypatch):
     large = load_config(REPOSITORY / "configs/qwen3_235b_a22b_32nodes.yaml", (), "train")
     figures = estimate(plan_run(large, "gpu"), large.where)
     assert figures.save_seconds > 280
-    with pytest.raises(PlanError, match=r"launch/slurm/site.sh: GSPO_SIGNAL_SECONDS=300: .* take \d+ s by estimate: .*; at least (\d+), or leave it open") as caught:
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"launch/slurm/site.sh: GSPO_SIGNAL_SECONDS=300: .* take \d+ s by estimate: .*; at least (\d+), or leave it"
+            r" open"
+        ),
+    ) as caught:
         told_in_time(site(GSPO_SIGNAL_SECONDS="300"), figures)
     needed = re.search(r"at least (\d+)", str(caught.value))[1]
-    assert told_in_time(site(), figures).signal_seconds == told_in_time(site(GSPO_SIGNAL_SECONDS=needed), figures).signal_seconds == int(needed)
+    assert (
+        told_in_time(site(), figures).signal_seconds
+        == told_in_time(site(GSPO_SIGNAL_SECONDS=needed), figures).signal_seconds
+        == int(needed)
+    )
     assert told_in_time(site(GSPO_SIGNAL_SECONDS="2000"), figures).signal_seconds == 2000
     small = loaded(f"model.path={SHAPE}")
     assert told_in_time(site(GSPO_SIGNAL_SECONDS="100"), estimate(plan_run(small), small.where)).signal_seconds == 100
@@ -155,7 +200,9 @@ def test_a_job_is_told_of_its_end_in_time_to_save(monkeypatch):
 
 
 def test_what_plan_exports_for_a_job_script_is_read_by_it():
-    """A name of the site's file means there what it means here; one that is neither the site's nor a plain figure of the plan misleads."""
+    """A name of the site's file means there what it means here; one that is neither the site's nor a plain figure of
+    the plan misleads.
+    """
     site_file = (REPOSITORY / "launch/slurm/site.sh").read_text()
     small = loaded(f"model.path={SHAPE}")
     names = {line.split("=")[0] for line in plan_shell(plan_run(small), estimate(plan_run(small))).splitlines()}
@@ -166,25 +213,45 @@ def test_what_plan_exports_for_a_job_script_is_read_by_it():
 def test_the_size_as_shell_and_refusals_as_lines():
     command = [sys.executable, "-m", "gspo_mega.launcher.slurm_size", str(CONFIG), "run.dir=/tmp/a b", "run.name=x"]
     environment = {**os.environ, "GSPO_GPUS_PER_NODE": "0"}
-    refused = subprocess.run([*command, f"model.path={REPOSITORY / 'nowhere'}"], capture_output=True, text=True, env=environment)
+    refused = subprocess.run(
+        [*command, f"model.path={REPOSITORY / 'nowhere'}"], capture_output=True, text=True, env=environment
+    )
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "model.path" in refused.stderr and "Traceback" not in refused.stderr
     wrong = subprocess.run(command, capture_output=True, text=True, env={**environment, "GSPO_CPUS_PER_TASK": "many"})
     assert (wrong.returncode, wrong.stderr) == (2, "launch/slurm/site.sh: GSPO_CPUS_PER_TASK=many: not a number\n")
-    quote = subprocess.run([*command, f"model.path={SHAPE}"], capture_output=True, text=True, env={**environment, "GSPO_SBATCH": "--comment='a b"})
+    quote = subprocess.run(
+        [*command, f"model.path={SHAPE}"],
+        capture_output=True,
+        text=True,
+        env={**environment, "GSPO_SBATCH": "--comment='a b"},
+    )
     assert (quote.returncode, quote.stdout) == (2, "")
-    assert quote.stderr.splitlines()[-1].startswith("launch/slurm/site.sh: GSPO_SBATCH=--comment='a b: No closing quotation; ")
+    assert quote.stderr.splitlines()[-1].startswith(
+        "launch/slurm/site.sh: GSPO_SBATCH=--comment='a b: No closing quotation; "
+    )
     ended = subprocess.run([*command, f"model.path={SHAPE}"], capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr
     echo = 'eval "$1"; echo "$GSPO_NUM_NODES|$GSPO_RUN_FOLDER|${GSPO_SIZE[3]}"'
-    assert subprocess.run(["bash", "-c", echo, "sh", ended.stdout], capture_output=True, text=True).stdout == "1|/tmp/a b/x|--nodes=1\n"
+    assert (
+        subprocess.run(["bash", "-c", echo, "sh", ended.stdout], capture_output=True, text=True).stdout
+        == "1|/tmp/a b/x|--nodes=1\n"
+    )
 
 
 @pytest.mark.parametrize("module", ["slurm_size", "launch_slurm"])
 def test_the_login_node_and_the_supervisor_need_no_libraries_of_ranks_and_servers(module):
     """launch/slurm/site.sh says of which packages the supervisor's Python has to have them."""
-    lacking = "import sys; sys.modules |= dict.fromkeys(['torch', 'transformers', 'tokenizers', 'safetensors', 'megatron', 'sglang'])"
-    ended = subprocess.run([sys.executable, "-c", f"{lacking}; import gspo_mega.launcher.{module}"], capture_output=True, text=True, cwd=REPOSITORY)
+    lacking = (
+        "import sys; sys.modules |= dict.fromkeys(['torch', 'transformers', 'tokenizers', 'safetensors', 'megatron',"
+        " 'sglang'])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{lacking}; import gspo_mega.launcher.{module}"],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -202,7 +269,12 @@ def test_nodes_by_role_with_slurms_addresses():
 
 
 def test_a_heterogeneous_job():
-    het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[4-5]", "SLURM_JOB_ID_HET_GROUP_0": "7"}
+    het = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[4-5]",
+        "SLURM_JOB_ID_HET_GROUP_0": "7",
+    }
     job = slurm.read_allocation(environment(**het), 1, 2)
     assert [(node.name, node.het_group) for node in job.nodes] == [("n1", 0), ("n4", 1), ("n5", 1)]
     assert slurm.at(job.rollout_nodes[0]) == ["--nodelist=n4", "--het-group=1"]
@@ -213,7 +285,9 @@ def test_a_heterogeneous_job():
 def test_no_job_or_too_small_a_one():
     with pytest.raises(PlanError, match="SLURM_JOB_ID is not set"):
         slurm.read_allocation({}, 1, 0)
-    with pytest.raises(PlanError, match="job 7 has 3 nodes; the configuration needs 3 for the trainer .* and 1 for servers"):
+    with pytest.raises(
+        PlanError, match="job 7 has 3 nodes; the configuration needs 3 for the trainer .* and 1 for servers"
+    ):
         slurm.read_allocation(environment(), 3, 1)
 
 
@@ -232,7 +306,12 @@ def test_the_time_that_is_left():
 @pytest.fixture
 def steps(tmp_path):
     config = loaded("cluster={num_nodes: 2, ranks_per_node: 4}", "server={num_servers: 3, tensor: 2}")
-    here = site(GSPO_NETWORK="ib0", GSPO_TRAINER_CONTAINER="apptainer exec --nv t.sif", GSPO_SERVER_CONTAINER="--container-image=s.sqsh", GSPO_SERVER_PYTHON="python3")
+    here = site(
+        GSPO_NETWORK="ib0",
+        GSPO_TRAINER_CONTAINER="apptainer exec --nv t.sif",
+        GSPO_SERVER_CONTAINER="--container-image=s.sqsh",
+        GSPO_SERVER_PYTHON="python3",
+    )
     allocation = slurm.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
     return Steps(allocation, job_size(config, here), here, RunFolder(tmp_path / "run").new_attempt(), 2)
 
@@ -242,18 +321,34 @@ def test_ranks_and_servers_divide_a_nodes_gpus(steps):
     assert ranks.environment["MASTER_ADDR"] == "10.0.0.1" and ranks.environment["MASTER_PORT"] == "14000"
     assert ranks.environment["GLOO_SOCKET_IFNAME"] == "ib0" and "OMP_NUM_THREADS" not in ranks.environment
     line = " ".join(ranks.command)
-    assert "--nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n1,n2 --distribution=block:block --kill-on-bad-exit=1" in line
-    assert f"env CUDA_VISIBLE_DEVICES=0,1,2,3 apptainer exec --nv t.sif {sys.executable} -m gspo_mega.runtime.worker" in line
+    assert (
+        "--nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n1,n2 --distribution=block:block --kill-on-bad-exit=1"
+        in line
+    )
+    assert (
+        f"env CUDA_VISIBLE_DEVICES=0,1,2,3 apptainer exec --nv t.sif {sys.executable} -m gspo_mega.runtime.worker"
+        in line
+    )
     # Servers 0 and 2 are on the first node, behind its four ranks.
     for index, node, gpus in ((0, 1, "4,5"), (1, 2, "4,5"), (2, 1, "6,7")):
         line = " ".join(steps.server(index).command)
-        assert f"--nodelist=n{node} --container-image=s.sqsh --gres=gpu:8 env CUDA_VISIBLE_DEVICES={gpus} python3 -m gspo_mega serve" in line
+        assert (
+            f"--nodelist=n{node} --container-image=s.sqsh --gres=gpu:8 env CUDA_VISIBLE_DEVICES={gpus} python3 -m"
+            " gspo_mega serve" in line
+        )
         assert line.endswith(f"--index {index} --host 10.0.0.{node}")
 
 
 def test_no_command_line_holds_the_key(steps):
     doctors = [spec for _, spec in steps.doctors(14_001, fp8=True)]
     specs = [steps.ranks("train", 14_000), steps.server(0), *doctors]
-    assert " --requests 1024 " in f"{' '.join(doctors[0].command)} " and len(doctors) == 2 and "--fp8" in doctors[0].command and "--index 1" in " ".join(doctors[1].command)
+    assert (
+        " --requests 1024 " in f"{' '.join(doctors[0].command)} "
+        and len(doctors) == 2
+        and "--fp8" in doctors[0].command
+        and "--index 1" in " ".join(doctors[1].command)
+    )
     key = Path(next(word for word in specs[0].command if "attempts" in word)).parent / "api_key"
-    assert key.read_text() not in " ".join(word for spec in specs for word in (*spec.command, *spec.environment.values()))
+    assert key.read_text() not in " ".join(
+        word for spec in specs for word in (*spec.command, *spec.environment.values())
+    )

@@ -81,7 +81,9 @@ class Slurm:
         cluster = "cluster={num_nodes: 2, ranks_per_node: 1, num_rollout_nodes: 1}"
         shape = f"model.path={REPOSITORY / 'configs/models/quickstart_moe.json'}"
         words = [shape, cluster, f"run.dir={self.folder / 'runs'}", "run.name=run", *overrides]
-        return launch_slurm.launch_slurm(load_config(REPOSITORY / "configs/quickstart.yaml", words, "train"), "train", self.said.append)
+        return launch_slurm.launch_slurm(
+            load_config(REPOSITORY / "configs/quickstart.yaml", words, "train"), "train", self.said.append
+        )
 
     @property
     def outcome(self) -> tuple[list[str], int]:
@@ -94,19 +96,32 @@ class Slurm:
 def slurm(tmp_path_factory, monkeypatch):
     """slurm(n): a new job."""
     for module, name, seconds in (
-        (slurm_answers, "ASK_AGAIN_SECONDS", 0.05), (slurm_starts, "ASK_AGAIN_SECONDS", 0.05), (slurm_job, "_POLL_SECONDS", 0.02),
-        (slurm_job, "_SETTLE_SECONDS", 0.02), (slurm_job, "_LOOK_SECONDS", 0.1), (slurm_job, "_WATCH_AGAIN_SECONDS", 0.05),
-        (slurm_stop, "_ENDED_PAUSE_SECONDS", 0.05), (slurm_stop, "_POLL_SECONDS", 0.02), (slurm_preflight, "_POLL_SECONDS", 0.02),
+        (slurm_answers, "ASK_AGAIN_SECONDS", 0.05),
+        (slurm_starts, "ASK_AGAIN_SECONDS", 0.05),
+        (slurm_job, "_POLL_SECONDS", 0.02),
+        (slurm_job, "_SETTLE_SECONDS", 0.02),
+        (slurm_job, "_LOOK_SECONDS", 0.1),
+        (slurm_job, "_WATCH_AGAIN_SECONDS", 0.05),
+        (slurm_stop, "_ENDED_PAUSE_SECONDS", 0.05),
+        (slurm_stop, "_POLL_SECONDS", 0.02),
+        (slurm_preflight, "_POLL_SECONDS", 0.02),
         (launch_slurm, "versions_text", lambda: ""),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(module, name, seconds)
 
     def make(fail: int) -> Slurm:
         made = Slurm(tmp_path_factory.mktemp("job"), fail)
         variables = {
-            "PATH": made.calls.path, "JOB": str(made.folder), "SUPERVISOR": str(os.getpid()), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1,n2,n3",
-            "GSPO_SERVER_PYTHON": sys.executable, "GSPO_GPUS_PER_NODE": "0", "GSPO_PREFLIGHT": "1", "GSPO_SIGNAL_SECONDS": "100",
-        }  # fmt: skip
+            "PATH": made.calls.path,
+            "JOB": str(made.folder),
+            "SUPERVISOR": str(os.getpid()),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1,n2,n3",
+            "GSPO_SERVER_PYTHON": sys.executable,
+            "GSPO_GPUS_PER_NODE": "0",
+            "GSPO_PREFLIGHT": "1",
+            "GSPO_SIGNAL_SECONDS": "100",
+        }
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         return made
@@ -128,7 +143,11 @@ def every_call(slurm, scenario, expected) -> None:
         what = f"{number}: {failed}\n" + "\n".join(made.said)
         assert made.outcome == expected, what
         last = len(calls) if number == 0 else last
-        assert failed is None or any("does not answer" in line or "could not start" in line for line in made.said) or _is_quiet(failed), what
+        assert (
+            failed is None
+            or any("does not answer" in line or "could not start" in line for line in made.said)
+            or _is_quiet(failed)
+        ), what
         number += 1
     assert last > 10
 
@@ -158,8 +177,13 @@ def test_a_server_gives_up_then_the_time_limit_is_near(slurm, monkeypatch):
         left = 'until grep -q failed "$attempt"/servers/server-1.json 2>/dev/null; do sleep 0.02; done; sleep 0.3; '
         made.ranks(1, SERVED + left + 'kill -USR1 "$SUPERVISOR"; ' + STOPPED)
         assert made.run("server.num_servers=2", "publish.verify=replicas") == 75, made.said
-        assert [(r.server_id, r.state) for r in read_registrations(made.run_folder.latest_attempt().servers_dir)][1] == ("server-1", "failed")
-        assert any(line.startswith("warning  server-1 gave up: it crashed too often") and line.endswith("; 1 servers are left") for line in made.said), made.said
+        assert [(r.server_id, r.state) for r in read_registrations(made.run_folder.latest_attempt().servers_dir)][
+            1
+        ] == ("server-1", "failed")
+        assert any(
+            line.startswith("warning  server-1 gave up: it crashed too often") and line.endswith("; 1 servers are left")
+            for line in made.said
+        ), made.said
 
     every_call(slurm, scenario, (["requeued"], 1))
 
@@ -172,7 +196,9 @@ def test_the_last_server_that_gives_up_fails_the_attempt(slurm, monkeypatch):
     with pytest.raises(RankError, match="error: server 0 gave up: it crashed too often"):
         made.run()
     assert made.outcome == (["failed"], 0)
-    assert any("not started again by itself: it came no further than the start before" in line for line in made.said), made.said
+    assert any("not started again by itself: it came no further than the start before" in line for line in made.said), (
+        made.said
+    )
 
 
 def test_restarts_are_bounded_and_there_is_none_without_progress(slurm, monkeypatch):
@@ -183,7 +209,10 @@ def test_restarts_are_bounded_and_there_is_none_without_progress(slurm, monkeypa
     with pytest.raises(RankError, match="rank 1 on n2 ended without a word of its own: Killed"):
         made.run("train.max_restarts=2")
     assert made.outcome == (["failed"] * 3, 0)
-    assert any("attempt 3 failed: not started again by itself: 2 restarts in 24 h (train.max_restarts)" in line for line in made.said), made.said
+    assert any(
+        "attempt 3 failed: not started again by itself: 2 restarts in 24 h (train.max_restarts)" in line
+        for line in made.said
+    ), made.said
     made = slurm(0)
     made.ranks(1, STEP.format(1) + FAIL)
     made.ranks(2, FAIL)
@@ -196,13 +225,18 @@ def test_a_rank_that_hangs_is_noticed_and_another_attempt_begins(slurm):
     """Its beats are in the run's shared folder, whichever node it is on."""
     made = slurm(0)
     beat = '{"phase": "train", "count": 1, "tick": %d, "pid": 1, "host": "n2"}'
-    beats = f"for tick in 1 2 3; do for rank in 0 1; do printf '{beat}' $tick > \"$attempt/beats/rank_$rank\"; sleep 0.05; done; done; "
+    beats = (
+        f"for tick in 1 2 3; do for rank in 0 1; do printf '{beat}' $tick > \"$attempt/beats/rank_$rank\"; sleep 0.05;"
+        " done; done; "
+    )
     made.ranks(1, 'mkdir -p "$attempt/beats"; ' + beats + STEP.format(1) + "exec sleep 600\n")
     made.ranks(2, "exit 0\n")
     assert made.run("watchdog.silence_seconds=0.5") == 0, made.said
     assert made.outcome == (["failed", "finished"], 0)
     assert "is stuck: no sign of life for" in read_state(made.run_folder.attempts()[0]).error
-    assert any("attempt 1 failed: started again from the checkpoint of step 1 (restart 1 of 3" in line for line in made.said), made.said
+    assert any(
+        "attempt 1 failed: started again from the checkpoint of step 1 (restart 1 of 3" in line for line in made.said
+    ), made.said
 
 
 def test_a_run_folder_that_another_supervisor_took_ends_the_job(slurm):
@@ -235,17 +269,29 @@ def test_a_second_attempt_has_no_server_on_a_lost_node(slurm, monkeypatch):
     assert made.outcome == (["failed", "finished"], 0)
     assert any("node n4 is lost, and server-1 with it; 1 servers are left" in line for line in made.said), made.said
     first = read_registrations(made.run_folder.attempts()[0].servers_dir)
-    assert ("server-1", "failed", "node n4 is lost") in [(r.server_id, r.state, r.error) for r in first], "ranks that start would wait for it"
+    assert ("server-1", "failed", "node n4 is lost") in [(r.server_id, r.state, r.error) for r in first], (
+        "ranks that start would wait for it"
+    )
     second = load_config(made.run_folder.latest_attempt().config_file).config
     assert (second.server.num_servers, second.cluster.num_rollout_nodes) == (1, 1)
-    assert not [path.name for path in made.run_folder.latest_attempt().path.glob("serving.*") if path.name != "serving.0"]
+    assert not [
+        path.name for path in made.run_folder.latest_attempt().path.glob("serving.*") if path.name != "serving.0"
+    ]
 
 
 def test_a_step_that_srun_always_refuses_is_told_soon(slurm):
     made = slurm(0)
     made.ranks(1, "exit 0\n")
-    refuse = "case \"$*\" in *runtime.worker*) echo \"srun: unrecognized option '--container-image=x'\" >&2; exit 1;; esac\n"
+    refuse = (
+        'case "$*" in *runtime.worker*) echo "srun: unrecognized option \'--container-image=x\'" >&2; exit 1;; esac\n'
+    )
     (made.folder / "bin/srun").write_text(SRUN.replace("case", refuse + "case", 1))
     with pytest.raises(RankError, match="error: ranks 0 exited with code 1"):
         made.run()
-    assert sum("srun could not start ranks 0, which is tried again: srun: unrecognized option" in line for line in made.said) == 2, made.said
+    assert (
+        sum(
+            "srun could not start ranks 0, which is tried again: srun: unrecognized option" in line
+            for line in made.said
+        )
+        == 2
+    ), made.said

@@ -1,4 +1,6 @@
-"""The supervisor of a job beside a `scontrol` and an `srun` that answer from files: what it makes of silence, signals and ends."""
+"""The supervisor of a job beside a `scontrol` and an `srun` that answer from files: what it makes of silence, signals
+and ends.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ class Here:
     def show(self, nodes: str = "n1,n2", seconds: int = 200, state: str = "RUNNING") -> None:
         """What Slurm says of the job from now on."""
         end = (datetime.now() + timedelta(seconds=seconds)).isoformat(timespec="seconds")
-        (self.programs / "job").write_text(f"JobId=7 JobState={state} TimeLimit=00:10:00 EndTime={end} NodeList={nodes}\n")
+        (self.programs / "job").write_text(
+            f"JobId=7 JobState={state} TimeLimit=00:10:00 EndTime={end} NodeList={nodes}\n"
+        )
 
     def slurm(self, answers: bool) -> None:
         down = self.programs / "down"
@@ -86,7 +90,14 @@ class Here:
     def requeues(self) -> int:
         return (self.programs / "calls").read_text().count("requeue ")
 
-    def job(self, state: StateKeeper, attempt, signal_seconds: float = 100, seconds_left: float | None = None, job_id: str = "7") -> SlurmJob:
+    def job(
+        self,
+        state: StateKeeper,
+        attempt,
+        signal_seconds: float = 100,
+        seconds_left: float | None = None,
+        job_id: str = "7",
+    ) -> SlurmJob:
         nodes = (Node("n1", "10.0.0.1"), Node("n2", "10.0.0.2"))
         site = Site.read({"GSPO_GPUS_PER_NODE": "8", "GSPO_SERVER_PYTHON": sys.executable})
         allocation = Allocation(job_id, 0, nodes, nodes)
@@ -124,7 +135,9 @@ def test_a_job_near_its_end_stops_without_a_signal(here, signal_seconds, stops):
     with StateKeeper(attempt, "7") as state:
         here.look(here.job(state, attempt, signal_seconds))
     assert (attempt.stop_reason() is not None) == stops
-    assert not stops or re.match(r"\d+ s are left, and no signal came: stopping after a checkpoint, within 280 s", here.said[0])
+    assert not stops or re.match(
+        r"\d+ s are left, and no signal came: stopping after a checkpoint, within 280 s", here.said[0]
+    )
 
 
 def test_a_run_goes_on_while_slurms_controller_is_restarted(here, monkeypatch):
@@ -134,7 +147,10 @@ def test_a_run_goes_on_while_slurms_controller_is_restarted(here, monkeypatch):
         here.slurm(answers=False)
         assert not here.look(job) and not here.look(job)
         (warning,) = here.said
-        assert warning.startswith("warning  Slurm does not answer; the run goes on for 10 min without (scontrol show job -o 7: Unable to contact")
+        assert warning.startswith(
+            "warning  Slurm does not answer; the run goes on for 10 min without (scontrol show job -o 7: Unable to"
+            " contact"
+        )
         here.slurm(answers=True)
         here.show("n1")
         assert here.look(job), "the lost node is not seen"
@@ -191,8 +207,20 @@ def test_a_job_that_comes_to_its_time_limit_twice_without_a_step_is_not_queued_a
     assert here.run(step + USR1, seconds_left=short) == 75
     assert here.run(USR1, seconds_left=short) == 75
     # Preempted, which is no word on the limit; without one; another job.
-    assert here.run(USR1, seconds_left=3600) == here.run(USR1) == here.run(USR1, seconds_left=short) == here.run(USR1, "8", short) == 75
+    assert (
+        here.run(USR1, seconds_left=3600)
+        == here.run(USR1)
+        == here.run(USR1, seconds_left=short)
+        == here.run(USR1, "8", short)
+        == 75
+    )
     assert here.requeues == 7
-    with pytest.raises(RankError, match="second time in a row job 8 came to its time limit without a new checkpoint, 50 s after its start.*--time in GSPO_SBATCH"):
+    with pytest.raises(
+        RankError,
+        match=(
+            "second time in a row job 8 came to its time limit without a new checkpoint, 50 s after its start.*--time"
+            " in GSPO_SBATCH"
+        ),
+    ):
         here.run(USR1, "8", short)
     assert here.requeues == 7 and read_state(here.run_folder.latest_attempt()).state == "failed"

@@ -64,7 +64,7 @@ def test_a_slurm_that_does_not_answer_for_long_ends_the_watch_with_its_last_word
 
 def test_a_controller_that_hangs_is_asked_again(watch, monkeypatch):
     monkeypatch.setattr(watch, "_ASK_SECONDS", 0.3)
-    hang = '[ -e hung ] || { touch hung; exec sleep 60; }\n'
+    hang = "[ -e hung ] || { touch hung; exec sleep 60; }\n"
     (watch.programs / "scontrol").write_text(SCONTROL.replace("case", hang + "case", 1))
     watch.main()
     assert (watch.programs / "done").read_text().splitlines()[-1] == "requeue 7"

@@ -44,7 +44,9 @@ def test_it_beats_while_it_runs_and_is_missed_when_it_does_not(folder, monkeypat
             assert time.monotonic() < deadline
         now = read_state(attempt).heartbeat
         assert not read_state(attempt).is_silent(now + 59) and read_state(attempt).is_silent(now + 61)
-        assert describe_run(folder, now + 300)["state"].startswith("lost: no sign of life from its supervisor for 5 min")
+        assert describe_run(folder, now + 300)["state"].startswith(
+            "lost: no sign of life from its supervisor for 5 min"
+        )
 
 
 def test_status_of_a_run(folder):
@@ -52,7 +54,10 @@ def test_status_of_a_run(folder):
     for rank, when, text in ((0, 9.0, "echo"), (3, 8.0, "Traceback\nValueError: the cause")):
         atomic_write_json(first.error_file(rank), {"rank": rank, "text": text, "type": "E", "time": when})
     with StateKeeper(second, slurm_job="7") as state:
-        lines = [{"step": 1}, {"step": 2, "reward/mean": 0.25, "speed/tokens_per_second": 812.4, "time/step_seconds": 3.04}]
+        lines = [
+            {"step": 1},
+            {"step": 2, "reward/mean": 0.25, "speed/tokens_per_second": 812.4, "time/step_seconds": 3.04},
+        ]
         folder.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "rew')
         report = describe_run(folder, time.time())
         assert report["state"].startswith("running for 0 s")
@@ -68,9 +73,19 @@ def test_status_of_a_run(folder):
 def test_status_names_the_servers_that_were_given_up(folder):
     attempt = folder.new_attempt()
     assert describe_run(folder, time.time())["servers"] is None
-    for index, (state, error) in enumerate([("ready", None), ("ready", "SGLang was killed"), ("failed", "SGLang exited with code 1\nand its log"), ("restarting", "x")]):
+    for index, (state, error) in enumerate(
+        [
+            ("ready", None),
+            ("ready", "SGLang was killed"),
+            ("failed", "SGLang exited with code 1\nand its log"),
+            ("restarting", "x"),
+        ]
+    ):
         Registration(f"server-{index}", "", 1, state, 1, None, time.time(), error=error).write(attempt.servers_dir)
-    assert describe_run(folder, time.time())["servers"] == "1 given up, 2 ready, 1 restarting (server-2: SGLang exited with code 1)"
+    assert (
+        describe_run(folder, time.time())["servers"]
+        == "1 given up, 2 ready, 1 restarting (server-2: SGLang exited with code 1)"
+    )
     (attempt.servers_dir / "server-9.json").write_text("{}")
     assert "server-9.json: not a server's registration" in describe_run(folder, time.time())["servers"]
 

@@ -13,7 +13,15 @@ from gspo_mega.launcher.watchdog import Watchdog
 from gspo_mega.plan.patience import Patience
 from gspo_mega.run_folder import RunFolder
 
-BOUNDS = {"start": 3600.0, "rollout": 2000.0, "eval": 2000.0, "train": 900.0, "publish": 900.0, "checkpoint": 1800.0, "other": 900.0}
+BOUNDS = {
+    "start": 3600.0,
+    "rollout": 2000.0,
+    "eval": 2000.0,
+    "train": 900.0,
+    "publish": 900.0,
+    "checkpoint": 1800.0,
+    "other": 900.0,
+}
 INTERVAL = 5.0
 
 
@@ -46,7 +54,10 @@ class Ranks:
 
 def stack(*frames):
     lines = "\n".join(f'  File "{file}", line {line} in {name}' for file, line, name in frames)
-    return f'Timeout (0:07:30)!\nThread 0x00007f01 (most recent call first):\n  File "threading.py", line 9 in wait\n\nThread 0x00007f02 (most recent call first):\n{lines}\n'
+    return (
+        'Timeout (0:07:30)!\nThread 0x00007f01 (most recent call first):\n  File "threading.py", line 9 in'
+        f" wait\n\nThread 0x00007f02 (most recent call first):\n{lines}\n"
+    )
 
 
 def test_slow_work_is_no_stuck_work(tmp_path):
@@ -64,15 +75,23 @@ def test_the_most_patient_phase_counts_and_a_rank_that_waits_has_none(tmp_path):
     ranks = Ranks(tmp_path)
     ranks.where = [("assemble", 7), ("wait", 7)]
     assert ranks.go(890) is None
-    assert "rank 0 (process 100 on n1) is stuck: nothing got done for 905 s in phase assemble (watchdog.other_seconds)" in str(ranks.go(50))
+    assert (
+        "rank 0 (process 100 on n1) is stuck: nothing got done for 905 s in phase assemble (watchdog.other_seconds)"
+        in str(ranks.go(50))
+    )
 
 
 def test_the_rank_that_does_not_wait_is_named_with_its_place(tmp_path):
     ranks = Ranks(tmp_path)
-    ranks.attempt.stacks_file(0).write_text(stack(("/env/torch/distributed/distributed_c10d.py", 2810, "all_reduce"), ("/x/loop.py", 3, "run")))
+    ranks.attempt.stacks_file(0).write_text(
+        stack(("/env/torch/distributed/distributed_c10d.py", 2810, "all_reduce"), ("/x/loop.py", 3, "run"))
+    )
     ranks.attempt.stacks_file(1).write_text(stack(("/x/reward.py", 33, "spin"), ("/x/loop.py", 3, "run")))
     said = str(ranks.go(1000))
-    assert said.startswith("rank 1 (process 101 on n1) is stuck: nothing got done for 905 s in phase train (watchdog.train_seconds); it is at /x/reward.py:33 in spin\n")
+    assert said.startswith(
+        "rank 1 (process 101 on n1) is stuck: nothing got done for 905 s in phase train (watchdog.train_seconds); it is"
+        " at /x/reward.py:33 in spin\n"
+    )
     assert "\nrank 0 waits for it\n" in said and "  /x/loop.py:3 in run" in said and "all_reduce" not in said
 
 
@@ -80,7 +99,9 @@ def test_no_sign_of_life_is_named_though_others_work(tmp_path):
     ranks = Ranks(tmp_path)
     ranks.alive[1] = False
     assert ranks.go(295, works=(0,)) is None
-    assert str(ranks.go(50, works=(0,))).startswith("rank 1 (process 101 on n1) is stuck: no sign of life for 305 s (watchdog.silence_seconds)")
+    assert str(ranks.go(50, works=(0,))).startswith(
+        "rank 1 (process 101 on n1) is stuck: no sign of life for 305 s (watchdog.silence_seconds)"
+    )
 
 
 def test_a_supervisor_that_was_stopped_with_its_ranks_goes_on(tmp_path):
@@ -99,7 +120,9 @@ def test_ranks_that_are_done_are_not_waited_for(tmp_path):
 
 def test_before_a_rank_writes_anything_the_bound_of_the_start_holds(tmp_path):
     ranks = Ranks(tmp_path)
-    ranks.go = lambda seconds: next((error for _ in range(int(seconds / INTERVAL)) if (error := tick()) is not None), None)
+    ranks.go = lambda seconds: next(
+        (error for _ in range(int(seconds / INTERVAL)) if (error := tick()) is not None), None
+    )
 
     def tick():
         ranks.now += INTERVAL

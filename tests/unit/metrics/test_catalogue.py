@@ -7,7 +7,7 @@ import torch
 
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS, log_ratio_summary, policy_metrics
 from gspo_mega.algorithm.mismatch import mismatch_metrics, mismatch_sums
-from gspo_mega.metrics.catalogue import _entries, CATALOGUE, PHASES, find_metric
+from gspo_mega.metrics.catalogue import CATALOGUE, PHASES, _entries, find_metric
 
 
 def test_names_are_unique_and_described():
@@ -34,7 +34,9 @@ def test_patterns_match_one_placeholder():
     assert all(find_metric(f"time/{phase}_seconds").unit == "seconds" for phase in PHASES)
 
 
-@pytest.mark.parametrize("name", ["reward/source/", "reward/source/a/b", "reward/source/<source>x y", "reward/maen", "step"])
+@pytest.mark.parametrize(
+    "name", ["reward/source/", "reward/source/a/b", "reward/source/<source>x y", "reward/maen", "step"]
+)
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match="is not in the catalogue"):
         find_metric(name)

@@ -35,8 +35,12 @@ def test_phases_and_other_add_up_to_the_step():
     clock.now += 64
     seconds = timer.finish_step()
     assert seconds == {
-        "time/step_seconds": 127, "time/rollout_seconds": 10, "time/publish_seconds": 4, "time/train_seconds": 48, "time/other_seconds": 65,
-    }  # fmt: skip
+        "time/step_seconds": 127,
+        "time/rollout_seconds": 10,
+        "time/publish_seconds": 4,
+        "time/train_seconds": 48,
+        "time/other_seconds": 65,
+    }
     assert sum(seconds.values()) == 2 * seconds["time/step_seconds"]
     assert all(find_metric(name) for name in seconds)
     clock.now += 3
@@ -70,11 +74,17 @@ def test_progress_line_shows_what_there_is():
     line = progress_line(
         7,
         {
-            "reward/mean": 0.4567, "policy/clip_fraction": 0.16, "mismatch/k3": 1.2e-7, "time/step_seconds": 4.25, "time/rollout_seconds": 3.0,
-            "time/publish_seconds": 0.01, "rollout/num_retries": 2, "rollout/num_reward_failures": 0,
+            "reward/mean": 0.4567,
+            "policy/clip_fraction": 0.16,
+            "mismatch/k3": 1.2e-7,
+            "time/step_seconds": 4.25,
+            "time/rollout_seconds": 3.0,
+            "time/publish_seconds": 0.01,
+            "rollout/num_retries": 2,
+            "rollout/num_reward_failures": 0,
         },
         num_steps=100,
-    )  # fmt: skip
+    )
     assert line == "step   7/100  reward 0.457  clip 0.160  mismatch k3 1.2e-07  4.2 s (rollout 3.0)  retries: 2"
     assert progress_line(3, {"reward/mean": float("nan")}) == "step 3  reward nan"
 
@@ -86,7 +96,9 @@ def test_the_console_reads_only_metrics_that_exist():
 
 
 def test_final_table_is_aligned():
-    table = final_table([("accuracy", "0.30 +- 0.02", "0.61 +- 0.02"), ("steps", "0", "100")], headers=("", "before", "after"))
+    table = final_table(
+        [("accuracy", "0.30 +- 0.02", "0.61 +- 0.02"), ("steps", "0", "100")], headers=("", "before", "after")
+    )
     assert table.splitlines() == [
         "                before         after",
         "--------  ------------  ------------",

@@ -22,7 +22,16 @@ def folder(tmp_path):
     (folder / "config.json").write_text(SHAPE.read_text())
     for name in ("tokenizer.json", "chat_template.jinja", "merges.txt", "tokenizer.model", "README.md", "LICENSE"):
         (folder / name).write_text(name)
-    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "modeling_x.py", "setup.sh", "x.so", ".netrc", "training_args.bin"):
+    for name in (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "modeling_x.py",
+        "setup.sh",
+        "x.so",
+        ".netrc",
+        "training_args.bin",
+    ):
         (folder / name).write_text(name)
     (folder / "sub").mkdir()
     return folder
@@ -37,9 +46,17 @@ def copied(folder, tmp_path):
 def test_configuration_tokenizer_and_licence_are_copied_and_no_weights_and_no_code(folder, tmp_path):
     out = copied(folder, tmp_path)
     assert sorted(entry.name for entry in out.iterdir()) == [
-        "LICENSE", "README.md", "chat_template.jinja", "config.json", "merges.txt", "tokenizer.json", "tokenizer.model",
-    ]  # fmt: skip
-    assert json.loads((out / "config.json").read_text())["architectures"] == json.loads(SHAPE.read_text())["architectures"]
+        "LICENSE",
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "merges.txt",
+        "tokenizer.json",
+        "tokenizer.model",
+    ]
+    assert (
+        json.loads((out / "config.json").read_text())["architectures"] == json.loads(SHAPE.read_text())["architectures"]
+    )
 
 
 def test_a_link_out_of_the_folder_is_refused_by_name_before_anything_runs(folder, tmp_path):
@@ -69,7 +86,12 @@ def test_links_of_a_cache_of_another_models_folder_and_inside_are_followed(folde
         (snapshot / name).symlink_to(f"../../blobs/hash-{name}")
     (snapshot / "tokenizer_config.json").symlink_to("tokenizer.json")
     (snapshot / "merges.txt").symlink_to(folder / "merges.txt")
-    assert [file.name for file in description_files(snapshot)] == ["config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"]
+    assert [file.name for file in description_files(snapshot)] == [
+        "config.json",
+        "merges.txt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     (snapshot / "vocab.txt").symlink_to(folder / "merges.txt")
     with pytest.raises(ModelError, match="vocab.txt: a link to"):
         description_files(snapshot)

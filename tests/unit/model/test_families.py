@@ -47,14 +47,31 @@ def make_spec(moe: bool, **changes) -> ModelSpec:
 
 
 SHARED_KEYS = dict(
-    num_hidden_layers=2, hidden_size=24, num_attention_heads=8, num_key_value_heads=4, head_dim=8, intermediate_size=40, vocab_size=300
+    num_hidden_layers=2,
+    hidden_size=24,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=8,
+    intermediate_size=40,
+    vocab_size=300,
 )
 OWN_KEYS = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v3": dict(
-        num_key_value_heads=8, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, n_routed_experts=4,
-        num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=2, moe_intermediate_size=16, first_k_dense_replace=1,
+        num_key_value_heads=8,
+        q_lora_rank=12,
+        kv_lora_rank=10,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=5,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
     ),
 }
 
@@ -75,7 +92,7 @@ def test_names_and_shapes_are_those_that_hugging_face_saves(family, tied, tmp_pa
     config = model_class.config_class(**SHARED_KEYS | OWN_KEYS.get(family, {}), tie_word_embeddings=tied)
     model_class(config).to(torch.float32).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file}
     spec = read_model_spec(tmp_path)
     assert spec.family == family and spec.tie_word_embeddings == tied
     assert {entry.name: entry.shape for entry in hf_tensors(spec)} == saved
@@ -86,9 +103,12 @@ def test_biases_of_query_key_and_value_lie_as_their_weights_do():
     for rank in range(2):
         for role in "qkv":
             weight, bias = (
-                next(e for e in hf_tensors(spec) if e.name == f"model.layers.1.self_attn.{role}_proj.{kind}") for kind in ("weight", "bias")
+                next(e for e in hf_tensors(spec) if e.name == f"model.layers.1.self_attn.{role}_proj.{kind}")
+                for kind in ("weight", "bias")
             )
-            assert bias.shape == weight.shape[:1] and bias.parameter == "decoder.layers.1.self_attention.linear_qkv.bias"
+            assert (
+                bias.shape == weight.shape[:1] and bias.parameter == "decoder.layers.1.self_attention.linear_qkv.bias"
+            )
             assert parameter_blocks(spec, bias, 2, rank) == parameter_blocks(spec, weight, 2, rank)
             assert parameter_shape(spec, bias, 2) == parameter_shape(spec, weight, 2)[:1]
 
@@ -98,7 +118,11 @@ def test_mixtral_experts_are_w1_beside_w3_and_w2():
     spec = replace(make_spec(True, family="mixtral", qk_norm=False), moe=moe)
     of_expert = [e for e in hf_tensors(spec) if e.layer == 1 and e.expert == 3]
     prefix = "model.layers.1.block_sparse_moe.experts.3."
-    assert [(e.name.removeprefix(prefix), e.role) for e in of_expert] == [("w1.weight", "gate"), ("w3.weight", "up"), ("w2.weight", "whole")]
+    assert [(e.name.removeprefix(prefix), e.role) for e in of_expert] == [
+        ("w1.weight", "gate"),
+        ("w3.weight", "up"),
+        ("w2.weight", "whole"),
+    ]
     assert of_expert[0].parameter == of_expert[1].parameter == "decoder.layers.1.mlp.experts.3.linear_fc1.weight"
 
 
@@ -118,14 +142,19 @@ def test_tied_embedding_is_copied_to_the_output_layer_and_has_no_head():
 
 
 @pytest.mark.parametrize(
-    "vocab_size, tensor_parallel, padded", [(151936, 8, 151936), (300, 1, 384), (300, 2, 384), (300, 3, 384), (300, 5, 640), (1, 1, 128)]
+    "vocab_size, tensor_parallel, padded",
+    [(151936, 8, 151936), (300, 1, 384), (300, 2, 384), (300, 3, 384), (300, 5, 640), (1, 1, 128)],
 )
 def test_padded_vocab_size(vocab_size, tensor_parallel, padded):
     assert padded_vocab_size(vocab_size, tensor_parallel) == padded
 
 
-def _fill(spec: ModelSpec, tensors: dict[str, np.ndarray], entries: list[TensorEntry], parallel: int) -> list[np.ndarray]:
-    """One parameter's shares over all ranks, put together from its tensors by the blocks; -1 where nothing is written."""
+def _fill(
+    spec: ModelSpec, tensors: dict[str, np.ndarray], entries: list[TensorEntry], parallel: int
+) -> list[np.ndarray]:
+    """One parameter's shares over all ranks, put together from its tensors by the blocks; -1 where nothing is
+    written.
+    """
     shares = []
     for rank in range(parallel):
         share = np.full(parameter_shape(spec, entries[0], parallel), -1)

@@ -56,7 +56,13 @@ def moe(**changes):
 def test_a_published_moe_config_of_transformers_4():
     spec = spec_from_config(PUBLISHED_MOE_4)
     assert spec.family == "qwen3_moe"
-    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (48, 2048, 32, 4, 128)
+    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
+        48,
+        2048,
+        32,
+        4,
+        128,
+    )
     assert (spec.vocab_size, spec.max_position_embeddings, spec.intermediate_size) == (151936, 40960, 6144)
     assert (spec.rope_theta, spec.rms_norm_eps, spec.torch_dtype) == (1e6, 1e-6, "bfloat16")
     assert spec.moe == MoeSpec(num_experts=128, experts_per_token=8, expert_intermediate_size=768, norm_topk_prob=True)
@@ -66,8 +72,16 @@ def test_a_published_moe_config_of_transformers_4():
 
 
 def test_the_same_model_as_transformers_5_writes_it():
-    raw = {key: value for key, value in PUBLISHED_MOE_4.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype", "num_experts")}
-    raw |= {"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "dtype": "bfloat16", "num_local_experts": 128}
+    raw = {
+        key: value
+        for key, value in PUBLISHED_MOE_4.items()
+        if key not in ("rope_theta", "rope_scaling", "torch_dtype", "num_experts")
+    }
+    raw |= {
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        "dtype": "bfloat16",
+        "num_local_experts": 128,
+    }
     four, five = spec_from_config(PUBLISHED_MOE_4), spec_from_config(raw)
     assert (five.rope_theta, five.torch_dtype, five.moe) == (four.rope_theta, four.torch_dtype, four.moe)
 
@@ -75,9 +89,14 @@ def test_the_same_model_as_transformers_5_writes_it():
 @pytest.mark.parametrize("architecture", ["Qwen3Config", "Qwen3MoeConfig"])
 def test_what_the_installed_transformers_writes_is_read(architecture, tmp_path):
     transformers = pytest.importorskip("transformers")
-    sizes = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    sizes = dict(
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+    )
     config = getattr(transformers, architecture)(
-        **sizes, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, eos_token_id=[7, 8], dtype="bfloat16",
+        **sizes,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        eos_token_id=[7, 8],
+        dtype="bfloat16",
         architectures=[architecture.replace("Config", "ForCausalLM")],
     )
     config.save_pretrained(tmp_path)
@@ -98,7 +117,10 @@ def test_what_the_installed_transformers_writes_is_read(architecture, tmp_path):
         (dense(layer_types=["full_attention", "sliding_attention", "full_attention"]), "layer_types"),
         (dense(rope_scaling={"type": "yarn", "factor": 4.0}), "rope_scaling"),
         (dense(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "rope_parameters"),
-        (dense(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), "rope_parameters"),
+        (
+            dense(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+            "rope_parameters",
+        ),
         (dense(partial_rotary_factor=0.5), "partial_rotary_factor"),
         (dense(quantization_config={"quant_method": "fp8"}), "quantization_config"),
         (dense(num_nextn_predict_layers=1), "num_nextn_predict_layers"),
@@ -131,8 +153,14 @@ def test_what_would_change_the_maths_is_refused_by_name(raw, key):
 
 def test_neutral_values_of_the_same_fields_are_accepted():
     neutral = dict(
-        use_sliding_window=False, sliding_window=4096, layer_types=["full_attention"] * 3, rope_scaling=None,
-        partial_rotary_factor=1.0, quantization_config=None, num_nextn_predict_layers=0, torch_dtype="torch.bfloat16",
+        use_sliding_window=False,
+        sliding_window=4096,
+        layer_types=["full_attention"] * 3,
+        rope_scaling=None,
+        partial_rotary_factor=1.0,
+        quantization_config=None,
+        num_nextn_predict_layers=0,
+        torch_dtype="torch.bfloat16",
         rope_parameters={"rope_type": "default", "rope_theta": 2e4},
     )
     spec = spec_from_config(dense(**neutral))
@@ -142,28 +170,77 @@ def test_neutral_values_of_the_same_fields_are_accepted():
     assert spec_from_config(dense(torch_dtype="absent")).torch_dtype == "float32"
 
 
-# As published, shortened to what is read: Llama-2-7b (no rope_theta, no head_dim), Llama-3.1-8B, Qwen2.5-0.5B, Mixtral-8x7B.
+# As published, shortened to what is read: Llama-2-7b (no rope_theta, no head_dim), Llama-3.1-8B, Qwen2.5-0.5B,
+# Mixtral-8x7B.
 LLAMA_2 = dict(
-    architectures=["LlamaForCausalLM"], hidden_act="silu", hidden_size=4096, intermediate_size=11008, max_position_embeddings=4096,
-    num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32, pretraining_tp=1, rms_norm_eps=1e-05, rope_scaling=None,
-    tie_word_embeddings=False, torch_dtype="bfloat16", vocab_size=32000, eos_token_id=2,
-)  # fmt: skip
-LLAMA_3 = LLAMA_2 | dict(
-    attention_bias=False, intermediate_size=14336, max_position_embeddings=131072, mlp_bias=False, num_key_value_heads=8,
-    rope_scaling=dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3"),
-    rope_theta=500000.0, vocab_size=128256, eos_token_id=[128001, 128008, 128009],
-)  # fmt: skip
-QWEN_2 = dict(
-    architectures=["Qwen2ForCausalLM"], hidden_act="silu", hidden_size=896, intermediate_size=4864, max_position_embeddings=32768,
-    max_window_layers=24, num_attention_heads=14, num_hidden_layers=24, num_key_value_heads=2, rms_norm_eps=1e-06, rope_theta=1000000.0,
-    sliding_window=32768, tie_word_embeddings=True, torch_dtype="bfloat16", use_sliding_window=False, vocab_size=151936, eos_token_id=151645,
-)  # fmt: skip
-MIXTRAL = dict(
-    architectures=["MixtralForCausalLM"], hidden_act="silu", hidden_size=4096, intermediate_size=14336, max_position_embeddings=32768,
-    num_attention_heads=32, num_experts_per_tok=2, num_hidden_layers=32, num_key_value_heads=8, num_local_experts=8, rms_norm_eps=1e-05,
-    rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None, tie_word_embeddings=False, torch_dtype="bfloat16", vocab_size=32000,
+    architectures=["LlamaForCausalLM"],
+    hidden_act="silu",
+    hidden_size=4096,
+    intermediate_size=11008,
+    max_position_embeddings=4096,
+    num_attention_heads=32,
+    num_hidden_layers=32,
+    num_key_value_heads=32,
+    pretraining_tp=1,
+    rms_norm_eps=1e-05,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    vocab_size=32000,
     eos_token_id=2,
-)  # fmt: skip
+)
+LLAMA_3 = LLAMA_2 | dict(
+    attention_bias=False,
+    intermediate_size=14336,
+    max_position_embeddings=131072,
+    mlp_bias=False,
+    num_key_value_heads=8,
+    rope_scaling=dict(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3"
+    ),
+    rope_theta=500000.0,
+    vocab_size=128256,
+    eos_token_id=[128001, 128008, 128009],
+)
+QWEN_2 = dict(
+    architectures=["Qwen2ForCausalLM"],
+    hidden_act="silu",
+    hidden_size=896,
+    intermediate_size=4864,
+    max_position_embeddings=32768,
+    max_window_layers=24,
+    num_attention_heads=14,
+    num_hidden_layers=24,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-06,
+    rope_theta=1000000.0,
+    sliding_window=32768,
+    tie_word_embeddings=True,
+    torch_dtype="bfloat16",
+    use_sliding_window=False,
+    vocab_size=151936,
+    eos_token_id=151645,
+)
+MIXTRAL = dict(
+    architectures=["MixtralForCausalLM"],
+    hidden_act="silu",
+    hidden_size=4096,
+    intermediate_size=14336,
+    max_position_embeddings=32768,
+    num_attention_heads=32,
+    num_experts_per_tok=2,
+    num_hidden_layers=32,
+    num_key_value_heads=8,
+    num_local_experts=8,
+    rms_norm_eps=1e-05,
+    rope_theta=1000000.0,
+    router_aux_loss_coef=0.02,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    vocab_size=32000,
+    eos_token_id=2,
+)
 
 
 def test_published_configs_of_other_families():
@@ -172,18 +249,30 @@ def test_published_configs_of_other_families():
     assert spec_from_config({k: v for k, v in LLAMA_2.items() if k != "num_key_value_heads"}).num_kv_heads == 32
     three = spec_from_config(LLAMA_3)
     assert (three.rope_theta, three.num_kv_heads) == (500000.0, 8)
-    assert three.rope_scaling == RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=8192)
+    assert three.rope_scaling == RopeScaling(
+        factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=8192
+    )
     assert not two.qk_norm and not two.attention_bias and not three.qk_norm
     qwen = spec_from_config(QWEN_2)
-    assert (qwen.family, qwen.head_dim, qwen.attention_bias, qwen.qk_norm, qwen.tie_word_embeddings) == ("qwen2", 64, True, False, True)
+    assert (qwen.family, qwen.head_dim, qwen.attention_bias, qwen.qk_norm, qwen.tie_word_embeddings) == (
+        "qwen2",
+        64,
+        True,
+        False,
+        True,
+    )
     mixtral = spec_from_config(MIXTRAL)
-    assert mixtral.moe == MoeSpec(num_experts=8, experts_per_token=2, expert_intermediate_size=14336, norm_topk_prob=True)
+    assert mixtral.moe == MoeSpec(
+        num_experts=8, experts_per_token=2, expert_intermediate_size=14336, norm_topk_prob=True
+    )
     assert not mixtral.qk_norm and mixtral.head_dim == 128
 
 
 def test_llama_3_scaling_reads_the_same_from_transformers_5():
     scaling = LLAMA_3["rope_scaling"]
-    five = {k: v for k, v in LLAMA_3.items() if k not in ("rope_scaling", "rope_theta")} | {"rope_parameters": scaling | {"rope_theta": 500000.0}}
+    five = {k: v for k, v in LLAMA_3.items() if k not in ("rope_scaling", "rope_theta")} | {
+        "rope_parameters": scaling | {"rope_theta": 500000.0}
+    }
     assert spec_from_config(five).rope_scaling == spec_from_config(LLAMA_3).rope_scaling
 
 
@@ -219,7 +308,9 @@ def test_all_problems_are_listed():
     assert len(str(caught.value).splitlines()) == 3
 
 
-@pytest.mark.parametrize("architectures", [["GemmaForCausalLM"], [], None, "Qwen3ForCausalLM", ["Qwen3ForCausalLM", "X"]])
+@pytest.mark.parametrize(
+    "architectures", [["GemmaForCausalLM"], [], None, "Qwen3ForCausalLM", ["Qwen3ForCausalLM", "X"]]
+)
 def test_another_architecture(architectures):
     with pytest.raises(ModelError, match="supported: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"):
         spec_from_config(dense(architectures=architectures))

@@ -40,7 +40,13 @@ def test_tied_embeddings_count_once():
 def test_a_published_model_has_its_published_size():
     spec = spec_of("quickstart_moe")
     large = dataclasses.replace(
-        spec, num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936,
+        spec,
+        num_layers=48,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=151936,
         moe=dataclasses.replace(spec.moe, num_experts=128, experts_per_token=8, expert_intermediate_size=768),
     )  # Qwen3-30B-A3B: 30.5 billion, 3.3 billion activated
     counts = count_parameters(large)
@@ -78,13 +84,15 @@ def test_biases_are_parameters_and_multiply_nothing():
 
 
 def test_deepseek_v3_has_its_published_size():
-    """671 billion without multi-token prediction; 36.6 billion active, the head among them and the input embedding not."""
+    """671 billion without multi-token prediction; 36.6 billion active, the head among them and the input embedding
+    not.
+    """
     spec = spec_of("deepseek_v3")
     counts = count_parameters(spec)
     assert counts.total == 671_026_419_200
     assert (counts.active - counts.embedding) / 1e9 == pytest.approx(36.6, abs=0.05)
-    # By hand, for one token: the head, attention's five matrices in every layer, and an MLP 3 x 18432 wide in every layer (the
-    # 8 + 1 experts of 2048 a token goes to are as wide), and the routers.
+    # By hand, for one token: the head, attention's five matrices in every layer, and an MLP 3 x 18432 wide in every
+    # layer (the 8 + 1 experts of 2048 a token goes to are as wide), and the routers.
     attention = 7168 * (1536 + 512 + 64) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
     matrices = 129280 * 7168 + 61 * (attention + 3 * 7168 * 18432) + 58 * 256 * 7168
     assert forward_flops_per_token(spec, 1) == 2 * matrices + 61 * 2 * 128 * (192 + 128)
@@ -94,8 +102,23 @@ def test_deepseek_v3_has_its_published_size():
 def test_moonlight_has_its_published_size():
     """16 billion: the same code without a latent of queries, with one group and two shared experts."""
     raw = json.loads((SHAPES / "deepseek_v3.json").read_text()) | dict(
-        vocab_size=163840, hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, intermediate_size=11264,
-        moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, q_lora_rank=None,
-        n_group=1, topk_group=1, rope_theta=50000.0, rope_scaling=None, rms_norm_eps=1e-5, num_nextn_predict_layers=0,
-    )  # fmt: skip
+        vocab_size=163840,
+        hidden_size=2048,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        intermediate_size=11264,
+        moe_intermediate_size=1408,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        rope_theta=50000.0,
+        rope_scaling=None,
+        rms_norm_eps=1e-5,
+        num_nextn_predict_layers=0,
+    )
     assert count_parameters(spec_from_config(raw)).total / 1e9 == pytest.approx(15.96, abs=0.005)

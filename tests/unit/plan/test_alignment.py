@@ -28,7 +28,9 @@ def test_a_rank_s_slice_of_a_pack_is_whole_blocks(load, recipe, parallel, tokens
 
 
 @pytest.mark.parametrize("recipe", RECIPE_ROWS)
-@pytest.mark.parametrize("parallel", ["{}", "{tensor: 8}", "{tensor: 3, context: 5}", "{tensor: 4, sequence: false, context: 2}"])
+@pytest.mark.parametrize(
+    "parallel", ["{}", "{tensor: 8}", "{tensor: 3, context: 5}", "{tensor: 4, sequence: false, context: 2}"]
+)
 def test_filler_of_whole_sequence_multiples_reaches_it(load, recipe, parallel):
     config = load("precision=fp8", f"fp8.recipe={recipe}", f"parallel={parallel}").config
     assert lcm(alignment_tokens(config), Sizes.of(config).sequence_multiple) == alignment_tokens(config)

@@ -14,7 +14,8 @@ from gspo_mega.plan import disk
 from gspo_mega.plan.disk import METRICS_BYTES_PER_STEP, disk_use, journal_bytes
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 
-# Text is of about four characters a token, never exactly: what the estimate may be off from a journal of the longest lengths.
+# Text is of about four characters a token, never exactly: what the estimate may be off from a journal of the longest
+# lengths.
 TOLERANCE = 0.05
 
 
@@ -26,18 +27,37 @@ def write_step(folder, config, spec, characters=4):
         routes = np.zeros((num_prompt + num_response - 1, spec.num_layers, spec.moe.experts_per_token), np.int32)
     groups = []
     for number in range(config.batch.prompts_per_step):
-        prompt = Prompt(f"train:{number}", "train", (40_000,) * num_prompt, "x" * num_prompt * characters, answer="123", metadata={"level": 3})
+        prompt = Prompt(
+            f"train:{number}",
+            "train",
+            (40_000,) * num_prompt,
+            "x" * num_prompt * characters,
+            answer="123",
+            metadata={"level": 3},
+        )
         group = Group(number, prompt, [])
         for sample in range(config.batch.group_size):
             group.trajectories.append(
                 Trajectory(
-                    f"step000007-g{number:05d}-s{sample:03d}", number, prompt, [40_000] * num_response, [1] * num_response, [-0.123456789] * num_response,
-                    [7] * num_response, "stop", "x" * num_response * characters, reward=1.0, reward_parts={"gsm8k": 1.0}, routed_experts=routes,
+                    f"step000007-g{number:05d}-s{sample:03d}",
+                    number,
+                    prompt,
+                    [40_000] * num_response,
+                    [1] * num_response,
+                    [-0.123456789] * num_response,
+                    [7] * num_response,
+                    "stop",
+                    "x" * num_response * characters,
+                    reward=1.0,
+                    reward_parts={"gsm8k": 1.0},
+                    routed_experts=routes,
                 )
-            )  # fmt: skip
+            )
         groups.append(group)
     journal = Journal(folder)
-    with journal.write(7, 7, config.batch.group_size, {}, {"rewards": "r" * 32, "sampling": "s" * 32, "weights": "w" * 32}) as writer:
+    with journal.write(
+        7, 7, config.batch.group_size, {}, {"rewards": "r" * 32, "sampling": "s" * 32, "weights": "w" * 32}
+    ) as writer:
         for group in groups:
             for trajectory in group.trajectories:
                 writer.add(trajectory)
@@ -48,7 +68,11 @@ def write_step(folder, config, spec, characters=4):
 @pytest.mark.parametrize("lengths", [(16, 32), (200, 1000), (1, 1), (500, 4)])
 @pytest.mark.parametrize("routes", [False, True])
 def test_the_estimate_is_what_the_journal_takes(load, shape, tmp_path, lengths, routes):
-    config = load(f"data.max_prompt_tokens={lengths[0]}", f"rollout.max_new_tokens={lengths[1]}", f"rollout.return_routed_experts={str(routes).lower()}").config
+    config = load(
+        f"data.max_prompt_tokens={lengths[0]}",
+        f"rollout.max_new_tokens={lengths[1]}",
+        f"rollout.return_routed_experts={str(routes).lower()}",
+    ).config
     spec = read_model_spec(shape("moe"))
     journal = write_step(tmp_path / "journal", config, spec)
     own, of_routes = journal_bytes(config, spec)
@@ -80,8 +104,14 @@ def test_what_is_kept_is_counted(load, shape, tmp_path):
 
 
 def test_the_figures_that_were_derived_by_hand(load, shape):
-    """8192 trajectories of 4000 tokens: 0.56 GB of numbers, besides text; routed experts as many as layers and choices."""
-    config = load("batch={prompts_per_step: 1024, group_size: 8, micro_batch_tokens: 8192}", "rollout.max_new_tokens=4000", "rollout.return_routed_experts=true").config
+    """8192 trajectories of 4000 tokens: 0.56 GB of numbers, besides text; routed experts as many as layers and
+    choices.
+    """
+    config = load(
+        "batch={prompts_per_step: 1024, group_size: 8, micro_batch_tokens: 8192}",
+        "rollout.max_new_tokens=4000",
+        "rollout.return_routed_experts=true",
+    ).config
     own, routes = journal_bytes(config, read_model_spec(shape("moe", num_hidden_layers=48, num_experts_per_tok=8)))
     assert own == pytest.approx(0.557e9 + 4 * 8192 * 4000, rel=0.02)
     assert routes == 8192 * 4015 * 48 * 8 * 4
@@ -90,18 +120,42 @@ def test_the_figures_that_were_derived_by_hand(load, shape):
 def test_plan_shows_it_and_warns_when_it_does_not_fit(load, shape, tmp_path, monkeypatch, capsys):
     config = tmp_path / "c.yaml"
     load()
-    arguments = ["plan", str(config), f"run.dir={tmp_path}", "train.num_steps=1000", "--model", str(shape("dense")), "--device", "cpu"]
+    arguments = [
+        "plan",
+        str(config),
+        f"run.dir={tmp_path}",
+        "train.num_steps=1000",
+        "--model",
+        str(shape("dense")),
+        "--device",
+        "cpu",
+    ]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "disk     rollouts of a step at most" in shown and f"are free under {tmp_path}" in shown and "disk: the run may take" not in shown
+    assert (
+        "disk     rollouts of a step at most" in shown
+        and f"are free under {tmp_path}" in shown
+        and "disk: the run may take" not in shown
+    )
 
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: disk.shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
+    monkeypatch.setattr(
+        disk.shutil, "disk_usage", lambda path: disk.shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6)
+    )
     assert main(arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "notice" in shown and "disk: the run may take" in shown and "most of it journal" in shown and "journal.keep_last keeps fewer steps, or choose another run.dir" in shown
+    assert (
+        "notice" in shown
+        and "disk: the run may take" in shown
+        and "most of it journal" in shown
+        and "journal.keep_last keeps fewer steps, or choose another run.dir" in shown
+    )
     assert main([*arguments, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
-    assert value["disk"]["fits"] is False and value["disk"]["free_bytes"] == 10**6 and any("disk: the run" in notice for notice in value["notices"])
+    assert (
+        value["disk"]["fits"] is False
+        and value["disk"]["free_bytes"] == 10**6
+        and any("disk: the run" in notice for notice in value["notices"])
+    )
 
     # What is there of this run already counts as had.
     (tmp_path / "test" / "journal").mkdir(parents=True)
@@ -121,7 +175,7 @@ def test_the_metrics_of_a_step_take_what_is_said(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=True) as writer:
         sizes = []
         for step in range(12):
-            writer.write(step, {name: 1.0 / (step + 3) for name in names})
+            writer.write(step, dict.fromkeys(names, 1.0 / (step + 3)))
             sizes.append(sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()))
     a_step = (sizes[-1] - sizes[1]) / 10
     assert a_step / 2 < METRICS_BYTES_PER_STEP < 4 * a_step

@@ -18,7 +18,9 @@ def test_commands_that_take_model_path_refuse_it(load, command):
 
 def test_train_and_sft_take_it(load):
     for command in ("train", "sft", None):
-        assert not [v for v in check_rules(load("model.weights=w").config, command)[0] if v.key.startswith(("model", "kl"))]
+        assert not [
+            v for v in check_rules(load("model.weights=w").config, command)[0] if v.key.startswith(("model", "kl"))
+        ]
 
 
 def test_a_reference_must_be_named_beside_it(load):
@@ -41,10 +43,14 @@ def test_its_shape_is_the_models(load, shape, tmp_path):
 
     policy = shape("dense").rename(tmp_path / "policy.json")
     plan(folder("same", torch_dtype="bfloat16"))
-    with pytest.raises(ModelError, match=r"model\.weights: .*other has another shape than the policy: rope_theta 500000.0 instead of"):
+    with pytest.raises(
+        ModelError, match=r"model\.weights: .*other has another shape than the policy: rope_theta 500000.0 instead of"
+    ):
         plan(folder("other", rope_theta=5e5))
     (tmp_path / "same" / "megatron" / "metadata.json").unlink()
-    with pytest.raises(ModelError, match=r"model\.weights: .*same: there is no Megatron checkpoint in it; tools/hf_to_megatron\.py"):
+    with pytest.raises(
+        ModelError, match=r"model\.weights: .*same: there is no Megatron checkpoint in it; tools/hf_to_megatron\.py"
+    ):
         plan(tmp_path / "same")
     with pytest.raises(ModelError, match=r"model\.weights: .*nowhere"):
         plan(tmp_path / "nowhere")

@@ -33,13 +33,29 @@ def plan(load, shape, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "changes", "text"),
     [
-        (["cluster.ranks_per_node=3", "parallel={tensor: 3, expert_tensor: 3}"], {}, "parallel.tensor: 3 does not divide the model's attention heads 4, intermediate size 128, shared experts' intermediate size 32"),
-        (["cluster.ranks_per_node=2", "parallel={tensor: 2, expert: 2}"], dict(intermediate_size=129), "parallel.tensor: 2 does not divide the model's intermediate size 129"),
-        (["server.tensor=4", "publish.verify=replicas"], dict(intermediate_size=126), "server.tensor: 4 does not fit the model's 4 heads, 4 key-value heads and intermediate size 2"),
-        (["cluster.ranks_per_node=3", "parallel.pipeline=3"], {}, "parallel.pipeline: 3 does not divide the model's 4 layers"),
+        (
+            ["cluster.ranks_per_node=3", "parallel={tensor: 3, expert_tensor: 3}"],
+            {},
+            "parallel.tensor: 3 does not divide the model's attention heads 4, intermediate size 128, shared experts' intermediate size 32",
+        ),
+        (
+            ["cluster.ranks_per_node=2", "parallel={tensor: 2, expert: 2}"],
+            dict(intermediate_size=129),
+            "parallel.tensor: 2 does not divide the model's intermediate size 129",
+        ),
+        (
+            ["server.tensor=4", "publish.verify=replicas"],
+            dict(intermediate_size=126),
+            "server.tensor: 4 does not fit the model's 4 heads, 4 key-value heads and intermediate size 2",
+        ),
+        (
+            ["cluster.ranks_per_node=3", "parallel.pipeline=3"],
+            {},
+            "parallel.pipeline: 3 does not divide the model's 4 layers",
+        ),
         (["precision=fp8", "fp8.recipe=blockwise"], {}, "kv_lora_rank 32, kv_lora_rank + qk_rope_head_dim 40"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_divide_is_named(plan, overrides, changes, text):
     with pytest.raises(PlanError) as refused:
         plan(*overrides, **changes)
@@ -47,7 +63,9 @@ def test_what_does_not_divide_is_named(plan, overrides, changes, text):
 
 
 def test_context_parallelism_and_the_expert_bias_are_planned(plan):
-    assert plan("cluster.ranks_per_node=2", "parallel.context=2", "moe.expert_bias_update_rate=1e-3").layout.context == 2
+    assert (
+        plan("cluster.ranks_per_node=2", "parallel.context=2", "moe.expert_bias_update_rate=1e-3").layout.context == 2
+    )
 
 
 def test_layers_for_multi_token_prediction_are_named(plan):
@@ -57,7 +75,9 @@ def test_layers_for_multi_token_prediction_are_named(plan):
 
 
 def test_the_ranks_of_a_layout_hold_the_model_and_nothing_of_the_bias(plan):
-    """Tensor 2 x expert 2: everything cut once, but norms, routers and down-projections, which both tensor ranks have."""
+    """Tensor 2 x expert 2: everything cut once, but norms, routers and down-projections, which both tensor ranks
+    have.
+    """
     found = plan("cluster.ranks_per_node=2", "parallel={tensor: 2, expert: 2}", vocab_size=512)
     spec = found.spec
     a_layer = 2 * 64 + 24 + 32 + (24 + 32 + 8) * 64
@@ -71,7 +91,9 @@ def test_the_ranks_of_a_layout_hold_the_model_and_nothing_of_the_bias(plan):
 def test_a_dense_layer_keeps_what_dense_layers_keep(plan):
     on = ["cluster.gpu_memory_gib=80", "precision=bf16"]
     one, two = (plan(*on, first_k_dense_replace=k) for k in (1, 2))
-    dense, experts = (layer_activations(one.config, one.spec, one.layout, "gpu", has_experts=kind) for kind in (False, True))
+    dense, experts = (
+        layer_activations(one.config, one.spec, one.layout, "gpu", has_experts=kind) for kind in (False, True)
+    )
     assert dense.attention == experts.attention and dense.mlp != experts.mlp
     assert layer_activations(one.config, one.spec, one.layout, "gpu") == experts
     kept = [estimate(of).memory.parts["activations"] for of in (one, two)]
@@ -91,15 +113,27 @@ def test_a_server_caches_latents(load):
 def test_the_report_of_deepseek_v3(plan):
     """256 GPUs: pipeline 1 because 61 is a prime number."""
     overrides = (
-        "cluster={num_nodes: 32, ranks_per_node: 8, gpu: H200, num_rollout_nodes: 4}", "parallel={tensor: 8, expert: 64, expert_tensor: 1}", "precision=bf16",
-        "batch={prompts_per_step: 64, group_size: 8, micro_batch_tokens: 8192}", "server={tensor: 8, num_servers: 4}", "publish={verify: replicas, deadline_seconds: 900}", "recompute.granularity=full",
-    )  # fmt: skip
+        "cluster={num_nodes: 32, ranks_per_node: 8, gpu: H200, num_rollout_nodes: 4}",
+        "parallel={tensor: 8, expert: 64, expert_tensor: 1}",
+        "precision=bf16",
+        "batch={prompts_per_step: 64, group_size: 8, micro_batch_tokens: 8192}",
+        "server={tensor: 8, num_servers: 4}",
+        "publish={verify: replicas, deadline_seconds: 900}",
+        "recompute.granularity=full",
+    )
     found = plan(*overrides, model="deepseek_v3")
     report = render_report(found, estimate(found))
-    assert "deepseek_v3: 61 layers, hidden 7168, 128 heads x 192 (128 key-value), vocabulary 129280 (padded 129280)" in report
-    assert "latents of 1536 (query) and 512 (key and value), 256 experts of 2048, 8 a token, shared 2048, intermediate 18432 in the first 3 layers" in report
+    assert (
+        "deepseek_v3: 61 layers, hidden 7168, 128 heads x 192 (128 key-value), vocabulary 129280 (padded 129280)"
+        in report
+    )
+    assert (
+        "latents of 1536 (query) and 512 (key and value), 256 experts of 2048, 8 a token, shared 2048, intermediate"
+        " 18432 in the first 3 layers" in report
+    )
     assert "671 G parameters, 37.6 G active a token" in report
     figures = estimate(found)
     assert figures.time is not None and figures.time.total > 0
-    # 6 FLOPs a weight and token trained on, and 2 for the old pass: the matrices of the estimate are those of the count.
+    # 6 FLOPs a weight and token trained on, and 2 for the old pass: the matrices of the estimate are those of the
+    # count.
     assert figures.flops_per_token == pytest.approx(2 * 36.6e9, rel=0.02)

@@ -15,11 +15,23 @@ LAYOUTS = [
 
 def layout_of(*, world, tensor, pipeline, context, expert, expert_tensor):
     return Layout(
-        world_size=world, tensor=tensor, pipeline=pipeline, virtual_pipeline=None, context=context,
-        data=world // (tensor * pipeline * context), expert=expert, expert_tensor=expert_tensor,
-        expert_data=world // (pipeline * expert * expert_tensor), sequence_parallel=False, layers_per_chunk=1,
-        padded_vocab_size=128, sequence_multiple_tokens=1, pack_multiple_tokens=1, mini_batch_sequences=(1,),
-        attention_crossover_tokens=1, equal_packs=False,
+        world_size=world,
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_pipeline=None,
+        context=context,
+        data=world // (tensor * pipeline * context),
+        expert=expert,
+        expert_tensor=expert_tensor,
+        expert_data=world // (pipeline * expert * expert_tensor),
+        sequence_parallel=False,
+        layers_per_chunk=1,
+        padded_vocab_size=128,
+        sequence_multiple_tokens=1,
+        pack_multiple_tokens=1,
+        mini_batch_sequences=(1,),
+        attention_crossover_tokens=1,
+        equal_packs=False,
     )
 
 
@@ -34,8 +46,9 @@ def groups_by(layout, same):
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "-".join(map(str, sizes.values())))
 def test_coordinates_are_megatrons(sizes):
     """Against Megatron's own generator of ranks, without process groups."""
-    import gspo_mega.engine  # noqa: F401  installs the CPU backend, which must come before Megatron
     from megatron.core.parallel_state import RankGenerator
+
+    import gspo_mega.engine  # noqa: F401  installs the CPU backend, which must come before Megatron
 
     layout = layout_of(**sizes)
     order = "tp-cp-ep-dp-pp"
@@ -54,9 +67,15 @@ def test_coordinates_are_megatrons(sizes):
 
 def test_coordinates_by_hand():
     layout = layout_of(world=8, tensor=2, pipeline=2, context=1, expert=2, expert_tensor=1)
-    assert layout.coordinates(0) == Coordinates(data=0, pipeline=0, context=0, tensor=0, expert=0, expert_tensor=0, expert_data=0)
-    assert layout.coordinates(3) == Coordinates(data=1, pipeline=0, context=0, tensor=1, expert=1, expert_tensor=0, expert_data=1)
-    assert layout.coordinates(6) == Coordinates(data=1, pipeline=1, context=0, tensor=0, expert=0, expert_tensor=0, expert_data=1)
+    assert layout.coordinates(0) == Coordinates(
+        data=0, pipeline=0, context=0, tensor=0, expert=0, expert_tensor=0, expert_data=0
+    )
+    assert layout.coordinates(3) == Coordinates(
+        data=1, pipeline=0, context=0, tensor=1, expert=1, expert_tensor=0, expert_data=1
+    )
+    assert layout.coordinates(6) == Coordinates(
+        data=1, pipeline=1, context=0, tensor=0, expert=0, expert_tensor=0, expert_data=1
+    )
 
 
 def test_what_a_layout_holds(load, shape):
@@ -67,9 +86,22 @@ def test_what_a_layout_holds(load, shape):
     )
     layout = resolve_layout(loaded.config, read_model_spec(shape("moe", vocab_size=300)))
     assert layout == Layout(
-        world_size=24, tensor=2, pipeline=3, virtual_pipeline=None, context=2, data=2, expert=4, expert_tensor=1, expert_data=2,
-        sequence_parallel=True, layers_per_chunk=1, padded_vocab_size=384, sequence_multiple_tokens=8,
-        pack_multiple_tokens=8, mini_batch_sequences=(7, 7, 6, 6, 6), attention_crossover_tokens=683,
+        world_size=24,
+        tensor=2,
+        pipeline=3,
+        virtual_pipeline=None,
+        context=2,
+        data=2,
+        expert=4,
+        expert_tensor=1,
+        expert_data=2,
+        sequence_parallel=True,
+        layers_per_chunk=1,
+        padded_vocab_size=384,
+        sequence_multiple_tokens=8,
+        pack_multiple_tokens=8,
+        mini_batch_sequences=(7, 7, 6, 6, 6),
+        attention_crossover_tokens=683,
         equal_packs=False,
     )
 
@@ -92,7 +124,10 @@ def test_fp8_packs_are_padded_as_a_whole(load, shape):
     alone = layout("fp8.recipe=mxfp8")
     assert (alone.sequence_multiple_tokens, alone.pack_multiple_tokens) == (1, 32)
     two = ("cluster.ranks_per_node=2", "fp8.recipe=delayed")
-    assert (layout(*two, "parallel.tensor=2").sequence_multiple_tokens, layout(*two, "parallel.tensor=2").pack_multiple_tokens) == (2, 32)
+    assert (
+        layout(*two, "parallel.tensor=2").sequence_multiple_tokens,
+        layout(*two, "parallel.tensor=2").pack_multiple_tokens,
+    ) == (2, 32)
     assert layout(*two, "parallel.context=2").pack_multiple_tokens == 32
 
 
@@ -137,7 +172,9 @@ def test_notices_of_a_layout(load, shape, tmp_path):
 
 
 def test_the_report(load, shape):
-    loaded = load("cluster.ranks_per_node=2", "parallel={tensor: 2, expert: 2}", "train.num_steps=10", "rollout.temperature=0.5")
+    loaded = load(
+        "cluster.ranks_per_node=2", "parallel={tensor: 2, expert: 2}", "train.num_steps=10", "rollout.temperature=0.5"
+    )
     report = render_report(plan_run(loaded, model=shape("moe")))
     assert "399 k parameters, 178 k active a token" in report
     assert "2 = 1 node x 2: data 1 x pipeline 1 x context 1 x tensor 2, sequence parallel" in report
@@ -154,7 +191,10 @@ def test_the_report(load, shape):
 
 
 def test_the_report_of_many_ranks_leaves_out_the_middle(load, shape):
-    loaded = load("cluster={num_nodes: 8, ranks_per_node: 8}", "batch={prompts_per_step: 128, group_size: 8, micro_batch_tokens: 256}")
+    loaded = load(
+        "cluster={num_nodes: 8, ranks_per_node: 8}",
+        "batch={prompts_per_step: 128, group_size: 8, micro_batch_tokens: 256}",
+    )
     lines = render_report(plan_run(loaded, model=shape("dense"))).splitlines()
     start = next(index for index, line in enumerate(lines) if line.split()[:2] == ["rank", "data"])
     ranks = [line.split()[0] for line in lines[start + 1 : start + 18]]

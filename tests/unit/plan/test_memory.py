@@ -7,14 +7,23 @@ from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.memory import GIB, in_flight, server_memory
 
-
-BIG = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, vocab_size=32000, max_position_embeddings=65536)
+BIG = dict(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, vocab_size=32000, max_position_embeddings=65536
+)
 
 
 @pytest.mark.parametrize(
     ("pipeline", "virtual", "stage", "micro_batches", "chunks"),
     # One forward, one backward: a stage is ahead by the stages behind it. Interleaved: two a stage, and a turn a chunk.
-    [(1, None, 0, 9, 1), (4, None, 0, 9, 4), (4, None, 3, 9, 1), (4, None, 0, 2, 2), (4, 2, 0, 9, 11), (4, 2, 3, 9, 5), (4, 2, 0, 1, 2)],
+    [
+        (1, None, 0, 9, 1),
+        (4, None, 0, 9, 4),
+        (4, None, 3, 9, 1),
+        (4, None, 0, 2, 2),
+        (4, 2, 0, 9, 11),
+        (4, 2, 3, 9, 5),
+        (4, 2, 0, 1, 2),
+    ],
 )
 def test_micro_batches_in_flight(load, shape, pipeline, virtual, stage, micro_batches, chunks):
     layout = replace(plan_run(load(), model=shape("dense")).layout, pipeline=pipeline, virtual_pipeline=virtual)
@@ -29,7 +38,9 @@ def figures(load, shape, *overrides, kind="dense"):
 
 def test_the_verdict_names_peak_phase_and_part(load, shape):
     plan, found = figures(load, shape)
-    assert found.fits and found.memory.peak_phase == "training" and found.memory.peak == sum(found.memory.parts.values())
+    assert (
+        found.fits and found.memory.peak_phase == "training" and found.memory.peak == sum(found.memory.parts.values())
+    )
     report = render_report(plan, found)
     assert f"peak {found.memory.peak / GIB:.1f} GiB of 16.0 GiB in training, on stage 0: fits" in report
     assert "formulas that no GPU has verified yet" in report
@@ -39,7 +50,13 @@ def test_the_verdict_names_peak_phase_and_part(load, shape):
 
 
 def test_state_alone_that_exceeds_the_gpu_is_refused_at_its_place(load, shape):
-    with pytest.raises(PlanError, match=r"override 'cluster.gpu_memory_gib=0.5': cluster.gpu_memory_gib: .* take \d+\.\d GiB of a GPU with 0.5 GiB before"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"override 'cluster.gpu_memory_gib=0.5': cluster.gpu_memory_gib: .* take \d+\.\d GiB of a GPU with 0.5 GiB"
+            r" before"
+        ),
+    ):
         figures(load, shape, "cluster.gpu_memory_gib=0.5")
 
 
@@ -63,8 +80,13 @@ def test_a_reference_is_a_second_set_of_weights(load, shape):
     plan, found = figures(load, shape, "algorithm=grpo", "kl={coefficient: 0.1}")
     memory, without = found.memory, figures(load, shape)[1].memory
     assert memory.parts["reference"] == memory.parts["weights"] > 0 == without.parts["reference"]
-    assert memory.exact - without.exact == memory.parts["reference"] and all(memory.phases[p] - without.phases[p] == memory.parts["reference"] for p in memory.phases)
-    assert f"the frozen reference of the KL term among that: {memory.parts['reference'] / GIB:.1f} GiB" in render_report(plan, found)
+    assert memory.exact - without.exact == memory.parts["reference"] and all(
+        memory.phases[p] - without.phases[p] == memory.parts["reference"] for p in memory.phases
+    )
+    assert (
+        f"the frozen reference of the KL term among that: {memory.parts['reference'] / GIB:.1f} GiB"
+        in render_report(plan, found)
+    )
 
 
 def test_publish_holds_a_bucket_besides_whole_tensors(load, shape):
@@ -79,7 +101,9 @@ def test_a_server_s_gpu(load, shape):
     memory = server_memory(config, spec, 10_000, 100_000)
     # 3 layers, keys and values, one of two heads of 16, two bytes: 192 bytes a token in what weights leave of half.
     assert memory.weights == 10_000 and memory.cache_tokens == 40_000 // 192 and memory.cache == 40_000 // 192 * 192
-    few = load("precision=bf16", "server={tensor: 2, memory_fraction: 0.5, max_total_tokens: 100}", "publish.verify=replicas").config
+    few = load(
+        "precision=bf16", "server={tensor: 2, memory_fraction: 0.5, max_total_tokens: 100}", "publish.verify=replicas"
+    ).config
     assert server_memory(few, spec, 10_000, 100_000).cache_tokens == 100
 
 
@@ -92,7 +116,12 @@ def test_without_a_gpu_there_is_no_verdict(load, shape):
 
 
 def test_where_groups_lie(load, shape):
-    loaded = load("cluster={num_nodes: 2, ranks_per_node: 4}", "parallel={tensor: 2, expert: 8}", "precision=bf16", "cluster.gpu=H100")
+    loaded = load(
+        "cluster={num_nodes: 2, ranks_per_node: 4}",
+        "parallel={tensor: 2, expert: 8}",
+        "precision=bf16",
+        "cluster.gpu=H100",
+    )
     plan = plan_run(loaded, "gpu", shape("moe"))
     found = estimate(plan)
     assert {(s.name, s.size, s.nodes) for s in found.spans} == {("tensor", 2, 1), ("data", 4, 2), ("expert", 8, 2)}

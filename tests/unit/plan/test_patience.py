@@ -20,10 +20,18 @@ def bounds(*overrides):
 
 
 def test_a_phase_with_deadlines_of_its_own_lets_them_speak_first():
-    found = bounds("rollout.max_attempts=8", "rollout.progress_deadline_seconds=200", "rollout.no_server_deadline_seconds=400", "publish.deadline_seconds=1000")
+    found = bounds(
+        "rollout.max_attempts=8",
+        "rollout.progress_deadline_seconds=200",
+        "rollout.no_server_deadline_seconds=400",
+        "publish.deadline_seconds=1000",
+    )
     assert found.bound("rollout") > 8 * 200 + 400 and found.bound("eval") == found.bound("rollout")
     assert found.bound("publish") > 1000
-    assert found.bound("old_log_probs") == found.bound("train") == 900 and found.bound("assemble") == found.bound("anything") == 900
+    assert (
+        found.bound("old_log_probs") == found.bound("train") == 900
+        and found.bound("assemble") == found.bound("anything") == 900
+    )
 
 
 def test_the_configuration_has_the_last_word_and_may_switch_it_off():

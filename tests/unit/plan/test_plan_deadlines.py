@@ -29,7 +29,10 @@ def refused(*overrides):
 
 def test_a_total_deadline_that_the_rollout_exceeds():
     text = refused("rollout.request_deadline_seconds=600")
-    assert text.startswith("override 'rollout.request_deadline_seconds=600': rollout.request_deadline_seconds: 600 s, and a rollout takes 1153 s by estimate")
+    assert text.startswith(
+        "override 'rollout.request_deadline_seconds=600': rollout.request_deadline_seconds: 600 s, and a rollout takes"
+        " 1153 s by estimate"
+    )
     assert text.endswith("above 1153, or leave it out")
     estimate(plan_run(load_config(LARGEST, ["rollout.request_deadline_seconds=1300"]), "gpu"))
 
@@ -38,7 +41,10 @@ def test_a_publish_that_takes_longer_than_it_may():
     text = refused("publish.deadline_seconds=2", "rollout.request_deadline_seconds=600")
     first, second = text.splitlines()
     assert first.startswith("override 'rollout.request")
-    assert second.startswith("override 'publish.deadline_seconds=2': publish.deadline_seconds: 2 s, and a publish takes ") and "by estimate; above " in second
+    assert (
+        second.startswith("override 'publish.deadline_seconds=2': publish.deadline_seconds: 2 s, and a publish takes ")
+        and "by estimate; above " in second
+    )
     replay = load_config(LARGEST, ["publish.deadline_seconds=2", "train={num_steps: 1, from_rollouts: x}"])
     estimate(plan_run(replay, "gpu"))  # which publishes nothing
 
@@ -46,19 +52,30 @@ def test_a_publish_that_takes_longer_than_it_may():
 def test_a_save_that_ranks_do_not_wait_for():
     loaded = load_config(LARGEST)
     time = estimate(plan_run(loaded, "gpu")).time
-    with pytest.raises(PlanError, match=r"qwen3_235b_a22b_32nodes.yaml:\d+:\d+: checkpoint: a save takes 1800 s by estimate, and ranks wait 1800 s at most"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"qwen3_235b_a22b_32nodes.yaml:\d+:\d+: checkpoint: a save takes 1800 s by estimate, and ranks wait 1800 s"
+            r" at most"
+        ),
+    ):
         check_deadlines(loaded.config, time, 1800.0, loaded.where)
     check_deadlines(loaded.config, time, 1799.0, loaded.where)
 
 
 def test_a_watchdog_that_does_not_wait_for_a_save():
     text = refused("watchdog.checkpoint_seconds=300")
-    assert text.startswith("override 'watchdog.checkpoint_seconds=300': watchdog.checkpoint_seconds: 300 s, and a save takes 329 s by estimate; above 329, or")
+    assert text.startswith(
+        "override 'watchdog.checkpoint_seconds=300': watchdog.checkpoint_seconds: 300 s, and a save takes 329 s by"
+        " estimate; above 329, or"
+    )
     estimate(plan_run(load_config(LARGEST, ["watchdog.checkpoint_seconds=330"]), "gpu"))
 
 
 def test_without_a_gpu_by_name_there_is_no_estimate_to_refuse_by():
-    loaded = load_config(LARGEST, ["rollout.request_deadline_seconds=121", "cluster.gpu=null", "cluster.gpu_memory_gib=80"])
+    loaded = load_config(
+        LARGEST, ["rollout.request_deadline_seconds=121", "cluster.gpu=null", "cluster.gpu_memory_gib=80"]
+    )
     assert estimate(plan_run(loaded, "gpu")).time is None
 
 

@@ -56,11 +56,18 @@ def test_a_real_configuration_is_commented_line_by_line(path):
 
 @pytest.mark.parametrize(
     ("shape", "total", "active"),
-    [("qwen3_4b", 4.02, 4.02), ("qwen3_30b_a3b", 30.5, 3.35), ("qwen3_235b_a22b", 235.1, 22.2), ("llama3_70b", 70.55, 70.55)],
+    [
+        ("qwen3_4b", 4.02, 4.02),
+        ("qwen3_30b_a3b", 30.5, 3.35),
+        ("qwen3_235b_a22b", 235.1, 22.2),
+        ("llama3_70b", 70.55, 70.55),
+    ],
 )
 def test_a_published_shape_has_its_published_size(shape, total, active):
     counts = count_parameters(read_model_spec(CONFIGS / "models" / f"{shape}.json"))
-    assert counts.total / 1e9 == pytest.approx(total, rel=0.002) and counts.active / 1e9 == pytest.approx(active, rel=0.005)
+    assert counts.total / 1e9 == pytest.approx(total, rel=0.002) and counts.active / 1e9 == pytest.approx(
+        active, rel=0.005
+    )
 
 
 @pytest.fixture
@@ -88,7 +95,15 @@ def test_shell(real, capsys):
     lines = capsys.readouterr().out.splitlines()
     values = dict(shlex.split(line)[0].split("=", 1) for line in lines)
     assert values["GSPO_RUN_DIR"] == "a folder/qwen3-30b-a3b-4nodes"
-    wanted = {"TRAINER_NODES": "2", "RANKS_PER_NODE": "8", "WORLD_SIZE": "16", "NUM_SERVERS": "8", "SERVER_GPUS": "16", "ROLLOUT_NODES": "2", "FITS": "yes"}
+    wanted = {
+        "TRAINER_NODES": "2",
+        "RANKS_PER_NODE": "8",
+        "WORLD_SIZE": "16",
+        "NUM_SERVERS": "8",
+        "SERVER_GPUS": "16",
+        "ROLLOUT_NODES": "2",
+        "FITS": "yes",
+    }
     assert {name: values[f"GSPO_{name}"] for name in wanted} == wanted
 
 
@@ -101,7 +116,10 @@ def test_search_and_refusals_of_the_command(real, capsys):
     assert main(["plan", real, "--search", "8"]) == 2
     assert "for example 4x8" in capsys.readouterr().err
     assert main(["plan", real, "cluster.gpu_memory_gib=20"]) == 2
-    assert "override 'cluster.gpu_memory_gib=20': cluster.gpu_memory_gib: weights, gradients and optimizer state take" in capsys.readouterr().err
+    assert (
+        "override 'cluster.gpu_memory_gib=20': cluster.gpu_memory_gib: weights, gradients and optimizer state take"
+        in capsys.readouterr().err
+    )
     assert main(["plan", real, "cluster.gpus_per_node=4"]) == 2
     assert "8 ranks, one GPU each, on nodes of 4 GPUs; nearest valid: 4" in capsys.readouterr().err
     assert main(["plan", real, "cluster.ranks_per_node=1", "cluster.gpus_per_node=1", "parallel.expert=2"]) == 2

@@ -21,7 +21,12 @@ def share(elements, own_bucket=False):
 def test_one_rank_holds_the_whole_model(load, shape):
     config, spec = load("optimizer.distributed=false").config, read_model_spec(shape("dense"))
     state = ModelShares(spec).state(config, resolve_layout(config, spec), 0).of_rank(0)
-    assert state == State(parameters=2 * 512 * 64 + 3 * LAYER + 64, linear=3 * (ATTENTION - 32 + 3 * 64 * 128), padding=0, optimized=state.parameters)
+    assert state == State(
+        parameters=2 * 512 * 64 + 3 * LAYER + 64,
+        linear=3 * (ATTENTION - 32 + 3 * 64 * 128),
+        padding=0,
+        optimized=state.parameters,
+    )
 
 
 def test_tied_embeddings_are_on_both_ends_of_a_pipeline(load, shape):
@@ -36,7 +41,9 @@ def test_virtual_stages_take_layers_in_turns(load, shape):
     config = load("cluster.ranks_per_node=2", "parallel={pipeline: 2, virtual_pipeline: 2}").config
     spec = read_model_spec(shape("dense", num_hidden_layers=4))
     chunks = ModelShares(spec).chunks(resolve_layout(config, spec), 1)
-    layers = [sorted({int(s.name.split(".")[2]) for s in chunk if s.name.startswith("decoder.layers")}) for chunk in chunks]
+    layers = [
+        sorted({int(s.name.split(".")[2]) for s in chunk if s.name.startswith("decoder.layers")}) for chunk in chunks
+    ]
     assert layers == [[1], [3]]
 
 
@@ -77,7 +84,10 @@ def test_overlap_makes_buckets_on_the_first_stage(load, shape):
         (["precision=fp8", "fp8.parameters=true"], dict(weights=1400, fp8_copies=600)),
         (["precision=bf16", "algorithm=grpo", "kl.coefficient=0.1"], dict(weights=2000, reference=2000)),
         (["precision=fp8", "algorithm=grpo", "kl.coefficient=0.1"], dict(weights=2000, reference=2600)),
-        (["precision=fp8", "fp8.parameters=true", "algorithm=grpo", "kl.coefficient=0.1"], dict(weights=1400, reference=1400)),
+        (
+            ["precision=fp8", "fp8.parameters=true", "algorithm=grpo", "kl.coefficient=0.1"],
+            dict(weights=1400, reference=1400),
+        ),
         (["precision=bf16", "optimizer.cpu_offload_fraction=0.25"], dict(main=1500, moments=3000, offloaded=1500)),
     ],
 )
@@ -89,16 +99,22 @@ def test_bytes(load, overrides, expected):
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_megatrons_own_theoretical_formula(load, distributed):
-    """training/theoretical_memory_usage.py of Megatron-LM: 18 bytes a parameter, or 6 + 12 / data-parallel size, of the most
-    loaded stage; here for Llama-3-70B, whose numbers it was written for. It leaves out padding."""
+    """training/theoretical_memory_usage.py of Megatron-LM: 18 bytes a parameter, or 6 + 12 / data-parallel size, of the
+    most loaded stage; here for Llama-3-70B, whose numbers it was written for. It leaves out padding.
+    """
     spec = read_model_spec(Path(__file__).parents[3] / "configs" / "models" / "llama3_70b.json")
     config = load(
-        "precision=bf16", "cluster={num_nodes: 8, ranks_per_node: 8}", "parallel={tensor: 4, pipeline: 4}", "batch.num_mini_batches=1",
+        "precision=bf16",
+        "cluster={num_nodes: 8, ranks_per_node: 8}",
+        "parallel={tensor: 4, pipeline: 4}",
+        "batch.num_mini_batches=1",
         f"optimizer.distributed={str(distributed).lower()}",
-    ).config  # fmt: skip
+    ).config
     layers, hidden, tensor, pipeline, data = 80, 8192, 4, 4, 4
     gqa, gated = 8 / 64, 3 / 2
-    in_layers = 2 * layers * hidden * hidden * ((1 + gqa) * 1 + 28672 / hidden * gated + 1 / hidden + 1 / (layers * hidden))
+    in_layers = (
+        2 * layers * hidden * hidden * ((1 + gqa) * 1 + 28672 / hidden * gated + 1 / hidden + 1 / (layers * hidden))
+    )
     theirs = (in_layers / pipeline + 128256 * hidden) / tensor * (6 + 12 / data if distributed else 18)
     ours = state_bytes(config, ModelShares(spec).state(config, resolve_layout(config, spec), 0).largest).on_device
     assert ours == pytest.approx(theirs, rel=1e-3)

@@ -4,10 +4,33 @@ from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import plan_run
 from gspo_mega.plan.gpus import EXPERT_SHARE, GPUS, LINK_SHARE, MATRIX_SHARE, STORAGE_BYTES_PER_SECOND, Gpu
 from gspo_mega.plan.shares import ModelShares
-from gspo_mega.plan.timing import _all_to_all, checkpoint_bytes, mean_tokens, rollout_seconds, save_seconds, step_time, train_time
+from gspo_mega.plan.timing import (
+    _all_to_all,
+    checkpoint_bytes,
+    mean_tokens,
+    rollout_seconds,
+    save_seconds,
+    step_time,
+    train_time,
+)
 
-REAL = dict(hidden_size=4096, intermediate_size=16384, num_hidden_layers=8, vocab_size=32000, num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=65536)  # fmt: skip
-BATCH = ["precision=bf16", "cluster.gpu=H100", "data.max_prompt_tokens=1024", "rollout.max_new_tokens=3072", "batch={prompts_per_step: 64, group_size: 8, micro_batch_tokens: 8192}"]  # fmt: skip
+REAL = dict(
+    hidden_size=4096,
+    intermediate_size=16384,
+    num_hidden_layers=8,
+    vocab_size=32000,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=65536,
+)
+BATCH = [
+    "precision=bf16",
+    "cluster.gpu=H100",
+    "data.max_prompt_tokens=1024",
+    "rollout.max_new_tokens=3072",
+    "batch={prompts_per_step: 64, group_size: 8, micro_batch_tokens: 8192}",
+]
 
 
 def train(load, shape, *overrides, kind="dense"):
@@ -45,7 +68,9 @@ def test_the_bubble_is_what_pipelining_theory_says(load, shape):
     micro_batches = 64 * 8 * 2048 / 4 / 8192
     assert time["bubble"] == pytest.approx(3 / micro_batches * (time["layers"] + time["head"] + time["exchange"]))
     turns = train(load, shape, four[0], "parallel={pipeline: 4, virtual_pipeline: 2}").training
-    assert turns["bubble"] == pytest.approx(3 / 2 / micro_batches * (turns["layers"] + turns["head"] + turns["exchange"]))
+    assert turns["bubble"] == pytest.approx(
+        3 / 2 / micro_batches * (turns["layers"] + turns["head"] + turns["exchange"])
+    )
     assert turns["bubble"] < time["bubble"]
 
 
@@ -76,7 +101,8 @@ def test_experts_cost_their_own_rate(load, shape):
     found = train_time(plan.config, plan.layout, ModelShares(plan.spec), GPUS["H100"]).training["layers"]
     dense = train(load, shape).training["layers"]
     peak = 18 * 64 * 8 * 2048 * 8 * 4096 * 16384 / GPUS["H100"].bf16_flops
-    # The experts' width, and the tokens that each of the 8 gets of a pack of 8192: two sides that make a product narrow.
+    # The experts' width, and the tokens that each of the 8 gets of a pack of 8192: two sides that make a product
+    # narrow.
     experts = peak / EXPERT_SHARE["bf16"] / (8192 / (8192 + 128)) / (2048 / (2048 + 128))
     assert found - dense == pytest.approx(experts - peak / MATRIX_SHARE["bf16"] / (16384 / (16384 + 128)))
 
@@ -85,10 +111,18 @@ def test_phases_and_what_one_step_off_policy_saves(load, shape):
     plan = plan_run(load(*BATCH, "publish.method=distributed"), "gpu", shape("dense", **REAL))
     time = step_time(plan.config, plan.layout, ModelShares(plan.spec), GPUS["H100"], 10**9)
     assert set(time.phases) == {"rollout", "old pass", "training", "publish"}
-    assert time.total == pytest.approx(sum(time.phases.values())) and time.phases[time.bottleneck] == max(time.phases.values())
+    assert time.total == pytest.approx(sum(time.phases.values())) and time.phases[time.bottleneck] == max(
+        time.phases.values()
+    )
     assert time.saved_one_step_off == min(time.rollout, time.train.total)
     assert time.publish == pytest.approx(2e9 / (LINK_SHARE * 50e9))
-    disk = step_time(plan.config.model_copy(update={"publish": load().config.publish}), plan.layout, ModelShares(plan.spec), GPUS["H100"], 10**9)
+    disk = step_time(
+        plan.config.model_copy(update={"publish": load().config.publish}),
+        plan.layout,
+        ModelShares(plan.spec),
+        GPUS["H100"],
+        10**9,
+    )
     assert disk.publish == pytest.approx(2 * 2e9 / STORAGE_BYTES_PER_SECOND)
 
 
@@ -100,15 +134,22 @@ def test_publishing_sends_a_copy_per_server_out_of_one_gpu(load, shape):
         return step_time(plan.config, plan.layout, ModelShares(plan.spec), GPUS["H100"], total).publish
 
     assert seconds("server.num_servers=16") == pytest.approx(16 * 2 / 37.5)
-    assert seconds("server={num_servers: 16, tensor: 2}") == pytest.approx(16 * 2 / 37.5), "ranks of a server pass it on among themselves"
+    assert seconds("server={num_servers: 16, tensor: 2}") == pytest.approx(16 * 2 / 37.5), (
+        "ranks of a server pass it on among themselves"
+    )
     assert seconds("server.num_servers=16", "precision=fp32") == pytest.approx(16 * 4 / 37.5)
-    assert seconds("server.num_servers=3", "cluster={gpus_per_node: 4}") == pytest.approx(3 * 2 / 337.5), "beside the ranks of one machine"
-    assert seconds("server.num_servers=4", "cluster={gpus_per_node: 4}") == pytest.approx(4 * 2 / 37.5), "one more does not fit there"
-    # Before that, to rank 0: three quarters from other pipeline stages over the network; three quarters of other expert ranks inside a node.
+    assert seconds("server.num_servers=3", "cluster={gpus_per_node: 4}") == pytest.approx(3 * 2 / 337.5), (
+        "beside the ranks of one machine"
+    )
+    assert seconds("server.num_servers=4", "cluster={gpus_per_node: 4}") == pytest.approx(4 * 2 / 37.5), (
+        "one more does not fit there"
+    )
+    # Before that, to rank 0: three quarters from other pipeline stages over the network; three quarters of other expert
+    # ranks inside a node.
     stages = seconds("server.num_servers=2", "cluster={num_nodes: 4}", "parallel.pipeline=4")
-    assert stages == pytest.approx(.75 * 2 / 37.5 + 2 * 2 / 37.5)
+    assert stages == pytest.approx(0.75 * 2 / 37.5 + 2 * 2 / 37.5)
     experts = seconds("server.num_servers=2", "cluster={ranks_per_node: 4}", "parallel.expert=4", kind="moe")
-    assert experts == pytest.approx(.75 * 2 / 337.5 + 2 * 2 / 37.5)
+    assert experts == pytest.approx(0.75 * 2 / 337.5 + 2 * 2 / 37.5)
 
 
 def test_rollout_is_bound_by_memory_and_by_the_longest_response(load, shape):

@@ -1,4 +1,6 @@
-"""How a publish is verified: what `auto` comes to, that the plan says so, and that the impossible is refused before a start."""
+"""How a publish is verified: what `auto` comes to, that the plan says so, and that the impossible is refused before a
+start.
+"""
 
 import json
 import re
@@ -46,10 +48,14 @@ def test_the_plan_says_how(load, shape, overrides, device, line):
     assert json.loads(plan_json(plan, estimate(plan)))["servers"]["weights"] == plan.verification
 
 
-@pytest.mark.parametrize(("overrides", "device"), [([], "gpu"), (["cluster.gpu=H100"], None), (["cluster.gpu=H100"], "gpu")])
+@pytest.mark.parametrize(
+    ("overrides", "device"), [([], "gpu"), (["cluster.gpu=H100"], None), (["cluster.gpu=H100"], "gpu")]
+)
 def test_foretold_checksums_are_refused_where_there_are_gpus(load, shape, overrides, device):
     with pytest.raises(PlanError) as caught:
         plan_run(load("publish.verify=tensors", *overrides), device, shape("dense"))
     said = str(caught.value)
-    assert "publish.verify: tensors: servers on GPUs report other checksums" in said and said.endswith("nearest valid: auto, or replicas")
+    assert "publish.verify: tensors: servers on GPUs report other checksums" in said and said.endswith(
+        "nearest valid: auto, or replicas"
+    )
     assert plan_run(load("publish.verify=tensors", *overrides), "cpu", shape("dense"))

@@ -1,8 +1,9 @@
-"""Every refusal in the product's checks, found by `ast`, and a way to spoil one: its words replaced when the module is imported.
+"""Every refusal in the product's checks, found by `ast`, and a way to spoil one: its words replaced when the module is
+imported.
 
 A refusal is a text that is raised or recorded for a person: `raise ...Error(text)`, `Violation(key, text)`,
-`.problem(key, text)`, or what a function of `TEXTS` returns. One that only hands on another's text has no words of its own
-and is none.
+`.problem(key, text)`, or what a function of `TEXTS` returns. One that only hands on another's text has no words of its
+own and is none.
 """
 
 from __future__ import annotations
@@ -18,9 +19,18 @@ from types import CodeType
 PACKAGES = ("gspo_mega.config", "gspo_mega.plan", "gspo_mega.model")
 # Functions that return, or append, the text of a refusal that is raised elsewhere.
 TEXTS = {
-    "check_precision", "_recipe_problem", "check_optimizer", "explain", "_unknown_key", "_explain_syntax", "_reader_reason", "apply_override",
-    "parse_overrides", "address_problem", "_no_address_problem",
-}  # fmt: skip
+    "check_precision",
+    "_recipe_problem",
+    "check_optimizer",
+    "explain",
+    "_unknown_key",
+    "_explain_syntax",
+    "_reader_reason",
+    "apply_override",
+    "parse_overrides",
+    "address_problem",
+    "_no_address_problem",
+}
 _RECORDERS = {"Violation", "problem", "_problem", "Problem"}
 _SPOILER = "__refusal__"
 _FEWEST_LETTERS = 4
@@ -41,11 +51,17 @@ def sites(tree: ast.Module, name: str) -> list[str]:
 
 
 class _Wrap:
-    """Puts every literal of a refusal's text into a call of `_SPOILER(site, literal)`, in place, and names the sites."""
+    """Puts every literal of a refusal's text into a call of `_SPOILER(site, literal)`, in place, and names the
+    sites.
+    """
 
     def __init__(self, tree: ast.Module, name: str, tell: Callable[[str], object]) -> None:
         for node in ast.walk(tree):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func).endswith("Error"):
+            if (
+                isinstance(node, ast.Raise)
+                and isinstance(node.exc, ast.Call)
+                and ast.unparse(node.exc.func).endswith("Error")
+            ):
                 self._texts(node.exc.args, 0, f"{name}:{node.lineno}", tell)
             elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _RECORDERS:
                 self._texts(node.args, 1, f"{name}:{node.lineno}", tell)
@@ -62,7 +78,9 @@ class _Wrap:
                 self._texts(node.args, 0, f"{name}:{node.lineno}", tell)
 
     def _texts(self, arguments: list[ast.expr], first: int, site: str, tell: Callable[[str], object]) -> None:
-        """Of several texts of one refusal (what is wrong, what would be valid) the first with words is what has to be read."""
+        """Of several texts of one refusal (what is wrong, what would be valid) the first with words is what has to be
+        read.
+        """
         for index in range(first, len(arguments)):
             self._count = 0
             arguments[index] = self._wrapped(arguments[index], site)
@@ -72,13 +90,24 @@ class _Wrap:
 
     def _wrapped(self, node: ast.expr, site: str) -> ast.expr:
         """`node` with the words that a person reads wrapped: not what is looked up, compared or called with."""
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and sum(map(str.isalpha, node.value)) >= _FEWEST_LETTERS:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and sum(map(str.isalpha, node.value)) >= _FEWEST_LETTERS
+        ):
             self._count += 1
             call = ast.Call(ast.Name(_SPOILER, ast.Load()), [ast.Constant(site), ast.Constant(node.value)], [])
             return ast.fix_missing_locations(ast.copy_location(call, node))
         if isinstance(node, ast.JoinedStr):
             parts = [self._wrapped(value, site) for value in node.values]
-            node.values = [ast.fix_missing_locations(ast.copy_location(ast.FormattedValue(p, -1), p)) if isinstance(p, ast.Call) else p for p in parts]
+            node.values = [
+                (
+                    ast.fix_missing_locations(ast.copy_location(ast.FormattedValue(p, -1), p))
+                    if isinstance(p, ast.Call)
+                    else p
+                )
+                for p in parts
+            ]
         elif isinstance(node, ast.FormattedValue):
             node.value = self._wrapped(node.value, site)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -113,7 +142,9 @@ class _Finder(MetaPathFinder):
 
 
 def spoil_through(root: Path, spoiler: Callable[[str, str], str]) -> None:
-    """From now on, modules of `PACKAGES` that are imported give each literal of a refusal to `spoiler(site, literal)`."""
+    """From now on, modules of `PACKAGES` that are imported give each literal of a refusal to `spoiler(site,
+    literal)`.
+    """
     import builtins
 
     loaded = [name for name in sys.modules if name.startswith(PACKAGES)]

@@ -13,25 +13,48 @@ import refusals
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 # What is slow and refuses nothing.
-LEFT_OUT = "not coordinates and not published and not on_four and not on_eight and not on_thirty and not fuzz and not hugging_face_saves"
+LEFT_OUT = (
+    "not coordinates and not published and not on_four and not on_eight and not on_thirty and not fuzz and not"
+    " hugging_face_saves"
+)
 
 
 def test_every_refusal_is_reached_and_read(tmp_path):
-    """The unit tests run under `refusal_reader.py`, which spoils one refusal after the other and sees whether a test fails."""
+    """The unit tests run under `refusal_reader.py`, which spoils one refusal after the other and sees whether a test
+    fails.
+    """
     result = tmp_path / "read.json"
     environment = {**os.environ, "REFUSALS_READ": str(result), "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])}
     folders = [f"tests/unit/{package}" for package in ("config", "plan", "model", "commands")]
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "refusal_reader", "-p", "no:cacheprovider", "-k", LEFT_OUT, *folders]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "refusal_reader",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        LEFT_OUT,
+        *folders,
+    ]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
     found, every = json.loads(result.read_text()), list(refusals.refusals(ROOT))
     assert len(every) > 100 and found["reached"].keys() <= set(every)
     never = [f"{site}: no unit test reaches this refusal" for site in every if site not in found["reached"]]
-    unread = [f"{site}: {len(found['reached'][site])} unit tests reach this refusal, and none reads it" for site in every if site in found["reached"] and site not in found["read"]]
+    unread = [
+        f"{site}: {len(found['reached'][site])} unit tests reach this refusal, and none reads it"
+        for site in every
+        if site in found["reached"] and site not in found["read"]
+    ]
     assert not never + unread, "\n" + "\n".join(never + unread)
 
 
-SOURCE = '''
+SOURCE = """
 def check(config, problems):
     if config.a:
         raise PlanError(f"{config.a}: too many layers")
@@ -43,7 +66,7 @@ def check(config, problems):
 
 def explain(kind):
     return f"is {kind}; must be a number"
-'''
+"""
 
 
 def test_refusals_are_found_by_their_own_words():
@@ -58,7 +81,8 @@ def test_a_spoiled_refusal_has_other_words_and_nothing_else_changes(tmp_path):
     for package in ("gspo_mega", "gspo_mega/plan"):
         (tmp_path / package / "__init__.py").write_text("")
     (tmp_path / "gspo_mega" / "plan" / "made.py").write_text(
-        "class PlanError(Exception): ...\nTABLE = {'not words': 7}\ndef check(n):\n    raise PlanError(f\"{n} {TABLE['not words']}: too many layers\")\n"
+        "class PlanError(Exception): ...\nTABLE = {'not words': 7}\ndef check(n):\n    raise PlanError(f\"{n}"
+        " {TABLE['not words']}: too many layers\")\n"
     )
     script = (
         "import pathlib, refusals\n"
@@ -67,5 +91,7 @@ def test_a_spoiled_refusal_has_other_words_and_nothing_else_changes(tmp_path):
         "try:\n    check(3)\nexcept Exception as error:\n    print(error)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE)])}
-    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
     assert run.stdout.splitlines() == ["gspo_mega/plan/made.py:4", "3 7~~~"]

@@ -56,7 +56,9 @@ def raise_(text):
 
 
 def settings(*functions, **changes):
-    entries = tuple(entry if isinstance(entry, RewardFunction) else RewardFunction(function=entry) for entry in functions)
+    entries = tuple(
+        entry if isinstance(entry, RewardFunction) else RewardFunction(function=entry) for entry in functions
+    )
     return Reward(functions=entries, **({"num_workers": 1} | changes))
 
 

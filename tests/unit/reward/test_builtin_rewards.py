@@ -92,25 +92,98 @@ def test_gsm8k_compares_numbers():
 
 
 TRUE_PAIRS = [
-    ("3/4", "#### 3/4"), ("3/4", "0.75"), ("3/4", r"\boxed{\frac{3}{4}}"), ("3/4", r"\boxed{\dfrac{6}{8}}"), ("3/4", "#### \u00be"),
-    ("1.5", "#### 1 1/2"), ("1.5", "#### 1\u00bd"), ("1.5", r"\boxed{1\frac{1}{2}}"), ("-1.5", "#### -1 1/2"),
-    ("1000", "#### 1e3"), ("1000", "#### 1E+3"), ("0.0015", "1.5e-3"), ("1e3", "#### 1,000"),
-    ("-5", "#### - 5"), ("-5", "#### \u20135"), ("-5", "#### \u22125"), ("-5", "#### -$5"), ("-5", "#### $-5"), ("-5", "x = -5"), ("5", "#### +5"),
-    ("1234", "#### 1 234"), ("1234", "#### 1\u00a0234"), ("1234", "1\u2009234"), ("1234", "1\u202f234"), ("1234567", r"\boxed{1\,234\,567}"),
-    ("1234", "#### \uff11\uff12\uff13\uff14"), ("1234.5", "\uff11,\uff12\uff13\uff14\uff0e\uff15"), ("-12", "#### \uff0d\uff11\uff12"),
-    ("18", "#### **18**"), ("18", "**18**"), ("18", "#### $18$"), ("18", r"#### \boxed{18}"), ("18", r"\boxed{x = 18}"), ("18", "#### 18."),
-    ("12", r"\boxed{3 \times 4 = 12}"), ("12", r"\boxed{12\text{ cm}^2}"), ("50", r"\boxed{50\%}"), ("90", r"\boxed{90^\circ}"),
-    ("5", "#### 5kg"), ("60", "#### 60 miles/hour"), ("2,125", "#### 2125"), (7.5, "7.50"), (1e-07, "#### 0.0000001"), (7, "7.0"),
-]  # fmt: skip
+    ("3/4", "#### 3/4"),
+    ("3/4", "0.75"),
+    ("3/4", r"\boxed{\frac{3}{4}}"),
+    ("3/4", r"\boxed{\dfrac{6}{8}}"),
+    ("3/4", "#### \u00be"),
+    ("1.5", "#### 1 1/2"),
+    ("1.5", "#### 1\u00bd"),
+    ("1.5", r"\boxed{1\frac{1}{2}}"),
+    ("-1.5", "#### -1 1/2"),
+    ("1000", "#### 1e3"),
+    ("1000", "#### 1E+3"),
+    ("0.0015", "1.5e-3"),
+    ("1e3", "#### 1,000"),
+    ("-5", "#### - 5"),
+    ("-5", "#### \u20135"),
+    ("-5", "#### \u22125"),
+    ("-5", "#### -$5"),
+    ("-5", "#### $-5"),
+    ("-5", "x = -5"),
+    ("5", "#### +5"),
+    ("1234", "#### 1 234"),
+    ("1234", "#### 1\u00a0234"),
+    ("1234", "1\u2009234"),
+    ("1234", "1\u202f234"),
+    ("1234567", r"\boxed{1\,234\,567}"),
+    ("1234", "#### \uff11\uff12\uff13\uff14"),
+    ("1234.5", "\uff11,\uff12\uff13\uff14\uff0e\uff15"),
+    ("-12", "#### \uff0d\uff11\uff12"),
+    ("18", "#### **18**"),
+    ("18", "**18**"),
+    ("18", "#### $18$"),
+    ("18", r"#### \boxed{18}"),
+    ("18", r"\boxed{x = 18}"),
+    ("18", "#### 18."),
+    ("12", r"\boxed{3 \times 4 = 12}"),
+    ("12", r"\boxed{12\text{ cm}^2}"),
+    ("50", r"\boxed{50\%}"),
+    ("90", r"\boxed{90^\circ}"),
+    ("5", "#### 5kg"),
+    ("60", "#### 60 miles/hour"),
+    ("2,125", "#### 2125"),
+    (7.5, "7.50"),
+    (1e-07, "#### 0.0000001"),
+    (7, "7.0"),
+]
 FALSE_PAIRS = [
-    ("3/4", "#### 4"), ("4", "#### 3/4"), ("3", "#### 3/4"), ("3/4", r"\boxed{\frac{4}{3}}"), ("2", r"\boxed{\frac{1}{2}}"), ("2024", "1/2/2024"),
-    ("10", r"\boxed{2^{10}}"), ("2", r"\boxed{2^{10}}"), ("1024", r"\boxed{2^{10}}"), ("10", "2^10"), ("10", "#### 2**10"), ("2", "#### 2**10"),
-    ("2", r"\boxed{x^2}"), ("2", r"\boxed{\sqrt{2}}"), ("2", r"\boxed{2\pi}"), ("2", r"\boxed{2x}"), ("5", r"\boxed{5 \text{ or } 6}"), ("10", "10\u00b2"),
-    ("1", "#### 1e3"), ("3", "#### 1e3"), ("5", "#### - 5"), ("-5", "#### 10-5"), ("5", "#### 10-5"), ("10", "#### 10-5"), ("5", "10 - 5"), ("-5", "10 -5"),
-    ("1", "#### 1 234"), ("234", "1\u2009234"), ("1", "#### 1,2345"), ("3", "#### 3,5"), ("5", "3,5"), ("1", "#### 1.234.567"), ("1", "#### 1'234"),
-    ("3", "#### 3:45"), ("45", "3:45"), ("12", "3*4"), ("4", "3*4"), ("4", "3 x 4"), ("3", "#### 3 x 4"), ("0", "#### 1/0"), ("18", "#### eighteen"),
-    ("18", "#### 19\n18"), ("20", "#### 18 dollars, not 20"), ("1" * 30, "#### " + "1" * 29 + "2"), ("5", "#### 1e99999999999"),
-]  # fmt: skip
+    ("3/4", "#### 4"),
+    ("4", "#### 3/4"),
+    ("3", "#### 3/4"),
+    ("3/4", r"\boxed{\frac{4}{3}}"),
+    ("2", r"\boxed{\frac{1}{2}}"),
+    ("2024", "1/2/2024"),
+    ("10", r"\boxed{2^{10}}"),
+    ("2", r"\boxed{2^{10}}"),
+    ("1024", r"\boxed{2^{10}}"),
+    ("10", "2^10"),
+    ("10", "#### 2**10"),
+    ("2", "#### 2**10"),
+    ("2", r"\boxed{x^2}"),
+    ("2", r"\boxed{\sqrt{2}}"),
+    ("2", r"\boxed{2\pi}"),
+    ("2", r"\boxed{2x}"),
+    ("5", r"\boxed{5 \text{ or } 6}"),
+    ("10", "10\u00b2"),
+    ("1", "#### 1e3"),
+    ("3", "#### 1e3"),
+    ("5", "#### - 5"),
+    ("-5", "#### 10-5"),
+    ("5", "#### 10-5"),
+    ("10", "#### 10-5"),
+    ("5", "10 - 5"),
+    ("-5", "10 -5"),
+    ("1", "#### 1 234"),
+    ("234", "1\u2009234"),
+    ("1", "#### 1,2345"),
+    ("3", "#### 3,5"),
+    ("5", "3,5"),
+    ("1", "#### 1.234.567"),
+    ("1", "#### 1'234"),
+    ("3", "#### 3:45"),
+    ("45", "3:45"),
+    ("12", "3*4"),
+    ("4", "3*4"),
+    ("4", "3 x 4"),
+    ("3", "#### 3 x 4"),
+    ("0", "#### 1/0"),
+    ("18", "#### eighteen"),
+    ("18", "#### 19\n18"),
+    ("20", "#### 18 dollars, not 20"),
+    ("1" * 30, "#### " + "1" * 29 + "2"),
+    ("5", "#### 1e99999999999"),
+]
 
 
 @pytest.mark.parametrize(("answer", "response"), TRUE_PAIRS)
@@ -134,21 +207,44 @@ def plain_styles(number):
     """What one number may be written as; `{}` of a frame takes it."""
     size, sign = abs(number), "-" if number < 0 else ""
     top, bottom = size.numerator, size.denominator
-    styles = [f"{top}/{bottom}", f"{top * 3}/{bottom * 3}", rf"\frac{{{top}}}{{{bottom}}}", rf"\dfrac{{{top}}}{{{bottom}}}"]
+    styles = [
+        f"{top}/{bottom}",
+        f"{top * 3}/{bottom * 3}",
+        rf"\frac{{{top}}}{{{bottom}}}",
+        rf"\dfrac{{{top}}}{{{bottom}}}",
+    ]
     if top > bottom > 1:
         styles += [f"{top // bottom} {top % bottom}/{bottom}", rf"{top // bottom}\frac{{{top % bottom}}}{{{bottom}}}"]
     if 1000 % bottom == 0:
         digits = f"{Decimal(top) / Decimal(bottom):.3f}"
         short = digits.rstrip("0").rstrip(".")
         grouped = f"{Decimal(short):,}"
-        styles += [digits, short, grouped, f"${grouped}", f"{short}%", f"{int(Decimal(digits) * 1000)}e-3", f"**{grouped}**", rf"\${grouped}"]
+        styles += [
+            digits,
+            short,
+            grouped,
+            f"${grouped}",
+            f"{short}%",
+            f"{int(Decimal(digits) * 1000)}e-3",
+            f"**{grouped}**",
+            rf"\${grouped}",
+        ]
         styles += [grouped.replace(",", space) for space in ("\u00a0", "\u2009", "\u202f", r"\,", "{,}", r"\!")]
         styles += [short.translate({ord("0") + k: 0xFF10 + k for k in range(10)})]
     signs = [sign] if not sign else [sign, "\u2212", "\u2013", "\uff0d"]
     return [one + style if not style.startswith("**") else f"**{one}{style[2:]}" for one in signs for style in styles]
 
 
-FRAMES = ["#### {}", "First 12.\n#### {}", "#### {} dollars\n", r"so \boxed{{{}}}", r"\boxed{{x = {}}}", "It is {}", "The answer: {}.", "x = {}"]
+FRAMES = [
+    "#### {}",
+    "First 12.\n#### {}",
+    "#### {} dollars\n",
+    r"so \boxed{{{}}}",
+    r"\boxed{{x = {}}}",
+    "It is {}",
+    "The answer: {}.",
+    "x = {}",
+]
 
 
 @given(number=NUMBERS, other=NUMBERS, data=st.data())
@@ -156,7 +252,9 @@ FRAMES = ["#### {}", "First 12.\n#### {}", "#### {} dollars\n", r"so \boxed{{{}}
 def test_a_number_in_any_style_is_itself_and_no_other(number, other, data):
     assume(number != other)
     written = data.draw(st.sampled_from(FRAMES)).format(data.draw(st.sampled_from(plain_styles(number))))
-    gold = data.draw(st.sampled_from(["{}", "It takes 2 steps.\n#### {}"])).format(data.draw(st.sampled_from(plain_styles(number))))
+    gold = data.draw(st.sampled_from(["{}", "It takes 2 steps.\n#### {}"])).format(
+        data.draw(st.sampled_from(plain_styles(number)))
+    )
     assert final_number(written) == number
     assert problem_of_gsm8k_answer(gold) is None and call(gsm8k, written, gold) == 1.0
     assert call(gsm8k, written, str(other)) == 0.0
@@ -191,7 +289,39 @@ def test_exact_match():
     assert call(exact_match, "7", 7) == 1.0
 
 
-@pytest.mark.parametrize("piece", ["1", "1,", "111,", "111,111,", "-", "$", ".", "1.", r"\boxed{", "{", "#### ", "####", "\u2212", "1 ", "1/", "1 1/", "\u00a0", "1e", r"\frac{1", "*1", "**", "**a", "1\u00a0111", "1 111 ", r"\text{", "^{", "=", "\u00bd"])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "1",
+        "1,",
+        "111,",
+        "111,111,",
+        "-",
+        "$",
+        ".",
+        "1.",
+        r"\boxed{",
+        "{",
+        "#### ",
+        "####",
+        "\u2212",
+        "1 ",
+        "1/",
+        "1 1/",
+        "\u00a0",
+        "1e",
+        r"\frac{1",
+        "*1",
+        "**",
+        "**a",
+        "1\u00a0111",
+        "1 111 ",
+        r"\text{",
+        "^{",
+        "=",
+        "\u00bd",
+    ],
+)
 def test_hostile_input_takes_no_time(piece):
     text = (piece * (64 * 1024))[: 64 * 1024]
     start = time.process_time()

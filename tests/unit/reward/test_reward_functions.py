@@ -23,8 +23,15 @@ def module(tmp_path, monkeypatch):
 
 def test_built_ins_and_user_functions(module):
     assert load_function("gsm8k", {}) is gsm8k
-    module("my_rewards_1", "class Scorer:\n    @staticmethod\n    def f(*, prompt, response, answer, metadata, bonus=0): return bonus\ndef g(**all): return 1")
-    assert load_function("my_rewards_1:Scorer.f", {"bonus": 2})(prompt="", response="", answer=1, metadata={}, bonus=2) == 2
+    module(
+        "my_rewards_1",
+        "class Scorer:\n    @staticmethod\n    def f(*, prompt, response, answer, metadata, bonus=0): return bonus\ndef"
+        " g(**all): return 1",
+    )
+    assert (
+        load_function("my_rewards_1:Scorer.f", {"bonus": 2})(prompt="", response="", answer=1, metadata={}, bonus=2)
+        == 2
+    )
     assert load_function("my_rewards_1:g", {"anything": 1})() == 1
 
 
@@ -40,16 +47,31 @@ def test_built_ins_and_user_functions(module):
         ("json.nothing:f", "there is no module 'json.nothing'"),
         ("my_rewards_2:scor", "has no function 'scor'; did you mean 'score'. it defines score"),
         ("my_rewards_2:NUMBER", "NUMBER is a int, not a function"),
-        ("my_rewards_2:score", "cannot be called with prompt, response, answer, metadata as keywords: missing a required argument: 'solution'"),
+        (
+            "my_rewards_2:score",
+            (
+                "cannot be called with prompt, response, answer, metadata as keywords: missing a required argument:"
+                " 'solution'"
+            ),
+        ),
         ("my_rewards_2:slow", "async function"),
-        ("my_rewards_broken:f", r"importing my_rewards_broken fails: ModuleNotFoundError: No module named 'no_such_library' .my_rewards_broken.py:2"),
+        (
+            "my_rewards_broken:f",
+            (
+                r"importing my_rewards_broken fails: ModuleNotFoundError: No module named 'no_such_library'"
+                r" .my_rewards_broken.py:2"
+            ),
+        ),
         ("my_rewards_syntax:f", "importing my_rewards_syntax fails: SyntaxError"),
         ("my_rewards_exit:f", "importing my_rewards_exit fails: SystemExit"),
         ("my_rewards_empty:f", "my_rewards_empty.py defines none"),
     ],
 )
 def test_what_is_missing_is_named(module, name, text):
-    module("my_rewards_2", "NUMBER = 1\ndef score(prompt, response, solution, **_): return 0\nasync def slow(**_): return 0")
+    module(
+        "my_rewards_2",
+        "NUMBER = 1\ndef score(prompt, response, solution, **_): return 0\nasync def slow(**_): return 0",
+    )
     module("my_rewards_broken", "\nimport no_such_library")
     module("my_rewards_syntax", "def f(:")
     module("my_rewards_exit", "raise SystemExit(3)")

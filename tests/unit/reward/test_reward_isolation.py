@@ -19,7 +19,10 @@ def test_of_the_environment_only_what_is_harmless_or_named(monkeypatch):
         monkeypatch.setenv(name, "hidden")
     monkeypatch.setenv("JUDGE_MODEL", "small")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = "Path('found').write_text(' '.join(os.environ)) and os.environ['OMP_NUM_THREADS'] == '1' and os.environ.get('JUDGE_MODEL') == "
+    found = (
+        "Path('found').write_text(' '.join(os.environ)) and os.environ['OMP_NUM_THREADS'] == '1' and"
+        " os.environ.get('JUDGE_MODEL') == "
+    )
     trajectories, _ = score(settings("user_rewards:behave", environment=("JUDGE_MODEL",)), found + "'small'")
     assert (trajectories[0].reward, trajectories[0].reward_error) == (1.0, None)
     given = set(open("found").read().split())
@@ -39,7 +42,10 @@ def test_no_descriptor_of_ours_is_open_there(tmp_path):
     secret = os.open(tmp_path / "secret", os.O_RDWR | os.O_CREAT)
     os.set_inheritable(secret, True)
     try:
-        listing = "Path('found').write_text(chr(10).join(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}'))) and 1"
+        listing = (
+            "Path('found').write_text(chr(10).join(os.readlink(f'/proc/self/fd/{n}') for n in"
+            " os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}'))) and 1"
+        )
         [t], _ = score(settings("user_rewards:behave"), listing)
     finally:
         os.close(secret)
@@ -66,7 +72,9 @@ def test_without_a_network_nothing_is_reached():
             with pytest.raises(RewardError, match="reward.network: false: the kernel refuses"):
                 score(settings("user_rewards:behave", network=False), connect)
             return
-        trajectories, _ = score(settings("user_rewards:behave", network=False, deadline_seconds=20.0), connect, "os.getuid()")
+        trajectories, _ = score(
+            settings("user_rewards:behave", network=False, deadline_seconds=20.0), connect, "os.getuid()"
+        )
         assert "OSError" in trajectories[0].reward_error and "unreachable" in trajectories[0].reward_error
         assert trajectories[1].reward == os.getuid()
 
@@ -88,7 +96,9 @@ def test_a_file_has_a_bound(folder):
 
 def test_what_is_printed_has_a_bound(monkeypatch, capfd):
     monkeypatch.setattr(process, "MOST_OUTPUT_BYTES", 1000)
-    trajectories, _ = score(settings("user_rewards:behave"), trajectory("print('x' * 100_000) or 1"), "print('y' * 100_000) or 1")
+    trajectories, _ = score(
+        settings("user_rewards:behave"), trajectory("print('x' * 100_000) or 1"), "print('y' * 100_000) or 1"
+    )
     assert [t.reward for t in trajectories] == [1.0, 1.0]
     _, err = capfd.readouterr()
     assert err.count("x") + err.count("y") < 1200 and "printed more than 1000 bytes; what follows is not shown" in err

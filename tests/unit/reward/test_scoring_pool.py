@@ -13,14 +13,22 @@ pytestmark = pytest.mark.usefixtures("folder", "no_process_is_left")
 
 
 def test_a_reward_is_filled_in():
-    [t], pool = score(BEHAVE, trajectory("len(prompt) + answer + metadata['level'] + len(options)", answer=10, text="abc", level=100))
+    [t], pool = score(
+        BEHAVE, trajectory("len(prompt) + answer + metadata['level'] + len(options)", answer=10, text="abc", level=100)
+    )
     assert (t.reward, t.reward_parts, t.reward_error) == (113.0, {"user_rewards:behave": 113.0}, None)
     assert pool.num_scored == 1 and pool.failure_counts == dict.fromkeys(FAILURE_KINDS, 0)
 
 
 @pytest.mark.parametrize(
     ("response", "value"),
-    [("True", 1.0), ("7", 7.0), ("-0.25", -0.25), ("__import__('numpy').float32(0.5)", 0.5), ("__import__('fractions').Fraction(1, 4)", 0.25)],
+    [
+        ("True", 1.0),
+        ("7", 7.0),
+        ("-0.25", -0.25),
+        ("__import__('numpy').float32(0.5)", 0.5),
+        ("__import__('fractions').Fraction(1, 4)", 0.25),
+    ],
 )
 def test_any_real_number_will_do(response, value):
     [t], _ = score(BEHAVE, response)

@@ -88,7 +88,9 @@ def test_check_reward_finds_it_before_the_run(folder):
     with pytest.raises(RewardError, match="did you mean 'arithmetic'"):
         check_reward(settings("gsm8k"), {"sums": "aritmetic"})
     (folder / "crashing.py").write_text("import os; os._exit(4)")
-    with pytest.raises(RewardError, match="rewards crashing:f: the scoring process ended while it loaded them .exit code 4"):
+    with pytest.raises(
+        RewardError, match="rewards crashing:f: the scoring process ended while it loaded them .exit code 4"
+    ):
         check_reward(settings("crashing:f"))
 
 
@@ -113,7 +115,9 @@ def none_lives(pids):
     return not any(alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("after", ["", " and stuck()", " and os._exit(3)", " and os.kill(os.getpid(), 9)", " and os.killpg(0, 9)"])
+@pytest.mark.parametrize(
+    "after", ["", " and stuck()", " and os._exit(3)", " and os.kill(os.getpid(), 9)", " and os.killpg(0, 9)"]
+)
 def test_children_in_sessions_of_their_own_end_with_the_pool(folder, after):
     """However the scoring that started them ends: with a result, at its deadline, or with its process."""
     [t], _ = score(settings("user_rewards:behave", deadline_seconds=2.0), KEEP_PIDS + after)
@@ -131,18 +135,12 @@ def test_children_in_sessions_of_their_own_end_when_their_process_is_replaced(fo
 def test_children_in_sessions_of_their_own_end_with_the_pools_parent(folder):
     """The parent is killed without a chance to clean up."""
     (folder / "parent.py").write_text(
-        "import asyncio, sys, time\n"
-        "from gspo_mega.config.schema import Reward, RewardFunction\n"
-        "from gspo_mega.records import Prompt, Trajectory\n"
-        "from gspo_mega.reward.pool import ScoringPool\n"
-        "async def main():\n"
-        "    pool = ScoringPool(Reward(functions=(RewardFunction(function='user_rewards:behave'),), num_workers=1))\n"
-        "    await pool.start()\n"
-        f"    t = Trajectory('0', 0, Prompt('p', 's', (), '', None), [], [], [], [], 'stop', response_text={KEEP_PIDS!r})\n"
-        "    await pool.score(t)\n"
-        "    print(t.reward, flush=True)\n"
-        "    time.sleep(1000)\n"
-        "asyncio.run(main())\n"
+        "import asyncio, sys, time\nfrom gspo_mega.config.schema import Reward, RewardFunction\nfrom gspo_mega.records"
+        " import Prompt, Trajectory\nfrom gspo_mega.reward.pool import ScoringPool\nasync def main():\n    pool ="
+        " ScoringPool(Reward(functions=(RewardFunction(function='user_rewards:behave'),), num_workers=1))\n    await"
+        " pool.start()\n    t = Trajectory('0', 0, Prompt('p', 's', (), '', None), [], [], [], [], 'stop',"
+        f" response_text={KEEP_PIDS!r})\n    await pool.score(t)\n    print(t.reward, flush=True)\n   "
+        " time.sleep(1000)\nasyncio.run(main())\n"
     )
     parent = subprocess.Popen([sys.executable, "parent.py"], stdout=subprocess.PIPE, text=True)
     assert parent.stdout.readline() == "1.0\n"
@@ -183,7 +181,9 @@ def test_processes_die_with_their_parent_even_inside_a_function(folder):
 
 def test_a_process_ends_with_its_stdin():
     worker = subprocess.Popen(
-        [sys.executable, "-m", "gspo_mega.reward.worker", str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "gspo_mega.reward.worker", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     worker.stdin.write(b'{"functions": {}, "memory_bytes": 1000000000, "file_bytes": 1000, "network": true}\n')
     worker.stdin.flush()

@@ -32,10 +32,24 @@ def make_config(**rollout) -> Config:
 
 
 SPEC = ModelSpec(
-    family="qwen3_moe", num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=8,
-    vocab_size=VOCAB, max_position_embeddings=64, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False,
-    qk_norm=True, attention_bias=False, torch_dtype="float32", eos_token_ids=(EOS,), moe=MoeSpec(4, 2, 8),
-)  # fmt: skip
+    family="qwen3_moe",
+    num_layers=2,
+    hidden_size=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    intermediate_size=8,
+    vocab_size=VOCAB,
+    max_position_embeddings=64,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    qk_norm=True,
+    attention_bias=False,
+    torch_dtype="float32",
+    eos_token_ids=(EOS,),
+    moe=MoeSpec(4, 2, 8),
+)
 
 
 class Stream:
@@ -55,7 +69,9 @@ async def random_score(trajectory):
 
 
 def collector_of(pool, score=random_score, stream=None, **settings):
-    return Collector(make_config(**settings), pool, stream or Stream(), score, lambda ids: " ".join(map(str, ids)), [EOS])
+    return Collector(
+        make_config(**settings), pool, stream or Stream(), score, lambda ids: " ".join(map(str, ids)), [EOS]
+    )
 
 
 def check_whole(batch, stream, prompts=6, group_size=4, version=0):
@@ -67,7 +83,12 @@ def check_whole(batch, stream, prompts=6, group_size=4, version=0):
         assert len(group.trajectories) == group_size
         for t in group.trajectories:
             assert t.prompt is group.prompt and t.group_id == group.group_id and t.reward is not None
-            lengths = {len(t.response_token_ids), len(t.rollout_log_probs), len(t.weight_versions), len(t.response_mask)}
+            lengths = {
+                len(t.response_token_ids),
+                len(t.rollout_log_probs),
+                len(t.weight_versions),
+                len(t.response_mask),
+            }
             assert lengths == {t.num_response_tokens}
             assert set(t.weight_versions) == {version} and set(t.response_mask) == {1}
             assert (t.response_token_ids[-1] == EOS) == (t.finish_reason == "stop")

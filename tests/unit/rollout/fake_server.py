@@ -24,7 +24,9 @@ PROMPT_TOKENS = 3  # of the tests' prompts
 
 
 def good_answer(input_ids, params, version="0", rng=random, experts=None, rid="the-request", count=None) -> dict:
-    """One answer of the real server's form (0.5.23, without a tokenizer), whole. `count`: its length instead of a random one."""
+    """One answer of the real server's form (0.5.23, without a tokenizer), whole. `count`: its length instead of a
+    random one.
+    """
     count = count or rng.randint(1, params["max_new_tokens"])
     ids = [rng.randint(3, VOCAB - 1) for _ in range(count)]
     if count < params["max_new_tokens"]:
@@ -72,20 +74,41 @@ def event(value) -> bytes:
 def gzip_bomb() -> bytes:
     """A fifth of a megabyte that is 200 MB of an answer's beginning."""
     packer = zlib.compressobj(wbits=31)
-    return b"".join([packer.compress(b"data: "), *(packer.compress(b" " * 1_000_000) for _ in range(200)), packer.flush()])
+    return b"".join(
+        [packer.compress(b"data: "), *(packer.compress(b" " * 1_000_000) for _ in range(200)), packer.flush()]
+    )
 
 
 class FakeServer:
     """Serves on its own thread. `fault(num_generate_calls_before, input_ids)` returns None for a good answer, or what
     to do: an answer dict or a function from the good answer to one, an int (HTTP status), a name of `FAULTS`.
 
-    `token_seconds`: time of one token of a request. `length(prompt)`: how long the response to it is; random without it.
+    `token_seconds`: time of one token of a request. `length(prompt)`: how long the response to it is; random without
+    it.
     """
 
     FAULTS = (
-        "hang", "reset", "truncated", "not json", "abort", "stall", "die midway", "gzip", "gzip bomb", "giant", "endless", "trickle",
-        "no done", "after done", "plain json", "refused", "same twice", "wrong length headers", "late", "swap",
-    )  # fmt: skip
+        "hang",
+        "reset",
+        "truncated",
+        "not json",
+        "abort",
+        "stall",
+        "die midway",
+        "gzip",
+        "gzip bomb",
+        "giant",
+        "endless",
+        "trickle",
+        "no done",
+        "after done",
+        "plain json",
+        "refused",
+        "same twice",
+        "wrong length headers",
+        "late",
+        "swap",
+    )
 
     def __init__(self, server_id: str, servers_dir, *, version: int = 0, delay: float = 0.0, tensor_parallel: int = 1):
         self.server_id = server_id
@@ -130,9 +153,16 @@ class FakeServer:
 
     def register(self, state: str, error: str | None = None, **changes) -> None:
         fields = dict(
-            server_id=self.server_id, address=f"http://127.0.0.1:{self.port}", pid=1, state=state, generation=self.generation,
-            weight_version=self.version, heartbeat=time.time(), tensor_parallel=self.tensor_parallel, error=error,
-        )  # fmt: skip
+            server_id=self.server_id,
+            address=f"http://127.0.0.1:{self.port}",
+            pid=1,
+            state=state,
+            generation=self.generation,
+            weight_version=self.version,
+            heartbeat=time.time(),
+            tensor_parallel=self.tensor_parallel,
+            error=error,
+        )
         Registration(**{**fields, **changes}).write(self.servers_dir)
 
     def die(self) -> None:
@@ -215,8 +245,26 @@ class FakeServer:
             self._held.append(event(answer) + event(b"[DONE]"))
             data = self._held.pop(0) if len(self._held) > 1 else event(b"[DONE]")
             return web.Response(body=data, content_type="text/event-stream")
-        if fault is not None and fault not in ("truncated", "abort", "stall", "die midway", "endless", "giant", "trickle", "no done", "after done",
-                                               "refused", "same twice", "swap") and not isinstance(fault, dict) and not callable(fault):  # fmt: skip
+        if (
+            fault is not None
+            and fault
+            not in (
+                "truncated",
+                "abort",
+                "stall",
+                "die midway",
+                "endless",
+                "giant",
+                "trickle",
+                "no done",
+                "after done",
+                "refused",
+                "same twice",
+                "swap",
+            )
+            and not isinstance(fault, dict)
+            and not callable(fault)
+        ):
             raise AssertionError(fault)
         if isinstance(fault, dict) or callable(fault):
             answer = fault(answer) if callable(fault) else fault
@@ -264,19 +312,25 @@ class FakeServer:
             if self.token_seconds:
                 due = start + done * self.token_seconds - time.monotonic()
                 if due > 0 and await self._wait_aborted(rid, due):
-                    await response.write(event(part_of(answer, sent, done - 1, {"type": "abort", "message": "m"})) + event(b"[DONE]"))
+                    await response.write(
+                        event(part_of(answer, sent, done - 1, {"type": "abort", "message": "m"})) + event(b"[DONE]")
+                    )
                     return response
             self.num_tokens += 1
             if fault == "stall" and done == 2:
                 if await self._wait_aborted(rid, 3600):
-                    await response.write(event(part_of(answer, sent, sent, {"type": "abort", "message": "m"})) + event(b"[DONE]"))
+                    await response.write(
+                        event(part_of(answer, sent, sent, {"type": "abort", "message": "m"})) + event(b"[DONE]")
+                    )
                 return response
             if fault in ("truncated", "die midway") and (done == max(2, total // 2) or total == 1):
                 await response.write(event(part_of(answer, sent, done))[:-20] if fault == "truncated" else b"")
                 request.transport.abort()
                 return response
             if fault == "abort" and done == max(1, total // 2):
-                await response.write(event(part_of(answer, sent, done, {"type": "abort", "message": "m"})) + event(b"[DONE]"))
+                await response.write(
+                    event(part_of(answer, sent, done, {"type": "abort", "message": "m"})) + event(b"[DONE]")
+                )
                 return response
             if done == 1 or done - sent >= interval or done == total:
                 report = event(part_of(answer, sent, done))

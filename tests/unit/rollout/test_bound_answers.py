@@ -23,14 +23,24 @@ def other_prompt(answer):
 
 
 FAULTS = [
-    "swap", "late", of_another, other_prompt, "same twice", "after done", "no done", "plain json", "gzip", "giant", "endless",
-]  # fmt: skip
+    "swap",
+    "late",
+    of_another,
+    other_prompt,
+    "same twice",
+    "after done",
+    "no done",
+    "plain json",
+    "gzip",
+    "giant",
+    "endless",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault if isinstance(fault, str) else fault.__name__)
 def test_what_is_not_this_requests_answer_is_refused(fakes, collect, fault):
     """Each wrong answer is one failed request, of its kind, and the prompt is sampled again."""
-    bad, good = fakes("server-0", delay=0.01), fakes("server-1")
+    bad, _good = fakes("server-0", delay=0.01), fakes("server-1")
     bad.fault = lambda call, ids: fault if call in (2, 3) else None
     stream = Stream()
     collector, pool = collect(stream=stream, max_concurrent_requests=8, progress_deadline_seconds=5.0)
@@ -38,7 +48,9 @@ def test_what_is_not_this_requests_answer_is_refused(fakes, collect, fault):
     batch = collector.take(0)
     check_whole(batch, stream)
     wrong = batch.counts["num_request_failures_nonsense"]
-    assert wrong == batch.counts["num_request_failures"] and (wrong == 2 or fault in ("swap", "same twice") and wrong > 0)
+    assert wrong == batch.counts["num_request_failures"] and (
+        wrong == 2 or (fault in ("swap", "same twice") and wrong > 0)
+    )
 
 
 def test_every_request_has_an_id_that_begins_no_other(fakes, collect):
@@ -52,7 +64,7 @@ def test_every_request_has_an_id_that_begins_no_other(fakes, collect):
 
 
 def test_a_bomb_of_zeros_is_not_unpacked(fakes, collect):
-    bad, good = fakes("server-0", delay=0.01), fakes("server-1")
+    bad, _good = fakes("server-0", delay=0.01), fakes("server-1")
     bad.fault = lambda call, ids: "gzip bomb" if call < 3 else None
     stream = Stream()
     collector, pool = collect(stream=stream, progress_deadline_seconds=20.0)

@@ -29,9 +29,13 @@ def test_a_plain_batch(fakes, collect):
     (path, body), *rest = server.calls
     assert path == "/generate" and len(rest) == 23
     assert body["sampling_params"] == {
-        "max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "stop_token_ids": [EOS], "skip_special_tokens": False,
+        "max_new_tokens": 6,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "stop_token_ids": [EOS],
+        "skip_special_tokens": False,
         "stream_interval": 32,
-    }  # fmt: skip
+    }
     stopped = next(t for t in batch.trajectories if t.finish_reason == "stop" and t.num_response_tokens > 1)
     assert stopped.response_text == " ".join(map(str, stopped.response_token_ids[:-1]))
 
@@ -73,7 +77,7 @@ def wrong_lengths(call, ids):
 
 
 def test_a_server_that_only_answers_nonsense_ends_with_no_work_and_its_neighbour_does_it_all(fakes, collect):
-    bad, good = fakes("server-0"), fakes("server-1")
+    bad, _good = fakes("server-0"), fakes("server-1")
     bad.fault = wrong_lengths
     stream = Stream()
     collector, pool = collect(stream=stream)
@@ -98,7 +102,7 @@ def test_tokens_of_other_weights_never_enter_a_trajectory(fakes, collect):
 
 
 def test_a_server_that_dies_gives_its_work_to_the_other(fakes, collect):
-    dying, other = fakes("server-0", delay=0.05), fakes("server-1", delay=0.05)
+    dying, _other = fakes("server-0", delay=0.05), fakes("server-1", delay=0.05)
     dying.fault = lambda call, ids: "hang" if call >= 2 else None
     stream = Stream()
     collector, pool = collect(stream=stream, progress_deadline_seconds=30.0)
@@ -117,7 +121,9 @@ def test_a_server_that_dies_gives_its_work_to_the_other(fakes, collect):
 
 
 def test_a_lone_server_that_comes_back_behind_is_published_to_while_the_batch_waits(fakes, collect):
-    """The restarted server holds old weights: the runtime brings it up to date inside on_wait, and the batch goes on."""
+    """The restarted server holds old weights: the runtime brings it up to date inside on_wait, and the batch goes
+    on.
+    """
     server = fakes("server-0", delay=0.05)
     server.fault = lambda call, ids: "hang" if server.generation == 1 and call >= 3 else None
     stream = Stream()
@@ -146,7 +152,9 @@ def test_the_request_that_always_fails_stops_the_batch_and_is_named(fakes, colle
     server = fakes("server-0")
     server.fault = lambda call, ids: 500 if ids[1] == 6 else None
     collector, _ = collect(max_attempts=3)
-    with pytest.raises(RolloutError, match=r"prompt p:2: no answer in 3 attempts.*server-0: generate step000000-g00002.*HTTP 500"):
+    with pytest.raises(
+        RolloutError, match=r"prompt p:2: no answer in 3 attempts.*server-0: generate step000000-g00002.*HTTP 500"
+    ):
         collector.take(0)
     server.fault = lambda call, ids: None
     assert len(collector.take(1).groups) == 6  # and the next batch is none the worse

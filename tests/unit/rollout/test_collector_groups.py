@@ -76,7 +76,11 @@ def test_a_failed_scoring_leaves_its_group(fakes, collect):
     batch = collector.take(0)
     assert [len(g.trajectories) for g in batch.groups] == [4] * 6 and len(kept) == 24, "the record has it"
     assert [len(g.trajectories) for g in batch.scored().groups] == [4, 4, 3, 4, 4, 4]
-    assert (batch.counts["num_reward_failures"], batch.counts["num_groups_unscored"], batch.counts["num_groups_missing"]) == (1, 0, 0)
+    assert (
+        batch.counts["num_reward_failures"],
+        batch.counts["num_groups_unscored"],
+        batch.counts["num_groups_missing"],
+    ) == (1, 0, 0)
 
 
 def test_a_group_with_fewer_than_two_rewards_leaves_the_batch(fakes, collect):
@@ -84,7 +88,11 @@ def test_a_group_with_fewer_than_two_rewards_leaves_the_batch(fakes, collect):
     collector, _ = collect(score=failing(lambda group, sample: group == 3 and sample > 0), max_failed_fraction=0.2)
     batch = collector.take(0)
     assert [g.group_id for g in batch.groups] == [0, 1, 2, 4, 5]
-    assert (batch.counts["num_reward_failures"], batch.counts["num_groups_unscored"], batch.counts["num_groups_missing"]) == (3, 1, 1)
+    assert (
+        batch.counts["num_reward_failures"],
+        batch.counts["num_groups_unscored"],
+        batch.counts["num_groups_missing"],
+    ) == (3, 1, 1)
 
 
 def test_with_the_filter_such_a_group_is_replaced_and_is_no_constant_one(fakes, collect):
@@ -93,13 +101,23 @@ def test_with_the_filter_such_a_group_is_replaced_and_is_no_constant_one(fakes, 
     collector, _ = collect(score=fails, max_failed_fraction=0.2, filter_constant_groups=True, max_oversampling=2.0)
     batch = collector.take(0)
     assert [g.group_id for g in batch.groups] == [0, 1, 2, 4, 5, 6]
-    assert (batch.counts["num_groups_unscored"], batch.counts["num_groups_filtered"], batch.counts["num_groups_missing"]) == (1, 0, 0)
+    assert (
+        batch.counts["num_groups_unscored"],
+        batch.counts["num_groups_filtered"],
+        batch.counts["num_groups_missing"],
+    ) == (1, 0, 0)
 
 
 def test_too_many_failures_stop_the_run_with_the_first_of_them(fakes, collect):
     fakes("server-0")
     collector, _ = collect(score=failing(lambda group, sample: sample == 0 and group < 3), max_failed_fraction=0.1)
-    with pytest.raises(RewardError, match=r"3 of \d+ scorings failed, more than reward.max_failed_fraction 0.1 allows.*\n.*judge: it hung on step000000-g00000-s000"):
+    with pytest.raises(
+        RewardError,
+        match=(
+            r"3 of \d+ scorings failed, more than reward.max_failed_fraction 0.1 allows.*\n.*judge: it hung on"
+            r" step000000-g00000-s000"
+        ),
+    ):
         collector.take(0)
 
 

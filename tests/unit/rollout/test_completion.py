@@ -83,7 +83,9 @@ def test_reports_add_up_to_the_answer_however_it_is_cut(seed, data):
 
 @given(st.integers(0, 10**6))
 def test_a_response_in_parts_has_the_records_it_was_sampled_with(seed):
-    """Each part continues the ones before it; the rows of experts of earlier tokens are the earlier part's, not read again."""
+    """Each part continues the ones before it; the rows of experts of earlier tokens are the earlier part's, not read
+    again.
+    """
     rng = random.Random(seed)
     long = SamplingParams(24, 1.0, 1.0, -1, (EOS,))
     prompt, response = [3, 4, 5], Response(3, long, True)
@@ -122,13 +124,18 @@ def test_a_part_that_was_cut_at_its_very_end_is_whole():
 
 def test_an_aborted_answer_carries_its_tokens_so_far():
     first = part_of(answer_of([5, 6, 7, 8, 9, 10]), 0, 2)
-    completion = parse(first, answer_of([7], "abort", completion_tokens=3, weight_versions=[{"version": "7", "start": 0, "end": 3}]))
+    completion = parse(
+        first, answer_of([7], "abort", completion_tokens=3, weight_versions=[{"version": "7", "start": 0, "end": 3}])
+    )
     assert (completion.finish_reason, completion.token_ids, completion.weight_versions) == ("abort", [5, 6, 7], [7] * 3)
     # Cut short while it waits in the queue again: no prompt, the last token a second time, every log-prob once more.
     queued = answer_of([6], "abort", completion_tokens=2, output_token_logprobs=[[-0.5, 5, None], [-0.5, 6, None]])
     del queued["meta_info"]["prompt_tokens"], queued["meta_info"]["weight_versions"]
     assert parse(first, queued).token_ids == [5, 6]
-    nothing = {"output_ids": [], "meta_info": {"id": "the-request", "finish_reason": {"type": "abort"}, "completion_tokens": 0}}
+    nothing = {
+        "output_ids": [],
+        "meta_info": {"id": "the-request", "finish_reason": {"type": "abort"}, "completion_tokens": 0},
+    }
     assert parse(nothing).token_ids == []
 
 
@@ -187,7 +194,7 @@ def test_rounding_of_a_certain_token_is_no_nonsense():
         (answer_of(SIX, weight_versions=[{"version": "1", "start": 1, "end": 6}]), "do not tile"),
         (answer_of(SIX, weight_versions=[{"version": "1", "start": 0, "end": 7}]), "do not tile"),
     ],
-)  # fmt: skip
+)
 def test_nonsense_is_named(answer, says):
     with pytest.raises(NonsenseAnswer) as error:
         parse(answer)
@@ -228,7 +235,9 @@ def test_layers_without_experts_have_no_routes():
     """SGLang returns an entry of every layer, zeros for those that route nothing."""
     flat = np.stack([np.zeros((8, 2)), np.tile([1, 3], (8, 1))], axis=1).astype("<i4")
     shape = replace(ROUTING, num_dense_layers=1)
-    found = parse(answer_of(SIX, routed_experts=base64.b64encode(flat.tobytes()).decode()), routing=shape).routed_experts
+    found = parse(
+        answer_of(SIX, routed_experts=base64.b64encode(flat.tobytes()).decode()), routing=shape
+    ).routed_experts
     assert (found[:, 0] == -1).all() and (found[:, 1] == [1, 3]).all()
 
 

@@ -201,8 +201,13 @@ def test_controls_answer_from_any_thread_and_name_the_server(fakes, pools):
     control.update_from_distributed(["w"], ["float32"], [(2, 3)], "g", deadline_seconds=2)
     sent = dict(server.calls)
     assert sent["/init_weights_update_group"] == {
-        "master_address": "h", "master_port": 1234, "rank_offset": 1, "world_size": 2, "group_name": "g", "backend": "gloo",
-    }  # fmt: skip
+        "master_address": "h",
+        "master_port": 1234,
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": "g",
+        "backend": "gloo",
+    }
     assert sent["/update_weights_from_distributed"]["shapes"] == [[2, 3]]
     server.die()
     with pytest.raises(PublishError, match="server-0"):

@@ -1,4 +1,6 @@
-"""Long responses are as welcome as short ones: a request ends for want of progress alone, and goes on from its tokens."""
+"""Long responses are as welcome as short ones: a request ends for want of progress alone, and goes on from its
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def long_and_short(ids):
 
 
 def test_a_long_response_that_makes_progress_is_never_cut(fakes, collect):
-    """Of 25 tokens at 40 ms each, half take longer than the deadline of 0.5 s; all are accepted at the length they are offered."""
+    """Of 25 tokens at 40 ms each, half take longer than the deadline of 0.5 s; all are accepted at the length they are
+    offered.
+    """
     server = fakes("server-0")
     server.token_seconds, server.length = 0.04, long_and_short
     stream = Stream()
@@ -43,8 +47,11 @@ def test_a_stalled_request_is_cut_and_its_prompt_goes_to_another_server(fakes, c
     pool.wait_ready(2, 5)
     batch = collector.take(0)
     check_whole(batch, stream)
-    # On a busy machine the end of a stalled request may be the first that is heard of its tokens: it was cut all the same.
-    cut = batch.counts.get("num_request_failures_deadline", 0) + (batch.counts["num_aborted_requests"] if answers_aborts else 0)
+    # On a busy machine the end of a stalled request may be the first that is heard of its tokens: it was cut all the
+    # same.
+    cut = batch.counts.get("num_request_failures_deadline", 0) + (
+        batch.counts["num_aborted_requests"] if answers_aborts else 0
+    )
     assert cut >= 1
     assert batch.counts["num_continued_requests"] >= 1 and batch.counts["num_discarded_tokens"] == 0
 
@@ -71,12 +78,16 @@ def test_a_whole_deadline_stops_the_run_rather_than_leave_long_responses_out(fak
     server = fakes("server-0")
     server.token_seconds, server.length = 0.02, lambda ids: 30
     collector, _ = collect(max_new_tokens=30, request_deadline_seconds=0.2, progress_deadline_seconds=5.0)
-    with pytest.raises(RolloutError, match=r"no whole response within 0.2 s \(rollout.request_deadline_seconds\).*of at most 30 tokens"):
+    with pytest.raises(
+        RolloutError, match=r"no whole response within 0.2 s \(rollout.request_deadline_seconds\).*of at most 30 tokens"
+    ):
         collector.take(0)
 
 
 def test_silence_between_seldom_reports_is_no_stall(fakes, collect):
-    """The first reports come every 32 tokens, further apart than the deadline: the end of the request shows its progress."""
+    """The first reports come every 32 tokens, further apart than the deadline: the end of the request shows its
+    progress.
+    """
     server = fakes("server-0")
     server.token_seconds, server.length = 0.05, lambda ids: 30
     stream = Stream()
@@ -122,7 +133,9 @@ def test_what_cannot_be_continued_with_its_experts_is_sampled_again(fakes, colle
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_slow_server_loses_its_requests_to_the_others(fakes, collect, monkeypatch, experts):
-    """One of four is 20 times slower: no sample is raced, what it has is continued elsewhere, and few tokens are its own."""
+    """One of four is 20 times slower: no sample is raced, what it has is continued elsewhere, and few tokens are its
+    own.
+    """
     monkeypatch.setattr(load, "DWELL_SECONDS", 0.1)
     monkeypatch.setattr("gspo_mega.rollout.pool._POLL_SECONDS", 0.05)
     servers: list[FakeServer] = [fakes(f"server-{i}") for i in range(4)]
@@ -131,7 +144,12 @@ def test_a_slow_server_loses_its_requests_to_the_others(fakes, collect, monkeypa
     servers[0].token_seconds = 0.08
     stream = Stream()
     collector, pool = collect(
-        stream=stream, max_new_tokens=120, prompts_per_step=16, group_size=4, return_routed_experts=experts, progress_deadline_seconds=20.0
+        stream=stream,
+        max_new_tokens=120,
+        prompts_per_step=16,
+        group_size=4,
+        return_routed_experts=experts,
+        progress_deadline_seconds=20.0,
     )
     pool.wait_ready(4, 5)
     batch = collector.take(0)
@@ -140,7 +158,9 @@ def test_a_slow_server_loses_its_requests_to_the_others(fakes, collect, monkeypa
     assert share < 0.08, share
     assert batch.counts["num_moved_responses"] >= 8
     assert batch.counts["num_discarded_tokens"] == 0 and batch.counts["num_request_failures"] == 0
-    assert sum(s.num_tokens for s in servers) <= 1.02 * batch.counts["num_generated_tokens"] + 64  # no token was made twice
+    assert (
+        sum(s.num_tokens for s in servers) <= 1.02 * batch.counts["num_generated_tokens"] + 64
+    )  # no token was made twice
     before = servers[0].num_generated
     collector.take(1)
     assert servers[0].num_generated - before <= 8  # of 64: it is known to be slow

@@ -32,8 +32,13 @@ def side(attempt, fakes, tmp_path, monkeypatch):
     write_tokenizer(tmp_path / "model")
     (tmp_path / "side_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{k}+{k}", "answer": "x"}) + "\n" for k in range(1, 7)))
-    held_out = [{"prompt": f"{k}-{k}", "answer": "x", "held_out": True} for k in range(1, 7)] + [{"prompt": "9" * 50, "answer": "x"}, {"prompt": "2+2", "answer": "x"}]
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{k}+{k}", "answer": "x"}) + "\n" for k in range(1, 7))
+    )
+    held_out = [{"prompt": f"{k}-{k}", "answer": "x", "held_out": True} for k in range(1, 7)] + [
+        {"prompt": "9" * 50, "answer": "x"},
+        {"prompt": "2+2", "answer": "x"},
+    ]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
     plain = make_config(max_failed_fraction=0.5).model_dump()
     sections = {
@@ -57,7 +62,9 @@ def test_what_fails_is_left_out_of_the_batch_and_of_the_accuracy(side, attempt):
 
     batch = side.take(0, 0, lambda: None, lambda line: None)
     failed = [t for t in batch.trajectories if not t.is_scored]
-    assert {t.prompt.text for t in failed} <= {"3+3"} and all("ValueError: no verdict" in t.reward_error for t in failed)
+    assert {t.prompt.text for t in failed} <= {"3+3"} and all(
+        "ValueError: no verdict" in t.reward_error for t in failed
+    )
     trained = scored_batch(batch)
     fill_advantages(trained, side.config, 0)
     for group in trained.groups:

@@ -17,7 +17,13 @@ from gspo_mega.config.server_options import OWN, REFUSED
 from gspo_mega.errors import ConfigError, RolloutError
 from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.rollout.secret import Secret, ensure_secret, read_secret
-from gspo_mega.rollout.server_spec import ServerSpec, check_options_sglang, missing_values, sglang_arguments, spec_from_config
+from gspo_mega.rollout.server_spec import (
+    ServerSpec,
+    check_options_sglang,
+    missing_values,
+    sglang_arguments,
+    spec_from_config,
+)
 
 
 def spec_of(tmp_path, generation=1, index=0, attempt="0001", seed=1, rollout=None, **server):
@@ -25,9 +31,16 @@ def spec_of(tmp_path, generation=1, index=0, attempt="0001", seed=1, rollout=Non
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     config = config.model_copy(update={"server": config.server.model_copy(update=server)})
     return spec_from_config(
-        config, model_path=str(tmp_path / "m"), weight_version=5, port=1234, api_key_file=tmp_path / "key", attempt=attempt,
-        index=index, generation=generation, store=tmp_path / "store",
-    )  # fmt: skip
+        config,
+        model_path=str(tmp_path / "m"),
+        weight_version=5,
+        port=1234,
+        api_key_file=tmp_path / "key",
+        attempt=attempt,
+        index=index,
+        generation=generation,
+        store=tmp_path / "store",
+    )
 
 
 def arguments(spec, on_cpu=True):
@@ -42,8 +55,19 @@ def test_a_spec_survives_its_file(tmp_path):
 
 def test_on_cpu(tmp_path):
     a = arguments(spec_of(tmp_path))
-    assert (a["device"], a["attention_backend"], a["sampling_backend"], a["sleep_on_idle"]) == ("cpu", "batched", "pytorch", True)
-    assert (a["incremental_streaming_output"], a["dtype"], a["weight_version"], a["skip_tokenizer_init"], a["trust_remote_code"]) == (True, "float32", "5", True, False)
+    assert (a["device"], a["attention_backend"], a["sampling_backend"], a["sleep_on_idle"]) == (
+        "cpu",
+        "batched",
+        "pytorch",
+        True,
+    )
+    assert (
+        a["incremental_streaming_output"],
+        a["dtype"],
+        a["weight_version"],
+        a["skip_tokenizer_init"],
+        a["trust_remote_code"],
+    ) == (True, "float32", "5", True, False)
     assert a["context_length"] > 8 + 6 and a["max_total_tokens"] >= a["max_running_requests"] * (8 + 6)
     assert "api_key" not in a
     assert arguments(spec_of(tmp_path, attention_backend="torch_native"))["attention_backend"] == "torch_native"
@@ -72,7 +96,10 @@ def test_every_refused_option_is_one_that_sglang_has():
     if package is None:
         pytest.skip("sglang is not installed")
     folder = Path(package.origin).parent / "srt"
-    text = "\n".join(path.read_text() for path in (folder / "arg_groups/fields").glob("*.py")) + (folder / "server_args.py").read_text()
+    text = (
+        "\n".join(path.read_text() for path in (folder / "arg_groups/fields").glob("*.py"))
+        + (folder / "server_args.py").read_text()
+    )
     unknown = [name for name in (*OWN, *REFUSED) if not re.search(rf"^    {name}: ", text, re.MULTILINE)]
     assert unknown == []
 
@@ -96,7 +123,9 @@ def test_no_two_starts_sample_alike(tmp_path):
     starts = [(g, i, a, s) for g in (1, 2, 3) for i in range(5) for a in ("0001", "0002", "0013") for s in (1, 2, 3)]
     seeds = [spec_of(tmp_path, generation=g, index=i, attempt=a, seed=s).seed for g, i, a, s in starts]
     assert len(set(seeds)) == len(starts) and all(0 <= seed < 2**31 for seed in seeds)
-    assert [spec_of(tmp_path, generation=g, index=i, attempt=a, seed=s).seed for g, i, a, s in starts] == seeds, "by what they are, not by chance"
+    assert [spec_of(tmp_path, generation=g, index=i, attempt=a, seed=s).seed for g, i, a, s in starts] == seeds, (
+        "by what they are, not by chance"
+    )
 
 
 def test_a_server_without_a_version_says_so(tmp_path):
@@ -151,7 +180,9 @@ def test_registrations_are_read_whole_while_they_are_rewritten(tmp_path):
         generation = 0
         while not stop.is_set():
             generation += 1
-            Registration("server-0", "http://h:1", 1, "ready", generation, 0, float(generation), error="x" * 5000).write(tmp_path)
+            Registration(
+                "server-0", "http://h:1", 1, "ready", generation, 0, float(generation), error="x" * 5000
+            ).write(tmp_path)
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -169,6 +200,9 @@ def test_registrations_are_read_whole_while_they_are_rewritten(tmp_path):
 
 def test_what_sglang_looks_for_and_transformers_does_not_write_is_given_to_it():
     config = {"architectures": ["DeepseekV3ForCausalLM"], "topk_method": "noaux_tc"}
-    assert json.loads(missing_values(config)["json_model_override_args"]) == {"moe_layer_freq": 1, "scoring_func": "sigmoid"}
+    assert json.loads(missing_values(config)["json_model_override_args"]) == {
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+    }
     assert missing_values(config | {"moe_layer_freq": 1, "scoring_func": "sigmoid"}) == {}
     assert missing_values({"architectures": ["Qwen3ForCausalLM"]}) == missing_values({}) == {}

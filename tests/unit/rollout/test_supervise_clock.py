@@ -43,8 +43,10 @@ def test_a_heartbeat_that_cannot_be_written_leaves_the_server_alone(tmp_path, mo
 
     monkeypatch.setattr(supervise_server.Registration, "write", stale)
     assert server._beat() and server._beat()
-    assert [r.getMessage() for r in caplog.records].count("server-0: its heartbeat could not be written: [Errno 116] Stale file handle: "
-        f"'{attempt.servers_dir}'; tried again until it can be") == 1  # fmt: skip
+    assert [r.getMessage() for r in caplog.records].count(
+        "server-0: its heartbeat could not be written: [Errno 116] Stale file handle: "
+        f"'{attempt.servers_dir}'; tried again until it can be"
+    ) == 1
     monkeypatch.setattr(supervise_server.Registration, "write", write)
     server._beat()
     (after,) = read_registrations(attempt.servers_dir)

@@ -15,23 +15,48 @@ from gspo_mega.errors import RewardError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.runtime.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages, for_ranks, scored_batch
+from gspo_mega.runtime.assemble import (
+    MiniBatch,
+    assemble,
+    assemble_supervised,
+    fill_advantages,
+    for_ranks,
+    scored_batch,
+)
 from gspo_mega.runtime.wire import decode, encode
 
 SHAPE = dict(
-    architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, intermediate_size=64, max_position_embeddings=256, rope_theta=1e4, rms_norm_eps=1e-6,
-    hidden_act="silu", tie_word_embeddings=False, attention_bias=False, eos_token_id=2, dtype="float32",
-)  # fmt: skip
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    intermediate_size=64,
+    max_position_embeddings=256,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+    attention_bias=False,
+    eos_token_id=2,
+    dtype="float32",
+)
 
 
 def make_config(**sections) -> Config:
     base = dict(
-        run=dict(name="t"), model=dict(path="m"), precision="fp32",
+        run=dict(name="t"),
+        model=dict(path="m"),
+        precision="fp32",
         batch=dict(prompts_per_step=4, group_size=4, num_mini_batches=2, micro_batch_tokens=128),
-        optimizer=dict(lr=1e-3), data=dict(path="x", max_prompt_tokens=16),
-        reward=dict(functions=(dict(function="exact_match"),)), rollout=dict(max_new_tokens=32),
-    )  # fmt: skip
+        optimizer=dict(lr=1e-3),
+        data=dict(path="x", max_prompt_tokens=16),
+        reward=dict(functions=(dict(function="exact_match"),)),
+        rollout=dict(max_new_tokens=32),
+    )
     return Config.model_validate({**base, **sections})
 
 
@@ -51,16 +76,27 @@ def make_batch(sizes: list[int], rng: np.random.Generator) -> RolloutBatch:
             length = int(rng.integers(1, 30))
             group.trajectories.append(
                 Trajectory(
-                    f"{group_id}-{sample}", group_id, prompt, [int(t) for t in rng.integers(3, 64, length)], [1] * length,
-                    [float(x) for x in rng.normal(-3, 1, length)], [0] * length, "stop", reward=float(rng.integers(0, 2)),
-                )  # fmt: skip
+                    f"{group_id}-{sample}",
+                    group_id,
+                    prompt,
+                    [int(t) for t in rng.integers(3, 64, length)],
+                    [1] * length,
+                    [float(x) for x in rng.normal(-3, 1, length)],
+                    [0] * length,
+                    "stop",
+                    reward=float(rng.integers(0, 2)),
+                )
             )
         groups.append(group)
     return RolloutBatch(0, groups)
 
 
 @settings(deadline=None, max_examples=40)
-@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6), ranks=st.sampled_from([1, 2, 4]), seed=st.integers(0, 10_000))
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    ranks=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 10_000),
+)
 def test_every_trajectory_reaches_one_rank_once(spec, sizes, ranks, seed):
     config = make_config(cluster=dict(ranks_per_node=ranks))
     layout = resolve_layout(config, spec)
@@ -112,8 +148,14 @@ def test_advantages_are_by_group_and_known(spec):
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean_token_mean", "token_mean", "group_mean_token_mean"])
 def test_a_failed_scoring_is_trained_on_as_if_it_had_not_been_sampled(spec, aggregation):
-    """Seven rewards of -1 and a crash are a constant group; the crash is in no statistic, no pack and no denominator."""
-    config = make_config(algorithm="custom", objective=dict(ratio="sequence", aggregation=aggregation), batch=dict(prompts_per_step=3, group_size=8, num_mini_batches=1, micro_batch_tokens=128))  # fmt: skip
+    """Seven rewards of -1 and a crash are a constant group; the crash is in no statistic, no pack and no
+    denominator.
+    """
+    config = make_config(
+        algorithm="custom",
+        objective=dict(ratio="sequence", aggregation=aggregation),
+        batch=dict(prompts_per_step=3, group_size=8, num_mini_batches=1, micro_batch_tokens=128),
+    )
     layout = resolve_layout(config, spec)
     with_failures, without = (make_batch([8, 3, 2], np.random.default_rng(5)) for _ in range(2))
     for batch in (with_failures, without):
@@ -139,12 +181,17 @@ def test_a_batch_without_rewards_is_refused():
     batch = make_batch([2, 2], np.random.default_rng(6))
     for t in batch.trajectories[1:]:
         t.reward_error = "judge: it hung"  # as an older record has it: with a reward of 0
-    with pytest.raises(RewardError, match=r"step 1: no group of its rollout batch has two rewards.*\n  0-1 .s:0.: judge: it hung"):
+    with pytest.raises(
+        RewardError, match=r"step 1: no group of its rollout batch has two rewards.*\n  0-1 .s:0.: judge: it hung"
+    ):
         scored_batch(batch)
 
 
 def test_permuted_rewards_keep_the_batch_and_lose_the_trajectory(spec):
-    plain, control = make_config(), make_config(reward=dict(functions=(dict(function="exact_match"),), permute_in_batch=True))
+    plain, control = (
+        make_config(),
+        make_config(reward=dict(functions=(dict(function="exact_match"),), permute_in_batch=True)),
+    )
     batch = make_batch([8] * 8, np.random.default_rng(1))
     fill_advantages(batch, plain, 3)
     honest = np.array([t.advantage for t in batch.trajectories])
@@ -158,9 +205,15 @@ def test_permuted_rewards_keep_the_batch_and_lose_the_trajectory(spec):
     assert [t.reward for t in batch.trajectories] == [t.reward for t in batch.trajectories]
 
 
-@pytest.mark.parametrize(("aggregation", "expected"), [("sequence_mean_token_mean", 3), ("token_mean", 6), ("group_mean_token_mean", 2)])
+@pytest.mark.parametrize(
+    ("aggregation", "expected"), [("sequence_mean_token_mean", 3), ("token_mean", 6), ("group_mean_token_mean", 2)]
+)
 def test_denominator_counts_what_the_aggregation_averages_over(spec, aggregation, expected):
-    config = make_config(algorithm="custom", objective=dict(ratio="sequence", aggregation=aggregation), batch=dict(prompts_per_step=2, group_size=2, num_mini_batches=1, micro_batch_tokens=128))  # fmt: skip
+    config = make_config(
+        algorithm="custom",
+        objective=dict(ratio="sequence", aggregation=aggregation),
+        batch=dict(prompts_per_step=2, group_size=2, num_mini_batches=1, micro_batch_tokens=128),
+    )
     batch = make_batch([2, 2], np.random.default_rng(2))
     for t, mask in zip(batch.trajectories, [[1, 1], [0, 0], [1, 0, 1], [1, 1]]):
         t.response_mask, t.response_token_ids = mask, [5] * len(mask)
@@ -168,7 +221,9 @@ def test_denominator_counts_what_the_aggregation_averages_over(spec, aggregation
     fill_advantages(batch, config, 0)
     (shard,) = assemble(batch, config, resolve_layout(config, spec), 0)
     assert shard[0].denominator == expected
-    sizes = {int(r): int(g) for b in shard[0].micro_batches for r, g in zip(b.trajectory_index, b.sequence["group_size"])}
+    sizes = {
+        int(r): int(g) for b in shard[0].micro_batches for r, g in zip(b.trajectory_index, b.sequence["group_size"])
+    }
     assert sizes == {0: 1, 1: 1, 2: 2, 3: 2}, "a fully masked trajectory counts in its group"
 
 

@@ -53,7 +53,11 @@ def run(tmp_path, script: str, seconds: float, silence: float) -> list[str]:
     program = tmp_path / "program.py"
     program.write_text((START + script).replace("SECONDS", str(seconds)).replace("SILENCE", str(silence)))
     ended = subprocess.run(
-        [sys.executable, str(program), str(attempt.path)], cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
+        [sys.executable, str(program), str(attempt.path)],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
     )
     assert (ended.returncode, ended.stdout) == (0, "lives\n"), ended
     return _main_stack(attempt.stacks_file(0))
@@ -72,6 +76,11 @@ def test_a_call_that_holds_the_interpreter_is_named(tmp_path):
 
 def test_progress_makes_old_stacks_go(tmp_path):
     """What is there when the run is judged is of the standstill that it is judged for."""
-    script = "from gspo_mega import beats\ntime.sleep(0.5)\nassert attempt.stacks_file(0).stat().st_size\nbeats.beat()\n"
-    script += "end = time.monotonic() + 20\nwhile attempt.stacks_file(0).stat().st_size and time.monotonic() < end:\n    beats.beat()\n    time.sleep(0.01)\nwriter.close()\nprint('lives')\n"
+    script = (
+        "from gspo_mega import beats\ntime.sleep(0.5)\nassert attempt.stacks_file(0).stat().st_size\nbeats.beat()\n"
+    )
+    script += (
+        "end = time.monotonic() + 20\nwhile attempt.stacks_file(0).stat().st_size and time.monotonic() < end:\n   "
+        " beats.beat()\n    time.sleep(0.01)\nwriter.close()\nprint('lives')\n"
+    )
     assert run(tmp_path, script, 0.3, 60.0) == []

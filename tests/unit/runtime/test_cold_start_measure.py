@@ -12,7 +12,10 @@ from gspo_mega.runtime.supervised import _measure
 def session(accuracy, num_failed, most_failed=0.1):
     evaluation = Evaluation(accuracy, 0.02, accuracy, 64, 64, 0.0, 8.0, num_failed)
     return SimpleNamespace(
-        config=SimpleNamespace(sft=SimpleNamespace(stop_accuracy_low=0.3, stop_accuracy_high=0.5), reward=SimpleNamespace(max_failed_fraction=most_failed)),
+        config=SimpleNamespace(
+            sft=SimpleNamespace(stop_accuracy_low=0.3, stop_accuracy_high=0.5),
+            reward=SimpleNamespace(max_failed_fraction=most_failed),
+        ),
         state=SimpleNamespace(weight_version=0, step=7, summary={}),
         publish=lambda: None,
         evaluate=lambda: evaluation,
@@ -20,7 +23,10 @@ def session(accuracy, num_failed, most_failed=0.1):
 
 
 def test_an_accuracy_of_too_few_samples_stops_nothing():
-    with pytest.raises(RewardError, match="7 of 64 held-out scorings failed after step 7, more than reward.max_failed_fraction 0.1 allows"):
+    with pytest.raises(
+        RewardError,
+        match="7 of 64 held-out scorings failed after step 7, more than reward.max_failed_fraction 0.1 allows",
+    ):
         _measure(session(0.4, 7))
     verdict, metrics = _measure(session(0.4, 6))
     assert verdict == "done" and (metrics["eval/accuracy"], metrics["eval/num_reward_failures"]) == (0.4, 6)

@@ -1,4 +1,6 @@
-"""The variables of a rank on a GPU: which, where they are valid, that they are there before torch, and that tests/gpu/run.sh has the same."""
+"""The variables of a rank on a GPU: which, where they are valid, that they are there before torch, and that
+tests/gpu/run.sh has the same.
+"""
 
 import os
 import subprocess
@@ -33,7 +35,13 @@ def test_what_torch_reads_is_added_and_a_choice_stands(given, added):
 
 @pytest.mark.parametrize(
     ("capability", "given", "added"),
-    [((9, 0), {}, FP32_SCALES), ((8, 9), {}, FP32_SCALES), ((9, 0), {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}, {}), ((10, 0), {}, {}), ((12, 0), {}, {})],
+    [
+        ((9, 0), {}, FP32_SCALES),
+        ((8, 9), {}, FP32_SCALES),
+        ((9, 0), {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}, {}),
+        ((10, 0), {}, {}),
+        ((12, 0), {}, {}),
+    ],
 )
 def test_fp32_block_scales_are_for_gpus_before_blackwell(capability, given, added):
     assert before_transformer_engine(given, capability) == added
@@ -74,9 +82,14 @@ def test_they_are_there_when_torch_is_imported(tmp_path, capability, scales):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
     environment = without_ours(PYTHONPATH=f"{tmp_path}{os.pathsep}{REPOSITORY}")
-    said = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "dev")], capture_output=True, text=True, env=environment)
+    said = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "dev")], capture_output=True, text=True, env=environment
+    )
     assert said.returncode == 0, said.stderr
-    assert said.stdout.strip() == f'[{{"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}, {scales}]'
+    assert (
+        said.stdout.strip()
+        == f'[{{"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}, {scales}]'
+    )
 
 
 def test_without_a_gpu_nothing_is_set_and_nothing_imported(tmp_path):
@@ -100,9 +113,11 @@ def test_every_rank_sets_them_first(monkeypatch):
     with pytest.raises(Enough):
         worker._init_distributed(worker.RankEnvironment(rank=9, world_size=16, local_rank=1))
     assert seen == [(True, 1)]
-    assert WORKER_COMMAND == (sys.executable, "-m", "gspo_mega.runtime.worker")
+    assert (sys.executable, "-m", "gspo_mega.runtime.worker") == WORKER_COMMAND
     code = "import sys, gspo_mega.runtime.worker; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0, "importing the program imports no torch yet"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0, (
+        "importing the program imports no torch yet"
+    )
 
 
 PYTHON = """#!/bin/sh
@@ -119,8 +134,17 @@ def test_the_gpu_tests_give_their_programs_what_a_rank_has_and_a_server_none_of_
     python.write_text(PYTHON)
     python.chmod(0o755)
     environment = without_ours(GSPO_PYTHON=str(python), CALLS=str(tmp_path / "calls"))
-    ended = subprocess.run([str(REPOSITORY / "tests/gpu/run.sh"), "products", "training", "rollout"], capture_output=True, text=True, env=environment)
+    ended = subprocess.run(
+        [str(REPOSITORY / "tests/gpu/run.sh"), "products", "training", "rollout"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert (tmp_path / "calls").read_text().splitlines() == ["tests/gpu/products.py: of a rank", "tests/gpu/training.py: of a rank", "tests/gpu/rollout.py: none"]
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "tests/gpu/products.py: of a rank",
+        "tests/gpu/training.py: of a rank",
+        "tests/gpu/rollout.py: none",
+    ]
     text = (REPOSITORY / "tests/gpu/run.sh").read_text()
     assert not any(name in text for name in (*EXPANDABLE, *ONE_QUEUE, *FP32_SCALES)), "they have one home"

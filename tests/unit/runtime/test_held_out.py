@@ -25,7 +25,20 @@ def groups_of(*samples):
         for sample, (reward, correct) in enumerate(rows):
             error = "judge: it hung" if reward is None else None
             group.trajectories.append(
-                Trajectory(f"g{number}-s{sample}", number, prompt, [1], [1], [0.0], [0], "stop", reward=reward, reward_parts={"judge": 1.0}, reward_error=error, correct=correct)
+                Trajectory(
+                    f"g{number}-s{sample}",
+                    number,
+                    prompt,
+                    [1],
+                    [1],
+                    [0.0],
+                    [0],
+                    "stop",
+                    reward=reward,
+                    reward_parts={"judge": 1.0},
+                    reward_error=error,
+                    correct=correct,
+                )
             )
         groups.append(group)
     return groups
@@ -38,7 +51,9 @@ def test_a_penalty_takes_no_right_answer_away():
 
 
 def test_penalties_alone_say_nothing_of_what_is_right():
-    with pytest.raises(RewardError, match=r"no reward function says which responses are correct .judge.*eval.correct_threshold"):
+    with pytest.raises(
+        RewardError, match=r"no reward function says which responses are correct .judge.*eval.correct_threshold"
+    ):
         summarize(groups_of([(-0.1, None)], [(0.0, None)]))
 
 
@@ -78,11 +93,15 @@ def make(tmp_path):
         files = dict(path=write("train.jsonl", train)) if data is None else data
         return Config.model_validate(
             dict(
-                run=dict(name="t"), model=dict(path="m"), optimizer=dict(lr=1e-3), rollout=dict(max_new_tokens=32),
+                run=dict(name="t"),
+                model=dict(path="m"),
+                optimizer=dict(lr=1e-3),
+                rollout=dict(max_new_tokens=32),
                 batch=dict(prompts_per_step=4, group_size=4, micro_batch_tokens=128),
                 data=dict(max_prompt_tokens=8, chat_template=False, **files),
-                reward=dict(functions=(dict(function=reward),)), eval=dict(path=write("held_out.jsonl", held_out), **evaluation),
-            )  # fmt: skip
+                reward=dict(functions=(dict(function=reward),)),
+                eval=dict(path=write("held_out.jsonl", held_out), **evaluation),
+            )
         )
 
     return config
@@ -126,8 +145,10 @@ def test_too_few_are_refused(make, tokenizer):
 
 
 def test_an_answer_that_its_reward_cannot_use_is_named_by_its_line(make, tokenizer, tmp_path):
-    bad = rows("1+1=") + [{"prompt": "2+2=", "answer": "3 or 4"}]
-    with pytest.raises(DataError, match=r"held_out.jsonl:2: 'answer': several numbers in the answer '3 or 4'.*.reward gsm8k."):
+    bad = [*rows("1+1="), {"prompt": "2+2=", "answer": "3 or 4"}]
+    with pytest.raises(
+        DataError, match=r"held_out.jsonl:2: 'answer': several numbers in the answer '3 or 4'.*.reward gsm8k."
+    ):
         HeldOut(make(rows("1+1="), bad, reward="gsm8k"), tokenizer)
     config = make(bad, rows("5+5="), reward="gsm8k")
     with pytest.raises(DataError, match=r"train.jsonl:2: 'answer': several numbers"):
@@ -140,7 +161,9 @@ def test_the_reward_of_held_out_prompts(make):
     def rewards(*own, named=None):
         sources = tuple(dict(name=f"s{k}", path="x", reward=reward) for k, reward in enumerate(own))
         config = make([], [], data=dict(sources=sources))
-        return source_rewards(config.model_copy(update={"eval": config.eval.model_copy(update={"reward": named})})).get(HELD_OUT)
+        return source_rewards(config.model_copy(update={"eval": config.eval.model_copy(update={"reward": named})})).get(
+            HELD_OUT
+        )
 
     assert rewards("gsm8k", "gsm8k") == "gsm8k", "what all sources have"
     assert rewards("gsm8k", None) is None and rewards(None) is None

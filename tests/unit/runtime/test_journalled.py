@@ -32,8 +32,9 @@ class Order:
 
 
 class Source:
-    """Samples three groups of two; every sample is another one. `fail_after`: trajectories until it breaks down; `unscored`:
-    which samples, counted from 1, cannot be scored."""
+    """Samples three groups of two; every sample is another one. `fail_after`: trajectories until it breaks down;
+    `unscored`: which samples, counted from 1, cannot be scored.
+    """
 
     def __init__(self, order, fail_after=None, unscored=()):
         self.order, self.fail_after, self.unscored, self.num_sampled = order, fail_after, unscored, 0
@@ -58,7 +59,17 @@ class Source:
                 if self.num_sampled == self.fail_after:
                     raise InterruptedError
                 self.num_sampled += 1
-                one = Trajectory(f"s{step}-g{number}-{sample}", number, group.prompt, [self.num_sampled], [1], [-0.5], [step], "stop", reward=1.0)
+                one = Trajectory(
+                    f"s{step}-g{number}-{sample}",
+                    number,
+                    group.prompt,
+                    [self.num_sampled],
+                    [1],
+                    [-0.5],
+                    [step],
+                    "stop",
+                    reward=1.0,
+                )
                 if self.routes:
                     one.routed_experts = np.zeros((1, 10, 100), dtype=np.int32)
                 if self.num_sampled in self.unscored:
@@ -84,7 +95,13 @@ def run(tmp_path):
         batches.restore(TrainState())
         said = []
         return SimpleNamespace(
-            order=order, source=source, said=said, batches=batches, take=lambda step, version=None: batches.take(step, step if version is None else version, lambda: None, said.append)
+            order=order,
+            source=source,
+            said=said,
+            batches=batches,
+            take=lambda step, version=None: batches.take(
+                step, step if version is None else version, lambda: None, said.append
+            ),
         )
 
     return make
@@ -105,7 +122,9 @@ def test_only_what_is_missing_is_sampled(run):
         broken.take(0)
     again = run(offset=100)
     assert tokens(again.take(0)) == [[1], [2], [3], [4], [101], [102]]
-    assert again.said == ["step 1: 2 complete groups of the journal are taken over; 1 trajectories of others are sampled again"]
+    assert again.said == [
+        "step 1: 2 complete groups of the journal are taken over; 1 trajectories of others are sampled again"
+    ]
     third = run(offset=200)
     assert tokens(third.take(0)) == [[1], [2], [3], [4], [101], [102]], "the repaired step is complete"
 
@@ -125,17 +144,26 @@ def test_of_an_incomplete_batch_a_group_with_a_failed_scoring_is_sampled_again(r
     again = run(offset=100)
     batch = again.take(0)
     assert tokens(batch) == [[101], [102], [3], [4], [103], [104]] and all(t.is_scored for t in batch.trajectories)
-    assert again.said == ["step 1: 1 complete groups of the journal are taken over; 3 trajectories of others are sampled again"]
+    assert again.said == [
+        "step 1: 1 complete groups of the journal are taken over; 3 trajectories of others are sampled again"
+    ]
 
 
-@pytest.mark.parametrize(("change", "reason"), [(dict(version=7), "weight version 0 sampled them, and the run holds 7"), (dict(position=1), "other prompts")])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(dict(version=7), "weight version 0 sampled them, and the run holds 7"), (dict(position=1), "other prompts")],
+)
 def test_what_does_not_belong_to_the_step_is_not_used(run, tmp_path, change, reason):
     with pytest.raises(InterruptedError):
         run(fail_after=5).take(0)
     before = Journal(tmp_path).file(0).read_bytes()
     again = run(offset=100, position=change.get("position", 0))
     assert tokens(again.take(0, change.get("version"))) == [[101], [102], [103], [104], [105], [106]]
-    assert reason in again.said[0] and again.said[0].startswith("notice") and "moved to step_00000000.old-0001" in again.said[0]
+    assert (
+        reason in again.said[0]
+        and again.said[0].startswith("notice")
+        and "moved to step_00000000.old-0001" in again.said[0]
+    )
     assert (tmp_path / "step_00000000.old-0001").read_bytes() == before, "nothing that was recorded is deleted"
 
 
@@ -185,11 +213,19 @@ def test_what_something_else_made_is_moved_aside_and_sampled_again(run, tmp_path
     assert tokens(again.take(0)) == [[101], [102], [103], [104], [105], [106]]
     count = 6 if complete else 5
     assert again.said == [
-        f"notice   step 1: the journal's {count} trajectories are not used: {reason}; they are moved to step_00000000.old-0001, and others sampled"
+        f"notice   step 1: the journal's {count} trajectories are not used: {reason}; they are moved to"
+        " step_00000000.old-0001, and others sampled"
     ]
     assert (tmp_path / "step_00000000.old-0001").read_bytes() == recorded
     third = made(run(offset=200, first=change.get("first", "f")), **change.get("made", {}))
-    assert tokens(third.take(0)) == [[101], [102], [103], [104], [105], [106]], "what was sampled in their place is this run's own"
+    assert tokens(third.take(0)) == [
+        [101],
+        [102],
+        [103],
+        [104],
+        [105],
+        [106],
+    ], "what was sampled in their place is this run's own"
 
 
 def test_a_record_of_an_earlier_release_says_nothing_of_what_made_it(run, tmp_path):
@@ -210,7 +246,9 @@ def test_a_repaired_row_has_its_own_group_sampled_again_and_no_other(run, tmp_pa
     assert "2 complete groups of the journal are taken over" in again.said[1]
     third = run(offset=200)
     third.source.answers[1] = "repaired"
-    assert tokens(third.take(0)) == [[1], [2], [101], [102], [5], [6]] and (tmp_path / "step_00000000.old-0001").exists()
+    assert (
+        tokens(third.take(0)) == [[1], [2], [101], [102], [5], [6]] and (tmp_path / "step_00000000.old-0001").exists()
+    )
 
 
 def test_the_weights_of_a_step_are_known_by_all_that_was_trained_on(run):
@@ -252,7 +290,9 @@ def test_routes_go_once_a_checkpoint_has_trained_on_them(run, tmp_path):
     assert [journal.has_pruned_routes(step) for step in range(2)] == [True, False]
     assert journal.file(0).stat().st_size < sizes[0] - 6 * 1000 and journal.file(1).stat().st_size == sizes[1]
     record = journal.read(0)
-    assert [t.response_token_ids for t in record.batch.trajectories] == tokens(before[0]) and record.batch.trajectories[0].routed_experts is None
+    assert [t.response_token_ids for t in record.batch.trajectories] == tokens(before[0]) and record.batch.trajectories[
+        0
+    ].routed_experts is None
 
     again = run(prune_routes=True)
     again.source.routes = True

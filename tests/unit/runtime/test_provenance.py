@@ -1,4 +1,6 @@
-"""What makes a trajectory is told apart by what it is made of: the source of rewards, their options, weights, settings."""
+"""What makes a trajectory is told apart by what it is made of: the source of rewards, their options, weights,
+settings.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,17 @@ def test_a_repaired_function_of_the_same_name_is_another_and_nothing_is_run_to_k
     assert not ran.exists() and "my_reward" not in sys.modules
 
 
-@pytest.mark.parametrize("how", ["import helper", "from helper import check", "from pack import tools", "from pack.tools import check", "import pack.tools", "import chain"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "import helper",
+        "from helper import check",
+        "from pack import tools",
+        "from pack.tools import check",
+        "import pack.tools",
+        "import chain",
+    ],
+)
 def test_what_the_function_imports_of_its_own_counts_as_well(sources, how):
     sources(my_reward=f"{how}\n", helper="check = 1", chain="import helper")
     sources({"pack/__init__": "", "pack/tools": "from . import deep", "pack/deep": "x = 1"})
@@ -65,8 +77,13 @@ def test_options_weights_and_settings_count_and_how_a_run_is_served_does_not():
         return made_by(load_config(CONFIG, overrides).config)
 
     base = of()
-    assert base == of("reward.num_workers=5", "reward.deadline_seconds=3", "rollout.max_concurrent_requests=3", "server.num_servers=2")
-    assert base["rewards"] != of("reward.functions.0.weight=2")["rewards"] and base["sampling"] == of("reward.functions.0.weight=2")["sampling"]
+    assert base == of(
+        "reward.num_workers=5", "reward.deadline_seconds=3", "rollout.max_concurrent_requests=3", "server.num_servers=2"
+    )
+    assert (
+        base["rewards"] != of("reward.functions.0.weight=2")["rewards"]
+        and base["sampling"] == of("reward.functions.0.weight=2")["sampling"]
+    )
     assert base["rewards"] != of("reward=exact_match")["rewards"]
     assert base["sampling"] != of("rollout.temperature=0.9")["sampling"]
 
@@ -81,4 +98,14 @@ def test_other_weights_of_the_same_shape_are_others(tmp_path):
     first = of(config_json=b"{}", model_safetensors=b"a" * size)
     assert of() == first
     assert of(tokenizer_json=b"{}") == first
-    assert len({first, of(model_safetensors=b"a" * (size - 1) + b"b"), of(model_safetensors=b"a" * (size // 2) + b"b" + b"a" * (size // 2 - 1)), of(config_json=b"{ }")}) == 4
+    assert (
+        len(
+            {
+                first,
+                of(model_safetensors=b"a" * (size - 1) + b"b"),
+                of(model_safetensors=b"a" * (size // 2) + b"b" + b"a" * (size // 2 - 1)),
+                of(config_json=b"{ }"),
+            }
+        )
+        == 4
+    )

@@ -33,7 +33,9 @@ sys.stdout.flush()
 
 def run_rank(folder: Path, log: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run([sys.executable, "-c", RANK, str(folder / "run"), str(log)], capture_output=True, text=True, env=environment)
+    return subprocess.run(
+        [sys.executable, "-c", RANK, str(folder / "run"), str(log)], capture_output=True, text=True, env=environment
+    )
 
 
 def test_no_line_is_worth_a_rank(tmp_path):

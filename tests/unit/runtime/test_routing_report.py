@@ -9,13 +9,26 @@ from gspo_mega.runtime.routing_report import changed_routes, expert_loads, route
 
 def test_the_load_is_the_mean_over_layers_and_steps_and_absent_where_the_bias_stands_still():
     # Two optimizer steps over three layers, told by one rank; the other has nothing to tell.
-    reports = [{"load_max_over_mean": 4.5, "num_loads": 3.0}, {}, {"load_max_over_mean": 6.0, "num_loads": 3.0}, {"changed_since_old": 1.0}]
+    reports = [
+        {"load_max_over_mean": 4.5, "num_loads": 3.0},
+        {},
+        {"load_max_over_mean": 6.0, "num_loads": 3.0},
+        {"changed_since_old": 1.0},
+    ]
     assert expert_loads(reports) == {"routing/load_max_over_mean": pytest.approx(10.5 / 6)}
     assert expert_loads([{}, {"z_loss": 1.0}]) == {}
 
 
 def test_every_name_is_in_the_catalogue():
-    reports = [{"load_max_over_mean": 4.5, "num_loads": 3.0, "load_balancing_loss": 2.0, "z_loss": 1.0, "num_router_losses": 2.0}]
+    reports = [
+        {
+            "load_max_over_mean": 4.5,
+            "num_loads": 3.0,
+            "load_balancing_loss": 2.0,
+            "z_loss": 1.0,
+            "num_router_losses": 2.0,
+        }
+    ]
     reports += [{"changed_since_old": 1.0, "compared_with_old": 4.0}]
     moe = Moe(load_balancing="aux_loss", load_balancing_coefficient=1e-3, z_loss_coefficient=1e-3)
     found = router_losses(moe, reports) | expert_loads(reports) | changed_routes("old", reports)

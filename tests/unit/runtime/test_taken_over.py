@@ -16,7 +16,12 @@ def test_it_stops_before_it_writes(tmp_path):
     session = SimpleNamespace(is_lead=True, attempt=folder.new_attempt(), run_folder=folder)
     Session.check_held(session)
     later = folder.new_attempt()
-    with pytest.raises(FolderError, match="was taken over by a later start of the run, attempt 2; this one, attempt 1, ends and writes nothing more"):
+    with pytest.raises(
+        FolderError,
+        match=(
+            "was taken over by a later start of the run, attempt 2; this one, attempt 1, ends and writes nothing more"
+        ),
+    ):
         Session.check_held(session)
     session.is_lead = False
     Session.check_held(session)

@@ -13,15 +13,28 @@ ARRAYS = hnp.arrays(
     shape=hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4),
 )
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text() | ARRAYS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text().filter(lambda key: key != "__array__"), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+    | ARRAYS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text().filter(lambda key: key != "__array__"), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
 
 def same(a, b) -> bool:
     if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+        return (
+            isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+        )
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list):

@@ -22,12 +22,16 @@ def test_a_ranks_place_is_read_from_what_torchrun_sets():
 @pytest.mark.parametrize(
     ("master", "host", "nodes", "interface"),
     [
-        ("127.0.0.1", "127.0.0.1", (1, 0), "lo"), ("localhost", "::1", (1, 0), "lo"), ("127.0.0.1", "10.0.0.7", (1, 0), None),
-        ("10.0.0.7", "127.0.0.1", (1, 0), None), ("node1", "node1", (1, 0), None),
+        ("127.0.0.1", "127.0.0.1", (1, 0), "lo"),
+        ("localhost", "::1", (1, 0), "lo"),
+        ("127.0.0.1", "10.0.0.7", (1, 0), None),
+        ("10.0.0.7", "127.0.0.1", (1, 0), None),
+        ("node1", "node1", (1, 0), None),
         # Nodes that a machine pretends to be have loopback addresses each.
-        ("127.0.0.11", "127.0.0.11", (2, 0), None), ("127.0.0.11", "127.0.0.11", (1, 1), None),
+        ("127.0.0.11", "127.0.0.11", (2, 0), None),
+        ("127.0.0.11", "127.0.0.11", (1, 1), None),
     ],
-)  # fmt: skip
+)
 def test_ranks_beside_their_servers_listen_on_the_loopback_alone(monkeypatch, master, host, nodes, interface):
     words = [f"server.host='{host}'", f"cluster.num_nodes={nodes[0]}", f"cluster.num_rollout_nodes={nodes[1]}"]
     config = load_config(Path(__file__).parents[3] / "configs/quickstart.yaml", words).config
@@ -58,7 +62,12 @@ def test_every_missing_variable_is_named():
 
 @pytest.mark.parametrize(
     "error, is_user_error, code",
-    [(NumericsError("loss is NaN"), True, 5), (RankError("peer is silent"), False, 7), (KeyError("x"), False, 7), (KeyboardInterrupt(), False, 7)],
+    [
+        (NumericsError("loss is NaN"), True, 5),
+        (RankError("peer is silent"), False, 7),
+        (KeyError("x"), False, 7),
+        (KeyboardInterrupt(), False, 7),
+    ],
 )
 def test_a_record_tells_users_errors_from_defects(error, is_user_error, code):
     try:
@@ -81,8 +90,10 @@ def run_worker(folder, code):
     """A process in which `code` uses `attempt`."""
     return subprocess.run(
         [sys.executable, "-c", f"from gspo_mega.run_folder import Attempt\nattempt = Attempt({str(folder)!r})\n{code}"],
-        capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
 
 
 def test_a_failure_leaves_its_record_and_no_time_for_anything_else(tmp_path):
@@ -103,7 +114,10 @@ fail(CheckpointError("torn"), 1, attempt)
 def test_an_end_takes_along_what_multiprocessing_started(tmp_path, end):
     attempt = RunFolder(tmp_path).new_attempt()
     # As a library may. It holds our end of the output open for as long as it lives.
-    code = f"import multiprocessing\nfrom gspo_mega.runtime.shutdown import fail, leave\nmanager = multiprocessing.get_context('spawn').Manager()\n{end}"
+    code = (
+        "import multiprocessing\nfrom gspo_mega.runtime.shutdown import fail, leave\nmanager ="
+        f" multiprocessing.get_context('spawn').Manager()\n{end}"
+    )
     assert run_worker(attempt.path, code).returncode == 7
 
 
@@ -120,6 +134,8 @@ fail(ValueError("lost"), 0, attempt)
 
 
 def test_the_shell_around_a_rank_needs_no_torch():
-    code = "import sys, gspo_mega.runtime.worker; print([m for m in ('torch', 'numpy', 'megatron') if m in sys.modules])"
+    code = (
+        "import sys, gspo_mega.runtime.worker; print([m for m in ('torch', 'numpy', 'megatron') if m in sys.modules])"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "[]\n"

@@ -38,7 +38,7 @@ class HeldGroup(dist.ProcessGroup):
         self.threads: set[int] = set()
         HeldGroup.made.append(self)
 
-    def getBackendName(self) -> str:  # noqa: N802  torch's name
+    def getBackendName(self) -> str:
         return "held"
 
     def broadcast(self, tensor, source=0, *options):
@@ -128,8 +128,9 @@ NAMES = ["model.norm", "lm_head", "tail"]
 
 
 def publish(servers: list[Server], seconds: float = 10.0, sender: GroupSender | None = None) -> tuple[Fleet, list[str]]:
-    """The fleet after one send in buckets of one tensor, and the tensors that were drawn from the trainer; fails where the
-    sender hangs."""
+    """The fleet after one send in buckets of one tensor, and the tensors that were drawn from the trainer; fails where
+    the sender hangs.
+    """
     _all[:] = servers
     sender = sender or GroupSender("127.0.0.1", "held", bucket_bytes=1024, timeout_seconds=seconds)
     fleet = Fleet(servers, Deadline(seconds))
@@ -186,7 +187,10 @@ def die(server: Server, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["abort-works", "abort-does-nothing"])
-@pytest.mark.parametrize("fault, words", [(refuse, "400, refused"), (die, "connection reset"), (hang, "no answer within"), (lie, "did not take")])
+@pytest.mark.parametrize(
+    "fault, words",
+    [(refuse, "400, refused"), (die, "connection reset"), (hang, "no answer within"), (lie, "did not take")],
+)
 def test_a_server_that_leaves_the_trainer_in_a_broadcast_fails_alone(fault, words, deaf):
     """Whether closing the group ends the broadcast (NCCL) or not (gloo, and NCCL while it connects)."""
     HeldGroup.deaf_to_abort = deaf
@@ -195,7 +199,9 @@ def test_a_server_that_leaves_the_trainer_in_a_broadcast_fails_alone(fault, word
     assert set(fleet.failed) == {"bad"} and words in fleet.failed["bad"], fleet.failed
     assert good.received == NAMES and good.version == 7
     assert drawn == NAMES, "every rank takes part in making all tensors"
-    assert bad.received[-1:] != ["tail"] and bad.calls[-2:] == ["end", "destroy"], "no more is sent to it, and it is cleared up"
+    assert bad.received[-1:] != ["tail"] and bad.calls[-2:] == ["end", "destroy"], (
+        "no more is sent to it, and it is cleared up"
+    )
     assert bad.group.aborted.wait(PATIENCE_SECONDS), "what is left of its broadcast is ended as far as the backend can"
 
 

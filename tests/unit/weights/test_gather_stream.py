@@ -12,14 +12,16 @@ from gspo_mega.weights.gather import PolicyTensors
 
 
 class Distributed:
-    """What `gather` may use of torch.distributed. With NCCL a plain `send` or `recv` makes a communicator for its two ranks."""
+    """What `gather` may use of torch.distributed. With NCCL a plain `send` or `recv` makes a communicator for its two
+    ranks.
+    """
 
     isend, irecv = "isend", "irecv"
 
     def __init__(self) -> None:
         self.moved: list[tuple[str, int]] = []
 
-    def P2POp(self, operation, tensor, peer, group):  # noqa: N802  torch's name
+    def P2POp(self, operation, tensor, peer, group):
         assert group == "all ranks"
         return operation, tensor, peer
 
@@ -37,11 +39,15 @@ def policy(rank: int) -> PolicyTensors:
     made.groups = SimpleNamespace(world=SimpleNamespace(rank=rank, size=3, group="all ranks"))
     made.table, made.owners = entries, {"a": 0, "b": 2, "c": 1}
     made._parameters = {"x": torch.zeros(1)}
-    made.owned = lambda dtype: ((entries[name][0], torch.full((2,), -1.0)) for name, owner in made.owners.items() if owner == rank)
+    made.owned = lambda dtype: (
+        (entries[name][0], torch.full((2,), -1.0)) for name, owner in made.owners.items() if owner == rank
+    )
     return made
 
 
-@pytest.mark.parametrize(("rank", "moved"), [(0, [("irecv", 2), ("irecv", 1)]), (1, [("isend", 0)]), (2, [("isend", 0)])])
+@pytest.mark.parametrize(
+    ("rank", "moved"), [(0, [("irecv", 2), ("irecv", 1)]), (1, [("isend", 0)]), (2, [("isend", 0)])]
+)
 def test_sends_between_two_ranks_are_batches_in_the_group_of_all(monkeypatch, rank, moved):
     fake = Distributed()
     monkeypatch.setattr(gather, "dist", fake)

@@ -1,4 +1,6 @@
-"""Whatever a downloaded folder's index and headers say, it is read, or an error of ours names the file and what is wrong."""
+"""Whatever a downloaded folder's index and headers say, it is read, or an error of ours names the file and what is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,27 @@ def test_an_odd_header_is_named_with_its_file(tmp_path, header):
 
 
 json_values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-3, 20), st.integers(), st.floats(), st.text(max_size=4), st.sampled_from(["F32", "BF16"])),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["a", "dtype", "shape", "data_offsets", "weight_map"]), inner, max_size=3)),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-3, 20),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=4),
+        st.sampled_from(["F32", "BF16"]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["a", "dtype", "shape", "data_offsets", "weight_map"]), inner, max_size=3),
+    ),
     max_leaves=10,
 )
 headers = st.one_of(
     st.binary(max_size=40),
     json_values.map(lambda value: json.dumps(value).encode()),
-    st.fixed_dictionaries({"a": st.fixed_dictionaries({"dtype": json_values, "shape": json_values, "data_offsets": json_values})}).map(lambda v: json.dumps(v).encode()),
+    st.fixed_dictionaries(
+        {"a": st.fixed_dictionaries({"dtype": json_values, "shape": json_values, "data_offsets": json_values})}
+    ).map(lambda v: json.dumps(v).encode()),
 )
 
 
@@ -103,5 +118,7 @@ def test_an_index_names_files_beside_it_alone(tmp_path, name):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ModelError, match="weight_map: 'a' is said to be in .*; the name of a file beside the index is wanted"):
+    with pytest.raises(
+        ModelError, match="weight_map: 'a' is said to be in .*; the name of a file beside the index is wanted"
+    ):
         HuggingFaceFolder(folder).shape("a")

@@ -1,4 +1,6 @@
-"""The parts of a publish that need no server: versions on disk, checksums, comparison, the order of steps, quarantine."""
+"""The parts of a publish that need no server: versions on disk, checksums, comparison, the order of steps,
+quarantine.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,25 @@ class Server:
 
     tensor_parallel = 1
 
-    def __init__(self, server_id: str, refuse: tuple[str, ...] = (), drop: tuple[str, ...] = (), generation: int = 1) -> None:
+    def __init__(
+        self, server_id: str, refuse: tuple[str, ...] = (), drop: tuple[str, ...] = (), generation: int = 1
+    ) -> None:
         self.server_id, self.refuse, self.drop, self.generation = server_id, refuse, drop, generation
         self.held = dict.fromkeys(NAMES, "0")
         self.version = 0
         self.calls: list[str] = []
 
     def __getattr__(self, name: str):
-        if name not in ("pause", "resume", "flush_cache", "weight_version", "checksums", "snapshot", "reset_tensors", "compare"):
+        if name not in (
+            "pause",
+            "resume",
+            "flush_cache",
+            "weight_version",
+            "checksums",
+            "snapshot",
+            "reset_tensors",
+            "compare",
+        ):
             raise AttributeError(name)
 
         def call(*, deadline_seconds: float):
@@ -128,7 +141,9 @@ def test_steps_come_in_order_and_the_proof_once_a_start():
     assert "reset_tensors" in server.calls
 
 
-@pytest.mark.parametrize("step", ["pause", "update", "flush_cache", "snapshot", "compare", "weight_version", "checksums", "resume"])
+@pytest.mark.parametrize(
+    "step", ["pause", "update", "flush_cache", "snapshot", "compare", "weight_version", "checksums", "resume"]
+)
 def test_a_server_that_fails_a_step_is_named_and_the_other_goes_on(step):
     bad, good = Server("bad", refuse=(step,)), Server("good")
     verified, failed, commits = run([bad, good], Memory(), 1, weights(1))
@@ -280,8 +295,15 @@ def test_buckets_hold_what_fits_and_lose_nothing():
 
 def test_what_a_server_loads_in_one_request_only_is_in_one_bucket():
     """SGLang forgets a lone down-projection of latent attention and says success."""
-    names = [f"model.layers.{layer}.self_attn.{name}.weight" for layer in (0, 1) for name in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")]
-    found = [[name for name, _ in bucket] for bucket in buckets(iter((name, torch.zeros(10)) for name in names), bucket_bytes=60)]
+    names = [
+        f"model.layers.{layer}.self_attn.{name}.weight"
+        for layer in (0, 1)
+        for name in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")
+    ]
+    found = [
+        [name for name, _ in bucket]
+        for bucket in buckets(iter((name, torch.zeros(10)) for name in names), bucket_bytes=60)
+    ]
     assert found == [names[0:2], names[2:3], names[3:5], names[5:6]]
     without_query_latent = [names[1], names[4]]
     assert len(list(buckets(iter((name, torch.zeros(10)) for name in without_query_latent), bucket_bytes=60))) == 2
@@ -301,7 +323,13 @@ def test_commit_names_the_current_version_and_prune_keeps_it(tmp_path):
     (tmp_path / "v00000005.writing").mkdir()
     (tmp_path / "notes").mkdir()
     versions.prune(keep_last=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["current.json", "notes", "v00000001", "v00000003", "v00000004"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "current.json",
+        "notes",
+        "v00000001",
+        "v00000003",
+        "v00000004",
+    ]
     assert versions.current().path == tmp_path / "v00000001" and versions.current().weight_version == 1
     versions.commit(4)
     versions.prune(keep_last=1)

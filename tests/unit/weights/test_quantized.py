@@ -5,7 +5,9 @@ from gspo_mega.weights.quantized import filled, is_quantized, plain_values
 
 
 class EightBits(torch.Tensor):
-    """Behaves as Transformer Engine's tensors do where it matters: slices are copies, `quantize_` writes rounded values."""
+    """Behaves as Transformer Engine's tensors do where it matters: slices are copies, `quantize_` writes rounded
+    values.
+    """
 
     @staticmethod
     def of(values: torch.Tensor) -> "EightBits":

@@ -43,4 +43,7 @@ def test_large_models_are_written_in_several_files(tmp_path, monkeypatch):
     whole = tensors(make_random_folder(SHAPE, tmp_path / "whole", 1))
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 3
     monkeypatch.undo()
-    assert all(np.array_equal(value, whole[name]) for name, value in tensors(make_random_folder(SHAPE, tmp_path / "one", 1)).items())
+    assert all(
+        np.array_equal(value, whole[name])
+        for name, value in tensors(make_random_folder(SHAPE, tmp_path / "one", 1)).items()
+    )

@@ -31,8 +31,15 @@ def test_each_server_that_differs_is_named_with_both_versions(tmp_path):
     with pytest.raises(PublishError) as caught:
         check_same(tmp_path, OURS)
     lines = str(caught.value).splitlines()
-    assert "publish.method: distributed" in lines[0] and "publish.method: disk" in lines[-1] and "launch/env/gpu-server.txt" in lines[-1]
-    assert lines[1] == "  server-1: torch 2.11.0 where the trainer has 2.14.1+cu130, NCCL 2.28.9 where the trainer has 2.30.7"
+    assert (
+        "publish.method: distributed" in lines[0]
+        and "publish.method: disk" in lines[-1]
+        and "launch/env/gpu-server.txt" in lines[-1]
+    )
+    assert (
+        lines[1]
+        == "  server-1: torch 2.11.0 where the trainer has 2.14.1+cu130, NCCL 2.28.9 where the trainer has 2.30.7"
+    )
     assert lines[2] == "  server-2: NCCL (none) where the trainer has 2.30.7" and len(lines) == 4
 
 
@@ -46,7 +53,10 @@ def test_another_python_is_asked_and_one_that_cannot_answer_is_named(tmp_path):
             ask(python)
 
 
-@pytest.mark.parametrize(("method", "backend", "refused"), [("distributed", "nccl", True), ("distributed", "gloo", False), ("disk", "nccl", False)])
+@pytest.mark.parametrize(
+    ("method", "backend", "refused"),
+    [("distributed", "nccl", True), ("distributed", "gloo", False), ("disk", "nccl", False)],
+)
 def test_the_publisher_compares_where_weights_go_through_nccl(tmp_path, monkeypatch, method, backend, refused):
     monkeypatch.setattr(publish, "here", lambda: OURS)
     record(tmp_path, "server-0", {"torch": "2.14.1", "NCCL": "2.28.9"})
@@ -59,7 +69,9 @@ def test_the_publisher_compares_where_weights_go_through_nccl(tmp_path, monkeypa
         publisher.check_servers(tmp_path)
 
 
-@pytest.mark.parametrize(("device", "method", "says"), [("gpu", "distributed", True), ("cpu", "distributed", False), ("gpu", "disk", False)])
+@pytest.mark.parametrize(
+    ("device", "method", "says"), [("gpu", "distributed", True), ("cpu", "distributed", False), ("gpu", "disk", False)]
+)
 def test_a_server_says_what_it_has_where_weights_go_through_nccl(tmp_path, monkeypatch, device, method, says):
     """`gspo-mega serve` runs in the server's own Python."""
     asked = []
@@ -79,7 +91,15 @@ def test_a_server_says_what_it_has_where_weights_go_through_nccl(tmp_path, monke
 
     monkeypatch.setattr(serve, "ServerSupervisor", Supervisor)
     config = str(software.Path(__file__).parents[3] / "configs/quickstart.yaml")
-    words = [f"run.dir={tmp_path}", "run.name=run", f"publish.method={method}", "--attempt", str(attempt.path), "--index", "3"]
+    words = [
+        f"run.dir={tmp_path}",
+        "run.name=run",
+        f"publish.method={method}",
+        "--attempt",
+        str(attempt.path),
+        "--index",
+        "3",
+    ]
     assert command_line.main(["serve", config, *words]) == 0
     assert asked == ([sys.executable] if says else [])
     assert read_json(attempt.software_dir / "server-3.json") == (OURS if says else None)
