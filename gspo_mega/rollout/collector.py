@@ -1,7 +1,7 @@
 """Collects rollout batches: prompts in, complete scored groups out, on the pool's thread while the trainer waits.
 
-Owns which prompts are sampled for a step, groups and their refill, and the batch's counts and times. Trying again is
-`sampling.py`'s, choosing servers the pool's, judging responses the scorer's.
+Owns which prompts are sampled for a step, groups and their refill, and the batch's counts and times. `sampling.py`
+retries requests, the pool chooses servers, and the scorer judges responses.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import concurrent.futures
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gspo_mega.config.schema import Config
@@ -35,11 +36,11 @@ class Prompts(Protocol):
 class Collector:
     """`start(step)` begins a rollout batch, `take(step)` waits for it. One batch at a time.
 
-    `score` fills a trajectory's reward fields in place and is called on the pool's thread as each response completes,
-    so it must not block. `decode` turns token ids into text for it. Anything they raise ends the batch and comes out of
-    `take`; a reward that merely failed is the scorer's to record. More failures in a batch than
+    `score` fills a trajectory's reward fields in place. It is called on the pool's thread as each response completes,
+    so it must not block. `decode` turns token ids into text for it. Anything they raise ends the batch, and `take`
+    raises it; the scorer records a reward that merely failed. More failures in a batch than
     `reward.max_failed_fraction` raise RewardError as soon as that is certain, and so does a batch without any group of
-    two rewards. A group with fewer than two is not among the batch's: nothing is left to compare.
+    two rewards. A group with fewer than two rewards is left out of the batch: it has nothing to compare.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Collector:
         self._decode = decode
         self._eos_token_ids = tuple(eos_token_ids)
         self._clock = clock
-        self._running: tuple[int, concurrent.futures.Future] | None = None
+        self._running: _Running | None = None
 
     def start(
         self,
@@ -69,24 +70,23 @@ class Collector:
     ) -> None:
         """Begin sampling the batch of `step` from the committed weights. Returns at once.
 
-        `known`: groups of this batch that are there already, by their number among its prompts; their prompts are drawn
+        `known`: groups of this batch that exist already, by their number among its prompts; their prompts are drawn
         and not sampled. `keep` is called on the pool's thread for every other trajectory as soon as it is scored.
         """
         if self._running is not None:
-            raise RuntimeError(f"the batch of step {self._running[0]} was started and not taken")
-        self._running = (step, self._pool.loop.submit(self._collect(step, known or {}, keep)))
+            raise RuntimeError(f"the batch of step {self._running.step} was started and not taken")
+        self._running = self._start(step, known or {}, keep)
 
     def take(self, step: int, on_wait: Callable[[], None] = lambda: None) -> RolloutBatch:
-        """The batch of `step`, started now if it was not. `on_wait` is called about every 50 ms meanwhile, on this
-        thread; what it raises ends the batch. Raises RolloutError if a sample cannot be had.
+        """The batch of `step`, started now if `start` was not called. `on_wait` is called about every 50 ms meanwhile,
+        on this thread; what it raises ends the batch. Raises RolloutError if a sample cannot be completed.
         """
-        if self._running is None:
-            self.start(step)
-        started, future = self._running
-        if started != step:
-            raise RuntimeError(f"step {step} asked for, step {started} was started")
+        running = self._running or self._start(step, {}, lambda trajectory: None)
+        if running.step != step:
+            raise RuntimeError(f"step {step} asked for, step {running.step} was started")
+        self._running = running
         try:
-            return self._wait(future, on_wait)
+            return self._wait(running.batch, on_wait)
         finally:
             self._running = None
 
@@ -99,10 +99,9 @@ class Collector:
         name: str = "eval",
         on_wait: Callable[[], None] = lambda: None,
     ) -> list[Group]:
-        """Scored groups of these prompts, in their order, from the committed weights: evaluation through the same
-        machinery.
+        """Scored groups of these prompts, in their order, from the committed weights; for evaluation.
 
-        `temperature` 0 is greedy; else top_p and top_k are not applied. `name` begins the trajectories' ids.
+        `temperature` 0 is greedy; top_p and top_k are never applied. `name` is the prefix of the trajectory ids.
         """
         params = self._params(temperature, top_p=1.0, top_k=-1)
         future = self._pool.loop.submit(self._sample_all(prompts, samples_per_prompt, params, name))
@@ -111,11 +110,14 @@ class Collector:
     def close(self) -> None:
         """Drop the batch that is running, if any."""
         if self._running is not None:
-            self._drop(self._running[1])
+            self._drop(self._running.batch)
             self._running = None
 
+    def _start(self, step: int, known: Mapping[int, Group], keep: Callable[[Trajectory], None]) -> _Running:
+        return _Running(step, self._pool.loop.submit(self._collect(step, known, keep)))
+
     def _wait(self, future: concurrent.futures.Future, on_wait: Callable[[], None]) -> Any:
-        """The batch's result. What ends the pool's own work ends the batch, too: it might wait for ever."""
+        """The batch's result. An error that ended the pool's watch ends the batch, too: it could wait for ever."""
         try:
             while True:
                 try:
@@ -137,7 +139,7 @@ class Collector:
     def _params(self, temperature: float, top_p: float, top_k: int) -> SamplingParams:
         return SamplingParams(self._config.rollout.max_new_tokens, temperature, top_p, top_k, self._eos_token_ids)
 
-    # From here on: on the pool's loop.
+    # The methods below run on the pool's loop.
 
     async def _sample_all(self, prompts, samples_per_prompt, params, name) -> list[Group]:
         batch = _Batch(self, name, samples_per_prompt, params)
@@ -157,14 +159,13 @@ class Collector:
         constant: list[Group] = []
         unscored: list[Group] = []
         num_sampled = 0
-        # Groups come through a queue: a wait for the first of all that run costs as much as there are, once for each of
-        # them.
+        # Groups come through a queue: asyncio.wait for the first of N tasks would cost N each time.
         done: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
         num_running = 0
         async with _TaskGroup() as tasks:
             while True:
-                # Groups that could only wait for a server are not started yet: the garbage collector looks at
-                # everything that waits.
+                # Groups that could only wait for a server are not started yet: Python's garbage collector visits every
+                # task that waits.
                 most = max(_LEAST_RUNNING, 2 * self._pool.capacity // self._config.batch.group_size)
                 while len(kept) + num_running < wanted and num_sampled < allowed and num_running < most:
                     prompt = self._prompts.next()
@@ -203,8 +204,16 @@ class Collector:
         )
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A batch that was started and not taken yet."""
+
+    step: int
+    batch: concurrent.futures.Future
+
+
 class _Batch:
-    """The samples of one batch, their ids and what they add up to."""
+    """The samples of one batch, with their ids and counts."""
 
     def __init__(
         self,
@@ -228,7 +237,7 @@ class _Batch:
         self.last_generated = collector._clock()
 
     async def group(self, group_id: int, prompt: Prompt) -> Group:
-        """All samples of one prompt, each its own request, each scored as soon as it is there."""
+        """All samples of one prompt: each is a request of its own, and is scored as soon as it is complete."""
         group = Group(group_id, prompt, [])
         async with _TaskGroup() as tasks:
             samples = [tasks.create_task(self._one(group, index)) for index in range(self._group_size)]
@@ -236,7 +245,7 @@ class _Batch:
         return group
 
     async def known(self, group: Group) -> Group:
-        """A group that is there already; counted as if it had been sampled now."""
+        """A group that exists already, counted as if it were sampled now."""
         for trajectory in group.trajectories:
             self._count(trajectory)
             self._own["num_generated_tokens"] += trajectory.num_response_tokens
@@ -271,7 +280,7 @@ class _Batch:
         self._own["num_truncated"] += trajectory.finish_reason == "length"
 
     def check_failures(self, most_fraction: float, anything_left: bool) -> None:
-        """At the end of the batch. Raises RewardError: too many scorings failed, or all that counts."""
+        """Raise RewardError at the end of the batch if too many scorings failed, or if no group is left."""
         num_failed, num_scored = self._own["num_reward_failures"], self._own["num_trajectories"]
         if num_failed > most_fraction * num_scored:
             raise self._too_many_failures(most_fraction)
@@ -291,6 +300,7 @@ class _Batch:
         return "".join(f"\n  {line}" for line in self._first_failures)
 
     def counts(self) -> dict[str, float]:
+        """The batch's counts so far, by metric name."""
         names = (
             "num_trajectories",
             "num_reward_failures",
@@ -306,7 +316,7 @@ class _Batch:
         )
         self._own["num_registration_errors"] = self._collector._pool.num_registration_errors - self._registration_errors
         counted = self._own + self._sampler.counts
-        return dict.fromkeys(names, 0) | dict(counted)
+        return {name: float(value) for name, value in {**dict.fromkeys(names, 0), **counted}.items()}
 
 
 class _TaskGroup(asyncio.TaskGroup):
