@@ -22,6 +22,7 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.rollout.client import ServerClient, ServerError
 from gspo_mega.rollout.completion import RoutingShape
 from gspo_mega.rollout.control import HttpServerControl
+from gspo_mega.rollout.freshness import Freshness
 from gspo_mega.rollout.load import Load, least_loaded, to_move
 from gspo_mega.rollout.loop_thread import LoopThread
 from gspo_mega.rollout.registration import Registration
@@ -77,6 +78,7 @@ class ServerPool:
             self._routing = RoutingShape(
                 spec.num_layers, spec.moe.experts_per_token, spec.moe.num_experts, spec.moe.num_dense_layers
             )
+        self.freshness = Freshness(config.rollout.max_staleness)
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._committed_version = 0
@@ -137,7 +139,7 @@ class ServerPool:
 
     @property
     def committed_version(self) -> int:
-        """The weight version that trajectories must come from."""
+        """The weight version that the run has committed; `freshness` says which ones samples may come from."""
         return self._committed_version
 
     def commit(self, weight_version: int, server_ids: Iterable[tuple[str, int]]) -> None:
@@ -260,7 +262,9 @@ class ServerPool:
     def _able(self, now: float) -> list[Entry]:
         """Servers that may be given work now, whether or not they have room."""
         return [
-            e for e in self._ready_entries() if e.verified_version == self._committed_version and e.rest_until <= now
+            e
+            for e in self._ready_entries()
+            if self.freshness.admits(e.verified_version, self._committed_version) and e.rest_until <= now
         ]
 
     def _raise_if_all_failed(self) -> None:

@@ -129,9 +129,9 @@ class Sampler:
             await self._pool.release(entry, failure, len(prompt.token_ids) + before + flight.num_tokens)
 
     def _keep(self, response: Response, flight: Flight, entry: Entry) -> None:
-        """What a failed request had reported before is as good as any other part, if it is of the committed weights."""
+        """Keep what a failed request had reported, if its weights are admitted: its tokens are as good as any."""
         part = flight.so_far()
-        if set(part.weight_versions) <= {self._pool.committed_version}:
+        if self._pool.freshness.admits_all(part.weight_versions, self._pool.committed_version):
             self._add(response, part)
         else:
             self.counts["num_discarded_tokens"] += len(part.token_ids)
@@ -141,14 +141,13 @@ class Sampler:
             self.counts["num_discarded_tokens"] += len(part.token_ids)
 
     def _check_version(self, part: Completion, server_id: str, request_id: str) -> None:
-        committed = self._pool.committed_version
-        made_by = sorted(set(part.weight_versions))
-        if made_by not in ([committed], []):
+        freshness, committed = self._pool.freshness, self._pool.committed_version
+        if not freshness.admits_all(part.weight_versions, committed):
             raise ServerError(
                 server_id,
                 f"generate {request_id}",
                 "nonsense",
-                f"tokens of weight versions {made_by}; {committed} is committed",
+                f"tokens of weight versions {sorted(set(part.weight_versions))}; {freshness.describe(committed)}",
             )
 
 

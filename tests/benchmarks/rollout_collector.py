@@ -20,6 +20,7 @@ from collector_support import Stream, collector_of
 from fake_server import EOS
 
 from gspo_mega.rollout.completion import Completion
+from gspo_mega.rollout.freshness import Freshness
 from gspo_mega.rollout.loop_thread import LoopThread
 
 
@@ -32,6 +33,7 @@ class Pool:
     """A pool of one server that has room for 1024 requests, and answers them one after another."""
 
     committed_version = 0
+    freshness = Freshness(0)
     num_registration_errors = 0
     returns_routed_experts = False
     capacity = 1024
