@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gspo_mega import beats
+from gspo_mega.config.prompt_sources import source_rewards, sources_of
 from gspo_mega.config.schema import Config
-from gspo_mega.config.sources import source_rewards, sources_of
 from gspo_mega.data.chat import load_tokenizer
 from gspo_mega.data.prompts import PromptSource, load_prompts
 from gspo_mega.data.stream import PromptStream

@@ -9,8 +9,8 @@ import traceback
 import numpy as np
 import torch
 
+from gspo_mega.certify.gradients import complete_gradients
 from gspo_mega.config.schema import Config
-from gspo_mega.engine.gradients import complete_gradients
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
@@ -79,7 +79,7 @@ def _train(config: Config, phase: list[str]) -> dict[str, np.ndarray]:
     frozen = [reference.log_probs(m.micro_batches) if reference is not None else None for m in mine]
     settings = objective_settings(config)
     engine.policy_gradients(mine[0].micro_batches, settings, mine[0].denominator, old[0], frozen[0])
-    complete_gradients(engine.wrapped)
+    complete_gradients(engine)
     tensors = PolicyTensors(spec, groups, engine.chunks, values=lambda parameter: parameter.main_grad)
     gradient = {name: value.numpy().copy() for name, value in tensors.stream(torch.float32)}
     for mini_batch, before, theirs in zip(mine, old, frozen, strict=True):

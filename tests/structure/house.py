@@ -35,7 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "certify": _BELOW_RUNTIME | {"launcher", "runtime"},
     "commands": _BELOW_RUNTIME | {"launcher", "runtime", "certify", "doctor"},
     "__main__": {"commands"},
-    "tools": _BELOW_RUNTIME | {"launcher", "runtime"},
+    "tools": _BELOW_RUNTIME | {"launcher", "runtime", "certify"},
 }
 
 # What may be imported (or touched) only in these packages or files; the empty set means nowhere.

@@ -29,7 +29,7 @@ from gspo_mega.algorithm.mismatch import (
 )
 from gspo_mega.algorithm.objective import ObjectiveOutput, ObjectiveSettings, policy_objective
 from gspo_mega.algorithm.ratio import sequence_log_ratio_sums
-from gspo_mega.algorithm.vector_file import Combination, decode_array, parse_combination, read_vector_file
+from gspo_mega.certify.vector_file import Combination, decode_array, parse_combination, read_vector_file
 from gspo_mega.errors import DataError, GspoMegaError
 
 ZERO_TOLERANCE = 1e-15
