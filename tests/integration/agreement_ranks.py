@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from agreement_rule import Sampled, Scored
 
+from gspo_mega.batches.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import Demonstration
@@ -27,7 +28,6 @@ from gspo_mega.records import MicroBatch, Prompt, Trajectory
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.run_folder import Attempt
-from gspo_mega.runtime.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages
 from gspo_mega.runtime.loop import objective_settings
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import policy_digests
