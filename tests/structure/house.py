@@ -76,6 +76,9 @@ MOST_LINES = 400
 TOP_LEVEL = {
     "pyproject.toml",
     "README.md",
+    "LICENSE",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
     "docs",
     "gspo_mega",
     "launch",
@@ -83,6 +86,8 @@ TOP_LEVEL = {
     "tools",
     "tests",
     ".gitignore",
+    ".editorconfig",
+    ".pre-commit-config.yaml",
     ".ci",
 }
 
@@ -175,7 +180,7 @@ def check_files(root: Path) -> list[Broken]:
 def check_words(root: Path) -> list[Broken]:
     """Paths of one machine, and words of how the product was made, in anything that is shipped."""
     broken = []
-    files = [root / "README.md", root / "pyproject.toml"]
+    files = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml")]
     files += [
         path for folder in ("gspo_mega", "tools", "launch", "configs", "docs") for path in (root / folder).rglob("*")
     ]
