@@ -22,7 +22,7 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 from gspo_mega.reward.pool import ScoringPool
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
 
 
@@ -45,7 +45,7 @@ class RolloutSide:
             shuffle=config.data.shuffle,
             accept_changed=config.data.accept_changed,
         )
-        self.pool = ServerPool(config, spec, attempt)
+        self.pool = ServerPool(config.rollout, spec, attempt)
         self.scoring = ScoringPool(config.reward, source_rewards(config))
         try:
             self.pool.loop.run(self.scoring.start())
