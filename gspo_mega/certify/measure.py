@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.batches.assemble import MiniBatch, assemble, plan_batch
 from gspo_mega.certify.batch import set_old_log_probs
 from gspo_mega.certify.gradients import complete_gradients
 from gspo_mega.certify.packings import packing
@@ -25,7 +26,6 @@ from gspo_mega.engine.context_parallel import local_rows
 from gspo_mega.engine.policy import OldState, PassReport, PolicyEngine
 from gspo_mega.plan.layout import Layout
 from gspo_mega.records import MicroBatch, RolloutBatch
-from gspo_mega.runtime.assemble import MiniBatch, assemble, plan_batch
 from gspo_mega.weights.gather import PolicyTensors
 
 Tensors = Iterator[tuple[str, torch.Tensor]]

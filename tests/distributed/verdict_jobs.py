@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gspo_mega.algorithm.objective_settings import objective_settings
+from gspo_mega.batches.assemble import assemble, fill_advantages
 from gspo_mega.certify.gradients import complete_gradients
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.policy import PolicyEngine
@@ -18,8 +19,7 @@ from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.layout import layout_of
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.runtime.assemble import assemble, fill_advantages
-from gspo_mega.runtime.reference import load_reference
+from gspo_mega.runtime.reference_policy import load_reference
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_import import import_huggingface
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gspo_mega import kill_points
+from gspo_mega.batches.provenance import REASONS, first_weights, next_history
 from gspo_mega.checkpoint.folders import step_of
 from gspo_mega.config.schema import Config
 from gspo_mega.journal.journal import Journal, StepRecord
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.runtime.provenance import REASONS, first_weights, next_history
 
 if TYPE_CHECKING:
     from gspo_mega.checkpoint.state import TrainState

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gspo_mega.batches.journalled import batches_of
+from gspo_mega.batches.provenance import next_history
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import JournalError
 from gspo_mega.journal.journal import Journal, StepRecord
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 from gspo_mega.run_folder import Attempt, RunFolder
-from gspo_mega.runtime.journalled import batches_of
-from gspo_mega.runtime.provenance import next_history
 
 
 class RecordedOrder:

@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_mega.config.schema import Config
-from gspo_mega.data.demonstrations import Demonstration
-from gspo_mega.errors import RewardError
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.plan import resolve_layout
-from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.runtime.assemble import (
+from gspo_mega.batches.assemble import (
     MiniBatch,
     assemble,
     assemble_supervised,
@@ -23,7 +17,13 @@ from gspo_mega.runtime.assemble import (
     for_ranks,
     scored_batch,
 )
-from gspo_mega.runtime.wire import decode, encode
+from gspo_mega.config.schema import Config
+from gspo_mega.data.demonstrations import Demonstration
+from gspo_mega.errors import RewardError
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.plan import resolve_layout
+from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
+from gspo_mega.runtime.message_codec import decode, encode
 
 SHAPE = dict(
     architectures=["Qwen3ForCausalLM"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_mega.runtime.assemble import fill_advantages, scored_batch
+from gspo_mega.batches.assemble import fill_advantages, scored_batch
 from gspo_mega.runtime.session import Session, StopRequested
 from gspo_mega.runtime.step_report import StepReport
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from gspo_mega.batches.journalled import JournalledBatches
 from gspo_mega.journal.journal import Journal
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.runtime.journalled import JournalledBatches
 
 
 def TrainState():

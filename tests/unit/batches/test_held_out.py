@@ -7,13 +7,13 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from gspo_mega.batches.held_out import HeldOut, summarize
 from gspo_mega.config.prompt_sources import HELD_OUT, source_rewards
 from gspo_mega.config.schema import Config
 from gspo_mega.data.prompts import load_prompts
 from gspo_mega.data.tokenizer import write_tokenizer
 from gspo_mega.errors import DataError, RewardError
 from gspo_mega.records import Group, Prompt, Trajectory
-from gspo_mega.runtime.held_out import HeldOut, summarize
 
 
 def groups_of(*samples):

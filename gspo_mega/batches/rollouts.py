@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gspo_mega import beats
+from gspo_mega.batches.held_out import Evaluation, HeldOut, summarize
+from gspo_mega.batches.journalled import batches_of
+from gspo_mega.batches.provenance import made_by
 from gspo_mega.config.prompt_sources import source_rewards, sources_of
 from gspo_mega.config.schema import Config
 from gspo_mega.data.chat import load_tokenizer
@@ -19,11 +22,8 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 from gspo_mega.reward.pool import ScoringPool
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
-from gspo_mega.runtime.held_out import Evaluation, HeldOut, summarize
-from gspo_mega.runtime.journalled import batches_of
-from gspo_mega.runtime.provenance import made_by
 
 
 class RolloutSide:
@@ -45,7 +45,7 @@ class RolloutSide:
             shuffle=config.data.shuffle,
             accept_changed=config.data.accept_changed,
         )
-        self.pool = ServerPool(config, spec, attempt)
+        self.pool = ServerPool(config.rollout, spec, attempt)
         self.scoring = ScoringPool(config.reward, source_rewards(config))
         try:
             self.pool.loop.run(self.scoring.start())

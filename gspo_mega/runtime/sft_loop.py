@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from gspo_mega.batches.assemble import assemble_supervised
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.errors import NumericsError, RewardError
 from gspo_mega.metrics.console import progress_line
-from gspo_mega.runtime.assemble import assemble_supervised
 from gspo_mega.runtime.final_table import accuracy_text
 from gspo_mega.runtime.routing_report import expert_loads, router_losses
 from gspo_mega.runtime.session import Session, Work

@@ -9,8 +9,8 @@ import textwrap
 
 import pytest
 
+from gspo_mega.batches.provenance import first_weights, made_by, source_digest
 from gspo_mega.config import load_config
-from gspo_mega.runtime.provenance import first_weights, made_by, source_digest
 
 CONFIG = "configs/quickstart.yaml"
 
