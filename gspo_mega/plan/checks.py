@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 from gspo_mega.config.schema import Config
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.alignment import RECIPE_ROWS, alignment_tokens
-from gspo_mega.plan.optimizer import VALID_WITHOUT_GPU, check_optimizer
-from gspo_mega.plan.precision import check_precision, unaligned_sizes
+from gspo_mega.plan.optimizer_needs import VALID_WITHOUT_GPU, check_optimizer
+from gspo_mega.plan.precision_needs import check_precision, unaligned_sizes
 from gspo_mega.plan.verification import is_on_gpu
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gspo_mega.errors import PlanError
 from gspo_mega.model.sizes import ParameterCounts, count_parameters, forward_flops_per_token
 from gspo_mega.plan.checks import Sizes
-from gspo_mega.plan.deadlines import check_deadlines, stop_seconds
+from gspo_mega.plan.stop_deadlines import check_deadlines, stop_seconds
 from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.memory import GIB, Memory, ServerMemory, gpu_bytes, server_memory, trainer_memory
 from gspo_mega.plan.resolve import Plan

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
-from gspo_mega.plan.deadlines import signal_seconds
+from gspo_mega.plan.stop_deadlines import signal_seconds
 from gspo_mega.plan.disk import disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS

@@ -1,4 +1,4 @@
-"""A scoring process: `python -m gspo_mega.reward.worker PARENT_PID`, started by `process.py`.
+"""A scoring process: `python -m gspo_mega.reward.scoring_worker PARENT_PID`, started by `process.py`.
 
 Owns calling reward functions, one request at a time, and judging what they return. It speaks JSON lines over the pipes
 that it was started with as stdin and stdout:
