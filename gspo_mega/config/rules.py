@@ -10,24 +10,17 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from gspo_mega.config.addresses import address_problem
 from gspo_mega.config.deadlines import broken_relations
 from gspo_mega.config.schema import Config, Fp8, Objective
 from gspo_mega.config.server_options import option_problems
+from gspo_mega.errors import Violation
 
 PAPER_CLIP = (3e-4, 4e-4)
 GRPO_CLIP = (0.2, 0.27)
 LARGEST_GSPO_CLIP = 0.05  # a sequence ratio is a mean over tokens: this is already hundreds of times the paper's band
 _GSPO = ("gspo", "gspo_token")
-
-
-class Violation(NamedTuple):
-    """`key`: dotted; `text`: what is wrong and what is valid."""
-
-    key: str
-    text: str
 
 
 def check_rules(config: Config, command: str | None = None) -> tuple[list[Violation], list[str]]:
