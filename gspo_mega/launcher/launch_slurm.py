@@ -29,7 +29,7 @@ from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.supervisor import signals_taken
 from gspo_mega.launcher.versions import versions_text
 from gspo_mega.plan import estimate, plan_run, render_report
-from gspo_mega.plan.patience import patience
+from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 

@@ -33,7 +33,7 @@ from gspo_mega.launcher.slurm_stop import Stop
 from gspo_mega.launcher.state import StateKeeper
 from gspo_mega.launcher.supervisor import ConsoleTail
 from gspo_mega.launcher.watchdog import Watchdog
-from gspo_mega.plan.patience import Patience
+from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from gspo_mega.errors import RankError
 from gspo_mega.launcher.slurm import Node, job_runs, requeue
 from gspo_mega.launcher.slurm_answers import Answers
 from gspo_mega.launcher.state import StateKeeper, read_state
-from gspo_mega.plan.deadlines import grace_seconds
+from gspo_mega.plan.stop_deadlines import grace_seconds
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""A scoring process: `python -m gspo_mega.reward.worker PARENT_PID`, started by `process.py`.
+"""A scoring process: `python -m gspo_mega.reward.scoring_worker PARENT_PID`, started by `process.py`.
 
 Owns calling reward functions, one request at a time, and judging what they return. It speaks JSON lines over the pipes
 that it was started with as stdin and stdout:
@@ -14,13 +14,14 @@ What functions print goes to stderr and cannot disturb this. The process ends wi
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import numbers
 import os
 import resource
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from gspo_mega.errors import RewardError
 from gspo_mega.reward.functions import RewardFunction, describe, load_function
@@ -49,7 +50,7 @@ def main() -> None:
     try:
         if not setup["network"]:
             leave_network()
-        functions = {
+        functions: dict[str, tuple[RewardFunction, dict[str, Any]]] = {
             label: (load_function(entry["function"], entry["options"]), entry["options"])
             for label, entry in setup["functions"].items()
         }
@@ -116,7 +117,8 @@ def take_over_pipes() -> tuple[Any, Any]:
     os.close(nothing)
     os.dup2(2, 1)
     # Line by line, as a terminal has it: a process that is killed has shown what it printed.
-    sys.stdout.reconfigure(line_buffering=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     return requests, replies
 
 
@@ -131,7 +133,7 @@ def limit(memory_bytes: int, file_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def leave() -> None:
+def leave() -> NoReturn:
     """End at once: a thread that a function left behind must not keep the process alive."""
     sys.stdout.flush()
     sys.stderr.flush()

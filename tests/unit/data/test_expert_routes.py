@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from gspo_mega.data.expert_routes import packed_routes
 from gspo_mega.data.packing import build_micro_batch
-from gspo_mega.data.routes import packed_routes
 from gspo_mega.errors import RolloutError
 from gspo_mega.records import Prompt, Trajectory
 

@@ -9,7 +9,7 @@ import pytest
 from gspo_mega.config import load_config
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.estimate import estimate
-from gspo_mega.plan.patience import patience
+from gspo_mega.plan.watchdog_bounds import patience
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
