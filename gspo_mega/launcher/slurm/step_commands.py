@@ -1,6 +1,6 @@
 """The steps of a Slurm job as srun commands: all ranks, one server each, and the watch over the batch node.
 
-Owns srun's options and what a step finds in its environment. Reads no result; `slurm_job.py` watches.
+Owns srun's options and what a step finds in its environment. Reads no result; `job_supervisor.py` watches.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from gspo_mega.launcher.children import ChildSpec
-from gspo_mega.launcher.slurm import Allocation, Node, at
-from gspo_mega.launcher.slurm_site import Site
-from gspo_mega.launcher.slurm_size import JobSize
+from gspo_mega.launcher.slurm.job_size import JobSize
+from gspo_mega.launcher.slurm.scontrol import Allocation, Node, at
+from gspo_mega.launcher.slurm.site_settings import Site
 from gspo_mega.run_folder import Attempt
 
-_WATCH = Path(__file__).with_name("slurm_watch.py")
+_WATCH = Path(__file__).with_name("batch_node_watch.py")
 
 
 class Steps:

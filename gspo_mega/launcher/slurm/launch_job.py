@@ -1,6 +1,6 @@
 """From a loaded configuration to the supervised steps of the Slurm job that this process is the batch script of.
 
-What `launch.py` is to one machine: plan, run folder, records of the attempt, then `slurm_job.py`.
+What `launch_local.py` is to one machine: plan, run folder, records of the attempt, then `job_supervisor.py`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Literal
 
 from gspo_mega.config import Config, LoadedConfig, render_config
 from gspo_mega.errors import PlanError
-from gspo_mega.launcher.launch import log_to
+from gspo_mega.launcher.attempt_output import log_to
+from gspo_mega.launcher.attempt_state import StateKeeper
+from gspo_mega.launcher.gpus_and_ports import free_port
 from gspo_mega.launcher.lease import hold
-from gspo_mega.launcher.places import free_port
 from gspo_mega.launcher.prepare import new_attempt
+from gspo_mega.launcher.received_signals import signals_taken
 from gspo_mega.launcher.restarts import Restarts, furthest
-from gspo_mega.launcher.slurm import Allocation, read_allocation, seconds_left
-from gspo_mega.launcher.slurm_answers import Answers
-from gspo_mega.launcher.slurm_job import AttemptError, SlurmJob, Standing
-from gspo_mega.launcher.slurm_site import Site
-from gspo_mega.launcher.slurm_size import JobSize, job_size, told_in_time
-from gspo_mega.launcher.slurm_steps import Steps
-from gspo_mega.launcher.slurm_stop import SIGNALS
-from gspo_mega.launcher.state import StateKeeper
-from gspo_mega.launcher.supervisor import signals_taken
-from gspo_mega.launcher.versions import versions_text
+from gspo_mega.launcher.slurm.controller_outage import Answers
+from gspo_mega.launcher.slurm.job_size import JobSize, job_size, told_in_time
+from gspo_mega.launcher.slurm.job_supervisor import AttemptError, SlurmJob, Standing
+from gspo_mega.launcher.slurm.scontrol import Allocation, read_allocation, seconds_left
+from gspo_mega.launcher.slurm.site_settings import Site
+from gspo_mega.launcher.slurm.step_commands import Steps
+from gspo_mega.launcher.slurm.stop_request import SIGNALS
+from gspo_mega.launcher.software_versions import versions_text
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text

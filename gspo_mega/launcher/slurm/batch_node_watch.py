@@ -1,8 +1,10 @@
-"""Watches over the batch node from another node of the job: `python -I slurm_watch.py JOB BATCH_NODE STATE_FILE LOG`.
+"""Watch the batch node of a job from another node of it.
 
-A job that may go on without a node (--no-kill) also goes on without the one its batch script ran on, with nobody left
-to do anything about it. This process then has Slurm queue the job again. A Slurm that does not answer is asked again
-for ten minutes, as the supervisor does. Standard library alone: it is run as a file.
+    python -I batch_node_watch.py JOB BATCH_NODE STATE_FILE LOG
+
+A job that may go on without a node (--no-kill) also goes on without the node of its batch script, where the supervisor
+runs. When that node is lost, this process has Slurm queue the job again. It asks a Slurm that does not answer for ten
+minutes, as the supervisor does. Standard library alone: it runs as a file.
 """
 
 import os

@@ -6,16 +6,16 @@ import time
 
 # A first import of torch by many nodes from one shared folder takes minutes; ranks wait as long for each other at their
 # start.
-PATIENCE_SECONDS = 600.0
+DEADLINE_SECONDS = 600.0
 # An import beyond this is told, though nothing is wrong: every start of every rank and server takes it too.
 SLOW_SECONDS = 60.0
 _LEAST_SECONDS = 1.0
 
 
-class Patience:
+class AnswerDeadline:
     """One bound for all checks of a machine, in order: what one leaves, the next ones have."""
 
-    def __init__(self, seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, seconds: float = DEADLINE_SECONDS) -> None:
         self.seconds = seconds
         self._deadline = time.monotonic() + seconds
 

@@ -1,7 +1,7 @@
 """The Python that servers of one machine run in, where `server.python` names another than the ranks'.
 
 Owns the command and the variables of `gspo-mega serve` there, and refusing a Python in which it could not start. Under
-Slurm `slurm_site.py` says what a server's Python is, in its container, and this key replaces the site's.
+Slurm `site_settings.py` says what a server's Python is, in its container, and this key replaces the site's.
 """
 
 from __future__ import annotations

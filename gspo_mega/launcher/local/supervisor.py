@@ -1,6 +1,6 @@
 """Watches over the processes of one attempt until they are done, fail, or are asked to stop; then none is left.
 
-Owns the life of the children and what signals mean. What they are is `launch.py`'s choice, how they are ended
+Owns the life of the children and what signals mean. What they are is `launch_local.py`'s choice, how they are ended
 `children.py`'s, what a failure is called `failure.py`'s.
 
 Signals. The first SIGINT (Ctrl-C), SIGTERM, SIGHUP (a closed terminal) or SIGUSR1 makes a stop request: the ranks
@@ -15,14 +15,13 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from gspo_mega.errors import RankError
+from gspo_mega.launcher.attempt_output import ConsoleTail
 from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.failure import describe_failure
-from gspo_mega.launcher.servers_left import ServersLeft
+from gspo_mega.launcher.local.remaining_servers import ServersLeft
 from gspo_mega.launcher.watchdog import Watchdog
 from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
@@ -30,7 +29,6 @@ from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 300.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Somebody insists with these.
 _PERSONS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.1
@@ -38,50 +36,6 @@ _POLL_SECONDS = 0.1
 _SETTLE_SECONDS = 0.7
 # A server ends its own group within 2 s. With the settling the whole run is gone well within 10 s.
 _END_GRACE_SECONDS = 3.0
-
-
-class ConsoleTail:
-    """Hands on the lines that rank 0 appends to console.log, each once, whole lines only."""
-
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self._path, self._say = path, say
-        self._offset = 0
-
-    def pump(self) -> None:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except OSError:  # not there yet; or the disk does not answer, and a later look shows more
-            return
-        whole, newline, _ = new.rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        if newline:
-            for line in whole.decode("utf-8", errors="replace").split("\n"):
-                self._say(line)
-
-
-@contextmanager
-def signals_taken(numbers: Iterable[int], received: list[int]) -> Iterator[None]:
-    """While this lasts, each of these signals is noted at the end of `received` and does nothing else. Main thread
-    only.
-    """
-    before = {number: signal.signal(number, lambda heard, _: received.append(heard)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """The signals that ask for a stop, as they come, while this lasts. One that was ignored at our start stays so:
-    `nohup`, and jobs a script puts in the background. Main thread only.
-    """
-    received: list[int] = []
-    with signals_taken([number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN], received):
-        yield received
 
 
 class Supervisor:

@@ -1,13 +1,13 @@
 """The supervisor of a Slurm job: runs in its batch script on the first trainer node and watches one attempt's steps.
 
-Owns what an ended step and a lost node mean. What a signal means is `slurm_stop.py`'s, which servers there are
-`slurm_servers.py`'s, what the steps are `slurm_steps.py`'s, what Slurm is asked `slurm.py`'s.
+Owns what an ended step and a lost node mean. What a signal means is `stop_request.py`'s, which servers there are
+`server_steps.py`'s, what the steps are `step_commands.py`'s, what Slurm is asked `scontrol.py`'s.
 
     USR1 (time limit; preemption: see site.sh)     the step is finished or given up, checkpoint, queued again TERM, INT,
     HUP, a stop file                    the same, and not queued again a trainer node lost, or all servers' nodes
     queued again, from the last checkpoint some of the servers lost or given up           the run goes on with the
     others a rank or the last server failed, or hangs     the attempt failed: the first error is the last line;
-    `launch_slurm.py`
+    `launch_job.py`
                                                    may begin another on the same nodes
 """
 
@@ -20,18 +20,18 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from gspo_mega.errors import RankError
+from gspo_mega.launcher.attempt_output import ConsoleTail
+from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.failure import describe_failure
-from gspo_mega.launcher.slurm import Allocation, Node, job_runs, seconds_left
-from gspo_mega.launcher.slurm_answers import Answers
-from gspo_mega.launcher.slurm_nodes import LostNodes
-from gspo_mega.launcher.slurm_preflight import preflight
-from gspo_mega.launcher.slurm_servers import Servers
-from gspo_mega.launcher.slurm_starts import Starts
-from gspo_mega.launcher.slurm_steps import Steps
-from gspo_mega.launcher.slurm_stop import Stop
-from gspo_mega.launcher.state import StateKeeper
-from gspo_mega.launcher.supervisor import ConsoleTail
+from gspo_mega.launcher.slurm.controller_outage import Answers
+from gspo_mega.launcher.slurm.lost_nodes import LostNodes
+from gspo_mega.launcher.slurm.node_preflight import preflight
+from gspo_mega.launcher.slurm.scontrol import Allocation, Node, job_runs, seconds_left
+from gspo_mega.launcher.slurm.server_steps import Servers
+from gspo_mega.launcher.slurm.step_commands import Steps
+from gspo_mega.launcher.slurm.step_starts import Starts
+from gspo_mega.launcher.slurm.stop_request import Stop
 from gspo_mega.launcher.watchdog import Watchdog
 from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from gspo_mega.errors import RankError
 from gspo_mega.launcher.children import ChildSpec
-from gspo_mega.launcher.slurm import Node, job_runs
-from gspo_mega.launcher.slurm_answers import Answers
-from gspo_mega.launcher.slurm_starts import Starts
+from gspo_mega.launcher.slurm.controller_outage import Answers
+from gspo_mega.launcher.slurm.scontrol import Node, job_runs
+from gspo_mega.launcher.slurm.step_starts import Starts
 
 # What srun and a Python take to start and end, beyond the doctor's own time.
 MARGIN_SECONDS = 120.0

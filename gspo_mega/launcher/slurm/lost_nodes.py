@@ -1,7 +1,7 @@
 """Which nodes of a job are lost, and whether a failure is theirs.
 
 Owns that knowledge, which outlives an attempt: what was lost does not come back to the same job. What follows from it
-is `slurm_job.py`'s and `slurm_servers.py`'s.
+is `job_supervisor.py`'s and `server_steps.py`'s.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from gspo_mega.launcher.slurm import Allocation, Node, lost_nodes, silent_nodes, slurmd_timeout_seconds
+from gspo_mega.launcher.slurm.scontrol import Allocation, Node, lost_nodes, silent_nodes, slurmd_timeout_seconds
 
 _POLL_SECONDS = 1.0
 # Slurm looks for silent nodes every so often; a node that it has not given up so long after its own limit, it will not.

@@ -1,8 +1,9 @@
-"""How large a Slurm job a configuration needs, as options for sbatch: `python -m gspo_mega.launcher.slurm_size CONFIG
-...`.
+"""How large a Slurm job a configuration needs, as options for sbatch.
 
-Owns which server goes to which node, how a node's GPUs are divided, and the options. Writes shell assignments, for
-launch/slurm/train.sbatch; whatever cannot run is refused here, on the login node.
+    python -m gspo_mega.launcher.slurm.job_size CONFIG [key=value ...]
+
+Owns which server runs on which node, how the GPUs of a node are divided, and the options. Writes shell assignments for
+launch/slurm/train.sbatch, and refuses on the login node what cannot run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.inputs import is_replay
-from gspo_mega.launcher.slurm_site import Site, words_of
+from gspo_mega.launcher.slurm.site_settings import Site, words_of
 from gspo_mega.plan import Estimate, estimate, plan_run, render_report
 from gspo_mega.plan.stop_deadlines import grace_seconds, signal_seconds
 

@@ -1,6 +1,6 @@
 """How long a run does without Slurm's answer: ranks and servers need its controller only to be started and to be ended.
 
-Owns that patience, of all questions of a job together. What is asked is `slurm.py`'s.
+Owns that patience, of all questions of a job together. What is asked is `scontrol.py`'s.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from gspo_mega.launcher.slurm import NoAnswerError
+from gspo_mega.launcher.slurm.scontrol import NoAnswerError
 
 _T = TypeVar("_T")
 # So long a run goes on without an answer: the controller may be restarted or moved.

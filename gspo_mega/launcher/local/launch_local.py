@@ -5,26 +5,26 @@ Owns which processes a command needs and their command lines. Under Slurm, srun 
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from gspo_mega.config import LoadedConfig
 from gspo_mega.errors import GspoMegaError, PlanError
-from gspo_mega.launcher import server_python
+from gspo_mega.launcher.attempt_output import log_to
+from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.children import ChildSpec
+from gspo_mega.launcher.gpus_and_ports import rank_environments, share_gpus, visible_gpus
 from gspo_mega.launcher.inputs import check_rewards, is_replay
 from gspo_mega.launcher.lease import Lease, hold
-from gspo_mega.launcher.places import rank_environments, share_gpus, visible_gpus
+from gspo_mega.launcher.local import server_python
+from gspo_mega.launcher.local.supervisor import STOP_GRACE_SECONDS, Supervisor
 from gspo_mega.launcher.prepare import new_attempt
+from gspo_mega.launcher.received_signals import stop_signals
 from gspo_mega.launcher.restarts import Restarts, furthest
-from gspo_mega.launcher.state import StateKeeper
-from gspo_mega.launcher.supervisor import STOP_GRACE_SECONDS, Supervisor, stop_signals
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.estimate import estimate
 from gspo_mega.plan.stop_deadlines import MARGIN
@@ -120,19 +120,3 @@ def _servers(
         environment = {**variables, **({"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {})}
         specs.append(ChildSpec("server", index, [*serve_command, *arguments], attempt.server_log(index), environment))
     return specs
-
-
-@contextmanager
-def log_to(path: Path) -> Iterator[None]:
-    """The launcher's log lines of one attempt go to its supervisor.log, and nowhere else."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    launcher = logging.getLogger("gspo_mega.launcher")
-    launcher.addHandler(handler)
-    launcher.setLevel(logging.INFO)
-    launcher.propagate = False
-    try:
-        yield
-    finally:
-        launcher.removeHandler(handler)
-        handler.close()

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from gspo_mega.launcher.children import Child
-from gspo_mega.launcher.slurm_nodes import LostNodes
-from gspo_mega.launcher.slurm_starts import Starts
-from gspo_mega.launcher.slurm_steps import Steps
+from gspo_mega.launcher.slurm.lost_nodes import LostNodes
+from gspo_mega.launcher.slurm.step_commands import Steps
+from gspo_mega.launcher.slurm.step_starts import Starts
 from gspo_mega.rollout.registration import Registration, State
 from gspo_mega.run_folder import Attempt, read_json
 

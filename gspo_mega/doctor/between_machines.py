@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_mega.doctor.answer_deadline import AnswerDeadline
 from gspo_mega.doctor.findings import Finding
-from gspo_mega.doctor.patience import Patience
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,21 @@ class Place:
     master: tuple[str, int]
 
 
-def check_together(place: Place, folder: Path, gpus: int, patience: Patience) -> list[Finding]:
-    """`folder`: a new one in the shared folder, this check's own. `patience`: what is left of it; another machine's own
+def check_together(place: Place, folder: Path, gpus: int, deadline: AnswerDeadline) -> list[Finding]:
+    """`folder`: a new one in the shared folder, this check's own. `deadline`: what is left of it; another machine's own
     checks, which come first, may take much of it.
     """
-    shared = _shared_folder(place, folder, patience)
+    shared = _shared_folder(place, folder, deadline)
     # Where some machine is missing, an all-reduce could only wait for it.
-    return [shared] if shared.level == "wrong" else [shared, _all_reduce(place, gpus, patience)]
+    return [shared] if shared.level == "wrong" else [shared, _all_reduce(place, gpus, deadline)]
 
 
-def _shared_folder(place: Place, folder: Path, patience: Patience) -> Finding:
+def _shared_folder(place: Place, folder: Path, deadline: AnswerDeadline) -> Finding:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"machine-{place.index}").touch()
-    deadline = time.monotonic() + patience.left
+    until = time.monotonic() + deadline.left
     missing = set(range(place.num_machines))
-    while missing and time.monotonic() < deadline:
+    while missing and time.monotonic() < until:
         missing -= {index for index in missing if (folder / f"machine-{index}").exists()}
         time.sleep(0.1)
     if missing:
@@ -51,13 +51,13 @@ def _shared_folder(place: Place, folder: Path, patience: Patience) -> Finding:
     return Finding("ok", "shared", f"all {place.num_machines} machines see {folder.parent}")
 
 
-def _all_reduce(place: Place, gpus: int, patience: Patience) -> Finding:
+def _all_reduce(place: Place, gpus: int, deadline: AnswerDeadline) -> Finding:
     address, port = place.master
-    seconds = patience.left
+    seconds = deadline.left
     command = [
         sys.executable,
         "-m",
-        "gspo_mega.runtime.reach",
+        "gspo_mega.doctor.all_reduce_probe",
         "--rank",
         str(place.index),
         "--world",

@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 
 from gspo_mega import descriptors
+from gspo_mega.doctor.answer_deadline import SLOW_SECONDS, AnswerDeadline
 from gspo_mega.doctor.findings import Finding
-from gspo_mega.doctor.patience import SLOW_SECONDS, Patience
 
 SGLANG = "0.5.23"
 _NEEDED = {
@@ -43,21 +43,21 @@ def check_machine(
     gpus: int,
     fp8: bool,
     address: str | None,
-    patience: Patience,
+    deadline: AnswerDeadline,
     requests: int = 1024,
 ) -> Iterator[Finding]:
     """`roles`: trainer, server. `gpus`: expected here, 0 where none are used. `fp8`: the run wants it. `address`: this
-    machine's own, which servers and rank 0 bind. `patience`: for this and what is looked at after it. `requests`: open
+    machine's own, which servers and rank 0 bind. `deadline`: for this and what is looked at after it. `requests`: open
     at once, of all servers.
     """
     yield _python()
     for role in roles:
         yield from _packages(role)
-    yield _imports("torch", _TORCH, patience)
+    yield _imports("torch", _TORCH, deadline)
     if gpus:
-        yield _gpus(gpus, patience)
+        yield _gpus(gpus, deadline)
         if "trainer" in roles:
-            yield from _transformer_engine(fp8, patience)
+            yield from _transformer_engine(fp8, deadline)
     yield _descriptors(requests)
     yield _disk("folder", folder)
     yield _disk("temporary", Path(tempfile.gettempdir()))
@@ -93,14 +93,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _imports(what: str, code: str, patience: Patience) -> Finding:
+def _imports(what: str, code: str, deadline: AnswerDeadline) -> Finding:
     """What a fresh interpreter prints when it runs `code`; wrong where it fails."""
     began = time.monotonic()
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.left)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline.left)
     except subprocess.TimeoutExpired as error:
         return Finding(
-            "wrong", what, f"its import did not end within {error.timeout:.0f} s (of --patience {patience.seconds:.0f})"
+            "wrong", what, f"its import did not end within {error.timeout:.0f} s (of --patience {deadline.seconds:.0f})"
         )
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()
@@ -116,9 +116,9 @@ def _imports(what: str, code: str, patience: Patience) -> Finding:
     return Finding("ok", what, done.stdout.strip())
 
 
-def _gpus(expected: int, patience: Patience) -> Finding:
+def _gpus(expected: int, deadline: AnswerDeadline) -> Finding:
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=patience.left)
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=deadline.left)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding("wrong", "GPUs", f"{expected} expected; nvidia-smi: {error}")
     found = [line.split(" (UUID")[0] for line in listed.stdout.splitlines() if line.startswith("GPU ")]
@@ -131,13 +131,13 @@ def _gpus(expected: int, patience: Patience) -> Finding:
     return Finding("ok", "GPUs", f"{len(found)}: {found[0].partition(': ')[2]}")
 
 
-def _transformer_engine(fp8: bool, patience: Patience) -> Iterator[Finding]:
+def _transformer_engine(fp8: bool, deadline: AnswerDeadline) -> Iterator[Finding]:
     code = (
         "import transformer_engine, transformer_engine.pytorch as te;"
         "from transformer_engine.pytorch.fp8 import check_fp8_support as c;"
         "able, why = c(); print(transformer_engine.__version__, 'FP8' if able else 'no FP8: ' + why)"
     )
-    found = _imports("TE", code, patience)
+    found = _imports("TE", code, deadline)
     lacking = found.level == "wrong" or "no FP8" in found.text
     # Without it Megatron would run other layers, or silently BF16 where FP8 was asked for.
     yield Finding("wrong", "TE", f"fp8 is asked for: {found.text}") if fp8 and lacking else found

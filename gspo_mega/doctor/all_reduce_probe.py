@@ -1,7 +1,9 @@
-"""An all-reduce between machines and nothing else: `python -m gspo_mega.runtime.reach --rank R --world N --address A
---port P`.
+"""An all-reduce between machines and nothing else, started by `gspo-mega doctor` once on each machine.
 
-What `gspo-mega doctor` starts, one on each machine. Exit code 0 with a line of what worked; otherwise an error's text.
+    python -m gspo_mega.doctor.all_reduce_probe --rank R --world N --address A --port P
+
+Uses the rendezvous of the ranks and is the one file of the doctor that imports torch. Exit code 0 and a line that names
+what worked; otherwise the text of an error.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ _NUM_ELEMENTS = 1 << 20
 
 
 def main() -> None:
-    """Does not return an exit code: a failure is an exception."""
-    parser = argparse.ArgumentParser(prog="gspo_mega.runtime.reach")
+    """Collective: one process per machine. Raises SystemExit for a wrong sum; errors of torch pass through."""
+    parser = argparse.ArgumentParser(prog="gspo_mega.doctor.all_reduce_probe")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--address", required=True, help="of rank 0")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from failing_calls import FailingCalls
 
-FILE = Path(__file__).parents[3] / "gspo_mega/launcher/slurm_watch.py"
+FILE = Path(__file__).parents[3] / "gspo_mega/launcher/slurm/batch_node_watch.py"
 SCONTROL = """#!/bin/sh
 cd "$(dirname "$0")" && echo "$*" >> done
 case "$*" in
@@ -27,7 +27,7 @@ def watch(tmp_path, monkeypatch):
     (programs / "scontrol").write_text(SCONTROL)
     (programs / "scontrol").chmod(0o755)
     (programs / "nodes").write_text("n2,n3")
-    spec = importlib.util.spec_from_file_location("slurm_watch", FILE)
+    spec = importlib.util.spec_from_file_location("batch_node_watch", FILE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.01)
@@ -35,7 +35,7 @@ def watch(tmp_path, monkeypatch):
     module.calls = FailingCalls(tmp_path, programs)
     module.programs = programs
     monkeypatch.setenv("PATH", module.calls.path)
-    arguments = ["slurm_watch.py", "7", "n1", str(tmp_path / "state.json"), str(tmp_path / "watch.log")]
+    arguments = ["batch_node_watch.py", "7", "n1", str(tmp_path / "state.json"), str(tmp_path / "watch.log")]
     monkeypatch.setattr("sys.argv", arguments)
     module.log = tmp_path / "watch.log"
     return module

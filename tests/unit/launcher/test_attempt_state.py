@@ -9,8 +9,8 @@ import pytest
 
 from gspo_mega.commands.status import describe_run
 from gspo_mega.errors import ConfigError
-from gspo_mega.launcher import state as state_module
-from gspo_mega.launcher.state import StateKeeper, read_state
+from gspo_mega.launcher import attempt_state as state_module
+from gspo_mega.launcher.attempt_state import StateKeeper, read_state
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.run_folder import RunFolder, atomic_write_json
 

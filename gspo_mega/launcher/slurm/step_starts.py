@@ -1,7 +1,7 @@
 """Starting a job's steps, and starting again those that srun could not start.
 
 Owns the question whether a step ever ran: a call of Slurm that failed is no failure of a rank or a server. What a
-failed rank or server means is `slurm_job.py`'s and `slurm_servers.py`'s.
+failed rank or server means is `job_supervisor.py`'s and `server_steps.py`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from gspo_mega.launcher.children import Child, ChildSpec, Family
-from gspo_mega.launcher.slurm_answers import ASK_AGAIN_SECONDS
+from gspo_mega.launcher.slurm.controller_outage import ASK_AGAIN_SECONDS
 from gspo_mega.run_folder import Attempt
 
 # Starts of one step in a row while Slurm answers: what srun refuses every time, as an option it does not know, is told
