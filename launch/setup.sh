@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv beside this repository's pyproject.toml for a machine without a GPU: pinned, released packages and
-# the project itself, editable. Needs Python 3.11 (the pins' wheels are for it) on Linux x86_64 and pip's usual
-# indexes. A second call is instant: a stamp remembers what was installed.
+# Makes .venv beside this repository's pyproject.toml, for a machine without a GPU: pinned, released packages and the
+# project itself, editable. It needs Linux x86_64, Python 3.11 (the pins' wheels are for this version) and pip's usual
+# indexes. A second call returns at once: a stamp records what was installed.
 #
 #   launch/setup.sh                        GSPO_PYTHON=/path/to/python3.11 launch/setup.sh
 set -euo pipefail
@@ -39,7 +39,8 @@ find_python() {
     "Install it, or name one: GSPO_PYTHON=/path/to/python3.11 $0"
 }
 
-# What the environment is made from. The root is part of it: an environment that was copied or moved is not ours.
+# Fingerprint of everything that the environment is made from. It includes the root: a copied or moved environment is
+# made again.
 wanted_stamp() {
   {
     printf '%s\n' "$root"
@@ -76,8 +77,8 @@ if [[ ! -x $venv/bin/python ]] || ! is_311 "$venv/bin/python"; then
 fi
 rm -f "$venv/gspo_mega.stamp"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install --progress-bar off)
-# --no-warn-conflicts: once phase 2 is in, pip would list everything that SGLang declares and a machine without a
-# GPU cannot have (see launch/env/cpu-no-deps.txt) each time phase 1 runs again.
+# --no-warn-conflicts: after phase 2, pip would list every package that SGLang declares and that a machine without a GPU
+# cannot have (see launch/env/cpu-no-deps.txt), each time phase 1 runs again.
 step "packages, phase 1 of 2 (PyTorch, Megatron-Core, ...)" "${pip[@]}" --no-warn-conflicts -r "${requirements[0]}"
 step "packages, phase 2 of 2 (SGLang)" "${pip[@]}" --no-deps -r "${requirements[1]}"
 step "gspo_mega itself" "${pip[@]}" --no-deps --no-build-isolation --editable "$root"
