@@ -30,7 +30,7 @@ for tier in "${order[@]}"; do
   if (($# == 0)) || [[ " $* " == *" $tier "* ]]; then tiers+=("$tier"); fi
 done
 
-launch/setup.sh
+launch/setup.sh --tests
 # One thread per process: otherwise the ranks and servers of a test compete for every core.
 export OMP_NUM_THREADS=1
 mkdir -p .cache

@@ -19,9 +19,9 @@ import numpy as np
 
 from gspo_mega.certify.batch import Draws, old_log_probs, recorded_batch, redraw
 from gspo_mega.certify.cases import RESULTS_FILE, case_config, folder_name
-from gspo_mega.certify.compare import TOLERANCES, Comparison, Reference, outside
+from gspo_mega.certify.compare_runs import TOLERANCES, Comparison, Reference, outside
 from gspo_mega.certify.measure import Measurement, Numbers
-from gspo_mega.certify.routes import RouterMargins, tie_routers
+from gspo_mega.certify.route_comparison import RouterMargins, tie_routers
 from gspo_mega.config.schema import CertifyCase, Config
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups

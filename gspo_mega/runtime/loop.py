@@ -14,13 +14,13 @@ import torch
 
 from gspo_mega import kill_points
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.batches.assemble import assemble, fill_advantages, scored_batch
 from gspo_mega.config.schema import Config
 from gspo_mega.records import RolloutBatch
-from gspo_mega.runtime.assemble import assemble, fill_advantages, scored_batch
 from gspo_mega.runtime.correction_report import correction_notice
 from gspo_mega.runtime.final_table import accuracy_text, run_table
-from gspo_mega.runtime.record import run_rollouts
-from gspo_mega.runtime.reference import reference_path
+from gspo_mega.runtime.record_rollouts import run_rollouts
+from gspo_mega.runtime.reference_policy import reference_path
 from gspo_mega.runtime.session import Session, StopRequested, Work
 from gspo_mega.runtime.step_report import StepReport, add_to_summary, evaluation_metrics
 from gspo_mega.runtime.worker import WorkerContext
