@@ -94,6 +94,12 @@ def test_every_page_is_in_the_index():
     assert pages == set(_LINK.findall((ROOT / "docs/README.md").read_text()))
 
 
+def test_every_room_is_in_the_tree():
+    tree = (ROOT / "docs/extending.md").read_text().partition("## The tree")[2]
+    rooms = {path.name for path in (ROOT / "gspo_mega").iterdir() if (path / "__init__.py").is_file()}
+    assert rooms == set(re.findall(r"^  (\w+)/ ", tree, re.MULTILINE))
+
+
 def test_recipes_name_three_files_at_most():
     page = (ROOT / "docs/finding_things.md").read_text()
     rows = [line for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
