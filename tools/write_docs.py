@@ -1,7 +1,8 @@
 """Write the pages of docs/ that come from code: `python tools/write_docs.py`.
 
-docs/configuration.md comes from the schema (gspo_mega/config/schema.py) and docs/metrics.md from the catalogue
-(gspo_mega/metrics/catalogue.py). tests/unit/docs fails when a page differs from what this script writes.
+docs/configuration.md comes from the schema (gspo_mega/config/schema.py) and the algorithms
+(gspo_mega/config/recipes.py), docs/metrics.md from the catalogue (gspo_mega/metrics/catalogue.py). tests/unit/docs fails
+when a page differs from what this script writes.
 
 `--check` writes nothing. Exit code 0: every page is up to date or was written; 1: `--check` found an outdated page.
 """
@@ -20,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from gspo_mega.config.recipes import RECIPES, Recipe
 from gspo_mega.config.schema import Config
 from gspo_mega.metrics.catalogue import CATALOGUE
 
@@ -42,6 +44,7 @@ def configuration_page() -> str:
         "- **required** means that the key has no default. An optional section may be left out as a whole.\n"
         "- `reward: NAME` is short for `reward: {functions: [{function: NAME}]}`.\n",
         _section("The file itself", Config),
+        _algorithms(),
     ]
     for path, section in _sections(Config):
         parts.append(_section(f"`{path}`", section))
@@ -103,6 +106,24 @@ def _sections(model: type[BaseModel], prefix: str = "") -> typing.Iterator[tuple
         path = f"{prefix}{name}" + ("[]" if is_list else "")
         yield path, section
         yield from _sections(section, path + ".")
+
+
+def _algorithms() -> str:
+    rows = [
+        f"| `{recipe.name}` | {recipe.ratio or '`objective.ratio`'} | {recipe.clip_low:g}, {recipe.clip_high:g} |"
+        f" `{recipe.aggregation}` | {_refused(recipe)} | {_cell(recipe.paper)} |"
+        for recipe in RECIPES.values()
+    ]
+    head = "| algorithm | ratio | clip_low, clip_high | aggregation | refused | paper |\n|---|---|---|---|---|---|\n"
+    intro = "What `algorithm` means, with the defaults that it gives to section `objective`.\n\n"
+    return f"## Algorithms\n\n{intro}{head}" + "\n".join(rows) + "\n"
+
+
+def _refused(recipe: Recipe) -> str:
+    refused = [] if recipe.largest_clip is None else [f"a clip width above {recipe.largest_clip:g}"]
+    refused += ["another aggregation"] if recipe.fixes_aggregation else []
+    refused += [] if recipe.takes_kl else ["a KL term"]
+    return ", ".join(refused) or "nothing"
 
 
 def _section(title: str, model: type[BaseModel]) -> str:
