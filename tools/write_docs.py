@@ -1,8 +1,8 @@
 """Write the pages of docs/ that come from code: `python tools/write_docs.py`.
 
 docs/configuration.md comes from the schema (gspo_mega/config/schema.py) and the algorithms
-(gspo_mega/config/recipes.py), docs/metrics.md from the catalogue (gspo_mega/metrics/catalogue.py). tests/unit/docs fails
-when a page differs from what this script writes.
+(gspo_mega/config/recipes.py), docs/metrics.md from the catalogue (gspo_mega/metrics/catalogue.py). A test in
+tests/unit/docs fails when a page differs from what this script writes.
 
 `--check` writes nothing. Exit code 0: every page is up to date or was written; 1: `--check` found an outdated page.
 """
