@@ -194,11 +194,11 @@ def _network(address: str) -> Finding:
         return Finding(
             "ok",
             "network",
-            f"{address}: all is on this machine; its other users can reach the ranks' store (docs/SECURITY.md)",
+            f"{address}: all is on this machine; its other users can reach the ranks' store (docs/security.md)",
         )
     unprotected = (
         f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL know no password"
-        " (docs/SECURITY.md)"
+        " (docs/security.md)"
     )
     if ip is not None and ip.is_global:
         return Finding("note", "network", f"{address} is a public address; {unprotected}")
