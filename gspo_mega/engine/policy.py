@@ -7,6 +7,8 @@ micro-batch's log-probs mean is `losses.py`; loading and saving weights is above
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 import numpy as np
 import torch
@@ -102,7 +104,7 @@ class PolicyEngine:
         report = self._report(micro_batches, outputs)
         if replay is None:
             report.routing = self._changed_since_rollout(micro_batches, routing.recorded)
-        return OldState([o.old for o in outputs], routing.recorded, report)
+        return OldState([output.old for output in outputs if output.old is not None], routing.recorded, report)
 
     def train_mini_batch(
         self,
@@ -238,5 +240,5 @@ class PolicyEngine:
         columns = {
             n: torch.cat([o.columns[n] for o in outputs]).double().cpu().numpy()[real] for n in outputs[0].columns
         }
-        totals = {n: sum(o.totals[n] for o in outputs).double().cpu().numpy() for n in outputs[0].totals}
+        totals = {n: reduce(add, (o.totals[n] for o in outputs)).double().cpu().numpy() for n in outputs[0].totals}
         return PassReport(index[real], columns, totals)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from gspo_mega import kill_points
 from gspo_mega.config.schema import Config
@@ -34,6 +33,7 @@ from gspo_mega.weights.transaction import Content, Memory, Transaction
 from gspo_mega.weights.versions import Versions
 
 if TYPE_CHECKING:
+    from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -71,7 +71,7 @@ class Publisher:
         config: Config,
         spec: ModelSpec,
         groups: ParallelGroups,
-        chunks: Sequence[nn.Module],
+        chunks: Sequence[PolicyModel],
         weights_dir: str | Path,
         address: str | None = None,
     ) -> None:
