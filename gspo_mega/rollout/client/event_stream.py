@@ -1,0 +1,90 @@
+"""A streamed answer as it is read: server-sent events, JSON objects, never more bytes than the answer can need.
+
+Owns the reading. A server is not trusted with the collector's memory: bodies are bounded while they are read, and
+compressed ones are refused, for a few kilobytes of those can be gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from gspo_mega.rollout.client.completion import NonsenseAnswer, RoutingShape
+
+# What one token may take: its id, its log-prob with 17 digits, commas and brackets; with room to spare.
+_TOKEN_BYTES = 160
+# What a report may take beside its tokens.
+_REPORT_BYTES = 8 * 1024
+_ROUTE_BYTES = 4 * 4 / 3  # int32 in base64
+
+IDENTITY = {"Accept-Encoding": "identity"}
+"""Header of every request: answers are sent as they are."""
+
+
+def answer_bytes(num_prompt_tokens: int, max_new_tokens: int, report_tokens: int, routing: RoutingShape | None) -> int:
+    """The most bytes that a well-formed answer can have."""
+    reports = max_new_tokens // report_tokens + 4
+    routes = 0.0
+    if routing is not None:
+        routes = (num_prompt_tokens + max_new_tokens) * routing.num_layers * routing.experts_per_token * _ROUTE_BYTES
+    return int(max_new_tokens * _TOKEN_BYTES + reports * _REPORT_BYTES + routes)
+
+
+def check_plain(response: aiohttp.ClientResponse) -> None:
+    """Raises NonsenseAnswer for a compressed body."""
+    coding = response.headers.get("Content-Encoding", "identity")
+    if coding.lower() != "identity":
+        raise NonsenseAnswer(f"a body in Content-Encoding {coding[:40]!r}, which was not asked for")
+
+
+async def read_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    """The whole body. Raises NonsenseAnswer as soon as it has more than `limit_bytes`."""
+    check_plain(response)
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > limit_bytes:
+            raise NonsenseAnswer(f"the body has more than {limit_bytes} bytes")
+    return bytes(body)
+
+
+async def read_events(response: aiohttp.ClientResponse, limit_bytes: int) -> AsyncIterator[Any]:
+    """The JSON values of a `text/event-stream` up to its `[DONE]`; then nothing more may come.
+
+    Raises NonsenseAnswer: no event stream, compressed, longer than `limit_bytes` in all, no JSON, ended without
+    `[DONE]`.
+    """
+    check_plain(response)
+    if response.content_type != "text/event-stream":
+        text = (await read_body(response, limit_bytes))[:200]
+        raise NonsenseAnswer(f"no event stream but {response.content_type}: {text!r}")
+    waiting = bytearray()
+    num_bytes, scanned, done = 0, 0, False
+    async for chunk in response.content.iter_any():
+        num_bytes += len(chunk)
+        if num_bytes > limit_bytes:
+            raise NonsenseAnswer(f"the answer has more than {limit_bytes} bytes, which is more than it can need")
+        waiting += chunk
+        while (end := waiting.find(b"\n\n", max(0, scanned - 1))) >= 0:
+            event = bytes(waiting[:end])
+            del waiting[: end + 2]
+            scanned = 0
+            if done:
+                raise NonsenseAnswer(f"an event behind the end of the stream: {event[:200]!r}")
+            if event.startswith(b":"):  # a comment, by the format
+                continue
+            if not event.startswith(b"data: "):
+                raise NonsenseAnswer(f"not an event: {event[:200]!r}")
+            if event == b"data: [DONE]":
+                done = True
+                continue
+            try:
+                yield json.loads(event[6:])
+            except ValueError as error:
+                raise NonsenseAnswer(f"not JSON: {event[:200]!r}") from error
+        scanned = len(waiting)
+    if not done or waiting:
+        raise NonsenseAnswer(f"the stream ended without its [DONE]: {bytes(waiting[:200])!r}")

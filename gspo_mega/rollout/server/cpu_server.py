@@ -1,0 +1,195 @@
+"""CPU support for SGLang: what lets the unmodified package serve on a machine without a GPU.
+
+Owns `activate()`, which must run before `sglang` is imported in every process of a server (the entry
+module does it at import, so that spawned children do it too). It works through import hooks alone:
+nothing of SGLang is edited on disk, and with a usable GPU it does nothing. It does not own the batched
+attention itself (`sglang_cpu_attention.py`) nor how a server is started (`server_entry.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Callable
+
+ATTENTION_BACKEND = "cpu_batched"
+"""Name under which the batched attention is registered with SGLang."""
+
+
+def has_gpu() -> bool:
+    """True when torch can use a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class _MissingKernels(types.ModuleType):
+    """Stands in for a package of compiled GPU kernels; using any of them is an error that names it."""
+
+    __version__ = "0.0.0+absent"
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full_name = f"{self.__name__}.{name}"
+
+        def unavailable(*_args, **_kwargs):
+            raise NotImplementedError(f"{full_name} is a compiled GPU kernel; this machine has no GPU")
+
+        return unavailable
+
+
+class _MissingKernelsFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Last on the path, so that it answers only where `sgl_kernel` is not installed."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "sgl_kernel":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _MissingKernels(spec.name)
+
+    def exec_module(self, module):
+        """A stand-in has no code of its own to run."""
+
+
+class _BeforeAfterImport(importlib.abc.MetaPathFinder):
+    """Runs a function just before, or just after, a module is first imported."""
+
+    def __init__(self, before: dict[str, Callable[[], None]], after: dict[str, Callable[[types.ModuleType], None]]):
+        self._before = dict(before)
+        self._after = dict(after)
+
+    def find_spec(self, name, path=None, target=None):
+        before = self._before.pop(name, None)
+        if before is not None:
+            before()
+        after = self._after.pop(name, None)
+        if after is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None:
+            return None
+        exec_module = spec.loader.exec_module
+
+        def exec_then(module):
+            exec_module(module)
+            after(module)
+
+        spec.loader.exec_module = exec_then
+        return spec
+
+
+_torchvision_operators = []  # a torch.library.Library lives as long as something refers to it
+
+
+def _declare_torchvision_operators() -> None:
+    """PyPI's torchvision is linked against CUDA, so beside a CPU torch its library does not load, and its
+    Python then fails on two operators nobody declared. A CPU build of torchvision brings its own."""
+    import torch
+
+    if torch.version.cuda is not None or "+cpu" in importlib.metadata.version("torchvision"):
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _torchvision_operators.append(library)
+
+
+def _plain_host_buffers(module: types.ModuleType) -> None:
+    """Host buffers (those of returned routed experts) are page-locked through CUDA by default."""
+
+    def allocate(dims, dtype, device, *_pinning, **_pinning_options):
+        import torch
+
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _compare_on_host(module: types.ModuleType) -> None:
+    """The weight checker moves both sides of a comparison to CUDA, chunk by chunk, before it compares them."""
+
+    def iter_chunks(self):
+        flat = self.tensor.reshape(-1)
+        for start in range(0, flat.numel(), module.CHUNK_NUMEL):
+            yield flat[start : start + module.CHUNK_NUMEL], None
+
+    module.RawComparable.iter_chunks = iter_chunks
+
+
+def _register_attention(module: types.ModuleType) -> None:
+    """Adds the batched attention through SGLang's public registry."""
+
+    @module.register_attention_backend(ATTENTION_BACKEND)
+    def create(model_runner):
+        from gspo_mega.rollout.server.sglang_cpu_attention import BatchedCpuAttention
+
+        return BatchedCpuAttention(model_runner)
+
+
+def _attend_to_latents(module: types.ModuleType) -> None:
+    """With latent attention the cache holds latents: have them read as one wide key-value head, prefill too."""
+    module.AttentionBackendRegistry.register(
+        ATTENTION_BACKEND, lambda attention, forward_batch: module.AttnForwardMethod.MLA
+    )
+
+
+class _ForkingMultiprocessing:
+    """`multiprocessing` as SGLang's engine sees it, with processes that are forked instead of spawned."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("fork")
+
+    def set_start_method(self, method: str, force: bool = False) -> None:
+        """SGLang asks for `spawn`, which CUDA needs."""
+
+    def __getattr__(self, name: str):
+        return getattr(self._context, name)
+
+
+def _fork_children(module: types.ModuleType) -> None:
+    """Scheduler and detokenizer begin as copies of the process that has imported everything: each would otherwise
+    import SGLang and torch again, which is two thirds of a start's work.
+    """
+    module.mp = _ForkingMultiprocessing()
+
+
+_installed = False
+
+
+def activate() -> bool:
+    """Make `import sglang` work without a GPU; harmless when called again.
+
+    Returns True if CPU support is active, False on a machine with a GPU (then nothing was changed).
+    Call it before anything of `sglang` is imported.
+    """
+    global _installed
+    if _installed:
+        return True
+    if has_gpu():
+        return False
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    sys.meta_path.append(_MissingKernelsFinder())
+    sys.meta_path.insert(
+        0,
+        _BeforeAfterImport(
+            before={"torchvision": _declare_torchvision_operators},
+            after={
+                "sglang.srt.mem_cache.pool_host.common": _plain_host_buffers,
+                "sglang.srt.utils.weight_checker_comparator": _compare_on_host,
+                "sglang.srt.layers.attention.attention_registry": _register_attention,
+                "sglang.srt.entrypoints.engine": _fork_children,
+                "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,
+            },
+        ),
+    )
+    _installed = True
+    return True

@@ -1,0 +1,335 @@
+"""The servers of an attempt: which there are, which may work, how much each has open.
+
+Owns discovery (it reads registrations and never starts a server), the rule that only a server known to hold weights
+that `freshness.py` admits gets work, the bound on open requests, and moving requests away from a slow server. The
+sampler retries; the publisher sends weights, through `controls()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from gspo_mega.config.schema import Rollout
+from gspo_mega.errors import RolloutError
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.rollout.client.completion import RoutingShape
+from gspo_mega.rollout.client.server_client import ServerClient, ServerError
+from gspo_mega.rollout.client.server_control import HttpServerControl
+from gspo_mega.rollout.freshness import Freshness
+from gspo_mega.rollout.load import least_loaded, to_move
+from gspo_mega.rollout.loop_thread import LoopThread
+from gspo_mega.rollout.pooled_server import PooledServer
+from gspo_mega.rollout.registration import Registration
+from gspo_mega.rollout.roster import Roster
+from gspo_mega.rollout.secret import read_secret
+from gspo_mega.run_folder import Attempt
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.25
+
+
+class ServerPool:
+    """A context manager; otherwise call `close()` in the end. Public methods may be called from any thread but the
+    loop's.
+    """
+
+    def __init__(self, settings: Rollout, spec: ModelSpec, attempt: Attempt) -> None:
+        self._settings = settings
+        self._servers_dir = attempt.servers_dir
+        self._roster = Roster(attempt.servers_dir)
+        self._api_key = read_secret(attempt.api_key_file)
+        self._vocab_size = spec.vocab_size
+        self._routing = None
+        if settings.return_routed_experts:
+            if spec.moe is None:
+                raise RolloutError("rollout.return_routed_experts: the model has no experts")
+            self._routing = RoutingShape(
+                spec.num_layers, spec.moe.experts_per_token, spec.moe.num_experts, spec.moe.num_dense_layers
+            )
+        self.freshness = Freshness(settings.max_staleness)
+        self._lock = threading.Lock()
+        self._servers: dict[str, PooledServer] = {}
+        self._committed_version = 0
+        self._problem: RolloutError | None = None
+        self._none_able_since: float | None = None
+        self._closed = False
+        self.loop = LoopThread("rollout")
+        try:
+            self._changed = self.loop.run(_make(asyncio.Condition))
+            self.loop.run(self._refresh())
+        except BaseException:
+            self.loop.close()
+            raise
+        self._watching = self.loop.submit(self._watch())
+        self._watching.add_done_callback(self._watch_ended)
+
+    def __enter__(self) -> ServerPool:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the pool's thread and connections; open requests are dropped."""
+
+        async def close_clients():
+            await asyncio.sleep(0)  # the watch, which adds servers, ends first
+            for server in list(self._servers.values()):
+                await server.client.close()
+
+        if not self._closed:
+            self._closed = True
+            self._watching.cancel()
+            with contextlib.suppress(RolloutError):  # its thread has ended, and was reported
+                self.loop.run(close_clients())
+            self.loop.close()
+
+    @property
+    def num_registration_errors(self) -> int:
+        """How often a server's registration could not be read from the file system, so far."""
+        return self._roster.num_errors
+
+    @property
+    def returns_routed_experts(self) -> bool:
+        return self._routing is not None
+
+    @property
+    def capacity(self) -> int:
+        """Most requests that all servers together take at the same time."""
+        return len(self._ready_servers()) * self._settings.max_concurrent_requests
+
+    def check(self) -> None:
+        """Raise the error that ended the pool's watch over the servers, if one did: without the watch, nobody notices
+        that servers start and end.
+        """
+        self._raise_problem()
+        self.loop.check()
+
+    @property
+    def committed_version(self) -> int:
+        """The weight version that the run has committed; `freshness` says which ones samples may come from."""
+        return self._committed_version
+
+    def commit(self, weight_version: int, server_ids: Iterable[tuple[str, int]]) -> None:
+        """`weight_version` is now the committed one, and these (server_id, generation) are verified to hold it.
+
+        All others get work only as far as `freshness` admits what they hold, until they hold it too: restarted from
+        disk, or named in another commit.
+        """
+        with self._lock:
+            self._committed_version = weight_version
+            for server_id, generation in server_ids:
+                server = self._servers.get(server_id)
+                if server is not None and server.registration.generation == generation:
+                    server.note_verified(weight_version)
+        self.loop.run(self._notify())
+
+    @property
+    def num_given_up(self) -> int:
+        """Servers of this attempt that failed more often than allowed, or refused their configuration, and are not
+        started again.
+        """
+        return sum(registration.state == "failed" for registration in self._roster.registrations)
+
+    def controls(self) -> list[HttpServerControl]:
+        """A control of every server that is up, whatever weights it holds; for the publisher."""
+        return [server.control(self.loop) for server in self._ready_servers()]
+
+    def servers_behind(self) -> list[HttpServerControl]:
+        """Servers that are up and not known to hold the committed version: the runtime publishes it to them again."""
+        return [
+            server.control(self.loop)
+            for server in self._ready_servers()
+            if server.verified_version != self._committed_version
+        ]
+
+    def wait_ready(self, num_servers: int, deadline_seconds: float, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Block until `num_servers` are up, calling `on_wait` meanwhile. Servers that gave up or were stopped are not
+        waited for, but at least one must be up. Raises RolloutError at the deadline, or as soon as all have given up.
+        """
+        deadline = time.monotonic() + deadline_seconds
+        while len(self._ready_servers()) < max(
+            1, num_servers - sum(r.state in ("failed", "stopped") for r in self._roster.registrations)
+        ):
+            self.check()
+            if len(self._roster.registrations) >= num_servers:
+                self._raise_if_all_failed()
+            if time.monotonic() > deadline:
+                raise RolloutError(
+                    f"{len(self._ready_servers())} of {num_servers} servers ready after {deadline_seconds:g} s;"
+                    f" {self._describe()}"
+                )
+            on_wait()
+            time.sleep(0.05)
+
+    def _ready_servers(self) -> list[PooledServer]:
+        with self._lock:
+            return [e for e in self._servers.values() if not e.gone.is_set()]
+
+    # The methods below run on the loop.
+
+    async def acquire(self, avoid: frozenset[str] = frozenset(), num_tokens: int = 0) -> PooledServer:
+        """Wait for a server that may work and has room: the least loaded by tokens in flight and speed, and one of
+        `avoid` only if there is no other. `num_tokens`: of the request's prompt. Give the server back with `release`.
+        Raises RolloutError when no server may work for `rollout.no_server_deadline_seconds`.
+        """
+        limit = self._settings.no_server_deadline_seconds
+        started = time.monotonic()
+        async with self._changed:
+            while True:
+                self._raise_problem()
+                now = time.monotonic()
+                able = self._able(now)
+                room = {e.server_id: e for e in able if e.num_open < self._settings.max_concurrent_requests}
+                if room:
+                    server = room[least_loaded({name: e.load for name, e in room.items()}, avoid)]
+                    server.num_open += 1
+                    server.load.num_tokens += num_tokens + 1
+                    return server
+                if not able:
+                    self._raise_if_all_failed()
+                    if self._none_able_since is not None and now - max(started, self._none_able_since) > limit:
+                        raise RolloutError(
+                            f"no server could take a request for {limit:g} s (rollout.no_server_deadline_seconds);"
+                            f" {self._describe()}"
+                        )
+                await self._changed.wait()
+
+    async def release(self, server: PooledServer, error: ServerError | None = None, num_tokens: int = 0) -> None:
+        """Give `server` back, with the error of the request if it failed: a failing server rests, longer each time.
+        `num_tokens`: of the prompt and the response.
+        """
+        server.num_open -= 1
+        server.load.num_tokens -= num_tokens + 1
+        if error is None:
+            server.note_success()
+        elif server.note_failure(error, time.monotonic()):
+            logger.warning("%s: no more work until its weights are published anew: %s", server.server_id, error)
+        async with self._changed:
+            self._changed.notify(1)
+
+    def _able(self, now: float) -> list[PooledServer]:
+        """Servers that may be given work now, whether or not they have room."""
+        return [
+            e
+            for e in self._ready_servers()
+            if self.freshness.admits(e.verified_version, self._committed_version) and e.rest_until <= now
+        ]
+
+    def _raise_if_all_failed(self) -> None:
+        if self._roster.registrations and all(r.state == "failed" for r in self._roster.registrations):
+            raise RolloutError(_failed_text(self._roster.registrations))
+
+    def _raise_problem(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    def _describe(self) -> str:
+        unread = f"; {self._roster.last_error}" if self._roster.last_error else ""
+        if not self._roster.registrations:
+            return f"none is registered in {self._servers_dir}{unread}"
+        return "; ".join(map(self._describe_one, self._roster.registrations)) + unread
+
+    def _describe_one(self, registration: Registration) -> str:
+        with self._lock:
+            server = self._servers.get(registration.server_id)
+        if server is not None:
+            what = f"holds version {server.verified_version} of {self._committed_version}"
+        else:
+            what = f"last heard of {self._roster.silent_seconds(registration.server_id):.0f} s ago"
+        error = f" ({registration.error})" if registration.error else ""
+        return f"{registration.server_id}: {registration.state}, {what}{error}"
+
+    def _watch_ended(self, watch: concurrent.futures.Future) -> None:
+        """Called on the loop when `_watch` has ended: by `close`, or by an error, which `check` then raises."""
+        error = None if watch.cancelled() else watch.exception()
+        if error is not None and not isinstance(error, RolloutError):
+            logger.error("the watch over the servers ended", exc_info=error)
+            problem = RolloutError(f"the watch over the servers ended: {type(error).__name__}: {error}")
+            problem.__cause__ = error
+            error = problem
+        self._problem = error
+
+    async def _watch(self) -> None:
+        """Keep the list of servers up to date, and wake the waiting requests when a rest or a deadline has ended."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            try:
+                await self._refresh()
+            except RolloutError as problem:  # a file that is no registration: every waiting request raises it
+                self._problem = problem
+                await self._notify()
+                raise
+            now = time.monotonic()
+            self._balance()
+            rested = any(last < e.rest_until <= now for e in self._ready_servers())
+            last = now
+            if self._able(now):
+                self._none_able_since = None
+            elif self._none_able_since is None:
+                self._none_able_since = now
+            limit = self._settings.no_server_deadline_seconds
+            if rested or (self._none_able_since is not None and now - self._none_able_since > limit):
+                await self._notify()
+
+    def _balance(self) -> None:
+        """Measure all servers, and end requests of slow ones that other servers have room for."""
+        servers, now = self._ready_servers(), asyncio.get_running_loop().time()
+        for server in servers:
+            server.load.measure(now, self._settings.progress_deadline_seconds)
+        able, limit = self._able(time.monotonic()), self._settings.max_concurrent_requests
+        room = {place: limit - e.num_open for place, e in enumerate(servers) if e in able}
+        for flight in to_move([e.load for e in servers], room, now):
+            flight.end("moved")
+
+    async def _refresh(self) -> None:
+        before = [r.state for r in self._roster.registrations]
+        fresh = {r.server_id: r for r in await asyncio.to_thread(self._roster.read)}
+        changed = before != [r.state for r in self._roster.registrations]
+        with self._lock:
+            replaced = []
+            for server_id, server in list(self._servers.items()):
+                seen = fresh.get(server_id)
+                if (
+                    seen is None
+                    or seen.generation != server.registration.generation
+                    or seen.address != server.registration.address
+                ):
+                    replaced.append(self._servers.pop(server_id))
+            added = [r for r in fresh.values() if r.server_id not in self._servers]
+            for registration in added:
+                client = ServerClient(
+                    registration.server_id,
+                    registration.address,
+                    self._api_key,
+                    vocab_size=self._vocab_size,
+                    routing=self._routing,
+                )
+                self._servers[registration.server_id] = PooledServer(registration, client)
+        for server in replaced:
+            server.gone.set()
+            await server.client.close()
+        if changed or replaced or added:
+            await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+async def _make(factory: Callable[[], T]) -> T:
+    return factory()
+
+
+def _failed_text(failed: list[Registration]) -> str:
+    return "\n".join(f"{r.server_id} gave up: {r.error}" for r in failed)
