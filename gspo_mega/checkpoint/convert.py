@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 
 from gspo_mega.checkpoint.safetensors_stream import write_safetensors
-from gspo_mega.checkpoint.sources import MEGATRON_FOLDER, TensorSource
+from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource
 from gspo_mega.checkpoint.torch_dist import write_chunks, write_index
 from gspo_mega.errors import CheckpointError
 from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_blocks, parameter_shape

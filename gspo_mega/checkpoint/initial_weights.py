@@ -2,7 +2,7 @@
 checkpoint.
 
 Megatron's own loader reads them into this layout, each rank its shares. Optimizer, counters and random states stay
-those of a fresh run; continuing a run is `state.py`.
+those of a fresh run; continuing a run is `train_state.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gspo_mega.checkpoint.safe_pickle import refuse_code
-from gspo_mega.checkpoint.sources import MEGATRON_FOLDER
+from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.errors import CheckpointError
 from gspo_mega.weights.collectives import raise_together

@@ -1,6 +1,6 @@
 """Multi-head latent attention in Megatron's terms: its settings, and its parts in a layer spec.
 
-The attention itself is Megatron's; its core is Transformer Engine's, or `cpu_attention.PackedAttention`.
+The attention itself is Megatron's; its core is Transformer Engine's, or `packed_attention.PackedAttention`.
 """
 
 from __future__ import annotations

@@ -25,10 +25,15 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.balancing import megatron_coefficient
 from gspo_mega.engine.cpu import is_cpu_backend
-from gspo_mega.engine.cpu_attention import PackedAttention, TorchNorm
 from gspo_mega.engine.latent import latent_settings, name_latent_parts, submodules_of
+from gspo_mega.engine.megatron_precision import (
+    log_backends,
+    precision_settings,
+    require_precision,
+    uses_transformer_engine,
+)
 from gspo_mega.engine.norms import norm_class
-from gspo_mega.engine.precision import log_backends, precision_settings, require_precision, uses_transformer_engine
+from gspo_mega.engine.packed_attention import PackedAttention, TorchNorm
 from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
 from gspo_mega.engine.rotary import scale_rotary
 from gspo_mega.model.families import padded_vocab_size

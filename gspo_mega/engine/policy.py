@@ -19,11 +19,17 @@ from gspo_mega.config.schema import Config
 from gspo_mega.engine.balancing import LoadBalancing
 from gspo_mega.engine.data_parallel import wrap_data_parallel
 from gspo_mega.engine.expert_bias import ExpertBias
+from gspo_mega.engine.forward_backward import Head, Pipeline
 from gspo_mega.engine.losses import KlTerm, OldLogProbs, OldPass, PassOutput, PolicyLoss, SupervisedLoss
+from gspo_mega.engine.megatron_optimizer import (
+    StepResult,
+    apply_gradients,
+    build_optimizer,
+    build_scheduler,
+    require_optimizer,
+)
+from gspo_mega.engine.megatron_precision import DTYPES
 from gspo_mega.engine.model import build_chunks, transformer_config
-from gspo_mega.engine.optimizer import StepResult, apply_gradients, build_optimizer, build_scheduler, require_optimizer
-from gspo_mega.engine.passes import Head, Pipeline
-from gspo_mega.engine.precision import DTYPES
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.engine.routing import Routers, Routes, RoutingPass, count_changed
 from gspo_mega.model.spec import ModelSpec

@@ -1,7 +1,7 @@
 """Export: the policy as a Hugging Face folder, written by all ranks that own tensors.
 
 Owns files, index and manifest of one folder, and that it appears whole or not at all. Which versions a run
-keeps is `versions.py`.
+keeps is `published_versions.py`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from gspo_mega.config.schema import Optimizer
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.data_parallel import start_parameter_gathers
+from gspo_mega.engine.megatron_precision import DTYPES, transformer_engine_error
 from gspo_mega.engine.megatron_versions import counted_gradients
-from gspo_mega.engine.precision import DTYPES, transformer_engine_error
 from gspo_mega.errors import ModelError
 from gspo_mega.plan.optimizer import check_optimizer
 
