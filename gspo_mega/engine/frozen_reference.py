@@ -9,9 +9,9 @@ import torch
 
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.device_batch import DeviceBatch
+from gspo_mega.engine.forward_backward import Pipeline
 from gspo_mega.engine.losses import PassOutput, require_finite
 from gspo_mega.engine.model import build_chunks, transformer_config
-from gspo_mega.engine.passes import Pipeline
 from gspo_mega.engine.process_groups import ParallelGroups, ends_with_groups
 from gspo_mega.engine.routing import Routers, RoutingPass
 from gspo_mega.model.spec import ModelSpec

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from gspo_mega import durable
 from gspo_mega.errors import PublishError
+from gspo_mega.run_folder import CURRENT_WEIGHTS_NAME, weight_version_folder
 
-CURRENT_NAME = "current.json"
 _VERSION = re.compile(r"v(\d{8})")
 _UNFINISHED = re.compile(r"v\d{8}\.(writing|replaced)|\.v\d{8}(\.\w+)?\.removed")
 
@@ -24,18 +24,19 @@ class CommittedVersion:
     path: Path
 
 
-class Versions:
+class PublishedVersions:
     """The versions under one folder, which all nodes see. Only rank 0 commits and prunes."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).absolute()
 
     def path(self, weight_version: int) -> Path:
-        return self.folder / f"v{weight_version:08d}"
+        """Where a version lies, or will lie."""
+        return weight_version_folder(self.folder, weight_version)
 
     def current(self) -> CommittedVersion | None:
         """The committed version, or None before the first. Raises PublishError when the file cannot be read."""
-        file = self.folder / CURRENT_NAME
+        file = self.folder / CURRENT_WEIGHTS_NAME
         try:
             value = json.loads(file.read_text())
             return CommittedVersion(int(value["weight_version"]), Path(value["path"]))
@@ -51,7 +52,7 @@ class Versions:
         path = self.path(weight_version)
         if not path.is_dir():
             raise PublishError(f"{path}: cannot be committed, there is no such folder")
-        file = self.folder / CURRENT_NAME
+        file = self.folder / CURRENT_WEIGHTS_NAME
         try:
             durable.atomic_write_json(file, {"weight_version": weight_version, "path": str(path)}, at="publish.commit")
         except OSError as error:

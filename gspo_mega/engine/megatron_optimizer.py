@@ -6,6 +6,7 @@ import importlib
 import inspect
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from gspo_mega.config.schema import Optimizer
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.data_parallel import start_parameter_gathers
+from gspo_mega.engine.megatron_precision import DTYPES, transformer_engine_error
 from gspo_mega.engine.megatron_versions import counted_gradients
-from gspo_mega.engine.precision import DTYPES, transformer_engine_error
 from gspo_mega.errors import ModelError
 from gspo_mega.plan.optimizer_needs import check_optimizer
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def _has_fused_adam() -> bool:
     return {"exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"} <= set(inspect.signature(adam).parameters)
 
 
-def build_optimizer(settings: Optimizer, precision: str, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(settings: Optimizer, precision: str, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
     """AdamW over fp32 main parameters, sharded over data ranks when `settings.distributed`. Collective.
 
     Weight decay is on matrices alone, or on everything with `settings.decay_norms_and_biases`.
@@ -84,8 +89,11 @@ def build_optimizer(settings: Optimizer, precision: str, chunks: list[Distribute
         optimizer_offload_fraction=settings.cpu_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=offload,
     )
-    overrides = {} if settings.decay_norms_and_biases else {NORMS_AND_BIASES: {"wd_mult": 0.0}}
-    return get_megatron_optimizer(config, chunks, config_overrides=overrides)
+    # Megatron declares all keys of an override as required and merges whichever are there.
+    no_decay = {NORMS_AND_BIASES: cast("ParamGroupOverride", {"wd_mult": 0.0})}
+    overrides = {} if settings.decay_norms_and_biases else no_decay
+    # Megatron declares the base class and returns a chain, of a single optimizer too.
+    return cast("ChainedOptimizer", get_megatron_optimizer(config, [*chunks], config_overrides=overrides))
 
 
 # Query and key norms among them.
@@ -117,7 +125,7 @@ def build_scheduler(
 
 
 @torch.no_grad()
-def apply_gradients(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, clip_grad: float) -> StepResult:
+def apply_gradients(optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler, clip_grad: float) -> StepResult:
     """One optimizer step from the reduced gradients, or none where one of them is not finite.
 
     All ranks decide alike. A skipped step leaves parameters, moments and schedule untouched, bit for bit. Collective.
@@ -128,7 +136,7 @@ def apply_gradients(optimizer: MegatronOptimizer, scheduler: OptimizerParamSched
     if finite:
         if clip_grad > 0.0:
             for part in optimizer.chained_optimizers:
-                parameters = part.get_parameters()
+                parameters: list[torch.Tensor] = [*part.get_parameters()]
                 if parameters:
                     clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm, _decoupled(part))
         optimizer.step_with_ready_grads()
@@ -137,7 +145,7 @@ def apply_gradients(optimizer: MegatronOptimizer, scheduler: OptimizerParamSched
     return StepResult(grad_norm=grad_norm, lr=lr, skipped=not finite)
 
 
-def gradient_norm(optimizer: MegatronOptimizer) -> tuple[float, bool]:
+def gradient_norm(optimizer: ChainedOptimizer) -> tuple[float, bool]:
     """(global L2 norm, is every gradient on every rank finite; the norm is infinite where not). Collective over all
     ranks.
 
@@ -161,7 +169,8 @@ def gradient_norm(optimizer: MegatronOptimizer) -> tuple[float, bool]:
         ]
         if not gradients:
             continue
-        norms = torch._foreach_norm(gradients)
+        # One kernel for all of them; torch has no public name for it.
+        norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
         counted = {id(gradient) for gradient in counted_gradients(part)}
         if chosen := [norm for norm, gradient in zip(norms, gradients, strict=True) if id(gradient) in counted]:
             total += torch.stack(chosen).double().square().sum()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gspo_mega.checkpoint.sources import MEGATRON_FOLDER, TensorSource, open_checkpoint
+from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource, open_checkpoint
 from gspo_mega.checkpoint.torch_dist import TorchDistFolder
 from gspo_mega.errors import CheckpointError
 from gspo_mega.model.families import hf_tensors

@@ -7,14 +7,19 @@ and context-parallel layout, so that everything above them is the same code. Kno
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.engine.context_parallel import local_positions
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class TorchNorm:
@@ -24,11 +29,14 @@ class TorchNorm:
     carry no mark, and Megatron refuses them under sequence parallelism.
     """
 
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **unused: object) -> torch.nn.Module:
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
+    ) -> torch.nn.Module:
         norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            marked: Any = parameter  # Megatron's mark is an attribute that torch's class does not declare
+            marked.sequence_parallel = config.sequence_parallel
         return norm
 
 
@@ -56,6 +64,7 @@ def _pad(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _PaddedLayout:
+    holder: Any = params  # keeps the layout in an attribute that Megatron's class does not declare
     cached = getattr(params, "padded_layout", None)
     if cached is not None:
         return cached
@@ -81,8 +90,8 @@ def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _Padd
             mask[s, 0, : local[s], :length] = own[:, None] >= torch.arange(length)[None]
             mask[s, 0, local[s] :, 0] = True  # padding rows look somewhere, so that no row is all masked
         layout = _PaddedLayout(queries, _pad(key_rows), mask, packed)
-    params.padded_layout = layout.to(params.cu_seqlens_q.device)
-    return params.padded_layout
+    holder.padded_layout = layout = layout.to(params.cu_seqlens_q.device)
+    return layout
 
 
 class PackedAttention(MegatronModule):
@@ -96,14 +105,15 @@ class PackedAttention(MegatronModule):
 
     def __init__(
         self,
-        config,
+        config: TransformerConfig,
         layer_number,
         attn_mask_type,
         attention_type,
         attention_dropout=None,
         softmax_scale=None,
         cp_comm_type=None,
-        pg_collection=None,
+        *,
+        pg_collection: ProcessGroupCollection,
         k_channels=None,
         v_channels=None,
     ) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
@@ -67,15 +68,21 @@ def sharded_state(engine: PolicyEngine, *, loading: bool) -> dict[str, Any]:
 
 def random_state() -> dict[str, torch.Tensor]:
     state = {"torch": torch.get_rng_state()}
-    state |= {f"tracker/{name}": value.cpu() for name, value in get_cuda_rng_tracker().get_states().items()}
+    state |= {f"tracker/{name}": value.cpu() for name, value in _rng_tracker().get_states().items()}
     if not is_cpu_backend():
         state["cuda"] = torch.cuda.get_rng_state().cpu()
     # The trackers may share one buffer, which safetensors refuses to write twice.
     return {name: value.clone() for name, value in state.items()}
 
 
+def _rng_tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "Megatron's RNG tracker is made with the process groups"
+    return tracker
+
+
 def _restore_rng(state: dict[str, torch.Tensor]) -> None:
-    get_cuda_rng_tracker().set_states({n.partition("/")[2]: v for n, v in state.items() if n.startswith("tracker/")})
+    _rng_tracker().set_states({n.partition("/")[2]: v for n, v in state.items() if n.startswith("tracker/")})
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
     torch.set_rng_state(state["torch"])
@@ -157,9 +164,12 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
     try:
         for part in engine.optimizer.chained_optimizers:
             # A fresh torch AdamW has no state to read into.
-            if engine.config.optimizer.distributed:
+            if isinstance(part, DistributedOptimizer):
                 part._init_optimizer_states_with_dummy_values()
-        loaded = dist_checkpointing.load(sharded_state(engine, loading=True), str(folder / "megatron"))
+        # Megatron declares a tuple too, for a strictness that is not asked for.
+        loaded = cast(
+            dict[str, Any], dist_checkpointing.load(sharded_state(engine, loading=True), str(folder / "megatron"))
+        )
         names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
         for name, chunk in zip(names, engine.chunks):
             chunk.load_state_dict(loaded[name], strict=True)

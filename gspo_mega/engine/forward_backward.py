@@ -79,7 +79,7 @@ class Pipeline:
         for model in self.models:
             model.train(not forward_only)
         batches = [to_device(m, self.groups) for m in micro_batches]
-        iterators = [iter(enumerate(batches)) for _ in self.models]
+        iterators: list[Iterator[tuple[int, DeviceBatch]]] = [iter(enumerate(batches)) for _ in self.models]
         with torch.set_grad_enabled(not forward_only):
             get_forward_backward_func()(
                 forward_step_func=forward_step,
