@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gspo_mega.batches.assemble import fill_advantages
 from gspo_mega.config.schema import Config
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.runtime.assemble import fill_advantages
 
 # log s_i of the recorded trajectories in turn, in clip widths: inside, above, inside, below.
 _INSIDE, _OUTSIDE = 0.4, 2.5

@@ -64,7 +64,7 @@ def describe(record: StepRecord, folder: RunFolder) -> dict[str, Any]:
     """
     if record.batch is not None:
         # Imported here: they bring torch, which a look at an unfinished step does not need.
-        from gspo_mega.runtime.assemble import fill_advantages
+        from gspo_mega.batches.assemble import fill_advantages
 
         fill_advantages(record.batch.scored(), load_config(folder.config_file).config, record.step)
     groups = record.batch.groups if record.batch is not None else list(record.groups.values())

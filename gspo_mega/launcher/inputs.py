@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 from gspo_mega.config import LoadedConfig, data_sources
-from gspo_mega.config.sources import held_out_reward, reward_names, source_rewards
+from gspo_mega.config.prompt_sources import held_out_reward, reward_names, source_rewards
 from gspo_mega.data.jsonl import Row, check_first_rows
 from gspo_mega.data.prompts import missing_key
 from gspo_mega.errors import ConfigError, DataError, JournalError
 from gspo_mega.journal.journal import Journal
 from gspo_mega.reward.functions import problem_of_answer
-from gspo_mega.reward.pool import check_reward
+from gspo_mega.reward.scoring_pool import check_reward
 from gspo_mega.run_folder import RunFolder
 
 NUM_ROWS_CHECKED = 100

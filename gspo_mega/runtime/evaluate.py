@@ -11,10 +11,10 @@ from dataclasses import asdict
 from typing import Any
 
 from gspo_mega import beats
+from gspo_mega.batches.rollouts import RolloutSide
 from gspo_mega.errors import PublishError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.run_folder import Attempt
-from gspo_mega.runtime.rollouts import RolloutSide
 from gspo_mega.runtime.session import StopRequested
 from gspo_mega.runtime.stop import StopRequest
 from gspo_mega.runtime.worker import WorkerContext

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gspo_mega import beats
 from gspo_mega.engine.process_groups import Group
 from gspo_mega.errors import RankError
-from gspo_mega.runtime.wire import decode, encode
+from gspo_mega.runtime.message_codec import decode, encode
 
 POLL_SECONDS = 0.01
 HEARTBEAT_SECONDS = 1.0

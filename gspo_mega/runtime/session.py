@@ -1,4 +1,4 @@
-"""One rank's running parts and how the ranks act together: what `loop.py` and `supervised.py` are written in.
+"""One rank's running parts and how the ranks act together: what `loop.py` and `sft_loop.py` are written in.
 
 Owns setting the parts up and down, waiting for rank 0, publishing, checkpoints and evaluation as collective acts.
 The order of these acts is the loop's.
@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega import beats
+from gspo_mega.batches.assemble import MiniBatch, for_ranks
+from gspo_mega.batches.held_out import Evaluation
+from gspo_mega.batches.recorded import ReplaySide
+from gspo_mega.batches.rollouts import RolloutSide
 from gspo_mega.checkpoint.initial_weights import load_weights
 from gspo_mega.checkpoint.save import Saver, SaveReport
-from gspo_mega.checkpoint.state import TrainState, find_checkpoint, load_checkpoint
+from gspo_mega.checkpoint.train_state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups
 from gspo_mega.errors import FolderError, NumericsError, PublishError
@@ -26,12 +30,8 @@ from gspo_mega.metrics.writer import MetricsWriter
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.run_folder import Attempt
-from gspo_mega.runtime.assemble import MiniBatch, for_ranks
 from gspo_mega.runtime.exchange import Exchange
-from gspo_mega.runtime.held_out import Evaluation
-from gspo_mega.runtime.reference import load_reference
-from gspo_mega.runtime.replay import ReplaySide
-from gspo_mega.runtime.rollouts import RolloutSide
+from gspo_mega.runtime.reference_policy import load_reference
 from gspo_mega.runtime.stop import StopRequest
 from gspo_mega.runtime.worker import WorkerContext
 from gspo_mega.weights.hf_export import export_huggingface

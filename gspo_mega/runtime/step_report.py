@@ -15,13 +15,13 @@ import torch
 from gspo_mega.algorithm.diagnostics import log_ratio_summary, policy_metrics
 from gspo_mega.algorithm.kl import KL_SUMS
 from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction, mismatch_metrics
-from gspo_mega.engine.optimizer import StepResult
+from gspo_mega.batches.held_out import Evaluation
+from gspo_mega.batches.rollouts import RolloutSide
+from gspo_mega.engine.megatron_optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.correction_report import correction_metrics, correction_notice, note_correction
-from gspo_mega.runtime.held_out import Evaluation
-from gspo_mega.runtime.rollouts import RolloutSide
 from gspo_mega.runtime.routing_report import changed_routes, expert_loads, router_losses
 from gspo_mega.runtime.session import Session
 from gspo_mega.weights.publish import PublishResult

@@ -3,7 +3,7 @@
 Owns what surrounds the work of a rank: log, signals, torch.distributed, the error record, the exit code. Reads RANK,
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the supervisor or torchrun set; of a step of a Slurm job,
 where only the last two are set, the first three are srun's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. What the rank
-does is `loop.py`, `supervised.py` or `evaluate.py`.
+does is `loop.py`, `sft_loop.py` or `evaluate.py`.
 
 Exit code: 0 done; 75 stopped on request, to be continued by the same command; otherwise the error's.
 """
@@ -27,7 +27,7 @@ from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.config.addresses import is_loopback
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, RENDEZVOUS_SECONDS
 from gspo_mega.errors import ConfigError
-from gspo_mega.plan.patience import patience
+from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
 from gspo_mega.runtime.beat_writer import BeatWriter
 from gspo_mega.runtime.gpu_variables import set_variables
@@ -43,7 +43,7 @@ RENDEZVOUS_TIMEOUT = timedelta(seconds=RENDEZVOUS_SECONDS)
 
 ENTRY_POINTS = {
     "train": ("gspo_mega.runtime.loop", "run_train"),
-    "sft": ("gspo_mega.runtime.supervised", "run_sft"),
+    "sft": ("gspo_mega.runtime.sft_loop", "run_sft"),
     "eval": ("gspo_mega.runtime.evaluate", "run_eval"),
     "certify": ("gspo_mega.certify.ranks", "run_certify"),
 }

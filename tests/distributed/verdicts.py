@@ -29,7 +29,7 @@ DIED = "the rank's process died"
 # Of each tensor's whole gradient in fp32 against one rank's: in a layout that trains wrong one is off by a tenth or
 # more.
 GRADIENT_TOLERANCE = 1e-5
-ENGINE_MODULES = ["gspo_mega.engine", "gspo_mega.runtime.loop", "gspo_mega.runtime.reference", "verdict_jobs"]
+ENGINE_MODULES = ["gspo_mega.engine", "gspo_mega.runtime.loop", "gspo_mega.runtime.reference_policy", "verdict_jobs"]
 
 
 @dataclass

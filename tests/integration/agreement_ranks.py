@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from agreement_rule import Sampled, Scored
 
+from gspo_mega.algorithm.objective_settings import objective_settings
+from gspo_mega.batches.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import Demonstration
@@ -27,8 +29,6 @@ from gspo_mega.records import MicroBatch, Prompt, Trajectory
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
-from gspo_mega.runtime.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages
-from gspo_mega.runtime.loop import objective_settings
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import policy_digests
 from gspo_mega.weights.hf_import import import_huggingface
@@ -194,7 +194,7 @@ class Trainer:
         """A step of the loop on a rollout batch: the log s of each mini-batch's trajectories, as it is trained on."""
         self._set_temperature(temperature)
         old = [self.engine.old_pass(m.micro_batches) for m in mini_batches]
-        settings = objective_settings(self.config)
+        settings = objective_settings(self.config.algorithm, self.config.objective)
         log_s = []
         for mini_batch, before in zip(mini_batches, old, strict=True):
             result, report = self.engine.train_mini_batch(

@@ -12,7 +12,8 @@ from typing import NamedTuple
 _BASE = {"", "errors", "records", "run_folder", "durable", "kill_points", "process_death", "beats", "descriptors"}
 _LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan"}
 _BELOW_ENGINE = _BASE | {"config", "model"} | _LEAVES
-_BELOW_RUNTIME = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout"}
+_BELOW_BATCHES = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout"}
+_BELOW_RUNTIME = _BELOW_BATCHES | {"batches"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "records": set(),
@@ -23,7 +24,7 @@ LAYERS: dict[str, set[str]] = {
     "durable": {"", "kill_points"},
     "run_folder": {"errors", "durable"},
     "config": _BASE,
-    "doctor": {"", "descriptors"},
+    "doctor": {"", "descriptors", "runtime"},  # runtime: the ranks' rendezvous, in a process of its own
     "model": _BASE | {"config"},
     **{leaf: _BASE | {"config", "model"} for leaf in _LEAVES},
     "engine": _BELOW_ENGINE,
@@ -31,11 +32,12 @@ LAYERS: dict[str, set[str]] = {
     "checkpoint": _BELOW_ENGINE | {"engine", "weights"},
     "rollout": _BELOW_ENGINE,
     "launcher": _BELOW_RUNTIME,
+    "batches": _BELOW_BATCHES,
     "runtime": _BELOW_RUNTIME,
     "certify": _BELOW_RUNTIME | {"launcher", "runtime"},
     "commands": _BELOW_RUNTIME | {"launcher", "runtime", "certify", "doctor"},
     "__main__": {"commands"},
-    "tools": _BELOW_RUNTIME | {"launcher", "runtime"},
+    "tools": _BELOW_RUNTIME | {"launcher", "runtime", "certify"},
 }
 
 # What may be imported (or touched) only in these packages or files; the empty set means nowhere.
@@ -46,7 +48,10 @@ HOMES: dict[str, set[str]] = {
     "megatron.training": set(),
     "megatron.core.parallel_state": {"engine/process_groups.py"},
     "megatron.core.mpu": set(),
-    "torch.distributed": {"engine", "weights", "checkpoint", "runtime", "certify"},
+    "torch.distributed": {
+        *("engine", "weights", "checkpoint", "runtime", "certify"),
+        "doctor/all_reduce_probe.py",
+    },
     "sglang": {"rollout"},
     "aiohttp": {"rollout", "reward/remote.py"},
     "requests": set(),
@@ -74,6 +79,9 @@ MOST_LINES = 400
 TOP_LEVEL = {
     "pyproject.toml",
     "README.md",
+    "LICENSE",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
     "docs",
     "gspo_mega",
     "launch",
@@ -81,6 +89,8 @@ TOP_LEVEL = {
     "tools",
     "tests",
     ".gitignore",
+    ".editorconfig",
+    ".pre-commit-config.yaml",
     ".ci",
 }
 
@@ -173,7 +183,7 @@ def check_files(root: Path) -> list[Broken]:
 def check_words(root: Path) -> list[Broken]:
     """Paths of one machine, and words of how the product was made, in anything that is shipped."""
     broken = []
-    files = [root / "README.md", root / "pyproject.toml"]
+    files = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml")]
     files += [
         path for folder in ("gspo_mega", "tools", "launch", "configs", "docs") for path in (root / folder).rglob("*")
     ]

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gspo_mega.batches.assemble import assemble, plan_batch
 from gspo_mega.certify.batch import Draws, old_log_probs, recorded_batch, redraw, set_old_log_probs
 from gspo_mega.certify.packings import packing
 from gspo_mega.config import load_config
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.runtime.assemble import assemble, plan_batch
 
 VOCAB = 500
 

@@ -7,11 +7,11 @@ import json
 import pytest
 from collector_support import SPEC, make_config
 
+from gspo_mega.batches.assemble import fill_advantages, scored_batch
+from gspo_mega.batches.rollouts import RolloutSide
 from gspo_mega.config.schema import Config
 from gspo_mega.data.tokenizer import write_tokenizer
 from gspo_mega.journal.journal import Journal
-from gspo_mega.runtime.assemble import fill_advantages, scored_batch
-from gspo_mega.runtime.rollouts import RolloutSide
 
 REWARDS = '''
 import zlib

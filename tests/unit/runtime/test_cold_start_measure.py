@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from gspo_mega.batches.held_out import Evaluation
 from gspo_mega.errors import NumericsError, RewardError
-from gspo_mega.runtime.held_out import Evaluation
-from gspo_mega.runtime.supervised import _measure
+from gspo_mega.runtime.sft_loop import _measure
 
 
 def session(accuracy, num_failed, most_failed=0.1):

@@ -1,0 +1,178 @@
+"""Held-out prompts and what was measured on them: which they are, whether they are trained on, how many responses are
+right.
+
+Owns what accuracy means. Sampling and scoring are the collector's and the scoring pool's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_mega.config.prompt_sources import HELD_OUT, held_out_reward, reward_names
+from gspo_mega.config.schema import Config, Source
+from gspo_mega.data.jsonl import Row
+from gspo_mega.data.prompts import PromptSource, encoder_of
+from gspo_mega.errors import DataError, RewardError
+from gspo_mega.records import Group, Prompt, Trajectory, are_equal_rewards
+from gspo_mega.reward.functions import problem_of_answer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out results, means over prompts of the means over their samples that could be scored.
+
+    `accuracy`: of responses that are correct: as the reward functions declare, or of a reward of at least
+    `eval.correct_threshold`. `standard_error`: of the accuracy, from the spread between prompts. `num_samples` counts
+    the `num_reward_failures` that could not be scored, too; they are in no mean. `num_left_out`: rows of the file that
+    were too long.
+    """
+
+    accuracy: float
+    standard_error: float
+    reward_mean: float
+    num_prompts: int
+    num_samples: int
+    truncated_fraction: float
+    response_tokens_mean: float
+    num_reward_failures: int
+    num_left_out: int = 0
+
+
+def summarize(groups: list[Group], correct_threshold: float | None = None, num_left_out: int = 0) -> Evaluation:
+    """The results of sampled and scored groups.
+
+    Raises RewardError: nothing could be scored, or nobody says which responses are correct.
+    """
+    trajectories = [t for g in groups for t in g.trajectories]
+    failed = [t for t in trajectories if not t.is_scored]
+    scored = [group for g in groups if (group := g.scored)]
+    if not scored:
+        shown = "".join(f"\n  {t.trajectory_id} ({t.prompt.prompt_id}): {t.reward_error}" for t in failed[:5])
+        raise RewardError(
+            f"held-out evaluation: scoring failed for all of {len(trajectories)} samples, which says nothing about the"
+            f" model. The first:{shown}"
+        )
+    means = [_mean(float(_is_correct(t, correct_threshold)) for t in group) for group in scored]
+    mean = _mean(means)
+    spread = sum((m - mean) ** 2 for m in means) / max(len(means) - 1, 1)
+    return Evaluation(
+        accuracy=mean,
+        standard_error=math.sqrt(spread / len(means)),
+        reward_mean=_mean(_mean(float(t.reward or 0.0) for t in group) for group in scored),
+        num_prompts=len(groups),
+        num_samples=len(trajectories),
+        truncated_fraction=_mean(float(t.finish_reason == "length") for t in trajectories),
+        response_tokens_mean=_mean(float(t.num_response_tokens) for t in trajectories),
+        num_reward_failures=len(failed),
+        num_left_out=num_left_out,
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    kept = list(values)
+    return sum(kept) / len(kept)
+
+
+def _is_correct(trajectory: Trajectory, threshold: float | None) -> bool:
+    assert trajectory.reward is not None
+    if threshold is not None:
+        return trajectory.reward >= threshold or are_equal_rewards((trajectory.reward, threshold))
+    if trajectory.correct is None:
+        raise RewardError(
+            "held-out evaluation: no reward function says which responses are correct"
+            f" ({', '.join(trajectory.reward_parts)}). Return {{'reward': x, 'correct': True or False}} from one, or"
+            " set eval.correct_threshold, the reward from which a response is correct"
+        )
+    return trajectory.correct
+
+
+class HeldOut:
+    """The held-out prompts of `eval`, none without that section, and how many of them were seen among the rows of other
+    files.
+
+    Raises DataError: the file or a row is malformed, or there are fewer prompts than `eval.num_prompts` asks for.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self.prompts: list[Prompt] = []
+        self.num_left_out = 0
+        self._config = config
+        self._path = ""
+        self._by_digest: dict[bytes, Prompt] = {}
+        self._trained_on: set[bytes] = set()
+        if config.eval is not None:
+            self._load(config, tokenizer)
+
+    def _load(self, config: Config, tokenizer: Any) -> None:
+        evaluation = config.eval
+        assert evaluation is not None
+        self._path = evaluation.path
+        check_answer = row_check(config, held_out_reward(config))
+        digests: list[bytes] = []
+
+        def check(row: Row) -> str | None:
+            digests.append(_digest(row[config.data.prompt_key]))
+            return check_answer(row)
+
+        source = PromptSource(HELD_OUT, evaluation.path, config.data, encoder_of(config.data, tokenizer), check)
+        self.prompts = list(source.items(evaluation.num_prompts))
+        self.num_left_out = source.num_overlong
+        if evaluation.num_prompts is not None and len(self.prompts) < evaluation.num_prompts:
+            raise DataError(
+                f"{evaluation.path}: eval.num_prompts asks for {evaluation.num_prompts} prompts; {len(self.prompts)}"
+                f" are there ({source.num_overlong} left out as longer than data.max_prompt_tokens)"
+            )
+        self._by_digest = {digests[int(prompt.prompt_id.rpartition(":")[2])]: prompt for prompt in self.prompts}
+
+    def check_of(self, source: Source) -> Callable[[Row], str | None]:
+        """The check of a training file's rows: whether its rewards can use the answer. Notes which prompts are held-out
+        ones.
+        """
+        check_answer = row_check(self._config, source.reward)
+        key = self._config.data.prompt_key
+
+        def check(row: Row) -> str | None:
+            if self._by_digest and (digest := _digest(row[key])) in self._by_digest:
+                self._trained_on.add(digest)
+            return check_answer(row)
+
+        return check
+
+    def report(self) -> list[str]:
+        """What a user should know of the held-out prompts, a line each; after the training files were read."""
+        if not self._path:
+            return []
+        left_out = f"; {self.num_left_out} longer than data.max_prompt_tokens and left out" if self.num_left_out else ""
+        lines = [f"held out {self._path}: {len(self.prompts)} prompts{left_out}"]
+        if self._trained_on:
+            first = next(prompt for digest, prompt in self._by_digest.items() if digest in self._trained_on)
+            lines.append(
+                f"notice   {len(self._trained_on)} of {len(self._by_digest)} held-out prompts are also trained on (the"
+                f" first is row {int(first.prompt_id.rpartition(':')[2]) + 1} of {self._path}): the accuracy is not"
+                " held-out"
+            )
+        return lines
+
+
+def row_check(config: Config, own_reward: str | None) -> Callable[[Row], str | None]:
+    """What is wrong with the answer of a row for the rewards that will score it; `own_reward` in place of `reward` if
+    there is one.
+    """
+    names, key = reward_names(config, own_reward), config.data.answer_key
+
+    def check(row: Row) -> str | None:
+        problem = problem_of_answer(row[key], names)
+        return None if problem is None else f"{key!r}: {problem}"
+
+    return check
+
+
+def _digest(prompt: Any) -> bytes:
+    """Of a prompt as the file has it, text or messages, apart from white space around a text."""
+    value = prompt.strip() if isinstance(prompt, str) else prompt
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()

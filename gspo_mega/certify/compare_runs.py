@@ -1,0 +1,183 @@
+"""The reference on disk, and how far another case's numbers are from it.
+
+Tolerances are of fp32 rounding: a layout only changes the order of sums. Other precisions have their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from gspo_mega.certify.measure import Edges, Numbers, Tensors
+from gspo_mega.certify.route_comparison import num_route_flips
+from gspo_mega.run_folder import atomic_write_json, read_json
+from gspo_mega.weights.hf_folder import HuggingFaceFolder
+
+NumbersOrEdges = TypeVar("NumbersOrEdges", Numbers, Edges)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """`log_prob`: nats a token, absolute. `loss`: of mean |s_i A_i|. `gradient`: relative L2 of each tensor. `weights`:
+    relative L2 of the whole update."""
+
+    log_prob: float
+    loss: float
+    gradient: float
+    weights: float
+
+
+TOLERANCES = {
+    "fp32": Tolerance(log_prob=1e-5, loss=1e-5, gradient=1e-5, weights=1e-4),
+    # 8 bits: a rounding of 2^-9 a product, and weights that are exported rounded after an update not much larger than
+    # that.
+    "bf16": Tolerance(log_prob=1e-1, loss=1e-3, gradient=1e-1, weights=5e-1),
+    # Not yet measured on a GPU.
+    "fp8": Tolerance(log_prob=5e-1, loss=1e-2, gradient=3e-1, weights=8e-1),
+}
+
+
+@dataclass
+class Difference:
+    """Of one kind: the largest, and where it is."""
+
+    value: float = 0.0
+    place: str = ""
+
+    def note(self, value: float, place: str) -> None:
+        # NaN is larger than everything.
+        if not value <= self.value:
+            self.value, self.place = value, place
+
+
+class Reference:
+    """A folder: numbers.json, and a float32 .npy a tensor of the gradient and of the update of the weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def recorded_file(self) -> Path:
+        """Old log-probs of the recorded batch, [sum R] float32."""
+        return self.folder / "recorded.npy"
+
+    @property
+    def draws_file(self) -> Path:
+        """How often each prompt and response was drawn."""
+        return self.folder / "draws.json"
+
+    @property
+    def recorded_on_edges_file(self) -> Path:
+        """The same that puts every sequence on a clip edge, under routers with ties."""
+        return self.folder / "recorded_on_edges.npy"
+
+    def save(self, name: str, numbers: Numbers | Edges) -> None:
+        """JSON beside .npy arrays, as `load` wants them."""
+        values = asdict(numbers)
+        for key, value in values.items():
+            if isinstance(value, np.ndarray):
+                np.save(self.folder / f"{name}.{key}.npy", value)
+                values[key] = None
+        atomic_write_json(self.folder / f"{name}.json", values)
+
+    def load(self, name: str, kind: type[NumbersOrEdges]) -> NumbersOrEdges:
+        values = read_json(self.folder / f"{name}.json")
+        for key in values:
+            file = self.folder / f"{name}.{key}.npy"
+            if file.exists():
+                values[key] = np.load(file)
+        return kind(**values)
+
+    def save_tensors(self, kind: str, tensors: Tensors) -> None:
+        (self.folder / kind).mkdir(parents=True, exist_ok=True)
+        for name, tensor in tensors:
+            np.save(self.folder / kind / f"{name}.npy", tensor.cpu().numpy())
+
+    def tensor(self, kind: str, name: str) -> np.ndarray:
+        return np.load(self.folder / kind / f"{name}.npy", mmap_mode="r")
+
+
+class Comparison:
+    """Differences of one case from the reference, filled as its numbers come."""
+
+    def __init__(self, reference: Reference, edges: tuple[float, float]) -> None:
+        """`edges`: the clip range of log s_i."""
+        self.reference, self.edges = reference, edges
+        self.gradient = Difference()
+        self.weights: Difference | None = None
+        self._error = self._update = 0.0
+
+    def take_gradient(self, tensors: Tensors) -> None:
+        """Relative L2 by tensor; absolute where the reference has no gradient."""
+        for name, tensor in tensors:
+            want = self.reference.tensor("gradient", name)
+            self.gradient.note(_relative(_norm(tensor.cpu().numpy() - want), _norm(want)), name)
+
+    def take_weights(self, tensors: Tensors, start: HuggingFaceFolder) -> None:
+        """Of the whole update: Adam divides by |gradient|, so one tensor of tiny gradients shows their rounding
+        alone.
+        """
+        worst = Difference()
+        for name, tensor in tensors:
+            want = self.reference.tensor("weights", name)
+            update = _norm(want - start.read(name).to(torch.float32).numpy())
+            error = _norm(tensor.cpu().numpy() - want)
+            self._error += error**2
+            self._update += update**2
+            worst.note(_relative(error, update), name)
+        self.weights = Difference(_relative(self._error**0.5, self._update**0.5), worst.place)
+
+    def result(self, numbers: Numbers, trajectory_ids: Iterable[str], lengths: Iterable[int]) -> dict[str, Any]:
+        """{"log_prob" | "loss" | "gradient" | "weights": {value, place}, "num_clip_flips", "num_route_flips"}; None for
+        weights that were not taken."""
+        want = self.reference.load("numbers", Numbers)
+        log_prob, loss = Difference(), Difference()
+        start = 0
+        for trajectory_id, length in zip(trajectory_ids, lengths, strict=True):
+            rows = slice(start, start + length)
+            start += length
+            log_prob.note(float(np.abs(numbers.log_probs[rows] - want.log_probs[rows]).max(initial=0.0)), trajectory_id)
+        mass = want.sums["positive_mass"] + want.sums["negative_mass"]
+        loss.note(abs(numbers.sums["objective"] - want.sums["objective"]) / mass, "objective")
+        differences = dict(log_prob=log_prob, loss=loss, gradient=self.gradient, weights=self.weights)
+        return {
+            name: asdict(difference) if difference is not None else None for name, difference in differences.items()
+        } | {
+            "num_clip_flips": num_clip_flips(numbers.log_s, want.log_s, self.edges),
+            "num_route_flips": num_route_flips(numbers.routes, want.routes),
+        }
+
+    def flips_on_edges(self, edges: Edges) -> dict[str, int]:
+        """What rounding decides otherwise than in the reference: {"num_clip_flips", "num_route_flips"}."""
+        want = self.reference.load("edges", Edges)
+        return {
+            "num_clip_flips": num_clip_flips(edges.log_s, want.log_s, self.edges),
+            "num_route_flips": num_route_flips(edges.routes, want.routes),
+        }
+
+
+def outside(result: dict[str, Any], tolerance: Tolerance) -> list[str]:
+    """The kinds of number that are further off than allowed. A NaN is."""
+    kinds = ("log_prob", "loss", "gradient", "weights")
+    return [
+        kind for kind in kinds if result[kind] is not None and not result[kind]["value"] <= getattr(tolerance, kind)
+    ]
+
+
+def num_clip_flips(log_s: np.ndarray, want: np.ndarray, edges: tuple[float, float]) -> int:
+    """Sequences that are inside the clip range here and outside there, or the other way round."""
+    outside_here, outside_there = ((values < edges[0]) | (values > edges[1]) for values in (log_s, want))
+    return int((outside_here != outside_there).sum())
+
+
+def _norm(values: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(values, np.float64)))
+
+
+def _relative(error: float, scale: float) -> float:
+    return error / scale if scale > 0 else error

@@ -1,0 +1,38 @@
+"""Rollouts alone: every step's batch is sampled and written to the journal, nothing is trained.
+
+`gspo-mega train CONFIG --rollouts-only`; the same command continues where the journal ends. Another run trains on the
+record with `--from-rollouts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gspo_mega.batches.assemble import fill_advantages, scored_batch
+from gspo_mega.runtime.session import Session, StopRequested
+from gspo_mega.runtime.step_report import StepReport
+
+
+def run_rollouts(session: Session, num_steps: int) -> dict[str, Any] | None:
+    """Sample the batches of `num_steps` steps from `model.path`. Returns rank 0's result as `run_train`. Collective."""
+    state = session.state
+    stop = None
+    while stop is None and state.step < num_steps:
+        batch = None
+        if session.side is not None:
+            try:
+                with session.phase("rollout"):
+                    batch = session.side.take(state.step, state.weight_version, session.on_wait, session.say)
+                batch = scored_batch(batch)
+                fill_advantages(batch, session.config, state.step)
+            except StopRequested as request:
+                stop = str(request)
+        stop = session.agree(stop)
+        if stop is None:
+            state.step += 1
+            StepReport(session, batch, 0).write()
+    if stop is not None:
+        session.say(f"stopped after step {state.step} ({stop}); the same command continues")
+        return {"stopped": stop, "step": state.step}
+    session.say(f"rollouts of {state.step} steps are in {session.run_folder.journal_dir}")
+    return {"step": state.step, "journal": str(session.run_folder.journal_dir)}

@@ -1,0 +1,30 @@
+"""The reference policy of a run's KL term: where it comes from, and that it is of the policy's shape."""
+
+from __future__ import annotations
+
+from gspo_mega.config.schema import Config
+from gspo_mega.engine.frozen_reference import ReferencePolicy
+from gspo_mega.engine.process_groups import ParallelGroups
+from gspo_mega.errors import ModelError
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.model.spec import ModelSpec, shape_differences
+from gspo_mega.weights.hf_import import import_huggingface
+
+
+def reference_path(config: Config) -> str:
+    """The Hugging Face folder of the KL term's reference."""
+    return config.kl.reference_path or config.model.path
+
+
+def load_reference(config: Config, spec: ModelSpec, groups: ParallelGroups) -> ReferencePolicy:
+    """The frozen reference of the KL term with its weights. Collective.
+
+    Raises ModelError where its shape is not the policy's: it goes through the policy's layout, packs and vocabulary.
+    """
+    path = reference_path(config)
+    other = shape_differences(read_model_spec(path), spec)
+    if other:
+        raise ModelError(f"kl.reference_path {path} has another shape than the policy: {', '.join(other)}")
+    reference = ReferencePolicy(config, spec, groups)
+    import_huggingface(path, spec, groups, reference.chunks)
+    return reference
