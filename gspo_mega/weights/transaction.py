@@ -1,7 +1,7 @@
 """One publish as rank 0 leads it: pause -> send -> prove -> verify -> commit -> resume.
 
-Owns the order of these steps over the servers, and that a server which fails one takes no further part while the
-others go on. How weights are sent is given to it; ranks and collectives are `publish.py`.
+Owns the order of these steps over the servers, and that a server which fails one step takes no further part while the
+others go on. `publish.py` owns ranks and collectives, and passes in how weights are sent.
 """
 
 from __future__ import annotations
