@@ -1,3 +1,3 @@
 """gspo_mega: GSPO on Megatron-Core policies with SGLang rollouts."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

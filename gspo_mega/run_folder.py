@@ -189,9 +189,6 @@ class Attempt:
         atomic_write_text(self.api_key_file, secrets.token_hex(32), mode=0o600)
         return self
 
-    def read_api_key(self) -> str:
-        return self.api_key_file.read_text(encoding="ascii").strip()
-
 
 class RunFolder:
     """The folder of one run, `<run.dir>/<run.name>`. Constructing it touches nothing on disk."""

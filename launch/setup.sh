@@ -3,13 +3,16 @@
 # the project itself, editable. Needs Python 3.11 (the pins' wheels are for it) on Linux x86_64 and pip's usual
 # indexes. A second call is instant: a stamp remembers what was installed.
 #
-#   launch/setup.sh                        GSPO_PYTHON=/path/to/python3.11 launch/setup.sh
+#   launch/setup.sh [--tests]              GSPO_PYTHON=/path/to/python3.11 launch/setup.sh
+#
+# --tests: also what only the tests need (launch/env/test.txt), with a stamp of its own.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 log=$root/.cache/setup.log
 requirements=("$root/launch/env/cpu.txt" "$root/launch/env/cpu-no-deps.txt")
+test_requirements=$root/launch/env/test.txt
 
 die() {
   printf 'setup: %s\n' "$@" >&2
@@ -59,27 +62,46 @@ step() {
   printf '%d s\n' $((SECONDS - started))
 }
 
+with_tests=
+case ${1:-} in
+  "") ;;
+  --tests) with_tests=1 ;;
+  *) die "'$1' is no option; there is: --tests" ;;
+esac
 [[ $(uname -sm) == "Linux x86_64" ]] || die "the pins in launch/env are for Linux x86_64; this is $(uname -sm)"
 mkdir -p "$root/.cache"
 exec 9>"$root/.cache/setup.lock"
 flock --nonblock 9 || { echo "setup: another set-up is running here; waiting for it"; flock 9; }
 
+pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install --progress-bar off)
+is_current() {
+  [[ -x $venv/bin/python && -f $1 && $(<"$1") == "$2" ]]
+}
+
 stamp=$(wanted_stamp)
-if [[ -x $venv/bin/python && -f $venv/gspo_mega.stamp && $(<"$venv/gspo_mega.stamp") == "$stamp" ]]; then
+test_stamp=$(printf '%s\n' "$stamp" | cat - "$test_requirements" | sha256sum | cut -d' ' -f1)
+if is_current "$venv/gspo_mega.stamp" "$stamp" &&
+  { [[ -z $with_tests ]] || is_current "$venv/gspo_mega_tests.stamp" "$test_stamp"; }; then
   exit 0
 fi
 
 : >"$log"
-if [[ ! -x $venv/bin/python ]] || ! is_311 "$venv/bin/python"; then
-  python=$(find_python)
-  step "virtual environment in .venv ($python)" "$python" -m venv --clear "$venv"
+if ! is_current "$venv/gspo_mega.stamp" "$stamp"; then
+  if [[ ! -x $venv/bin/python ]] || ! is_311 "$venv/bin/python"; then
+    python=$(find_python)
+    step "virtual environment in .venv ($python)" "$python" -m venv --clear "$venv"
+  fi
+  rm -f "$venv/gspo_mega.stamp"
+  # --no-warn-conflicts: once phase 2 is in, pip would list everything that SGLang declares and a machine without a
+  # GPU cannot have (see launch/env/cpu-no-deps.txt) each time phase 1 runs again.
+  step "packages, phase 1 of 2 (PyTorch, Megatron-Core, ...)" "${pip[@]}" --no-warn-conflicts -r "${requirements[0]}"
+  step "packages, phase 2 of 2 (SGLang)" "${pip[@]}" --no-deps -r "${requirements[1]}"
+  step "gspo_mega itself" "${pip[@]}" --no-deps --no-build-isolation --editable "$root"
+  printf '%s\n' "$stamp" >"$venv/gspo_mega.stamp"
 fi
-rm -f "$venv/gspo_mega.stamp"
-pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install --progress-bar off)
-# --no-warn-conflicts: once phase 2 is in, pip would list everything that SGLang declares and a machine without a
-# GPU cannot have (see launch/env/cpu-no-deps.txt) each time phase 1 runs again.
-step "packages, phase 1 of 2 (PyTorch, Megatron-Core, ...)" "${pip[@]}" --no-warn-conflicts -r "${requirements[0]}"
-step "packages, phase 2 of 2 (SGLang)" "${pip[@]}" --no-deps -r "${requirements[1]}"
-step "gspo_mega itself" "${pip[@]}" --no-deps --no-build-isolation --editable "$root"
-printf '%s\n' "$stamp" >"$venv/gspo_mega.stamp"
+if [[ -n $with_tests ]]; then
+  rm -f "$venv/gspo_mega_tests.stamp"
+  step "packages of the tests" "${pip[@]}" --no-warn-conflicts -r "$test_requirements"
+  printf '%s\n' "$test_stamp" >"$venv/gspo_mega_tests.stamp"
+fi
 echo "setup: ready after $SECONDS s; activate it with: source $venv/bin/activate"

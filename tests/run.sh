@@ -30,7 +30,7 @@ for tier in "${order[@]}"; do
   if (($# == 0)) || [[ " $* " == *" $tier "* ]]; then tiers+=("$tier"); fi
 done
 
-launch/setup.sh
+launch/setup.sh --tests
 # Ranks and servers of a test that each take every core hinder each other.
 export OMP_NUM_THREADS=1
 mkdir -p .cache

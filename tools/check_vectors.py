@@ -13,7 +13,7 @@ from pathlib import Path
 if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gspo_mega.algorithm.vectors import replay_file
+from gspo_mega.certify.vectors import replay_file
 from gspo_mega.errors import DataError
 
 

@@ -1,9 +1,9 @@
 """Write the SHA-256 of every pinned package, for `pip install --require-hashes`: `python tools/write_hashes.py`.
 
-Asks pip which file it would install for each pin of launch/env/cpu.txt and cpu-no-deps.txt, on this machine and from
-the indexes that pip is set up with, and writes the files' hashes to launch/env/cpu-hashes.txt. Nothing is installed. A
-package that pip would take from somewhere else, another build of PyTorch say, has another hash: write the file again,
-there.
+Asks pip which file it would install for each pin of launch/env/cpu.txt, cpu-no-deps.txt and test.txt, on this machine
+and from the indexes that pip is set up with, and writes the files' hashes to launch/env/cpu-hashes.txt. It installs
+nothing. A package that pip would take from somewhere else, such as another build of PyTorch, has another hash: write
+the file again there.
 
 Words after `--` are pip's own, e.g. `-- --isolated`. Exit code 0: written; 1: pip failed, with its words.
 """
@@ -17,9 +17,10 @@ import sys
 from pathlib import Path
 
 ENVIRONMENTS = Path(__file__).resolve().parents[1] / "launch" / "env"
-PINS = ("cpu.txt", "cpu-no-deps.txt")
+PINS = ("cpu.txt", "cpu-no-deps.txt", "test.txt")
 _HEAD = """\
-# Made by tools/write_hashes.py: the hashes of {pins}, as pip chose them for Python {python} on {platform}.
+# Made by tools/write_hashes.py: the hashes of {pins},
+# as pip chose them for Python {python} on {platform}.
 # For those who want them checked, in an environment of their own; a build of PyTorch from another place has
 # another hash:
 #

@@ -19,7 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gspo_mega.algorithm.objective import ObjectiveSettings, sequence_coefficients
+from gspo_mega.algorithm.aggregation import sequence_coefficients
+from gspo_mega.algorithm.objective_settings import ObjectiveSettings
 from gspo_mega.algorithm.ratio import active_values, check_finite, exp_minus_linear, segment_sum
 from gspo_mega.errors import NumericsError
 

@@ -1,7 +1,7 @@
 """The policy objective: GSPO, GSPO-token and GRPO (arXiv:2507.18071, Eq. 2, 5, 13) of one packed micro-batch.
 
-Owns the clipped term, its aggregation and this rank's share of the global objective. Does not own process
-groups (the caller hands in the sum over context-parallel ranks), the advantages, or the optimizer.
+Owns the clipped term and this rank's share of the global objective; the average over terms is `aggregation.py`'s. Does
+not own process groups (the caller hands in the sum over context-parallel ranks), the advantages, or the optimizer.
 
 The parallel contract. A micro-batch belongs to one data-parallel rank; under context parallelism each rank
 holds some of the tokens of every sequence. Divide by nothing afterwards: `denominator` is global, so
@@ -18,57 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from gspo_mega.algorithm.aggregation import sequence_coefficients
+from gspo_mega.algorithm.objective_settings import ObjectiveSettings
 from gspo_mega.algorithm.ratio import active_values, check_finite, segment_sum, token_log_ratios
 from gspo_mega.errors import NumericsError
 
-Ratio = Literal["sequence", "sequence_token", "token"]
-Aggregation = Literal[
-    "sequence_mean_token_mean",
-    "token_mean",
-    "sequence_mean_token_sum",
-    "sequence_mean_token_sum_norm",
-    "group_mean_token_mean",
-]
-
-
 NEAR_ONE = 0.5  # |log ratio| up to which expm1 keeps more digits of the term than exp does
-
-
-@dataclass(frozen=True)
-class ObjectiveSettings:
-    """What objective is meant. The defaults are the paper's GSPO.
-
-    `ratio`: `sequence` (GSPO), `sequence_token` (GSPO-token), `token` (GRPO). A term is clipped where its ratio
-    leaves [1 - clip_low, 1 + clip_high] in the direction its advantage rewards; equality is not outside.
-    `dual_clip` c: for A < 0 a term is at least c * A. `norm_constant_tokens`: the constant of
-    `sequence_mean_token_sum_norm`, tokens.
-
-    Raises ValueError for values outside these meanings.
-    """
-
-    ratio: Ratio = "sequence"
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-    dual_clip: float | None = None
-    aggregation: Aggregation = "sequence_mean_token_mean"
-    norm_constant_tokens: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.ratio not in Ratio.__args__:
-            raise ValueError(f"ratio {self.ratio!r}; valid: {', '.join(Ratio.__args__)}")
-        if self.aggregation not in Aggregation.__args__:
-            raise ValueError(f"aggregation {self.aggregation!r}; valid: {', '.join(Aggregation.__args__)}")
-        if self.clip_low < 0 or self.clip_high < 0:
-            raise ValueError(f"clip_low and clip_high must be >= 0; got {self.clip_low}, {self.clip_high}")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip must be > 1; got {self.dual_clip}")
-        if self.aggregation == "sequence_mean_token_sum_norm" and not (self.norm_constant_tokens or 0) > 0:
-            raise ValueError("aggregation sequence_mean_token_sum_norm needs norm_constant_tokens > 0")
 
 
 @dataclass(frozen=True)
@@ -144,33 +103,6 @@ def clipped_terms(
     return ClippedTerms(
         torch.where(positive | negative, advantages, 0.0), (~far_ratio).double(), excess, high, low, dual
     )
-
-
-def sequence_coefficients(
-    settings: ObjectiveSettings, lengths: Tensor, denominator: float, group_sizes: Tensor | None = None
-) -> Tensor:
-    """c_i such that J = sum_i c_i (1/L_i) sum_t term_it: [S] float64, 0 for a sequence without active token.
-
-    `lengths: [S]` global active tokens. `denominator`, over the whole mini-batch: sequences with an active token;
-    for `token_mean` their tokens; for `group_mean_token_mean` their prompts (then `group_sizes: [S]` is the number
-    of such sequences of each one's prompt).
-    """
-    tokens = lengths.double()
-    present = (tokens > 0).double()
-    if denominator < 0 or (denominator == 0 and bool(present.any())):
-        raise ValueError(
-            f"denominator {denominator}: must be the positive global count of what the aggregation averages over"
-        )
-    scale = present / (denominator or 1.0)  # a mini-batch without any active token has denominator 0 and objective 0
-    if settings.aggregation in ("token_mean", "sequence_mean_token_sum"):
-        return scale * tokens
-    if settings.aggregation == "sequence_mean_token_sum_norm":
-        return scale * tokens / settings.norm_constant_tokens
-    if settings.aggregation == "group_mean_token_mean":
-        if group_sizes is None:
-            raise ValueError("aggregation group_mean_token_mean needs group_sizes: [S]")
-        return scale / group_sizes.double().clamp(min=1.0)
-    return scale
 
 
 def policy_objective(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gspo_mega.algorithm.advantages import group_advantages
+from gspo_mega.algorithm.aggregation import mini_batch_denominator
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
@@ -113,7 +114,11 @@ def assemble(
         sizes = Counter(trajectories[i].group_id for i in active)
         for i in active:
             records[i]["group_size"] = sizes[trajectories[i].group_id]
-        denominator = _denominator(config.objective.aggregation, [trajectories[i] for i in active])
+        denominator = mini_batch_denominator(
+            config.objective.aggregation,
+            lengths=[sum(trajectories[i].response_mask) for i in active],
+            group_ids=[trajectories[i].group_id for i in active],
+        )
         for shard, micro_batches in zip(
             shards, _packed(records, packs_of, layout, ("advantage", "group_size")), strict=True
         ):
@@ -188,14 +193,3 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "advantage": trajectory.advantage,
         "group_size": 1,
     }
-
-
-def _denominator(aggregation: str, active: list[Trajectory]) -> float:
-    """What the aggregation averages over: tokens, prompts, or sequences with an active token (at least 1)."""
-    if aggregation == "token_mean":
-        count = sum(sum(t.response_mask) for t in active)
-    elif aggregation == "group_mean_token_mean":
-        count = len({t.group_id for t in active})
-    else:
-        count = len(active)
-    return float(max(count, 1))

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from gspo_mega.config.prompt_sources import HELD_OUT, held_out_reward, reward_names
 from gspo_mega.config.schema import Config, Source
-from gspo_mega.config.sources import HELD_OUT, held_out_reward, reward_names
 from gspo_mega.data.jsonl import Row
 from gspo_mega.data.prompts import PromptSource, encoder_of
 from gspo_mega.errors import DataError, RewardError

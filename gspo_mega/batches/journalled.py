@@ -18,6 +18,7 @@ from gspo_mega.checkpoint.folders import step_of
 from gspo_mega.config.schema import Config
 from gspo_mega.journal.journal import Journal, StepRecord
 from gspo_mega.records import Group, RolloutBatch, Trajectory
+from gspo_mega.rollout.freshness import Freshness
 
 if TYPE_CHECKING:
     from gspo_mega.checkpoint.state import TrainState
@@ -32,6 +33,7 @@ def journalled_source(
         source,
         config.batch.group_size,
         say=say,
+        freshness=Freshness(config.rollout.max_staleness),
         keep_last=config.journal.keep_last,
         prune_routes=config.journal.prune_routes and config.rollout.return_routed_experts,
         needs_routes=config.moe.routing_replay == "R3",
@@ -54,17 +56,18 @@ class JournalledSource:
         group_size: int,
         *,
         say: Callable[[str], None],
+        freshness: Freshness = Freshness(),
         keep_last: int | None = None,
         prune_routes: bool = False,
         needs_routes: bool = False,
         trains: bool = True,
         first_weights: Callable[[], str] = lambda: "",
     ) -> None:
-        """`keep_last`: how many steps' files are kept, None for all. `prune_routes`: remove routed experts once a
+        """`freshness`: which weight versions a record may come from. `keep_last`: how many steps' files are kept, None for all. `prune_routes`: remove routed experts once a
         checkpoint contains the training on them. `needs_routes`: a record without its routed experts is not used.
         `trains`: each batch changes the weights. `first_weights`: the fingerprint of what a fresh run starts from.
         """
-        self._journal, self._source, self._say = journal, source, say
+        self._journal, self._source, self._say, self._freshness = journal, source, say, freshness
         self._group_size, self._keep_last, self._prune_routes = group_size, keep_last, prune_routes
         self._needs_routes, self._trains, self._first_weights = needs_routes, trains, first_weights
         self.history = ""
@@ -166,7 +169,7 @@ class JournalledSource:
         return record
 
     def _reason_against(self, record: StepRecord, weight_version: int, made_by: dict[str, str]) -> str | None:
-        if not _is_fresh(record.weight_version, weight_version):
+        if not self._freshness.admits(record.weight_version, weight_version):
             return f"weight version {record.weight_version} sampled them, and the run holds {weight_version}"
         if record.group_size != self._group_size:
             return f"their groups are of {record.group_size} samples, the run's of {self._group_size}"
@@ -182,10 +185,6 @@ class JournalledSource:
                 "their routed experts were pruned (journal.prune_routes), and moe.routing_replay R3 needs them"
             )
         return "; ".join(reasons) or None
-
-
-def _is_fresh(sampled_by: int, weight_version: int) -> bool:
-    return sampled_by == weight_version
 
 
 def _scored_groups(record: StepRecord) -> dict[int, Group]:

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Config
-from gspo_mega.config.sources import sources_of
 from gspo_mega.records import RolloutBatch
 from gspo_mega.reward.functions import BUILTINS
 

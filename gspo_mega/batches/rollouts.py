@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from gspo_mega import beats
 from gspo_mega.batches.held_out import Evaluation, HeldOut, summarize
+from gspo_mega.config.prompt_sources import source_rewards, sources_of
 from gspo_mega.config.schema import Config
-from gspo_mega.config.sources import source_rewards, sources_of
 from gspo_mega.data.chat import load_tokenizer
 from gspo_mega.data.prompts import PromptSource, load_prompts
 from gspo_mega.data.stream import PromptStream
@@ -18,7 +18,7 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import Prompt, Trajectory
 from gspo_mega.reward.pool import ScoringPool
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
 
 
@@ -41,7 +41,7 @@ class Rollouts:
             shuffle=config.data.shuffle,
             accept_changed=config.data.accept_changed,
         )
-        self.pool = ServerPool(config, spec, attempt)
+        self.pool = ServerPool(config.rollout, spec, attempt)
         self._scoring = ScoringPool(config.reward, source_rewards(config))
         try:
             self.pool.loop.run(self._scoring.start())

@@ -2,5 +2,6 @@
 numbers.
 
 `cases.py` says what runs, `program.py` starts ranks for it, `ranks.py` leads them through the cases, `batch.py` is the
-recorded batch, `measure.py` what is measured, `compare.py` how far it is from the reference, `table.py` the report.
+recorded batch, `measure.py` what is measured, `compare_runs.py` how far it is from the reference, `table.py` the
+report. `vectors.py` replays reference vectors (tools/check_vectors.py) and needs no ranks.
 """

@@ -17,12 +17,12 @@ from gspo_mega.algorithm.diagnostics import POLICY_SUMS
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.batches.assemble import MiniBatch, assemble, plan_batch
 from gspo_mega.certify.batch import set_old_log_probs
+from gspo_mega.certify.gradients import complete_gradients
 from gspo_mega.certify.packings import packing
-from gspo_mega.certify.routes import gather_routes
+from gspo_mega.certify.route_comparison import gather_routes
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import response_values
 from gspo_mega.engine.context_parallel import local_rows
-from gspo_mega.engine.gradients import complete_gradients
 from gspo_mega.engine.policy import OldState, PassReport, PolicyEngine
 from gspo_mega.plan.layout import Layout
 from gspo_mega.records import MicroBatch, RolloutBatch
@@ -87,7 +87,7 @@ class Measurement:
         mine = self.shard()
         old = engine.old_pass(mine.micro_batches)
         report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old)
-        complete_gradients(engine.wrapped)
+        complete_gradients(engine)
         take_gradient(
             PolicyTensors(engine.spec, engine.groups, engine.chunks, values=lambda p: p.main_grad).stream(torch.float32)
         )

@@ -17,18 +17,18 @@ from typing import Any
 
 import numpy as np
 
+from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.certify.batch import Draws, old_log_probs, recorded_batch, redraw
 from gspo_mega.certify.cases import RESULTS_FILE, case_config, folder_name
-from gspo_mega.certify.compare import TOLERANCES, Comparison, Reference, outside
+from gspo_mega.certify.compare_runs import TOLERANCES, Comparison, Reference, outside
 from gspo_mega.certify.measure import Measurement, Numbers
-from gspo_mega.certify.routes import RouterMargins, tie_routers
+from gspo_mega.certify.route_comparison import RouterMargins, tie_routers
 from gspo_mega.config.schema import CertifyCase, Config
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
-from gspo_mega.runtime.loop import objective_settings
 from gspo_mega.runtime.worker_context import WorkerContext
 from gspo_mega.weights.hf_folder import HuggingFaceFolder
 from gspo_mega.weights.hf_import import import_huggingface
@@ -100,7 +100,10 @@ def clip_edges(config: Config) -> tuple[float, float]:
 def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
     """How far this case is from the reference; on rank 0."""
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
-    settings, comparison = objective_settings(config), Comparison(reference, clip_edges(config))
+    settings, comparison = (
+        objective_settings(config.algorithm, config.objective),
+        Comparison(reference, clip_edges(config)),
+    )
     # Replayed routes are those of the first weights; the reference chooses anew after every step.
     replayed = config.moe.routing_replay == "R3"
     if replayed:
@@ -141,7 +144,7 @@ def _set_routes(measurement: Measurement, reference: Reference) -> None:
 def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
     """Measure the reference, leave its numbers on disk, and say what its batch covers."""
     config, engine = measurement.config, measurement.engine
-    settings, is_lead = objective_settings(config), engine.groups.world.rank == 0
+    settings, is_lead = objective_settings(config.algorithm, config.objective), engine.groups.world.rank == 0
     draws, router_margin = _keep_from_ties(measurement)
     batch = measurement.batch
     ends = np.cumsum([t.num_response_tokens for t in batch.trajectories])

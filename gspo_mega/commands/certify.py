@@ -1,11 +1,11 @@
 """Show that layouts compute the same numbers: one recorded batch, one checkpoint, every case against a reference.
 
-    gspo-mega certify configs/certify_dense.yaml                     a matrix of layouts of a small model, on this
-    machine gspo-mega certify my_run.yaml                                     that file's layout, against one rank
+    gspo-mega certify configs/certify_dense.yaml     many layouts of a small model, on this machine
+    gspo-mega certify my_run.yaml                    that file's layout, against one rank
     gspo-mega certify my_run.yaml certify.reference.ranks=8 certify.reference.set='{parallel.tensor: 8}'
 
-Compares per-token log-probs, the loss, every tensor of the gradient, and the weights after three optimizer steps. A
-`model.path` that is a shape (a .json file) is filled with random weights. Exit code 0: every case holds; 1: one does
+Compares log-probs per token, the loss, every tensor of the gradient, and the weights after three optimizer steps. A
+`model.path` that names a shape (a .json file) gets random weights. Exit code 0: every case holds; 1: at least one does
 not.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 
-from gspo_mega.certify.program import certify
 from gspo_mega.commands.screen import Screen
 from gspo_mega.config import load_config
 
@@ -24,5 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from gspo_mega.certify.program import certify  # needs the trainer's packages, which `--help` does not
+
     with Screen() as say:
         return certify(load_config(args.config, args.overrides, "certify"), args.overrides, say)

@@ -1,11 +1,11 @@
 """Sampled accuracy of a run's newest weights, of a Hugging Face folder, or of a configuration's model.
 
-    gspo-mega eval runs/quickstart/train                        the newest weights that the run has exported or
-    published gspo-mega eval path/to/hf --config configs/quickstart.yaml  a folder, on that configuration's held-out
-    prompts gspo-mega eval configs/quickstart.yaml                      the configuration's own model.path
+    gspo-mega eval runs/quickstart/train                          the run's newest exported or published weights
+    gspo-mega eval path/to/hf --config configs/quickstart.yaml    a folder, on that configuration's held-out prompts
+    gspo-mega eval configs/quickstart.yaml                        the configuration's own model.path
 
-Samples the held-out prompts of `eval` through SGLang servers and scores them with the configuration's reward; no
-trainer ranks. Leaves its logs in a run folder of its own: `eval` inside the run, else <run.dir>/<run.name>-eval.
+Samples the held-out prompts of `eval` through SGLang servers and scores them with the configuration's reward; starts no
+trainer ranks. Writes its logs to its own run folder: `eval` inside the run, else <run.dir>/<run.name>-eval.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ COMMANDS = {
     "certify": "show that layouts compute the same numbers",
     "status": "how a run is doing, from its folder alone",
     "doctor": "what is wrong with this machine for a run",
+    "completion": "a script that completes this command line in a shell",
 }
 # These run something, whose end is their exit code whatever became of the lines that they showed.
 RUNS = ("train", "sft", "eval", "serve", "certify")
@@ -86,13 +87,18 @@ def _run(words: list[str]) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(COMMANDS)}"
         tell_error(f"gspo-mega: {name!r} is not a command; {hint}")
         return EXIT_USAGE
-    command = importlib.import_module(f"gspo_mega.commands.{name}")
+    command = importlib.import_module(module_of(name))
     parser = argparse.ArgumentParser(
         prog=f"gspo-mega {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     command.add_arguments(parser)
     # Intermixed: an override may stand before or after an option.
     return command.run(parser.parse_intermixed_args(words[1:]))
+
+
+def module_of(command: str) -> str:
+    """The module that holds a command."""
+    return f"gspo_mega.commands.{'shell_completion' if command == 'completion' else command}"
 
 
 def _help() -> str:
@@ -102,10 +108,12 @@ def _help() -> str:
         [
             "gspo-mega: GSPO on Megatron-Core policies with SGLang rollouts.",
             "",
-            "usage: gspo-mega COMMAND [...]        (gspo-mega COMMAND --help says more)",
+            "usage: gspo-mega COMMAND [...]        (details: gspo-mega COMMAND --help)",
+            "       gspo-mega --version",
             "",
             *lines,
             "",
             "Configurations take overrides: gspo-mega train configs/quickstart.yaml train.num_steps=10",
+            "Completion in bash: source <(gspo-mega completion bash)",
         ]
     )

@@ -1,12 +1,12 @@
 """Show what a configuration resolves to on how many ranks, or every reason why it cannot run.
 
-    gspo-mega plan my_run.yaml                                  layout, memory, time; exact where it can be, estimates
-    named gspo-mega plan my_run.yaml --command train                  also what train reads: data, rewards gspo-mega
-    plan my_run.yaml --search 4x8                     rank layouts on 4 nodes of 8 GPUs, write the YAML block eval
-    "$(gspo-mega plan my_run.yaml --shell)"                the numbers a job script needs
+    gspo-mega plan my_run.yaml                       layout, memory, time; estimates are marked as such
+    gspo-mega plan my_run.yaml --command train       also checks what `train` reads: data, rewards
+    gspo-mega plan my_run.yaml --search 4x8          rank the layouts on 4 nodes of 8 GPUs, print the YAML block
+    eval "$(gspo-mega plan my_run.yaml --shell)"     the numbers that a job script needs
 
-Starts nothing and imports no torch, so it answers at once on a login node. Exit code 0: it can run; 2: it
-cannot, with a line for every reason.
+Starts nothing and imports no torch, so it answers at once on a login node. Exit code 0: the configuration can run; 2:
+it cannot, with one line per reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="PATH", help="plan with this Hugging Face folder or config.json instead of model.path"
     )
-    parser.add_argument("--device", choices=("cpu", "gpu"), help="what the ranks will run on, when it is known")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="what the ranks will run on, where known")
     parser.add_argument(
         "--command",
         choices=("train", "sft", "eval", "certify"),
@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     parser.add_argument("--shell", action="store_true", help="print what a job script needs as shell variables")
     parser.add_argument(
-        "--search", metavar="NODESxGPUS", help="rank the layouts on so many trainer nodes and GPUs a node"
+        "--search", metavar="NODESxGPUS", help="rank the layouts on this many trainer nodes and GPUs per node"
     )
     parser.add_argument(
-        "--resolved", action="store_true", help="print the configuration with every default written out, too"
+        "--resolved", action="store_true", help="also print the configuration with every default written out"
     )
     parser.add_argument("--json-schema", action="store_true", help="print the JSON Schema for editors and nothing else")
 

@@ -2,8 +2,8 @@
 
 from gspo_mega.config.jsonschema import render_json_schema
 from gspo_mega.config.loader import LoadedConfig, load_config
+from gspo_mega.config.prompt_sources import data_sources
 from gspo_mega.config.render import render_config
 from gspo_mega.config.schema import Config
-from gspo_mega.config.sources import data_sources
 
 __all__ = ["Config", "LoadedConfig", "data_sources", "load_config", "render_config", "render_json_schema"]

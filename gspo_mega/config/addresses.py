@@ -1,6 +1,6 @@
 """Addresses that a server may bind, and how one is written with its port.
 
-Owns both. It asks no name server: a name is looked at by `rollout/supervise_server.py`, on the machine that binds it.
+Owns both. It asks no name server: `rollout/server/supervise_server.py` looks a name up, on the machine that binds it.
 """
 
 from __future__ import annotations

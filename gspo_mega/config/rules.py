@@ -10,17 +10,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from gspo_mega.config.addresses import address_problem
 from gspo_mega.config.deadlines import broken_relations
+from gspo_mega.config.recipes import RECIPES, Ratio, Recipe
 from gspo_mega.config.schema import Config, Fp8, Objective
 from gspo_mega.config.server_options import option_problems
-
-PAPER_CLIP = (3e-4, 4e-4)
-GRPO_CLIP = (0.2, 0.27)
-LARGEST_GSPO_CLIP = 0.05  # a sequence ratio is a mean over tokens: this is already hundreds of times the paper's band
-_GSPO = ("gspo", "gspo_token")
 
 
 class Violation(NamedTuple):
@@ -51,51 +47,34 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
 
 
 def resolve_defaults(config: Config) -> Config:
-    """Fill in the defaults that depend on another key: GRPO's clip range where none was given."""
-    if config.algorithm != "grpo":
-        return config
-    given = config.objective.model_fields_set
-    missing = {key: value for key, value in zip(("clip_low", "clip_high"), GRPO_CLIP) if key not in given}
-    return config.model_copy(update={"objective": config.objective.model_copy(update=missing)})
+    """Fill in the defaults that depend on another key: those that the algorithm's recipe gives to `objective`."""
+    objective = config.objective
+    missing = {
+        key: value
+        for key, value in RECIPES[config.algorithm].objective_defaults.items()
+        if key not in objective.model_fields_set and value != getattr(objective, key)
+    }
+    return config.model_copy(update={"objective": objective.model_copy(update=missing)}) if missing else config
 
 
 def _objective(config: Config) -> Iterator[Violation]:
-    objective, algorithm = config.objective, config.algorithm
-    if algorithm in _GSPO:
-        for key in ("clip_low", "clip_high"):
-            value = getattr(objective, key)
-            if value > LARGEST_GSPO_CLIP:
-                yield Violation(
-                    f"objective.{key}",
-                    f"{value:g} contradicts `algorithm: {algorithm}`, whose ratio is a mean over a whole response and"
-                    f" is clipped at 3e-4 / 4e-4 in the paper; at most {LARGEST_GSPO_CLIP:g} (or `algorithm: custom`,"
-                    " or `algorithm: grpo`)",
-                )
-        if objective.aggregation != "sequence_mean_token_mean":
-            yield Violation(
-                "objective.aggregation",
-                f"{objective.aggregation} contradicts `algorithm: {algorithm}`; valid: sequence_mean_token_mean "
-                "(or `algorithm: custom`)",
-            )
-    if config.kl.coefficient > 0 and algorithm in _GSPO:
+    objective, recipe = config.objective, RECIPES[config.algorithm]
+    yield from _contradictions(config, recipe)
+    if recipe.ratio is None and objective.ratio is None:
         yield Violation(
-            "kl.coefficient",
-            f"{config.kl.coefficient:g} contradicts `algorithm: {algorithm}`, which has no KL term; valid: 0 (or"
-            " `algorithm: custom`, or `algorithm: grpo`)",
+            "objective.ratio",
+            f"missing; `algorithm: {recipe.name}` needs it; valid: {', '.join(get_args(Ratio))}",
         )
-    if algorithm == "custom" and objective.ratio is None:
+    if recipe.ratio is not None and objective.ratio is not None:
         yield Violation(
-            "objective.ratio", "missing; `algorithm: custom` needs it; valid: sequence, sequence_token, token"
-        )
-    if algorithm != "custom" and objective.ratio is not None:
-        yield Violation(
-            "objective.ratio", f"`algorithm: {algorithm}` has its own ratio; leave it out, or use `algorithm: custom`"
+            "objective.ratio", f"`algorithm: {recipe.name}` has its own ratio; leave it out, or use `algorithm: custom`"
         )
     if objective.ratio == "token" and not {"clip_low", "clip_high"} <= objective.model_fields_set:
+        grpo = RECIPES["grpo"]
         yield Violation(
             "objective.clip_low",
             "the default clip range is that of a sequence ratio; with `ratio: token` give clip_low and clip_high "
-            f"(GRPO's: {GRPO_CLIP[0]:g} and {GRPO_CLIP[1]:g})",
+            f"(GRPO's: {grpo.clip_low:g} and {grpo.clip_high:g})",
         )
     norm = objective.aggregation == "sequence_mean_token_sum_norm"
     if norm and objective.norm_constant_tokens is None:
@@ -107,6 +86,31 @@ def _objective(config: Config) -> Iterator[Violation]:
             "objective.norm_constant_tokens",
             f"`aggregation: {objective.aggregation}` does not use it; leave it out, or use"
             " sequence_mean_token_sum_norm",
+        )
+
+
+def _contradictions(config: Config, recipe: Recipe) -> Iterator[Violation]:
+    """Settings that the recipe of `algorithm` forbids."""
+    objective, largest = config.objective, recipe.largest_clip
+    for key, value in (("clip_low", objective.clip_low), ("clip_high", objective.clip_high)):
+        if largest is not None and value > largest:
+            yield Violation(
+                f"objective.{key}",
+                f"{value:g} contradicts `algorithm: {recipe.name}`, whose ratio is a mean over a whole response and"
+                f" is clipped at {recipe.clip_low:g} / {recipe.clip_high:g} in the paper; at most {largest:g} (or"
+                " `algorithm: custom`, or `algorithm: grpo`)",
+            )
+    if recipe.fixes_aggregation and objective.aggregation != recipe.aggregation:
+        yield Violation(
+            "objective.aggregation",
+            f"{objective.aggregation} contradicts `algorithm: {recipe.name}`; valid: {recipe.aggregation} "
+            "(or `algorithm: custom`)",
+        )
+    if config.kl.coefficient > 0 and not recipe.takes_kl:
+        yield Violation(
+            "kl.coefficient",
+            f"{config.kl.coefficient:g} contradicts `algorithm: {recipe.name}`, which has no KL term; valid: 0 (or"
+            " `algorithm: custom`, or `algorithm: grpo`)",
         )
 
 
@@ -289,16 +293,16 @@ def _command(config: Config, command: str | None) -> Iterator[Violation]:
 
 def _notices(config: Config) -> Iterator[str]:
     objective, rollout = config.objective, config.rollout
-    default = GRPO_CLIP if config.algorithm == "grpo" else PAPER_CLIP
-    if (objective.clip_low, objective.clip_high) != default:
+    recipe = RECIPES[config.algorithm]
+    if (objective.clip_low, objective.clip_high) != (recipe.clip_low, recipe.clip_high):
         yield (
-            f"clip range {_band(objective)} instead of {default[0]:g} / {default[1]:g}, the published one of "
-            f"{config.algorithm if config.algorithm != 'custom' else 'gspo'}"
+            f"clip range {_band(objective)} instead of {recipe.clip_low:g} / {recipe.clip_high:g}, the published one of"
+            f" {recipe.published_as}"
         )
-    if config.algorithm == "custom":
+    if recipe.ratio is None:
         yield (
-            f"algorithm custom: ratio {objective.ratio}, aggregation {objective.aggregation}; this is not the paper's"
-            " GSPO by name"
+            f"algorithm {recipe.name}: ratio {objective.ratio}, aggregation {objective.aggregation}; this is not the"
+            " paper's GSPO by name"
         )
     if config.kl.coefficient > 0:
         vanishing = (

@@ -10,6 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gspo_mega.config.recipes import RECIPES, Aggregation, AlgorithmName, Ratio
+
+_PAPER = RECIPES["gspo"]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -81,26 +85,24 @@ class Recompute(Section):
 
 
 class Objective(Section):
-    clip_low: float = Field(default=3e-4, ge=0, description="Lower clip width of the ratio. The paper's: 3e-4.")
-    clip_high: float = Field(default=4e-4, ge=0, description="Upper clip width of the ratio. The paper's: 4e-4.")
+    clip_low: float = Field(
+        default=_PAPER.clip_low, ge=0, description="Lower clip width of the ratio. The paper's: 3e-4."
+    )
+    clip_high: float = Field(
+        default=_PAPER.clip_high, ge=0, description="Upper clip width of the ratio. The paper's: 4e-4."
+    )
     dual_clip: float | None = Field(
         default=None, gt=1, description="For A < 0 also bound the term from below by this times A. Off by default."
     )
-    ratio: Literal["sequence", "sequence_token", "token"] | None = Field(
+    ratio: Ratio | None = Field(
         default=None,
         description=(
             "With `algorithm: custom`: importance ratio of a sequence (GSPO), its token form (GSPO-token), or of a"
             " token (GRPO)."
         ),
     )
-    aggregation: Literal[
-        "sequence_mean_token_mean",
-        "token_mean",
-        "sequence_mean_token_sum",
-        "sequence_mean_token_sum_norm",
-        "group_mean_token_mean",
-    ] = Field(
-        default="sequence_mean_token_mean",
+    aggregation: Aggregation = Field(
+        default=_PAPER.aggregation,
         description="How tokens and sequences are averaged. The paper's: sequence_mean_token_mean.",
     )
     norm_constant_tokens: int | None = Field(
@@ -636,7 +638,7 @@ class Config(Section):
 
     run: Run
     model: Model
-    algorithm: Literal["gspo", "gspo_token", "grpo", "custom"] = "gspo"
+    algorithm: AlgorithmName = "gspo"
     objective: Objective = Objective()
     advantage: Advantage = Advantage()
     kl: Kl = Kl()

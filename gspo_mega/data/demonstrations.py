@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Data
-from gspo_mega.config.sources import sources_of
 from gspo_mega.data.chat import PromptEncoder
 from gspo_mega.data.jsonl import Row, type_name
 from gspo_mega.data.prompts import RowSource, encoder_of, missing_key, problem_of_prompt

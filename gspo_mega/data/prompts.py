@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Data, Source
-from gspo_mega.config.sources import sources_of
 from gspo_mega.data.chat import PromptEncoder
 from gspo_mega.data.jsonl import JsonlFile, Row
 from gspo_mega.errors import DataError

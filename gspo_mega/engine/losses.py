@@ -19,7 +19,7 @@ from gspo_mega.algorithm.kl import Estimator, reference_kl
 from gspo_mega.algorithm.mismatch import SUM_NAMES, mismatch_sums, sequence_mismatch_weights
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
 from gspo_mega.algorithm.ratio import check_finite, segment_sum
-from gspo_mega.algorithm.supervised import supervised_loss
+from gspo_mega.algorithm.supervised_loss import supervised_loss
 from gspo_mega.engine.context_parallel import sum_over_context, with_known_sum
 from gspo_mega.engine.device_batch import DeviceBatch
 from gspo_mega.engine.process_groups import ParallelGroups

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from gspo_mega.config import LoadedConfig, data_sources
-from gspo_mega.config.sources import held_out_reward, reward_names, source_rewards
+from gspo_mega.config.prompt_sources import held_out_reward, reward_names, source_rewards
 from gspo_mega.data.jsonl import Row, check_first_rows
 from gspo_mega.data.prompts import missing_key
 from gspo_mega.errors import ConfigError, DataError, JournalError

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import RewardError
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.rollout.completion import SamplingParams
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.sampling import Sampler, make_trajectory
+from gspo_mega.rollout.server_pool import ServerPool
 
 _POLL_SECONDS = 0.05
 _LEAST_RUNNING = 64

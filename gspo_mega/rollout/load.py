@@ -12,7 +12,7 @@ import random
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 
-from gspo_mega.rollout.flight import Flight
+from gspo_mega.rollout.client.flight import Flight
 
 SLOW_RATIO = 3.0
 """A server is slow where its requests get their tokens so many times slower than the fastest server's do."""

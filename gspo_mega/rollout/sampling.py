@@ -16,10 +16,11 @@ import random
 from gspo_mega.config.schema import Rollout
 from gspo_mega.errors import RolloutError
 from gspo_mega.records import Group, Prompt, Trajectory
-from gspo_mega.rollout.client import ServerError
-from gspo_mega.rollout.completion import Completion, Response, SamplingParams
-from gspo_mega.rollout.flight import Flight
-from gspo_mega.rollout.pool import Entry, ServerPool
+from gspo_mega.rollout.client.completion import Completion, Response, SamplingParams
+from gspo_mega.rollout.client.flight import Flight
+from gspo_mega.rollout.client.server_client import ServerError
+from gspo_mega.rollout.pooled_server import PooledServer
+from gspo_mega.rollout.server_pool import ServerPool
 
 _BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 10.0
@@ -77,38 +78,37 @@ class Sampler:
                 delay = min(_MAX_BACKOFF_SECONDS, _BACKOFF_SECONDS * 2 ** (tries - 1))
                 await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             before = len(response)
-            entry = await self._pool.acquire(avoid, len(prompt.token_ids) + before)
+            server = await self._pool.acquire(avoid, len(prompt.token_ids) + before)
             if total is not None and limit.when() is None:
                 limit.reschedule(asyncio.get_running_loop().time() + total)
-            what = await self._go_on(response, entry, prompt, params, request_id)
-            avoid = frozenset({entry.server_id})
+            what = await self._go_on(response, server, prompt, params, request_id)
+            avoid = frozenset({server.server_id})
             if what is None or len(response) > before:
                 tries = 0
             else:
                 last_error, tries = what, tries + 1
 
     async def _go_on(
-        self, response: Response, entry: Entry, prompt: Prompt, params: SamplingParams, request_id: str
+        self, response: Response, server: PooledServer, prompt: Prompt, params: SamplingParams, request_id: str
     ) -> str | None:
-        """One request to `entry`'s server, for what the response lacks. Returns what went wrong, if something did."""
+        """One request to `server`'s server, for what the response lacks. Returns what went wrong, if something did."""
         before = len(response)
         self.counts["num_continued_requests"] += before > 0
-        flight = Flight(self._settings.progress_deadline_seconds, entry.load)
-        entry.load.flights.add(flight)
+        flight = Flight(self._settings.progress_deadline_seconds, server.load)
+        server.load.flights.add(flight)
         failure: ServerError | None = None
         try:
-            part = await self._pool.run_on(
-                entry,
-                entry.client.generate(
+            part = await server.run(
+                server.client.generate(
                     [*prompt.token_ids, *response.whole.token_ids],
                     params.after(before),
                     request_id=request_id,
                     deadline_seconds=self._settings.progress_deadline_seconds,
-                    report_tokens=entry.load.report_tokens(self._settings.progress_deadline_seconds),
+                    report_tokens=server.load.report_tokens(self._settings.progress_deadline_seconds),
                     flight=flight,
                 ),
             )
-            self._check_version(part, entry.server_id, request_id)
+            self._check_version(part, server.server_id, request_id)
             self._add(response, part)
             if response.whole.finish_reason != "abort":
                 return None
@@ -116,22 +116,22 @@ class Sampler:
                 self.counts["num_moved_responses"] += 1
                 return None
             self.counts["num_aborted_requests"] += 1
-            return f"{entry.server_id}: generate {request_id}: cut short by the server"
+            return f"{server.server_id}: generate {request_id}: cut short by the server"
         except ServerError as error:
             failure = error
             self.counts["num_request_failures"] += 1
             self.counts[f"num_request_failures_{error.kind}"] += 1
             if error.kind != "nonsense":
-                self._keep(response, flight, entry)
+                self._keep(response, flight, server)
             return str(error)
         finally:
-            entry.load.flights.discard(flight)
-            await self._pool.release(entry, failure, len(prompt.token_ids) + before + flight.num_tokens)
+            server.load.flights.discard(flight)
+            await self._pool.release(server, failure, len(prompt.token_ids) + before + flight.num_tokens)
 
-    def _keep(self, response: Response, flight: Flight, entry: Entry) -> None:
-        """What a failed request had reported before is as good as any other part, if it is of the committed weights."""
+    def _keep(self, response: Response, flight: Flight, server: PooledServer) -> None:
+        """Keep what a failed request had reported, if its weights are admitted: its tokens are as good as any."""
         part = flight.so_far()
-        if set(part.weight_versions) <= {self._pool.committed_version}:
+        if self._pool.freshness.admits_all(part.weight_versions, self._pool.committed_version):
             self._add(response, part)
         else:
             self.counts["num_discarded_tokens"] += len(part.token_ids)
@@ -141,14 +141,13 @@ class Sampler:
             self.counts["num_discarded_tokens"] += len(part.token_ids)
 
     def _check_version(self, part: Completion, server_id: str, request_id: str) -> None:
-        committed = self._pool.committed_version
-        made_by = sorted(set(part.weight_versions))
-        if made_by not in ([committed], []):
+        freshness, committed = self._pool.freshness, self._pool.committed_version
+        if not freshness.admits_all(part.weight_versions, committed):
             raise ServerError(
                 server_id,
                 f"generate {request_id}",
                 "nonsense",
-                f"tokens of weight versions {made_by}; {committed} is committed",
+                f"tokens of weight versions {sorted(set(part.weight_versions))}; {freshness.describe(committed)}",
             )
 
 

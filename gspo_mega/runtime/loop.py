@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.batches.assemble import assemble, fill_advantages, scored_batch
-from gspo_mega.config.schema import Config
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.correction_report import correction_notice
 from gspo_mega.runtime.final_table import accuracy_text, run_table
@@ -25,8 +24,6 @@ from gspo_mega.runtime.session import Session
 from gspo_mega.runtime.step_report import StepReport, add_to_summary, evaluation_metrics
 from gspo_mega.runtime.stop import StopRequested
 from gspo_mega.runtime.worker_context import WorkerContext
-
-RATIO_OF_ALGORITHM = {"gspo": "sequence", "gspo_token": "sequence_token", "grpo": "token"}
 
 
 def run_train(context: WorkerContext) -> dict[str, Any] | None:
@@ -101,7 +98,7 @@ def train_step(session: Session, num_steps: int) -> str | None:
     if session.reference is not None:
         with session.phase("reference_log_probs"):
             reference = [session.reference.log_probs(m.micro_batches) for m in work.mini_batches]
-    settings = objective_settings(config)
+    settings = objective_settings(config.algorithm, config.objective)
     for mini_batch, before, frozen in session.each("train", zip(work.mini_batches, old, reference, strict=True)):
         result, passed = engine.train_mini_batch(
             mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen
@@ -161,20 +158,6 @@ def take(session: Session) -> tuple[RolloutBatch | None, Work]:
         batch = scored_batch(batch)
         fill_advantages(batch, config, state.step)
         return batch, session.ranks.hand_out(assemble(batch, config, session.layout, state.step))
-
-
-def objective_settings(config: Config) -> ObjectiveSettings:
-    """The objective that `algorithm` and `objective` mean."""
-    objective = config.objective
-    ratio = objective.ratio if config.algorithm == "custom" else RATIO_OF_ALGORITHM[config.algorithm]
-    return ObjectiveSettings(
-        ratio=ratio,
-        clip_low=objective.clip_low,
-        clip_high=objective.clip_high,
-        dual_clip=objective.dual_clip,
-        aggregation=objective.aggregation,
-        norm_constant_tokens=objective.norm_constant_tokens,
-    )
 
 
 def finish(session: Session) -> dict[str, Any] | None:

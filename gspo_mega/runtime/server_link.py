@@ -14,7 +14,7 @@ from typing import Protocol
 from gspo_mega import beats
 from gspo_mega.config.schema import Rollout, Server
 from gspo_mega.errors import PublishError
-from gspo_mega.rollout.control import HttpServerControl
+from gspo_mega.rollout.client.server_control import HttpServerControl
 from gspo_mega.runtime.lead import Lead
 from gspo_mega.runtime.phases import Phases
 from gspo_mega.runtime.rank_link import RankLink

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gspo_mega.batches.assemble import assemble_supervised
-from gspo_mega.config.sources import sources_of
+from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.errors import NumericsError, RewardError

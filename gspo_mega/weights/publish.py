@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from gspo_mega import kill_points
 from gspo_mega.config.schema import Config
+from gspo_mega.engine.precision import DTYPES
 from gspo_mega.errors import GspoMegaError, PublishError
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.verification import resolve_verification
@@ -35,8 +35,6 @@ from gspo_mega.weights.versions import Versions
 
 if TYPE_CHECKING:
     from gspo_mega.engine.process_groups import ParallelGroups
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 __all__ = ["PublishResult", "Publisher", "ServerControl"]
 
@@ -78,7 +76,7 @@ class Publisher:
         self.versions = Versions(weights_dir)
         self._settings = config.publish
         self._source_folder = config.model.path
-        self._dtype = _DTYPES[config.precision]
+        self._dtype = DTYPES[config.precision]
         self._spec = spec
         self._groups = groups
         self._policy = PolicyTensors(spec, groups, chunks)

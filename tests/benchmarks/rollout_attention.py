@@ -22,8 +22,8 @@ from tiny_models import EOS_TOKEN_ID, make_model
 
 from gspo_mega.config import load_config
 from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.rollout.completion import SamplingParams
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.client.completion import SamplingParams
+from gspo_mega.rollout.server_pool import ServerPool
 
 NUM_REQUESTS = 128
 NEW_TOKENS = (48, 192)
@@ -51,7 +51,7 @@ def measure(model: Path, backend: str, rounds: int) -> dict[int, float]:
         try:
             serve.wait_for("ready")
             spec = read_model_spec(model)
-            with ServerPool(load_config(config_path).config, spec, serve.attempt) as pool:
+            with ServerPool(load_config(config_path).config.rollout, spec, serve.attempt) as pool:
                 pool.wait_ready(1, 60)
                 trust(pool)
                 best = {}

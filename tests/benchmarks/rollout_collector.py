@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "rollout"))
 from collector_support import Stream, collector_of
 from fake_server import EOS
 
-from gspo_mega.rollout.completion import Completion
+from gspo_mega.rollout.client.completion import Completion
+from gspo_mega.rollout.freshness import Freshness
 from gspo_mega.rollout.loop_thread import LoopThread
 
 
@@ -32,6 +33,7 @@ class Pool:
     """A pool of one server that has room for 1024 requests, and answers them one after another."""
 
     committed_version = 0
+    freshness = Freshness(0)
     num_registration_errors = 0
     returns_routed_experts = False
     capacity = 1024
@@ -39,24 +41,25 @@ class Pool:
     def __init__(self):
         self.loop = LoopThread("rollout")
         self._room = asyncio.Semaphore(self.capacity)
-        self.entry = SimpleNamespace(server_id="server-0", client=self, load=Load(flights=set()))
+        self.server = SimpleNamespace(server_id="server-0", client=self, load=Load(flights=set()), run=run)
 
     def check(self):
         pass
 
     async def acquire(self, avoid=(), num_tokens=0):
         await self._room.acquire()
-        return self.entry
+        return self.server
 
-    async def release(self, entry, error=None, num_tokens=0):
+    async def release(self, server, error=None, num_tokens=0):
         self._room.release()
-
-    async def run_on(self, entry, coroutine):
-        return await coroutine
 
     async def generate(self, *args, **kwargs):
         await asyncio.sleep(0)
         return Completion([5, EOS], [-1.0, -1.0], [0, 0], "stop")
+
+
+async def run(call):
+    return await call
 
 
 async def score(trajectory):

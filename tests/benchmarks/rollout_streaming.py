@@ -25,10 +25,11 @@ from tiny_models import EOS_TOKEN_ID, make_model
 
 from gspo_mega.config import load_config
 from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.rollout.completion import SamplingParams
-from gspo_mega.rollout.flight import Flight
+from gspo_mega.rollout.client.completion import SamplingParams
+from gspo_mega.rollout.client.flight import Flight
 from gspo_mega.rollout.load import Load
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.secret import read_secret
+from gspo_mega.rollout.server_pool import ServerPool
 
 
 async def whole(address: str, key: str, prompts, params) -> int:
@@ -84,13 +85,18 @@ def main() -> None:
             serve.wait_for("ready")
             params = SamplingParams(args.tokens, 1.0, 1.0, -1, (EOS_TOKEN_ID,))
             prompts = [[10 + (i + j) % 90 for j in range(20)] for i in range(args.requests)]
-            with ServerPool(load_config(path).config, read_model_spec(model), serve.attempt) as pool:
+            with ServerPool(load_config(path).config.rollout, read_model_spec(model), serve.attempt) as pool:
                 pool.wait_ready(1, 60)
                 entry, load = pool.loop.run(pool.acquire()), Load()
                 rates: dict[str, list[float]] = {"whole": [], "streamed": []}
                 for number in range(args.rounds + 1):
                     for name, run in (
-                        ("whole", lambda: whole(entry.client.address, serve.attempt.read_api_key(), prompts, params)),
+                        (
+                            "whole",
+                            lambda: whole(
+                                entry.client.address, read_secret(serve.attempt.api_key_file), prompts, params
+                            ),
+                        ),
                         ("streamed", lambda: streamed(entry, load, prompts, params)),
                     ):
                         started = time.monotonic()

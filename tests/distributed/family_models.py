@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gspo_mega.rollout import cpu_server
+from gspo_mega.rollout.server import cpu_server
 
 cpu_server.activate()  # without a GPU, transformers meets the same torchvision that SGLang does
 

@@ -7,6 +7,7 @@ returns the ranks' results in order; a rank's exception is raised here with its 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ def _free_port() -> int:
 def _serve(rank: int, size: int, port: int, pipe) -> None:
     sys.path.insert(0, _TEST_FOLDER)
     os.setpgrp()  # so that what a rank starts can be ended with it
+    faulthandler.enable()  # a rank that dies of a signal shows where
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),

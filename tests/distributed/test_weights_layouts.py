@@ -183,7 +183,7 @@ def logits_difference(root: Path, source: Path, chunk, spec) -> float:
     """Largest |logit - Hugging Face's| over a sequence: the conversion is right, not only reversible."""
     import numpy as np
 
-    from gspo_mega.rollout import cpu_server
+    from gspo_mega.rollout.server import cpu_server
 
     cpu_server.activate()
     import transformers

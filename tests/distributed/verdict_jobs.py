@@ -9,16 +9,16 @@ import traceback
 import numpy as np
 import torch
 
+from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.batches.assemble import assemble, fill_advantages
+from gspo_mega.certify.gradients import complete_gradients
 from gspo_mega.config.schema import Config
-from gspo_mega.engine.gradients import complete_gradients
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.layout import layout_of
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.runtime.loop import objective_settings
 from gspo_mega.runtime.reference_policy import load_reference
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_import import import_huggingface
@@ -77,9 +77,9 @@ def _train(config: Config, phase: list[str]) -> dict[str, np.ndarray]:
     skip_old_pass = config.batch.num_mini_batches == 1 or config.old_log_probs == "rollout"
     old = [None if skip_old_pass else engine.old_pass(m.micro_batches) for m in mine]
     frozen = [reference.log_probs(m.micro_batches) if reference is not None else None for m in mine]
-    settings = objective_settings(config)
+    settings = objective_settings(config.algorithm, config.objective)
     engine.policy_gradients(mine[0].micro_batches, settings, mine[0].denominator, old[0], frozen[0])
-    complete_gradients(engine.wrapped)
+    complete_gradients(engine)
     tensors = PolicyTensors(spec, groups, engine.chunks, values=lambda parameter: parameter.main_grad)
     gradient = {name: value.numpy().copy() for name, value in tensors.stream(torch.float32)}
     for mini_batch, before, theirs in zip(mine, old, frozen, strict=True):

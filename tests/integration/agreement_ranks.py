@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from agreement_rule import Sampled, Scored
 
+from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.batches.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import Config
@@ -26,9 +27,8 @@ from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.records import MicroBatch, Prompt, Trajectory
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
-from gspo_mega.runtime.loop import objective_settings
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import policy_digests
 from gspo_mega.weights.hf_import import import_huggingface
@@ -111,7 +111,9 @@ class Trainer:
         self.routing = RoutingRecord(self.engine) if self.spec.moe is not None else None
         self.prompts = RandomPrompts()
         self.num_learnt = 0
-        self.pool = ServerPool(self.config, self.spec, Attempt(Path(attempt))) if self.groups.world.rank == 0 else None
+        self.pool = (
+            ServerPool(self.config.rollout, self.spec, Attempt(Path(attempt))) if self.groups.world.rank == 0 else None
+        )
         if self.pool is not None:
             self.pool.wait_ready(1, deadline_seconds=60)
 
@@ -192,7 +194,7 @@ class Trainer:
         """A step of the loop on a rollout batch: the log s of each mini-batch's trajectories, as it is trained on."""
         self._set_temperature(temperature)
         old = [self.engine.old_pass(m.micro_batches) for m in mini_batches]
-        settings = objective_settings(self.config)
+        settings = objective_settings(self.config.algorithm, self.config.objective)
         log_s = []
         for mini_batch, before in zip(mini_batches, old, strict=True):
             result, report = self.engine.train_mini_batch(

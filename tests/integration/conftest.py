@@ -19,7 +19,7 @@ from gspo_mega.config import load_config
 from gspo_mega.config.schema import Config
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
 
 
@@ -50,7 +50,7 @@ class RunningServer:
         """
         from servers import trust
 
-        pool = ServerPool(self.config, self.spec, self.attempt)
+        pool = ServerPool(self.config.rollout, self.spec, self.attempt)
         trust(pool)
         return pool
 

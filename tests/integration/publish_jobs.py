@@ -22,7 +22,7 @@ class Trainer:
         from gspo_mega.engine.model import build_chunks, transformer_config
         from gspo_mega.engine.process_groups import create_groups
         from gspo_mega.model.huggingface import read_model_spec
-        from gspo_mega.rollout.pool import ServerPool
+        from gspo_mega.rollout.server_pool import ServerPool
         from gspo_mega.run_folder import Attempt
         from gspo_mega.weights.hf_import import import_huggingface
         from gspo_mega.weights.publish import Publisher
@@ -35,7 +35,7 @@ class Trainer:
         self.chunks = build_chunks(transformer_config(config, spec), spec, self.groups)
         import_huggingface(config.model.path, spec, self.groups, self.chunks)
         self.publisher = Publisher(config, spec, self.groups, self.chunks, weights_dir)
-        self.pool = ServerPool(config, spec, Attempt(Path(attempt))) if self.groups.world.rank == 0 else None
+        self.pool = ServerPool(config.rollout, spec, Attempt(Path(attempt))) if self.groups.world.rank == 0 else None
         if self.pool is not None:
             self.pool.wait_ready(1, deadline_seconds=60)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import GspoMegaError
-from gspo_mega.rollout import supervise_server
+from gspo_mega.rollout.server import supervise_server
 from gspo_mega.run_folder import Attempt
 
 attempt, config_json = Path(sys.argv[1]), sys.argv[2]

@@ -18,7 +18,7 @@ from gspo_mega.config import load_config
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.records import Prompt
 from gspo_mega.rollout.collector import Collector
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import RunFolder, atomic_write_json
 
 
@@ -92,7 +92,7 @@ def test_kill_in_the_middle_of_a_rollout(dense_model, tmp_path, behind):
     stream = Stream()
     try:
         serve.wait_for("ready")
-        with ServerPool(config, spec, serve.attempt) as pool:
+        with ServerPool(config.rollout, spec, serve.attempt) as pool:
             pool.wait_ready(1, 60)
             (control,) = pool.controls()
             control.update_from_disk(str(moved), 4, deadline_seconds=60)

@@ -13,10 +13,10 @@ from test_rollout_server import reference_log_probs
 from tiny_models import EOS_TOKEN_ID
 
 from gspo_mega.records import Prompt
-from gspo_mega.rollout.completion import Response, SamplingParams
-from gspo_mega.rollout.flight import Flight
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.client.completion import Response, SamplingParams
+from gspo_mega.rollout.client.flight import Flight
 from gspo_mega.rollout.sampling import Sampler
+from gspo_mega.rollout.server_pool import ServerPool
 
 PARAMS = SamplingParams(64, 1.0, 1.0, -1, (EOS_TOKEN_ID,))
 PROMPT = tuple(range(40, 52))
@@ -111,7 +111,7 @@ def test_a_response_goes_on_at_another_server(dense_server, tmp_path):
     )
     try:
         second.wait_for("ready")
-        with ServerPool(dense_server.config, dense_server.spec, dense_server.attempt) as pool:
+        with ServerPool(dense_server.config.rollout, dense_server.spec, dense_server.attempt) as pool:
             pool.wait_ready(2, 60)
             trust(pool)
             sampler = Sampler(dense_server.config.rollout, pool)
@@ -119,7 +119,7 @@ def test_a_response_goes_on_at_another_server(dense_server, tmp_path):
             async def sample_all():
                 prompt = Prompt("p", "p", PROMPT, "text")
                 tasks = [asyncio.ensure_future(sampler.sample(prompt, PARAMS, f"r{i}")) for i in range(16)]
-                first = next(e for e in pool._ready_entries() if e.server_id == "server-0")
+                first = next(e for e in pool._ready_servers() if e.server_id == "server-0")
                 while not any(flight.num_tokens for flight in first.load.flights) and not all(
                     task.done() for task in tasks
                 ):

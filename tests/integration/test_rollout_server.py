@@ -15,7 +15,8 @@ from servers import Serve, alive, run_config, wait_gone
 from tiny_models import EOS_TOKEN_ID, perturb
 
 from gspo_mega.errors import PublishError
-from gspo_mega.rollout.completion import SamplingParams
+from gspo_mega.rollout.client.completion import SamplingParams
+from gspo_mega.rollout.secret import read_secret
 from gspo_mega.run_folder import RunFolder, atomic_write_json
 
 PROMPT = (65, 66, 67, 68, 69)
@@ -118,7 +119,7 @@ def test_the_api_key_is_needed_and_shows_nowhere(dense_server):
         urllib.request.urlopen(address + "/model_info", timeout=10)
     assert refused.value.code == 401
 
-    key = dense_server.attempt.read_api_key()
+    key = read_secret(dense_server.attempt.api_key_file)
     assert dense_server.attempt.api_key_file.stat().st_mode & 0o777 == 0o600
     log = dense_server.serve.log()
     assert re.search(r"'api_key': '\*\*\*'", log), "SGLang is expected to log its arguments at level info"

@@ -17,8 +17,8 @@ import gspo_mega
 from gspo_mega.config import load_config
 from gspo_mega.errors import RolloutError
 from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.rollout.pool import ServerPool
 from gspo_mega.rollout.registration import Registration, read_registrations
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import RunFolder, atomic_write_json
 
 SPEC = read_model_spec(Path(__file__).parents[2] / "configs/models/quickstart_moe.json")
@@ -96,7 +96,7 @@ def pool_of():
 
     def make(one, **rollout):
         config = one.config.model_copy(update={"rollout": one.config.rollout.model_copy(update=rollout)})
-        made.append(ServerPool(config, SPEC, one.attempt))
+        made.append(ServerPool(config.rollout, SPEC, one.attempt))
         return made[-1]
 
     yield make

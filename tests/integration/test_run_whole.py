@@ -14,6 +14,7 @@ from gspo_mega.config import load_config
 from gspo_mega.metrics.catalogue import CATALOGUE, PHASES, find_metric
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.rollout.registration import read_registrations
+from gspo_mega.rollout.secret import read_secret
 from gspo_mega.run_folder import RunFolder, read_json
 
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
@@ -157,7 +158,7 @@ def test_each_step_published_its_weights_and_the_result_is_the_last_of_them(whol
     current = read_json(run.current_weights_file)
     assert current == {"weight_version": NUM_STEPS, "path": str(run.weights_version_dir(NUM_STEPS))}
 
-    from gspo_mega.rollout import cpu_server
+    from gspo_mega.rollout.server import cpu_server
 
     cpu_server.activate()  # without a GPU: lets transformers be imported
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -193,7 +194,7 @@ def test_the_run_folder_has_all_that_was_promised(whole_run):
         "stacks_rank_1.txt",
     }
     assert attempt.api_key_file.stat().st_mode & 0o777 == 0o600
-    key = attempt.read_api_key()
+    key = read_secret(attempt.api_key_file)
     for log in [*attempt.logs_dir.iterdir(), attempt.console_log]:
         assert key not in log.read_text(errors="replace"), f"the API key is in {log}"
 

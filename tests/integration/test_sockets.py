@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.server_pool import ServerPool
 
 
 def listening(pids) -> set[tuple[str, int]]:
@@ -69,7 +69,7 @@ def test_a_server_and_its_clients_on_ipv6(dense_model, tmp_path):
 
     from gspo_mega.config import load_config
     from gspo_mega.model.huggingface import read_model_spec
-    from gspo_mega.rollout.client import SamplingParams
+    from gspo_mega.rollout.client.completion import SamplingParams
     from gspo_mega.runtime.server_link import local_address
 
     path = run_config(tmp_path, dense_model, server={"host": "::1", "start_deadline_seconds": 1200.0})
@@ -80,7 +80,7 @@ def test_a_server_and_its_clients_on_ipv6(dense_model, tmp_path):
         assert serve.registration().address.startswith("http://[::1]:")
         assert elsewhere(serve.processes()) == set()
         assert local_address(config.server.host) == "::1"
-        with ServerPool(config, read_model_spec(dense_model), serve.attempt) as pool:
+        with ServerPool(config.rollout, read_model_spec(dense_model), serve.attempt) as pool:
             (control,) = pool.controls()
             control.update_from_disk(str(Path(dense_model)), 1, deadline_seconds=60)
             pool.commit(1, [(control.server_id, control.generation)])

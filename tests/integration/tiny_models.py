@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from gspo_mega.rollout import cpu_server
+from gspo_mega.rollout.server import cpu_server
 
 cpu_server.activate()  # without a GPU, transformers meets the same torchvision that SGLang does
 

@@ -18,7 +18,7 @@ from servers import Serve
 
 from gspo_mega.config import load_config
 from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
 
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 3, 3, 2
@@ -75,7 +75,7 @@ class LiveRuns:
     def checksums(self) -> dict[str, str]:
         """The server's own hash of every tensor that it holds now."""
         config = load_config(self.config_file).config
-        with ServerPool(config, read_model_spec(config.model.path), self.serve.attempt) as pool:
+        with ServerPool(config.rollout, read_model_spec(config.model.path), self.serve.attempt) as pool:
             pool.wait_ready(1, deadline_seconds=60)
             (control,) = pool.controls()
             (held,) = control.checksums(deadline_seconds=60)

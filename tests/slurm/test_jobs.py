@@ -13,6 +13,7 @@ from slurm_jobs import listening, variables
 
 from gspo_mega.launcher.state import read_state
 from gspo_mega.metrics.writer import read_metrics
+from gspo_mega.rollout.secret import read_secret
 from gspo_mega.run_folder import read_json
 
 
@@ -29,7 +30,7 @@ def test_a_job_whose_rank_is_killed_goes_on_and_near_its_time_limit_is_queued_ag
     running = job.cluster.processes()
 
     # The key is in its 0600 file and nowhere else; nothing of ours listens beyond its node's own address.
-    key = attempt.read_api_key()
+    key = read_secret(attempt.api_key_file)
     assert attempt.api_key_file.stat().st_mode & 0o777 == 0o600
     ours = [(pid, command) for pid, command in running if not command.startswith("srun")]
     assert sum("gspo_mega.runtime.worker" in command for _, command in ours) >= 2

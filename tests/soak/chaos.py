@@ -38,8 +38,8 @@ from collector_support import SPEC, Stream, collector_of, make_config
 from fake_server import EOS
 
 from gspo_mega.rollout import load
-from gspo_mega.rollout import pool as pool_module
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout import server_pool as pool_module
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import RunFolder, atomic_write_text
 
 
@@ -69,7 +69,7 @@ def drive(name: str, fault: Fault, num_trajectories: int, seed: int, limit_secon
         try:
             if fault.before is not None:
                 fault.before(scene)
-            with ServerPool(make_config(**settings), SPEC, attempt) as pool:
+            with ServerPool(make_config(**settings).rollout, SPEC, attempt) as pool:
                 scene.pool = pool
                 pool.wait_ready(NUM_SERVERS - (fault.before is falls_silent), 10)
                 counts = take(scene, fault, pool, settings, num_prompts, limit_seconds)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "unit" / "rollout"))
 
 from fake_server import EOS, PROMPT_TOKENS, VOCAB, FakeServer
 
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
 
 NUM_SERVERS = 4

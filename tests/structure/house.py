@@ -37,7 +37,7 @@ LAYERS: dict[str, set[str]] = {
     "certify": _BELOW_RUNTIME | {"launcher", "runtime"},
     "commands": _BELOW_RUNTIME | {"launcher", "runtime", "certify", "doctor"},
     "__main__": {"commands"},
-    "tools": _BELOW_RUNTIME | {"launcher", "runtime"},
+    "tools": _BELOW_RUNTIME | {"launcher", "runtime", "certify"},
 }
 
 # What may be imported (or touched) only in these packages or files; the empty set means nowhere.
@@ -61,9 +61,9 @@ HOMES: dict[str, set[str]] = {
         "runtime/worker.py",
         "weights/link.py",
         "engine/cpu.py",
-        "rollout/server_entry.py",
-        "rollout/supervise_server.py",
-        "rollout/cpu_server.py",
+        "rollout/server/server_entry.py",
+        "rollout/server/supervise_server.py",
+        "rollout/server/cpu_server.py",
         "reward/process.py",
         "runtime/gpu_variables.py",
     },
@@ -76,6 +76,9 @@ MOST_LINES = 400
 TOP_LEVEL = {
     "pyproject.toml",
     "README.md",
+    "LICENSE",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
     "docs",
     "gspo_mega",
     "launch",
@@ -83,6 +86,8 @@ TOP_LEVEL = {
     "tools",
     "tests",
     ".gitignore",
+    ".editorconfig",
+    ".pre-commit-config.yaml",
     ".ci",
 }
 
@@ -175,7 +180,7 @@ def check_files(root: Path) -> list[Broken]:
 def check_words(root: Path) -> list[Broken]:
     """Paths of one machine, and words of how the product was made, in anything that is shipped."""
     broken = []
-    files = [root / "README.md", root / "pyproject.toml"]
+    files = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml")]
     files += [
         path for folder in ("gspo_mega", "tools", "launch", "configs", "docs") for path in (root / folder).rglob("*")
     ]

@@ -134,7 +134,7 @@ def test_a_forbidden_import_is_reported(tmp_path, file, source, rule):
             "gspo_mega/commands/x.py",
             "from gspo_mega.runtime.worker import main\nfrom gspo_mega.launcher import supervisor",
         ),
-        ("tools/x.py", "import gspo_mega.algorithm.vectors"),
+        ("tools/x.py", "import gspo_mega.certify.vectors"),
     ],
 )
 def test_an_allowed_import_is_not_reported(tmp_path, file, source):

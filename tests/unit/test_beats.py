@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gspo_mega import beats
-from gspo_mega.rollout.flight import Flight
+from gspo_mega.rollout.client.flight import Flight
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from gspo_mega.data.demonstrations import load_demonstrations
 from gspo_mega.data.tokenizer import VOCAB_SIZE, build_tokenizer
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.reward.builtin import arithmetic
-from gspo_mega.rollout import cpu_server
+from gspo_mega.rollout.server import cpu_server
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_quickstart.py"
 SMALL = ["--num-train", "200", "--num-heldout", "50"]

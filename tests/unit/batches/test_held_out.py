@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from gspo_mega.batches.held_out import HeldOut, summarize
+from gspo_mega.config.prompt_sources import HELD_OUT, source_rewards
 from gspo_mega.config.schema import Config
-from gspo_mega.config.sources import HELD_OUT, source_rewards
 from gspo_mega.data.prompts import load_prompts
 from gspo_mega.data.tokenizer import write_tokenizer
 from gspo_mega.errors import DataError, RewardError

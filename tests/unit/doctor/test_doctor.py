@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -49,9 +50,8 @@ def test_an_import_that_takes_minutes_is_told_and_is_nothing_wrong(monkeypatch):
     assert Patience().left > 590
     monkeypatch.setattr(checks, "SLOW_SECONDS", 0.2)
     found = checks._imports("torch", "import time; time.sleep(0.3); print('2.0')", Patience())
-    assert found.level == "note" and found.text.startswith(
-        "2.0; its import took 0 s, as every start of a rank or server will"
-    )
+    assert found.level == "note"
+    assert re.match(r"2\.0; its import took \d+ s, as every start of a rank or server will", found.text)
 
 
 def test_all_checks_share_one_patience():

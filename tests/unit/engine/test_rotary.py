@@ -18,7 +18,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_frequencies_are_those_of_transformers(name):
-    from gspo_mega.rollout import cpu_server
+    from gspo_mega.rollout.server import cpu_server
 
     cpu_server.activate()
     import transformers

@@ -195,7 +195,7 @@ def test_the_environment_wins_over_the_sites_file(given):
 
 def test_shellcheck_finds_nothing():
     assert len(SCRIPTS) >= 8
-    assert SHELLCHECK is not None, "it is among the packages that launch/setup.sh installs"
+    assert SHELLCHECK is not None, "it is among the packages that launch/setup.sh --tests installs"
     ended = subprocess.run(
         [SHELLCHECK, "--external-sources", *map(str, SCRIPTS)], capture_output=True, text=True, cwd=REPOSITORY
     )

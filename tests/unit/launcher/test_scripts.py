@@ -33,7 +33,11 @@ def root(tmp_path):
     for name in ("launch/quickstart.sh", "tests/run.sh", ".ci/run"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
-    stand_ins = {"launch/setup.sh": "#!/bin/sh\n", ".venv/bin/gspo-mega": GSPO_MEGA, ".venv/bin/python": PYTHON}
+    stand_ins = {
+        "launch/setup.sh": '#!/bin/sh\necho "with $*" > setup\n',
+        ".venv/bin/gspo-mega": GSPO_MEGA,
+        ".venv/bin/python": PYTHON,
+    }
     for name, text in stand_ins.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
@@ -58,6 +62,7 @@ def call(root, script, *arguments, **environment):
 
 def test_quickstart_from_nothing(root):
     ended, calls = call(root, "launch/quickstart.sh", "train.num_steps=3")
+    assert (root / "setup").read_text() == "with \n"
     assert ended.returncode == 0, ended.stderr
     assert calls[0] == "python tools/make_quickstart.py runs/quickstart --seed 1"
     assert calls[1].startswith("gspo-mega sft configs/quickstart_sft.yaml run.dir=runs/quickstart run.seed=1")
@@ -124,6 +129,7 @@ def test_quickstart_refuses_what_it_does_not_know(root, arguments):
 def test_run_sh_shows_every_tiers_closing_summary_and_passes(root):
     ended, calls = call(root, "tests/run.sh")
     assert ended.returncode == 0
+    assert (root / "setup").read_text() == "with --tests\n"
     # Two at a time, so that the order of the calls is open.
     assert {line.split()[-1] for line in calls} == {
         "tests/numerics",

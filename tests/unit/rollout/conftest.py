@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from collector_support import SPEC, collector_of, make_config, random_score
 from fake_server import FakeServer
 
-from gspo_mega.rollout.pool import ServerPool
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import RunFolder, atomic_write_text
 
 
@@ -43,7 +43,7 @@ def pools(attempt):
     made = []
 
     def make(**rollout) -> ServerPool:
-        made.append(ServerPool(make_config(**rollout), SPEC, attempt))
+        made.append(ServerPool(make_config(**rollout).rollout, SPEC, attempt))
         return made[-1]
 
     yield make

@@ -82,7 +82,7 @@ def test_a_control_answer_without_end_is_bounded(fakes, pools, monkeypatch):
 
     from gspo_mega.errors import PublishError
 
-    monkeypatch.setattr("gspo_mega.rollout.client._MOST_CONTROL_BYTES", 10_000)
+    monkeypatch.setattr("gspo_mega.rollout.client.server_client._MOST_CONTROL_BYTES", 10_000)
     server = fakes("server-0")
     server.control = lambda path, body: web.Response(text="x" * 20_000)
     (control,) = pools().controls()

@@ -35,8 +35,8 @@ def test_a_sample_of_chaos():
 def test_chaos_sees_what_it_looks_for():
     """With the check of an answer's request taken out, another sample's response comes in, and is found."""
     code = (
-        "import sys; sys.argv[0] = 'chaos'; sys.path.insert(0, sys.argv[1]); import chaos;from gspo_mega.rollout import"
-        " completion;add = completion.Answer.add;completion.Answer.add = lambda self, report: add(self, report |"
+        "import sys; sys.argv[0] = 'chaos'; sys.path.insert(0, sys.argv[1]); import chaos;from"
+        " gspo_mega.rollout.client import completion;add = completion.Answer.add;completion.Answer.add = lambda self, report: add(self, report |"
         " {'meta_info': report['meta_info'] | {'id': self._request_id}});sys.exit(chaos.main(['--trajectories', '24',"
         " '--only', 'another sample\\'s']))"
     )

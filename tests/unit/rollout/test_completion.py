@@ -13,7 +13,14 @@ from fake_server import EOS, VOCAB, good_answer, part_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_mega.rollout.completion import Answer, NonsenseAnswer, RefusedAnswer, Response, RoutingShape, SamplingParams
+from gspo_mega.rollout.client.completion import (
+    Answer,
+    NonsenseAnswer,
+    RefusedAnswer,
+    Response,
+    RoutingShape,
+    SamplingParams,
+)
 
 PARAMS = SamplingParams(6, 1.0, 1.0, -1, (EOS,))
 ROUTING = RoutingShape(num_layers=2, experts_per_token=2, num_experts=4)

@@ -94,7 +94,7 @@ def test_a_restarted_server_leaves_its_old_handle_and_requests_behind(fakes, poo
     async def call_that_never_ends():
         import asyncio
 
-        await pool.run_on(entry, asyncio.sleep(3600))
+        await entry.run(asyncio.sleep(3600))
 
     waiting = pool.loop.submit(call_that_never_ends())
     server.register("restarting")
@@ -172,7 +172,7 @@ def test_a_file_that_is_no_registration_is_named(attempt, pools):
 
 
 def test_three_nonsense_answers_quarantine_a_server(fakes, pools):
-    from gspo_mega.rollout.client import ServerError
+    from gspo_mega.rollout.client.server_client import ServerError
 
     fakes("server-0")
     pool = pools()
@@ -197,7 +197,15 @@ def test_controls_answer_from_any_thread_and_name_the_server(fakes, pools):
     assert results == [[{"a": "0", "b": "0"}] * 2] * 8
     with pytest.raises(PublishError, match="server-0: /end_weight_update: HTTP 400: no session is open"):
         control.end_update(deadline_seconds=2)
-    control.init_group("h", 1234, 1, 2, "g", "gloo", deadline_seconds=2)
+    control.init_group(
+        master_address="h",
+        master_port=1234,
+        rank_offset=1,
+        world_size=2,
+        group_name="g",
+        backend="gloo",
+        deadline_seconds=2,
+    )
     control.update_from_distributed(["w"], ["float32"], [(2, 3)], "g", deadline_seconds=2)
     sent = dict(server.calls)
     assert sent["/init_weights_update_group"] == {

@@ -12,7 +12,7 @@ from fake_server import FakeServer
 
 from gspo_mega.errors import RolloutError
 from gspo_mega.rollout import load
-from gspo_mega.rollout.flight import Flight
+from gspo_mega.rollout.client.flight import Flight
 
 
 def long_and_short(ids):
@@ -137,7 +137,7 @@ def test_a_slow_server_loses_its_requests_to_the_others(fakes, collect, monkeypa
     own.
     """
     monkeypatch.setattr(load, "DWELL_SECONDS", 0.1)
-    monkeypatch.setattr("gspo_mega.rollout.pool._POLL_SECONDS", 0.05)
+    monkeypatch.setattr("gspo_mega.rollout.server_pool._POLL_SECONDS", 0.05)
     servers: list[FakeServer] = [fakes(f"server-{i}") for i in range(4)]
     for server in servers:
         server.token_seconds, server.length = 0.004, lambda ids: 80 + ids[1] % 20

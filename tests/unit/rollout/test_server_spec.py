@@ -17,7 +17,7 @@ from gspo_mega.config.server_options import OWN, REFUSED
 from gspo_mega.errors import ConfigError, RolloutError
 from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.rollout.secret import Secret, ensure_secret, read_secret
-from gspo_mega.rollout.server_spec import (
+from gspo_mega.rollout.server.server_spec import (
     ServerSpec,
     check_options_sglang,
     missing_values,

@@ -8,8 +8,8 @@ import pytest
 
 from gspo_mega.config import load_config
 from gspo_mega.errors import ConfigError
-from gspo_mega.rollout import supervise_server
 from gspo_mega.rollout.registration import read_registrations
+from gspo_mega.rollout.server import supervise_server
 from gspo_mega.run_folder import RunFolder
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from gspo_mega.rollout.secret import read_secret
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_json, atomic_write_text, read_json
 
 
@@ -31,7 +32,7 @@ def test_new_attempts_count_up_and_latest_follows(tmp_path):
     assert [a.number for a in folder.attempts()] == [1, 2]
     assert os.readlink(folder.latest_attempt_link) == "0002"
     assert folder.latest_attempt().path == second.path
-    assert first.read_api_key() != second.read_api_key()
+    assert read_secret(first.api_key_file) != read_secret(second.api_key_file)
 
 
 def test_attempts_beyond_four_digits_stay_in_order(tmp_path):
@@ -50,7 +51,7 @@ def test_api_key_is_for_the_owner_alone_whatever_the_umask(tmp_path):
     finally:
         os.umask(old)
     assert stat.S_IMODE(attempt.api_key_file.stat().st_mode) == 0o600
-    assert len(attempt.read_api_key()) == 64
+    assert len(read_secret(attempt.api_key_file)) == 64
 
 
 def test_an_attempt_is_not_created_twice(tmp_path):

@@ -16,7 +16,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from gspo_mega.rollout.process_tree import group_members
+from gspo_mega.rollout.server.process_tree import group_members
 
 _PREFIX = "gspo-server-"
 _LOCK, _SEGMENTS = "lock", "segments"

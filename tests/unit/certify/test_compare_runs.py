@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from gspo_mega.certify.cases import Case
-from gspo_mega.certify.compare import TOLERANCES, Comparison, Difference, Reference, num_clip_flips, outside
+from gspo_mega.certify.compare_runs import TOLERANCES, Comparison, Difference, Reference, num_clip_flips, outside
 from gspo_mega.certify.measure import Edges, Numbers
-from gspo_mega.certify.routes import num_route_flips
+from gspo_mega.certify.route_comparison import num_route_flips
 from gspo_mega.certify.table import Row, render_table
 from gspo_mega.config.schema import CertifyCase
 

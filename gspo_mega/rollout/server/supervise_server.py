@@ -22,12 +22,12 @@ from pathlib import Path
 from gspo_mega.config.addresses import address_problem, with_port
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ConfigError, GspoMegaError, RankError
-from gspo_mega.rollout.process_tree import end_group, start_group
 from gspo_mega.rollout.registration import Registration
-from gspo_mega.rollout.restart_budget import RestartBudget
-from gspo_mega.rollout.scratch import Scratch, remove_abandoned
 from gspo_mega.rollout.secret import ensure_secret
-from gspo_mega.rollout.server_spec import spec_from_config
+from gspo_mega.rollout.server.process_tree import end_group, start_group
+from gspo_mega.rollout.server.restart_budget import RestartBudget
+from gspo_mega.rollout.server.scratch import Scratch, remove_abandoned
+from gspo_mega.rollout.server.server_spec import spec_from_config
 from gspo_mega.run_folder import Attempt, read_json
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ServerSupervisor:
         config: Config,
         attempt: Attempt,
         index: int,
-        entry: Sequence[str] = (sys.executable, "-m", "gspo_mega.rollout.server_entry"),
+        entry: Sequence[str] = (sys.executable, "-m", "gspo_mega.rollout.server.server_entry"),
     ) -> None:
         self._entry = list(entry)
         self._config = config

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gspo_mega.certify.measure import Edges, Numbers, Tensors
-from gspo_mega.certify.routes import num_route_flips
+from gspo_mega.certify.route_comparison import num_route_flips
 from gspo_mega.run_folder import atomic_write_json, read_json
 from gspo_mega.weights.hf_folder import HuggingFaceFolder
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gspo_mega.algorithm.advantages import group_advantages
+from gspo_mega.algorithm.aggregation import mini_batch_denominator
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS, band_fractions, policy_metrics, policy_sums
 from gspo_mega.algorithm.mismatch import (
     MAXIMUM_NAMES,
@@ -27,14 +28,14 @@ from gspo_mega.algorithm.mismatch import (
     sequence_mean_log_ratio,
     sequence_mismatch_weights,
 )
-from gspo_mega.algorithm.objective import ObjectiveOutput, ObjectiveSettings, policy_objective
+from gspo_mega.algorithm.objective import ObjectiveOutput, policy_objective
+from gspo_mega.algorithm.objective_settings import ObjectiveSettings
 from gspo_mega.algorithm.ratio import sequence_log_ratio_sums
-from gspo_mega.algorithm.vector_file import Combination, decode_array, parse_combination, read_vector_file
+from gspo_mega.certify.vector_file import Combination, decode_array, parse_combination, ratio_of, read_vector_file
 from gspo_mega.errors import DataError, GspoMegaError
 
 ZERO_TOLERANCE = 1e-15
 NOISE = 1e-40  # an expected 0 computed with 60 digits may read 4e-62
-RATIOS = {"gspo": "sequence", "gspo_rawseq": "sequence", "gspo_token": "sequence_token", "grpo": "token"}
 SHOWN_MISMATCHES = 4
 
 
@@ -149,7 +150,7 @@ def _run(
 ) -> ObjectiveOutput:
     clip = inputs["clip"]["grpo" if combination.algorithm == "grpo" else "gspo"]
     settings = ObjectiveSettings(
-        ratio=RATIOS[combination.algorithm],
+        ratio=ratio_of(combination.algorithm),
         clip_low=clip["eps_low"],
         clip_high=clip["eps_high"],
         dual_clip=inputs["dual_clip_c"] if combination.dual else None,
@@ -159,7 +160,7 @@ def _run(
     lengths, weights = packed.lengths, None
     group_ids = torch.tensor(inputs["group_ids"], dtype=torch.int64)
     counted = lengths > 0 if not combination.denominator_all else torch.ones_like(lengths, dtype=torch.bool)
-    denominators = {"token_mean": int(lengths.sum()), "group_mean_token_mean": int(group_ids[counted].unique().numel())}
+    denominator = mini_batch_denominator(settings.aggregation, lengths[counted].tolist(), group_ids[counted].tolist())
     old_log_probs, mask, segment_ids = packed.flat(inputs["old_logp"]), packed.mask, packed.segment_ids
     if combination.algorithm == "gspo_rawseq":
         # exp of the whole sum is GSPO's ratio of a response of one token whose log-ratio is that sum; where tokens
@@ -178,7 +179,7 @@ def _run(
         num_sequences=packed.num_sequences,
         advantages=advantages,
         lengths=lengths,
-        denominator=denominators.get(combination.aggregation, int(counted.sum())),
+        denominator=denominator,
         keep=keep,
         token_advantages=None if inputs.get("token_advantages") is None else packed.flat(inputs["token_advantages"]),
         sequence_weights=weights,

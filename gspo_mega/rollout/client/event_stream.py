@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from gspo_mega.rollout.completion import NonsenseAnswer, RoutingShape
+from gspo_mega.rollout.client.completion import NonsenseAnswer, RoutingShape
 
 # What one token may take: its id, its log-prob with 17 digits, commas and brackets; with room to spare.
 _TOKEN_BYTES = 160

@@ -1,7 +1,8 @@
-"""Async HTTP client of one SGLang server: generation and control, each call with a deadline.
+"""Async HTTP client of one SGLang server: generation, and the calls that `server_control.py` is made of.
 
-Owns the requests' form and what counts as a failed answer. It does not choose a server, retry, or know which
-weights are current (`pool.py`, `collector.py`). Token ids go in and token ids come out.
+Owns the connection, the form of a generate request, and what counts as a failed answer; every call has a deadline. It
+does not choose a server, retry, or know which weights are current (`server_pool.py`, `sampling.py`). Token ids go in
+and token ids come out.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from typing import Any, Literal
 import aiohttp
 
 from gspo_mega.errors import RolloutError
-from gspo_mega.rollout.completion import Answer, Completion, NonsenseAnswer, RefusedAnswer, RoutingShape, SamplingParams
-from gspo_mega.rollout.event_stream import IDENTITY, answer_bytes, read_body, read_events
-from gspo_mega.rollout.flight import Flight
+from gspo_mega.rollout.client.completion import (
+    Answer,
+    Completion,
+    NonsenseAnswer,
+    RefusedAnswer,
+    RoutingShape,
+    SamplingParams,
+)
+from gspo_mega.rollout.client.event_stream import IDENTITY, answer_bytes, read_body, read_events
+from gspo_mega.rollout.client.flight import Flight
 from gspo_mega.rollout.secret import Secret
 
 logger = logging.getLogger(__name__)
-PauseMode = Literal["abort", "retract", "in_place"]
 
 # The server closes a connection that was idle for 5 s. Giving it up well before is what keeps a request from being
 # written to one that is just going away, which cannot be told from a server that dies.
@@ -154,7 +161,7 @@ class ServerClient:
 
         async def ask() -> None:
             try:
-                await self._call("/abort_request", {"rid": unique_id}, deadline_seconds)
+                await self.call("/abort_request", {"rid": unique_id}, deadline_seconds)
             except ServerError as error:
                 logger.info("%s", error)
 
@@ -162,140 +169,33 @@ class ServerClient:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    async def health(self, *, deadline_seconds: float) -> None:
-        """Returns when the server is up; raises otherwise."""
-        await self._call("/health", None, deadline_seconds, method="GET")
-
-    async def model_info(self, *, deadline_seconds: float) -> dict[str, Any]:
-        return self._object(await self._call("/model_info", None, deadline_seconds, method="GET"), "/model_info")
-
-    async def weight_version(self, *, deadline_seconds: float) -> int:
-        """The version the server says it holds."""
-        version = (await self.model_info(deadline_seconds=deadline_seconds)).get("weight_version")
-        try:
-            return int(version)
-        except (TypeError, ValueError) as error:
-            raise ServerError(self.server_id, "/model_info", "nonsense", f"weight_version {version!r}") from error
-
-    async def pause(self, mode: PauseMode = "abort", *, deadline_seconds: float) -> None:
-        """Hold new requests. `abort` ends running ones (finish_reason abort); the others keep them for `resume`."""
-        await self._call("/pause_generation", {"mode": mode}, deadline_seconds)
-
-    async def resume(self, *, deadline_seconds: float) -> None:
-        await self._call("/continue_generation", {}, deadline_seconds)
-
-    async def abort_all(self, *, deadline_seconds: float) -> None:
-        await self._call("/abort_request", {"abort_all": True}, deadline_seconds)
-
-    async def flush_cache(self, *, deadline_seconds: float) -> None:
-        """Forget cached prefixes. The server refuses while requests run."""
-        await self._call("/flush_cache", {}, deadline_seconds)
-
-    async def update_from_disk(self, path: str, weight_version: int, *, deadline_seconds: float) -> None:
-        body = {"model_path": path, "weight_version": str(weight_version), "flush_cache": True}
-        await self._update("/update_weights_from_disk", body, deadline_seconds)
-
-    async def begin_update(self, *, deadline_seconds: float) -> None:
-        """Open the session that updates by a group must run in."""
-        await self._update("/begin_weight_update", {"selector": "target"}, deadline_seconds)
-
-    async def end_update(self, *, deadline_seconds: float) -> None:
-        await self._update("/end_weight_update", {}, deadline_seconds)
-
-    async def init_group(
-        self,
-        *,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        group_name: str,
-        backend: str,
-        deadline_seconds: float,
-    ) -> None:
-        """Have the server's ranks join a group, from rank `rank_offset` on. Returns when all members have joined."""
-        body = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-        await self._update("/init_weights_update_group", body, deadline_seconds)
-
-    async def destroy_group(self, group_name: str, *, deadline_seconds: float) -> None:
-        await self._update("/destroy_weights_update_group", {"group_name": group_name}, deadline_seconds)
-
-    async def update_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        *,
-        deadline_seconds: float,
-    ) -> None:
-        """Receive these tensors, in this order, as broadcasts from rank 0 of the group. `dtypes` as in "float32".
-
-        The server answers success to names it does not know and leaves its weights as they are: verify afterwards.
+    async def update(
+        self, path: str, body: dict[str, Any], deadline_seconds: float, what: str | None = None
+    ) -> dict[str, Any]:
+        """A call whose answer is {success, message, ...}; `what` names it in errors, by default `path`. Raises
+        ServerError where the server does not report success.
         """
-        body = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": group_name,
-            "flush_cache": False,
-            "selector": "target",
-        }
-        await self._update("/update_weights_from_distributed", body, deadline_seconds)
-
-    async def set_weight_version(self, weight_version: int, *, deadline_seconds: float) -> None:
-        body = {"new_version": str(weight_version), "abort_all_requests": False}
-        await self._update("/update_weight_version", body, deadline_seconds)
-
-    async def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]:
-        """Hash of every tensor as the server holds it (fused, sharded), one mapping for each of its ranks."""
-        answer = await self._check_weights("checksum", deadline_seconds)
-        try:
-            return [dict(rank["checksums"]) for rank in answer["ranks"]]
-        except (KeyError, TypeError) as error:
-            raise ServerError(
-                self.server_id, "checksum", "nonsense", f"no ranks with checksums: {str(answer)[:200]}"
-            ) from error
-
-    async def snapshot(self, *, deadline_seconds: float) -> None:
-        """Have the server remember its weights, for `compare`."""
-        await self._check_weights("snapshot", deadline_seconds)
-
-    async def reset_tensors(self, *, deadline_seconds: float) -> None:
-        """Overwrite every weight of the server with random numbers."""
-        await self._check_weights("reset_tensors", deadline_seconds)
-
-    async def compare(self, *, deadline_seconds: float) -> None:
-        """Raises ServerError naming the tensors that differ from the snapshot; forgets the snapshot if none does."""
-        await self._check_weights("compare", deadline_seconds)
-
-    async def _check_weights(self, action: str, deadline_seconds: float) -> dict[str, Any]:
-        body = {"action": action, "selector": "target"}
-        return await self._update("/weights_checker", body, deadline_seconds, what=f"/weights_checker {action}")
-
-    async def _update(self, path: str, body: dict, deadline_seconds: float, what: str | None = None) -> dict[str, Any]:
-        """A call whose answer is {success, message, ...}."""
-        answer = self._object(await self._call(path, body, deadline_seconds, what=what), what or path)
+        answer = self.check_object(await self.call(path, body, deadline_seconds, what=what), what or path)
         if answer.get("success") is not True:
             raise ServerError(self.server_id, what or path, "status", str(answer.get("message", answer)))
         return answer
 
-    def _object(self, answer: Any, what: str) -> dict[str, Any]:
+    def check_object(self, answer: Any, what: str) -> dict[str, Any]:
+        """`answer` of the call `what`. Raises ServerError where it is not a JSON object."""
         if not isinstance(answer, dict):
             raise ServerError(self.server_id, what, "nonsense", f"an object expected, not {str(answer)[:200]!r}")
         return answer
 
-    async def _call(
-        self, path: str, body: dict | None, deadline_seconds: float, *, what: str | None = None, method: str = "POST"
+    async def call(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        deadline_seconds: float,
+        *,
+        what: str | None = None,
+        method: str = "POST",
     ) -> Any:
-        """Returns the decoded JSON answer, or its text if it is none and the path's answers are not JSON."""
+        """One request and its whole answer: decoded JSON, or the text for a path that answers with text."""
         what = what or path
         try:
             async with asyncio.timeout(deadline_seconds):

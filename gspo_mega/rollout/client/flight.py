@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from gspo_mega import beats
-from gspo_mega.rollout.completion import Answer, Completion, NonsenseAnswer
+from gspo_mega.rollout.client.completion import Answer, Completion, NonsenseAnswer
 
 Cause = Literal["stalled", "moved"]
 

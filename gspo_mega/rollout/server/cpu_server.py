@@ -3,7 +3,7 @@
 Owns `activate()`, which must run before `sglang` is imported in every process of a server (the entry
 module does it at import, so that spawned children do it too). It works through import hooks alone:
 nothing of SGLang is edited on disk, and with a usable GPU it does nothing. It does not own the batched
-attention itself (`cpu_attention.py`) nor how a server is started (`server_entry.py`).
+attention itself (`sglang_cpu_attention.py`) nor how a server is started (`server_entry.py`).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _register_attention(module: types.ModuleType) -> None:
 
     @module.register_attention_backend(ATTENTION_BACKEND)
     def create(model_runner):
-        from gspo_mega.rollout.cpu_attention import BatchedCpuAttention
+        from gspo_mega.rollout.server.sglang_cpu_attention import BatchedCpuAttention
 
         return BatchedCpuAttention(model_runner)
 

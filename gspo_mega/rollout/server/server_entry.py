@@ -1,4 +1,4 @@
-"""The process that is one SGLang server: `python -m gspo_mega.rollout.server_entry --spec FILE.json`.
+"""The process that is one SGLang server: `python -m gspo_mega.rollout.server.server_entry --spec FILE.json`.
 
 Owns this process' environment, the CPU support where there is no GPU, and the arguments SGLang is started with.
 It does not watch or restart anything (`supervise_server.py` does). SGLang spawns children that import this
@@ -19,9 +19,9 @@ from typing import Any
 
 from gspo_mega.config.addresses import is_loopback
 from gspo_mega.errors import ConfigError, GspoMegaError
-from gspo_mega.rollout import cpu_server
 from gspo_mega.rollout.secret import read_secret
-from gspo_mega.rollout.server_spec import ServerSpec, check_options_sglang, missing_values, sglang_arguments
+from gspo_mega.rollout.server import cpu_server
+from gspo_mega.rollout.server.server_spec import ServerSpec, check_options_sglang, missing_values, sglang_arguments
 
 _PR_SET_PDEATHSIG = 1
 
@@ -92,7 +92,7 @@ def check_context(spec: ServerSpec, model_config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="gspo_mega.rollout.server_entry", description="Be one SGLang server.")
+    parser = argparse.ArgumentParser(prog="gspo_mega.rollout.server.server_entry", description="Be one SGLang server.")
     parser.add_argument("--spec", type=Path, required=True, help="JSON file written by `gspo-mega serve`")
     parser.add_argument("--parent", type=int, required=True, help="pid of `gspo-mega serve`; die when it does")
     arguments = parser.parse_args()

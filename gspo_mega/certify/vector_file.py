@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_mega.config.recipes import RECIPES, Aggregation, Ratio
 from gspo_mega.errors import DataError
 
-ALGORITHMS = ("gspo", "gspo_token", "grpo", "gspo_rawseq")
-AGGREGATIONS = {
+# The recipes with a ratio of their own, and GSPO with the product of the token ratios in place of their geometric mean.
+RAW_SEQUENCE = "gspo_rawseq"
+ALGORITHMS = (*(name for name, recipe in RECIPES.items() if recipe.ratio is not None), RAW_SEQUENCE)
+AGGREGATIONS: dict[str, Aggregation] = {
     "seq_mean_token_mean": "sequence_mean_token_mean",
     "token_mean": "token_mean",
     "seq_mean_token_sum": "sequence_mean_token_sum",
@@ -42,7 +45,7 @@ class Combination:
     """One key of a case's `expected`: `<algorithm>/<aggregation>[__denom_all][/dual]`."""
 
     algorithm: str
-    aggregation: str
+    aggregation: Aggregation
     denominator_all: bool
     dual: bool
 
@@ -76,6 +79,13 @@ def read_vector_file(path: Path) -> VectorFile:
         return _checked(content)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
+
+
+def ratio_of(algorithm: str) -> Ratio:
+    """The importance ratio of one of `ALGORITHMS`."""
+    ratio = RECIPES["gspo" if algorithm == RAW_SEQUENCE else algorithm].ratio
+    assert ratio is not None  # ALGORITHMS names no other recipe
+    return ratio
 
 
 def parse_combination(key: str) -> Combination:

@@ -1,0 +1,167 @@
+"""Blocking, thread-safe control of one SGLang server: each operation that publishing needs, as an HTTP call.
+
+Owns SGLang's endpoints and their bodies: the one place where they are listed. What each operation means to a publish is
+said by the protocol that this class fulfils, `gspo_mega.weights.servers.ServerControl`. Where the calls run, and what
+else happens when the server's weights change, is given by the pool (`pooled_server.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from gspo_mega.errors import PublishError
+from gspo_mega.rollout.client.server_client import ServerClient, ServerError
+from gspo_mega.rollout.registration import Registration
+
+RunCall = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class HttpServerControl:
+    """One generation of one server. Every method blocks for at most `deadline_seconds` and raises PublishError, naming
+    server and call. After a restart of the server, every call of its old control raises PublishError.
+    """
+
+    def __init__(
+        self, registration: Registration, client: ServerClient, run: RunCall, before_change: Callable[[], None]
+    ) -> None:
+        """`run` awaits a call of `client` and returns its result, from any thread. `before_change` is called before
+        every call that changes the server's weights or their version.
+        """
+        self._registration = registration
+        self._client = client
+        self._run = run
+        self._before_change = before_change
+
+    def __repr__(self) -> str:
+        return f"HttpServerControl({self.server_id}, generation {self.generation})"
+
+    @property
+    def server_id(self) -> str:
+        return self._registration.server_id
+
+    @property
+    def generation(self) -> int:
+        return self._registration.generation
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self._registration.tensor_parallel
+
+    def pause(self, *, deadline_seconds: float) -> None:
+        """Running requests end with finish_reason `abort`; new ones wait for `resume`."""
+        self._call("/pause_generation", {"mode": "abort"}, deadline_seconds)
+
+    def resume(self, *, deadline_seconds: float) -> None:
+        self._call("/continue_generation", {}, deadline_seconds)
+
+    def abort_all(self, *, deadline_seconds: float) -> None:
+        """End all running requests; new ones are served."""
+        self._call("/abort_request", {"abort_all": True}, deadline_seconds)
+
+    def flush_cache(self, *, deadline_seconds: float) -> None:
+        """SGLang refuses while requests run."""
+        self._call("/flush_cache", {}, deadline_seconds)
+
+    def update_from_disk(self, path: str, weight_version: int, *, deadline_seconds: float) -> None:
+        body = {"model_path": str(path), "weight_version": str(weight_version), "flush_cache": True}
+        self._change("/update_weights_from_disk", body, deadline_seconds)
+
+    def begin_update(self, *, deadline_seconds: float) -> None:
+        self._change("/begin_weight_update", {"selector": "target"}, deadline_seconds)
+
+    def end_update(self, *, deadline_seconds: float) -> None:
+        self._change("/end_weight_update", {}, deadline_seconds)
+
+    def init_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        deadline_seconds: float,
+    ) -> None:
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        self._update("/init_weights_update_group", body, deadline_seconds)
+
+    def destroy_group(self, group_name: str, *, deadline_seconds: float) -> None:
+        self._update("/destroy_weights_update_group", {"group_name": group_name}, deadline_seconds)
+
+    def update_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        *,
+        deadline_seconds: float,
+    ) -> None:
+        """SGLang also answers success to names that it does not know, and then changes nothing: verify afterwards."""
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "flush_cache": False,
+            "selector": "target",
+        }
+        self._change("/update_weights_from_distributed", body, deadline_seconds)
+
+    def set_weight_version(self, weight_version: int, *, deadline_seconds: float) -> None:
+        body = {"new_version": str(weight_version), "abort_all_requests": False}
+        self._change("/update_weight_version", body, deadline_seconds)
+
+    def weight_version(self, *, deadline_seconds: float) -> int:
+        answer = self._run(self._client.call("/model_info", None, deadline_seconds, method="GET"))
+        version = answer.get("weight_version") if isinstance(answer, dict) else answer
+        try:
+            return int(version)
+        except (TypeError, ValueError) as error:
+            raise self._nonsense("/model_info", f"weight_version {str(version)[:200]!r}") from error
+
+    def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]:
+        answer = self._check_weights("checksum", deadline_seconds)
+        try:
+            return [dict(rank["checksums"]) for rank in answer["ranks"]]
+        except (KeyError, TypeError) as error:
+            raise self._nonsense("checksum", f"no ranks with checksums: {str(answer)[:200]}") from error
+
+    def snapshot(self, *, deadline_seconds: float) -> None:
+        self._check_weights("snapshot", deadline_seconds)
+
+    def reset_tensors(self, *, deadline_seconds: float) -> None:
+        self._before_change()
+        self._check_weights("reset_tensors", deadline_seconds)
+
+    def compare(self, *, deadline_seconds: float) -> None:
+        """SGLang forgets the snapshot if no tensor differs from it."""
+        self._check_weights("compare", deadline_seconds)
+
+    def _call(self, path: str, body: dict[str, Any], deadline_seconds: float) -> None:
+        self._run(self._client.call(path, body, deadline_seconds))
+
+    def _update(
+        self, path: str, body: dict[str, Any], deadline_seconds: float, what: str | None = None
+    ) -> dict[str, Any]:
+        return self._run(self._client.update(path, body, deadline_seconds, what))
+
+    def _change(self, path: str, body: dict[str, Any], deadline_seconds: float) -> None:
+        self._before_change()
+        self._update(path, body, deadline_seconds)
+
+    def _check_weights(self, action: str, deadline_seconds: float) -> dict[str, Any]:
+        body = {"action": action, "selector": "target"}
+        return self._update("/weights_checker", body, deadline_seconds, what=f"/weights_checker {action}")
+
+    def _nonsense(self, what: str, why: str) -> PublishError:
+        return PublishError(str(ServerError(self.server_id, what, "nonsense", why)))

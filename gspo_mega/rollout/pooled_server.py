@@ -1,0 +1,107 @@
+"""One server as the pool knows it: its registration, its client, its load, and the weights it is known to hold.
+
+Owns this state of one generation of one server, and that its calls end when it is found gone. Which server gets a
+request is the pool's decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from gspo_mega.errors import PublishError
+from gspo_mega.rollout.client.server_client import ServerClient, ServerError
+from gspo_mega.rollout.client.server_control import HttpServerControl
+from gspo_mega.rollout.load import Load
+from gspo_mega.rollout.loop_thread import LoopThread
+from gspo_mega.rollout.registration import Registration
+
+T = TypeVar("T")
+
+_NONSENSE_LIMIT = 3
+_MAX_REST_SECONDS = 5.0
+
+
+class PooledServer:
+    """One generation of one server.
+
+    Attributes:
+        verified_version: the weight version that the server is known to hold in full, or None. A server that started
+            from a committed version holds that one. Whoever begins to change its weights sets None; only
+            `ServerPool.commit` sets a version again.
+        gone: set when this generation of the server has ended.
+        num_open: requests that the pool gave to it and that are not released yet.
+        rest_until: monotonic time before which it gets no request, after a failure.
+    """
+
+    def __init__(self, registration: Registration, client: ServerClient) -> None:
+        self.registration = registration
+        self.client = client
+        self.verified_version: int | None = registration.weight_version
+        self.gone = asyncio.Event()
+        self.num_open = 0
+        self.load = Load()
+        self.rest_until = 0.0
+        self._num_failures = 0
+        self._num_nonsense = 0
+
+    @property
+    def server_id(self) -> str:
+        return self.registration.server_id
+
+    def control(self, loop: LoopThread) -> HttpServerControl:
+        """Blocking control of this generation, for the publisher's threads; its calls run on `loop`."""
+
+        def run(call: Coroutine[Any, Any, Any]) -> Any:
+            if self.gone.is_set():
+                call.close()
+                raise PublishError(f"{self.server_id}: generation {self.registration.generation} of it is gone")
+            try:
+                return loop.run(self.run(call))
+            except ServerError as error:
+                raise PublishError(str(error)) from error
+
+        return HttpServerControl(self.registration, self.client, run, self._forget_version)
+
+    async def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await `call`, a call of this server. Raises ServerError as soon as the server is found gone."""
+        calling = asyncio.ensure_future(call)
+        gone = asyncio.ensure_future(self.gone.wait())
+        try:
+            await asyncio.wait({calling, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise ServerError(self.server_id, "request", "connection", "the server went down")
+            return calling.result()
+        finally:
+            gone.cancel()
+            calling.cancel()
+
+    def note_verified(self, weight_version: int) -> None:
+        """The server is verified to hold `weight_version` in full."""
+        self.verified_version = weight_version
+        self._num_nonsense = 0
+
+    def note_success(self) -> None:
+        """A request was answered."""
+        self._num_failures = self._num_nonsense = 0
+
+    def note_failure(self, error: ServerError, now: float) -> bool:
+        """A request failed at the monotonic time `now`: the server rests, longer after each failure in a row.
+
+        Returns True where this is the third nonsense answer in a row: the server then no longer counts as holding any
+        version.
+        """
+        if now >= self.rest_until:  # requests that fail together are one failure of the server
+            self._num_failures += 1
+            self.rest_until = now + min(_MAX_REST_SECONDS, 0.1 * 2 ** min(self._num_failures, 10))
+        if error.kind != "nonsense":
+            return False
+        self._num_nonsense += 1
+        if self._num_nonsense != _NONSENSE_LIMIT:
+            return False
+        self._forget_version()
+        return True
+
+    def _forget_version(self) -> None:
+        self.verified_version = None

@@ -1,0 +1,51 @@
+"""The control of a server against the protocol that publishing declares: the same operations, called the same way."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+
+import pytest
+
+from gspo_mega.errors import PublishError
+from gspo_mega.rollout.client.server_control import HttpServerControl
+from gspo_mega.weights.servers import ServerControl
+
+
+def operations(kind: type) -> dict[str, object]:
+    return {name: member for name, member in vars(kind).items() if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", sorted(operations(ServerControl)))
+def test_every_operation_of_the_protocol_is_there_with_its_arguments(name):
+    wanted, found = operations(ServerControl)[name], operations(HttpServerControl)[name]
+    if isinstance(wanted, property):
+        assert isinstance(found, property)
+    else:
+        assert inspect.signature(found) == inspect.signature(wanted)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "update_from_disk",
+        "begin_update",
+        "end_update",
+        "update_from_distributed",
+        "set_weight_version",
+        "reset_tensors",
+    ],
+)
+def test_a_server_whose_weights_change_is_reported_before_the_call(fakes, pools, name):
+    fakes("server-0")
+    pool = pools()
+    (control,) = pool.controls()
+    arguments = {
+        "update_from_disk": ("/weights/v1", 1),
+        "update_from_distributed": (["w"], ["float32"], [(2, 3)], "g"),
+        "set_weight_version": (1,),
+    }.get(name, ())
+    assert pool.servers_behind() == []
+    with contextlib.suppress(PublishError):  # whatever becomes of the call: the weights may have been touched
+        getattr(control, name)(*arguments, deadline_seconds=2)
+    assert [server.server_id for server in pool.servers_behind()] == ["server-0"]
