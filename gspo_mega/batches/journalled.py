@@ -56,16 +56,17 @@ class JournalledSource:
         group_size: int,
         *,
         say: Callable[[str], None],
-        freshness: Freshness = Freshness(),
+        freshness: Freshness,
         keep_last: int | None = None,
         prune_routes: bool = False,
         needs_routes: bool = False,
         trains: bool = True,
         first_weights: Callable[[], str] = lambda: "",
     ) -> None:
-        """`freshness`: which weight versions a record may come from. `keep_last`: how many steps' files are kept, None for all. `prune_routes`: remove routed experts once a
-        checkpoint contains the training on them. `needs_routes`: a record without its routed experts is not used.
-        `trains`: each batch changes the weights. `first_weights`: the fingerprint of what a fresh run starts from.
+        """`freshness`: which weight versions a record may come from. `keep_last`: how many steps' files are kept, None
+        for all. `prune_routes`: remove routed experts once a checkpoint contains the training on them. `needs_routes`:
+        a record without its routed experts is not used. `trains`: each batch changes the weights. `first_weights`: the
+        fingerprint of what a fresh run starts from.
         """
         self._journal, self._source, self._say, self._freshness = journal, source, say, freshness
         self._group_size, self._keep_last, self._prune_routes = group_size, keep_last, prune_routes

@@ -73,9 +73,10 @@ class Lead:
 
     def check_held(self) -> None:
         """Raises FolderError where the run was started again elsewhere, before something of the run is overwritten."""
-        if not self.attempt.is_newest():
+        latest = self.run_folder.latest_attempt()
+        if latest is not None and not self.attempt.is_newest():
             raise FolderError(
                 f"{self.run_folder.path} was taken over by a later start of the run, attempt"
-                f" {self.run_folder.latest_attempt().number}; this one, attempt {self.attempt.number}, ends and writes"
+                f" {latest.number}; this one, attempt {self.attempt.number}, ends and writes"
                 " nothing more"
             )

@@ -23,7 +23,7 @@ from gspo_mega.runtime.reference_policy import reference_path
 from gspo_mega.runtime.session import Session
 from gspo_mega.runtime.step_report import StepReport, add_to_summary, evaluation_metrics
 from gspo_mega.runtime.stop import StopRequested
-from gspo_mega.runtime.worker_context import WorkerContext
+from gspo_mega.runtime.worker_context import WorkerContext, required
 
 
 def run_train(context: WorkerContext) -> dict[str, Any] | None:
@@ -31,8 +31,8 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
 
     Returns rank 0's result: {"stopped": reason} when a stop was asked for, else the final numbers. Collective.
     """
-    config = context.config
-    num_steps = config.train.num_steps
+    config, settings = context.config, required(context.config.train)
+    num_steps = settings.num_steps
     with Session(context, num_optimizer_steps=num_steps * config.batch.num_mini_batches) as session:
         state = session.state
         if session.resumed_from is not None:
@@ -47,7 +47,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
         for line in session.lead.source.describe() if session.lead is not None else ():
             session.say(line)
         stop = start(session)
-        if stop is None and config.train.rollouts_only:
+        if stop is None and settings.rollouts_only:
             return run_rollouts(session, num_steps)
         while stop is None and state.step < num_steps:
             stop = train_step(session, num_steps)
@@ -111,7 +111,7 @@ def train_step(session: Session, num_steps: int) -> str | None:
     report.published = session.servers.publish(state.weight_version)
     with session.phase("report"):
         report.gather()
-    if session.evaluates and (_is_due(config.eval.every_steps, state.step) or state.step == num_steps):
+    if _evaluation_is_due(session, num_steps):
         report.evaluation = session.evaluate()
     # The checkpoint comes after the line of its step, and counts as time of the next.
     with session.phase("write"):
@@ -122,6 +122,11 @@ def train_step(session: Session, num_steps: int) -> str | None:
     if _is_due(config.checkpoint.every_steps, state.step) and state.step < num_steps:
         session.saving.checkpoint()
     return None
+
+
+def _evaluation_is_due(session: Session, num_steps: int) -> bool:
+    settings, step = session.config.eval, session.state.step
+    return session.evaluates and (step == num_steps or _is_due(required(settings).every_steps, step))
 
 
 def _is_due(every_steps: int, step: int) -> bool:

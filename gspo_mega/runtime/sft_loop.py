@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from gspo_mega.batches.assemble import assemble_supervised
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
@@ -19,7 +21,7 @@ from gspo_mega.runtime.rank_link import Work
 from gspo_mega.runtime.routing_report import expert_loads, router_losses
 from gspo_mega.runtime.session import Session
 from gspo_mega.runtime.step_report import evaluation_metrics
-from gspo_mega.runtime.worker_context import WorkerContext
+from gspo_mega.runtime.worker_context import WorkerContext, required
 
 
 def run_sft(context: WorkerContext) -> dict[str, Any] | None:
@@ -29,7 +31,7 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
     `sft.max_steps`. Collective.
     """
     config = context.config
-    settings = config.sft
+    settings = required(config.sft)
     with Session(context, num_optimizer_steps=settings.max_steps, trains_policy=False) as session:
         state = session.state
         demonstrations = _demonstrations(session)
@@ -95,7 +97,7 @@ def _start(session: Session) -> str | None:
 
 def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) -> str | None:
     """One optimizer step, and a measurement where one is due. Returns "done", "stopped" or None to go on."""
-    config, state = session.config, session.state
+    config, state, settings = session.config, session.state, required(session.config.sft)
     work = _take(session, demonstrations)
     if work.stop is not None:
         return "stopped"
@@ -107,12 +109,12 @@ def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) 
     with session.phase("report"):
         gathered = session.exchange.gather({"totals": passed.totals, "routing": passed.routing})
     verdict, metrics = None, {}
-    due = state.step % config.sft.eval_every_steps == 0 and state.step >= config.sft.eval_from_step
-    if due or state.step == config.sft.max_steps:
+    due = state.step % settings.eval_every_steps == 0 and state.step >= settings.eval_from_step
+    if due or state.step == settings.max_steps:
         verdict, metrics = _measure(session)
     seconds = session.phases.timer.finish_step()
     if gathered is not None and session.lead is not None:
-        log_probs, entropy = sum(part["totals"]["supervised_sums"] for part in gathered if part["totals"])
+        log_probs, entropy = np.sum([part["totals"]["supervised_sums"] for part in gathered if part["totals"]], axis=0)
         routing = [part["routing"] for part in gathered]
         metrics |= router_losses(config.moe, routing) | expert_loads(routing)
         metrics |= {
@@ -127,7 +129,7 @@ def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) 
         }
         session.lead.writer.write(state.step, metrics)
         if "eval/accuracy" in metrics:
-            session.say(progress_line(state.step, metrics, config.sft.max_steps))
+            session.say(progress_line(state.step, metrics, settings.max_steps))
     return verdict
 
 
@@ -140,7 +142,7 @@ def _take(session: Session, demonstrations: PromptStream[Demonstration] | None) 
         return session.ranks.hand_out_stop(stop)
     config = session.config
     with session.phase("assemble"):
-        chosen = [demonstrations.next() for _ in range(config.sft.sequences_per_step)]
+        chosen = [demonstrations.next() for _ in range(required(config.sft).sequences_per_step)]
         return session.ranks.hand_out(assemble_supervised(chosen, config, session.layout, session.state.step))
 
 
@@ -148,7 +150,7 @@ def _measure(session: Session) -> tuple[str | None, dict[str, float]]:
     """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError
     where too many samples could not be scored to decide by the others.
     """
-    settings, state = session.config.sft, session.state
+    settings, state = required(session.config.sft), session.state
     state.weight_version += 1
     session.servers.publish(state.weight_version)
     evaluation = session.evaluate()

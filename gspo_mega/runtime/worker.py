@@ -33,7 +33,7 @@ from gspo_mega.runtime.beat_writer import BeatWriter
 from gspo_mega.runtime.gpu_variables import set_variables
 from gspo_mega.runtime.rank_log import console, redirect_output
 from gspo_mega.runtime.shutdown import fail, leave
-from gspo_mega.runtime.worker_context import WorkerContext
+from gspo_mega.runtime.worker_context import KeyValueStore, WorkerContext
 
 # A collective that makes no progress for so long never will: with all ranks alive the longest wait between two of
 # them is a publish or a checkpoint. (Waiting for rollouts is not a collective.)
@@ -177,15 +177,16 @@ def _store_of_job(place: RankEnvironment) -> Any:
 
 
 def rendezvous(address: str, port: int, rank: int, world_size: int, timeout: timedelta, serve: bool) -> Any:
-    """A client of the job's key-value store; with `serve` it is served here, on `address` alone, where torch's own
-    would listen on every address of the machine.
+    """A client of the job's key-value store, a torch TCPStore. With `serve` it is served here, on `address` alone;
+    torch's own would listen on every address of the machine.
     """
-    import torch.distributed as dist
+    # torch leaves both names out of its __all__.
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     if not serve:
-        return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+        return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    return dist.TCPStore(
+    return TCPStore(
         address,
         port,
         world_size,
@@ -196,12 +197,13 @@ def rendezvous(address: str, port: int, rank: int, world_size: int, timeout: tim
     )
 
 
-def _open_store() -> Any:
+def _open_store() -> KeyValueStore:
     """A client of the store that torch.distributed's rendezvous serves on rank 0, with a name space of our own."""
-    import torch.distributed as dist
+    # torch leaves both names out of its __all__.
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return dist.PrefixStore("gspo_mega", store)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return PrefixStore("gspo_mega", store)
 
 
 if __name__ == "__main__":

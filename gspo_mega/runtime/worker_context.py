@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 from gspo_mega.config import Config
+
+T = TypeVar("T")
+
+
+class KeyValueStore(Protocol):
+    """What the runtime uses of a client of torch's key-value store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -25,4 +37,10 @@ class WorkerContext:
     is_lead: bool
     notices: tuple[str, ...]
     console: Callable[[str], None]
-    open_store: Callable[[], Any]
+    open_store: Callable[[], KeyValueStore]
+
+
+def required(section: T | None) -> T:
+    """A section of the configuration that `load_config` has made sure of, because the command needs it."""
+    assert section is not None
+    return section

@@ -11,6 +11,7 @@ import pytest
 from gspo_mega.batches.journalled import JournalledSource
 from gspo_mega.journal.journal import Journal
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
+from gspo_mega.rollout.freshness import Freshness
 
 
 def TrainState():
@@ -85,7 +86,7 @@ def run(tmp_path):
         source.num_sampled = offset
         said = []
         batches = JournalledSource(
-            Journal(tmp_path), source, 2, say=said.append, first_weights=lambda: first, **options
+            Journal(tmp_path), source, 2, say=said.append, freshness=Freshness(), first_weights=lambda: first, **options
         )
         batches.restore(TrainState())
         return SimpleNamespace(
