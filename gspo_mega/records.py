@@ -137,7 +137,7 @@ class MicroBatch:
     Arrays (numpy): `token_ids` [T] int64; `position_ids` [T] int64, from 0 in each sequence; `cu_seqlens` [S+1] int32,
     offsets of the padded sequences; `sequence_ids` [T] int64 in [0, S), the sequence each position belongs to; `labels`
     [T] int64, the next token (0 where there is none); `loss_mask` [T] float32, 1 where `labels` is an active response
-    token; `trajectory_index` [S] int64, row of each sequence in the rank's shard; `rollout_log_probs` [T] float32
+    token; `trajectory_index` [S] int64, row of each sequence in the rollout batch, on every rank; `rollout_log_probs` [T] float32
     aligned with `labels`; `routed_experts` [T, layers, top_k] int16, the experts that the rollout engine sent each
     position to, -1 where it returned none (a sequence's last token, padding, filler, layers without experts), or None
     where it returned none at all. A per-sequence value (advantage, response length, keep) lives in `sequence` as [S]
