@@ -21,7 +21,7 @@ from gspo_mega.records import Group, RolloutBatch, Trajectory
 from gspo_mega.rollout.freshness import Freshness
 
 if TYPE_CHECKING:
-    from gspo_mega.checkpoint.state import TrainState
+    from gspo_mega.checkpoint.train_state import TrainState
 
 
 def journalled_source(

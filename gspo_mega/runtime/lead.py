@@ -13,7 +13,7 @@ from gspo_mega.batches.live import LiveSource
 from gspo_mega.batches.provenance import made_by
 from gspo_mega.batches.recorded import RecordedSource
 from gspo_mega.batches.rollouts import Rollouts
-from gspo_mega.checkpoint.state import TrainState
+from gspo_mega.checkpoint.train_state import TrainState
 from gspo_mega.errors import FolderError
 from gspo_mega.journal.journal import Journal
 from gspo_mega.metrics.writer import MetricsWriter

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gspo_mega.checkpoint.initial_weights import load_weights
 from gspo_mega.checkpoint.save import Saver, SaveReport
-from gspo_mega.checkpoint.state import TrainState, find_checkpoint, load_checkpoint
+from gspo_mega.checkpoint.train_state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.config.schema import Checkpoint, Model
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.run_folder import RunFolder
