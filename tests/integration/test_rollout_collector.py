@@ -37,7 +37,9 @@ async def score(trajectory):
 
 
 def collector_of(config, pool, stream):
-    return Collector(config, pool, stream, score, byte_tokenizer().decode, [EOS_TOKEN_ID])
+    return Collector(
+        config.rollout, config.batch, config.reward, pool, stream, score, byte_tokenizer().decode, [EOS_TOKEN_ID]
+    )
 
 
 def check_whole(batch, stream, config, version):
