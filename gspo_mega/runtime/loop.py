@@ -15,6 +15,7 @@ import torch
 from gspo_mega import kill_points
 from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.batches.assemble import assemble, fill_advantages, scored_batch
+from gspo_mega.config.command_types import train_config
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.correction_report import correction_notice
 from gspo_mega.runtime.final_table import accuracy_text, run_table
@@ -30,7 +31,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
 
     Returns rank 0's result: {"stopped": reason} when a stop was asked for, else the final numbers. Collective.
     """
-    config = context.config
+    config = train_config(context.config)
     num_steps = config.train.num_steps
     with Session(context, num_optimizer_steps=num_steps * config.batch.num_mini_batches) as session:
         state = session.state

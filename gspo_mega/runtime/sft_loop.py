@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gspo_mega.batches.assemble import assemble_supervised
+from gspo_mega.config.command_types import sft_config
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
 from gspo_mega.data.stream import PromptStream
@@ -27,7 +28,7 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
     Returns rank 0's result. Raises NumericsError when the accuracy jumps past the band or is not reached in
     `sft.max_steps`. Collective.
     """
-    config = context.config
+    config = sft_config(context.config)
     settings = config.sft
     with Session(context, num_optimizer_steps=settings.max_steps, trains_policy=False) as session:
         state = session.state
@@ -94,7 +95,7 @@ def _start(session: Session) -> str | None:
 
 def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) -> str | None:
     """One optimizer step, and a measurement where one is due. Returns "done", "stopped" or None to go on."""
-    config, state = session.config, session.state
+    config, state = sft_config(session.config), session.state
     work = _take(session, demonstrations)
     if work.stop is not None:
         return "stopped"
@@ -136,7 +137,7 @@ def _take(session: Session, demonstrations: PromptStream[Demonstration] | None) 
     stop = session.stop_request.check()
     if stop is not None:
         return session.hand_out_stop(stop)
-    config = session.config
+    config = sft_config(session.config)
     with session.phase("assemble"):
         chosen = [demonstrations.next() for _ in range(config.sft.sequences_per_step)]
         return session.hand_out(assemble_supervised(chosen, config, session.layout, session.state.step))
@@ -146,7 +147,7 @@ def _measure(session: Session) -> tuple[str | None, dict[str, float]]:
     """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError
     where too many samples could not be scored to decide by the others.
     """
-    settings, state = session.config.sft, session.state
+    settings, state = sft_config(session.config).sft, session.state
     state.weight_version += 1
     session.publish()
     evaluation = session.evaluate()

@@ -28,6 +28,7 @@ from gspo_mega.algorithm.kl import KL_SUMS
 from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction, mismatch_metrics
 from gspo_mega.batches.held_out import Evaluation
 from gspo_mega.batches.rollouts import RolloutSide
+from gspo_mega.config.command_types import train_config
 from gspo_mega.engine.optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
@@ -112,7 +113,7 @@ class StepReport:
         step = session.state.step
         session.writer.write(step, metrics)
         add_to_summary(session.state.summary, metrics, tokens, step)
-        session.say(progress_line(step, metrics, session.config.train.num_steps))
+        session.say(progress_line(step, metrics, train_config(session.config).train.num_steps))
         note_correction(session.state.summary, metrics)
         if notice := correction_notice(session.config, session.state.summary):
             session.say(notice)
