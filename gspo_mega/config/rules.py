@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from gspo_mega.config.addresses import address_problem
 from gspo_mega.config.deadlines import broken_relations
@@ -16,13 +16,7 @@ from gspo_mega.config.notices import notices
 from gspo_mega.config.recipes import RECIPES, Ratio, Recipe
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_options import option_problems
-
-
-class Violation(NamedTuple):
-    """`key`: dotted; `text`: what is wrong and what is valid."""
-
-    key: str
-    text: str
+from gspo_mega.errors import Violation
 
 
 def check_rules(config: Config, command: str | None = None) -> tuple[list[Violation], list[str]]:

@@ -29,7 +29,7 @@ from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction, m
 from gspo_mega.batches.held_out import Evaluation
 from gspo_mega.batches.rollouts import RolloutSide
 from gspo_mega.config.command_types import train_config
-from gspo_mega.engine.optimizer import StepResult
+from gspo_mega.engine.megatron_optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.metrics.reduction import reduced

@@ -84,7 +84,7 @@ class Reward(Section):
         default=(),
         description=(
             "Environment variables that reward functions receive besides a short list of harmless ones"
-            " (docs/REWARDS.md)."
+            " (docs/rewards.md)."
         ),
     )
     network: bool = Field(
