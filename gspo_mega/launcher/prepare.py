@@ -34,10 +34,10 @@ def new_attempt(
 
     A folder with a checkpoint is continued and must be of the same command, and differ only in keys that
     the schema marks `may_change`; raises ConfigError with every other key that differs. One without a checkpoint has
-    nothing to continue: its run starts over, and what it published is withdrawn, lest a server start with it. What was recorded stays where the
-    configuration is the same: those rollouts are the new start's own. Otherwise it is moved to `old-NNNN` beside, a
-    folder that `--from-rollouts` and `gspo-mega inspect` take, and `say` tells. Raises FolderError where the disk
-    refuses.
+    nothing to continue: its run starts over, and what it published is withdrawn, lest a server start with it. What was
+    recorded stays where the configuration is the same: those rollouts are the new start's own. Otherwise it is moved to
+    `old-NNNN` beside, a folder that `--from-rollouts` and `gspo-mega inspect` take, and `say` tells. Raises FolderError
+    where the disk refuses.
     """
     with _told(folder):
         return _new_attempt(folder, loaded, command, say)
