@@ -32,12 +32,12 @@ def new_attempt(
 ) -> Attempt:
     """A new attempt of `command` in `folder`, which the caller holds, with config.resolved.yaml in place.
 
-    A folder with a checkpoint is continued and must be of the same command, and differ only in keys that
-    the schema marks `may_change`; raises ConfigError with every other key that differs. One without a checkpoint has
-    nothing to continue: its run starts over, and what it published is withdrawn, lest a server start with it. What was
-    recorded stays where the configuration is the same: those rollouts are the new start's own. Otherwise it is moved to
-    `old-NNNN` beside, a folder that `--from-rollouts` and `gspo-mega inspect` take, and `say` tells. Raises FolderError
-    where the disk refuses.
+    A folder with a checkpoint is continued. It must be of the same command, and its configuration may differ only in
+    keys that the schema marks `may_change`; ConfigError names every other key that differs. A folder without a
+    checkpoint has nothing to continue: its run starts over, and what it published is withdrawn, so that no server
+    starts with it. Recorded rollouts stay where the configuration is the same. Otherwise they move to a folder
+    `old-NNNN` beside it, which `--from-rollouts` and `gspo-mega inspect` take, and `say` names it. Raises
+    FolderError where the disk refuses.
     """
     with _told(folder):
         return _new_attempt(folder, loaded, command, say)
