@@ -16,8 +16,8 @@ from gspo_mega.algorithm.advantages import group_advantages
 from gspo_mega.algorithm.aggregation import mini_batch_denominator
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import Demonstration
+from gspo_mega.data.expert_routes import packed_routes
 from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
-from gspo_mega.data.routes import packed_routes
 from gspo_mega.errors import RewardError
 from gspo_mega.plan.layout import Layout
 from gspo_mega.records import MicroBatch, RolloutBatch, Trajectory

@@ -19,7 +19,7 @@ from gspo_mega.journal.journal import Journal, StepRecord
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 
 if TYPE_CHECKING:
-    from gspo_mega.checkpoint.state import TrainState
+    from gspo_mega.checkpoint.train_state import TrainState
 
 
 class Order(Protocol):

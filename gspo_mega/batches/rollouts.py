@@ -20,7 +20,7 @@ from gspo_mega.data.stream import PromptStream
 from gspo_mega.journal.journal import Journal
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.reward.pool import ScoringPool
+from gspo_mega.reward.scoring_pool import ScoringPool
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt

@@ -10,20 +10,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from gspo_mega.config.addresses import address_problem
 from gspo_mega.config.deadlines import broken_relations
 from gspo_mega.config.recipes import RECIPES, Ratio, Recipe
 from gspo_mega.config.schema import Config, Fp8, Objective
 from gspo_mega.config.server_options import option_problems
-
-
-class Violation(NamedTuple):
-    """`key`: dotted; `text`: what is wrong and what is valid."""
-
-    key: str
-    text: str
+from gspo_mega.errors import Violation
 
 
 def check_rules(config: Config, command: str | None = None) -> tuple[list[Violation], list[str]]:

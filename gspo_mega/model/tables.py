@@ -126,7 +126,8 @@ def _latent_attention() -> tuple[TensorRule, ...]:
     """Norms and latent attention of one layer. Up-projections lie head by head on both sides: [content, rotary] of a
     query, [content, value] of a key and its value. Down-projections are on every tensor rank.
     """
-    whole, copied = ("whole", "rows"), ("whole", "replicated")
+    whole: tuple[Role, Sharding] = ("whole", "rows")
+    copied: tuple[Role, Sharding] = ("whole", "replicated")
     return (
         _layer("input_layernorm.weight", ("hidden",), "input_layernorm.weight", *copied),
         _layer(

@@ -21,7 +21,7 @@ from gspo_mega.batches.recorded import ReplaySide
 from gspo_mega.batches.rollouts import RolloutSide
 from gspo_mega.checkpoint.initial_weights import load_weights
 from gspo_mega.checkpoint.save import Saver, SaveReport
-from gspo_mega.checkpoint.state import TrainState, find_checkpoint, load_checkpoint
+from gspo_mega.checkpoint.train_state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups
 from gspo_mega.errors import FolderError, NumericsError, PublishError

@@ -17,7 +17,7 @@ from gspo_mega.algorithm.kl import KL_SUMS
 from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction, mismatch_metrics
 from gspo_mega.batches.held_out import Evaluation
 from gspo_mega.batches.rollouts import RolloutSide
-from gspo_mega.engine.optimizer import StepResult
+from gspo_mega.engine.megatron_optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.records import RolloutBatch

@@ -27,7 +27,7 @@ from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.config.addresses import is_loopback
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, RENDEZVOUS_SECONDS
 from gspo_mega.errors import ConfigError
-from gspo_mega.plan.patience import patience
+from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
 from gspo_mega.runtime.beat_writer import BeatWriter
 from gspo_mega.runtime.gpu_variables import set_variables
