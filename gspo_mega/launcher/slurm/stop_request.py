@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from gspo_mega.errors import RankError
-from gspo_mega.launcher.slurm import Node, job_runs, requeue
-from gspo_mega.plan.stop_deadlines import grace_seconds
 from gspo_mega.launcher.attempt_state import StateKeeper, read_state
+from gspo_mega.launcher.slurm import Node, job_runs, requeue
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.scontrol import Node, job_runs, requeue
+from gspo_mega.plan.stop_deadlines import grace_seconds
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
