@@ -121,13 +121,13 @@ class Sampler:
             self.counts["num_request_failures"] += 1
             self.counts[f"num_request_failures_{error.kind}"] += 1
             if error.kind != "nonsense":
-                self._keep(response, flight, server)
+                self._keep(response, flight)
             return str(error)
         finally:
             server.load.flights.discard(flight)
             await self._pool.release(server, failure, len(prompt.token_ids) + before + flight.num_tokens)
 
-    def _keep(self, response: Response, flight: Flight, server: PooledServer) -> None:
+    def _keep(self, response: Response, flight: Flight) -> None:
         """Keep what a failed request had reported, if its weights are admitted: its tokens are as good as any."""
         part = flight.so_far()
         if self._pool.freshness.admits_all(part.weight_versions, self._pool.committed_version):

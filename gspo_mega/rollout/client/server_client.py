@@ -176,15 +176,30 @@ class ServerClient:
         """A call whose answer is {success, message, ...}; `what` names it in errors, by default `path`. Raises
         ServerError where the server does not report success.
         """
-        answer = self.check_object(await self.call(path, body, deadline_seconds, what=what), what or path)
+        answer = await self.call_object(path, body, deadline_seconds, what=what)
         if answer.get("success") is not True:
             raise ServerError(self.server_id, what or path, "status", str(answer.get("message", answer)))
         return answer
 
-    def check_object(self, answer: Any, what: str) -> dict[str, Any]:
-        """`answer` of the call `what`. Raises ServerError where it is not a JSON object."""
+    async def call_object(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        deadline_seconds: float,
+        *,
+        what: str | None = None,
+        method: str = "POST",
+    ) -> dict[str, Any]:
+        """A call whose answer is a JSON object."""
+        text = await self.call(path, body, deadline_seconds, what=what, method=method)
+        try:
+            answer = json.loads(text)
+        except ValueError as error:
+            raise ServerError(self.server_id, what or path, "nonsense", f"not JSON: {text[:200]!r}") from error
         if not isinstance(answer, dict):
-            raise ServerError(self.server_id, what, "nonsense", f"an object expected, not {str(answer)[:200]!r}")
+            raise ServerError(
+                self.server_id, what or path, "nonsense", f"an object expected, not {str(answer)[:200]!r}"
+            )
         return answer
 
     async def call(
@@ -195,8 +210,8 @@ class ServerClient:
         *,
         what: str | None = None,
         method: str = "POST",
-    ) -> Any:
-        """One request and its whole answer: decoded JSON, or the text for a path that answers with text."""
+    ) -> str:
+        """One request and its whole answer, as text. `what` names the call in errors, by default `path`."""
         what = what or path
         try:
             async with asyncio.timeout(deadline_seconds):
@@ -211,12 +226,7 @@ class ServerClient:
             raise ServerError(self.server_id, what, "connection", f"{type(error).__name__}: {error}") from error
         if status != 200:
             raise ServerError(self.server_id, what, "status", f"HTTP {status}: {_message(text)}")
-        if path in _TEXT_ANSWERS:
-            return text
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise ServerError(self.server_id, what, "nonsense", f"not JSON: {text[:200]!r}") from error
+        return text
 
     def _request(self, method: str, path: str, body: dict | None):
         """The request, to be entered with `async with`. Its time is bounded by the caller alone."""
@@ -237,9 +247,6 @@ def _silence(flight: Flight, deadline_seconds: float) -> str:
         if flight.cause != "moved"
         else f"did not give up a request within {flight.grace_seconds:g} s"
     )
-
-
-_TEXT_ANSWERS = frozenset({"/health", "/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"})
 
 
 def _message(text: str) -> str:

@@ -122,11 +122,11 @@ class HttpServerControl:
         self._change("/update_weight_version", body, deadline_seconds)
 
     def weight_version(self, *, deadline_seconds: float) -> int:
-        answer = self._run(self._client.call("/model_info", None, deadline_seconds, method="GET"))
-        version: Any = answer.get("weight_version") if isinstance(answer, dict) else answer
+        answer = self._run(self._client.call_object("/model_info", None, deadline_seconds, method="GET"))
         try:
-            return int(version)
-        except (TypeError, ValueError) as error:
+            return int(answer["weight_version"])
+        except (KeyError, TypeError, ValueError) as error:
+            version = answer.get("weight_version")
             raise self._nonsense("/model_info", f"weight_version {str(version)[:200]!r}") from error
 
     def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]:
