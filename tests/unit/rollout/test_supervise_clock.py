@@ -1,4 +1,4 @@
-"""The heartbeat of `gspo-mega serve` goes on when the clock on the wall is set back."""
+"""The heartbeat of `gspo-mega serve` continues when the system clock is set back."""
 
 import errno
 import time
@@ -54,6 +54,6 @@ def test_a_heartbeat_that_cannot_be_written_leaves_the_server_alone(tmp_path, mo
 
 
 def test_a_name_of_the_wildcard_is_found_where_it_is_bound():
-    """The configuration asks no name server; whoever binds the address sees what it is."""
+    """The configuration asks no name server; the process that binds the address checks it."""
     with pytest.raises(ConfigError, match="server.host: .*opens the server to every network"):
         supervise_server._free_port("0.0.0.0")
