@@ -1,7 +1,8 @@
 """Check this machine for a run: versions, GPUs, Transformer Engine, disks, addresses.
 
-Needs the standard library alone: a torch that is missing or broken is a line of the report. A Slurm job runs it on every
-node before anything else, with an all-reduce between all of them. Exit code 0: nothing is wrong; 1: something is wrong.
+Needs the standard library alone: a torch that is missing or broken is a line of the report. A Slurm job runs it on
+every node before anything else, with an all-reduce between all of them. Exit code 0: nothing is wrong; 1: something is
+wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--folder", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are (default: runs)"
     )
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="number of GPUs that must be usable (default: the number of /dev/nvidia devices)"
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of GPUs that must be usable (default: the number of /dev/nvidia devices)",
     )
     parser.add_argument("--fp8", action="store_true", help="the run uses FP8 layers")
     parser.add_argument(
@@ -45,8 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several = parser.add_argument_group("several machines, one doctor on each machine")
     several.add_argument("--machines", type=int, metavar="N", help="number of machines")
     several.add_argument("--index", type=int, metavar="I", help="index of this machine, from 0")
-    several.add_argument("--master", metavar="ADDRESS:PORT", help="address and port where the first machine listens for the others")
-    several.add_argument("--meet", type=Path, metavar="DIR", help="a new folder on a file system that all machines share")
+    several.add_argument(
+        "--master", metavar="ADDRESS:PORT", help="address and port where the first machine listens for the others"
+    )
+    several.add_argument(
+        "--meet", type=Path, metavar="DIR", help="a new folder on a file system that all machines share"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

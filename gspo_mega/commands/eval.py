@@ -53,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in the configuration")
     parser.add_argument(
-        "--config", type=Path, metavar="CONFIG", help="configuration to evaluate with; required for a Hugging Face folder"
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="configuration to evaluate with; required for a Hugging Face folder",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the result as one JSON object and everything else to standard error"
@@ -111,7 +114,7 @@ def _newest_weights(folder: RunFolder) -> Path:
         found.setdefault(Path(published["path"]), int(published["weight_version"]))
     if not found:
         raise ConfigError(
-            f"gspo-mega eval: the run {folder.path} has no result (hf/), and no published weights are left in it."
+            f"gspo-mega eval: the run {folder.path} has no result (hf/), and none of its published weights are left."
             " Continue the run, or convert a checkpoint with tools/megatron_to_hf.py"
         )
     newest = max(found, key=lambda path: found[path])  # the result wins among equals: it comes first

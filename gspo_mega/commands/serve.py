@@ -77,8 +77,8 @@ def _record_software(attempt: Attempt, index: int) -> None:
 
 
 def running_attempt(folder: RunFolder, now: float, patience_seconds: float) -> Attempt | None:
-    """The attempt whose supervisor shows signs of life, if there is one. `now`: unix seconds. A supervisor that is silent
-    by this clock is watched for `patience_seconds`, because its machine's clock may differ.
+    """The attempt whose supervisor shows signs of life, if there is one. `now`: unix seconds. A supervisor that is
+    silent by this clock is watched for `patience_seconds`, because its machine's clock may differ.
     """
     latest = folder.latest_attempt()
     state = read_state(latest) if latest is not None else None

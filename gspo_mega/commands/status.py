@@ -49,13 +49,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
-    """The report's texts by name, None for those that do not apply. `now`: unix seconds. Raises ConfigError for a folder
-    that is not a run's.
+    """The report's texts by name, None for those that do not apply. `now`: unix seconds. Raises ConfigError for a
+    folder that is not a run's.
     """
     attempt = folder.latest_attempt()
     if attempt is None:
         if not list(folder.path.glob("slurm-*.log")):
-            raise ConfigError(f"gspo-mega status: {folder.path} is not a run folder: it has neither attempts/ nor the log of a job")
+            raise ConfigError(
+                f"gspo-mega status: {folder.path} is not a run folder: it has neither attempts/ nor the log of a job"
+            )
         return dict.fromkeys((key for _, key in _SHOWN), None) | {
             "run": str(folder.path),
             "state": "no attempt yet; the job's log: slurm-*.log",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-# When many nodes import torch for the first time from one shared folder, it takes minutes. Ranks wait for each other this
-# long at their start.
+# When many nodes import torch for the first time from one shared folder, it takes minutes. Ranks wait for each other
+# this long at their start.
 DEADLINE_SECONDS = 600.0
 # A slower import is reported, although nothing is wrong: every start of every rank and server takes as long.
 SLOW_SECONDS = 60.0

@@ -154,9 +154,7 @@ def _descriptors(requests: int) -> Finding:
         else "one process may open any number of files"
     )
     if not descriptors.enough_for(requests):
-        return Finding(
-            "wrong", "files", f"{text}; {requests} concurrent requests need {requests + descriptors.SPARE}"
-        )
+        return Finding("wrong", "files", f"{text}; {requests} concurrent requests need {requests + descriptors.SPARE}")
     return Finding("ok", "files", text)
 
 
@@ -183,8 +181,8 @@ def _address(address: str) -> Finding:
 
 
 def _network(address: str) -> Finding:
-    """Whether strangers may reach the ports that a run opens at `address`: torch's stores, gloo and NCCL have no password,
-    so the network must keep others out.
+    """Whether strangers may reach the ports that a run opens at `address`: torch's stores, gloo and NCCL have no
+    password, so the network must keep others out.
     """
     try:
         ip = ipaddress.ip_address(address)
@@ -194,7 +192,7 @@ def _network(address: str) -> Finding:
         return Finding(
             "ok",
             "network",
-            f"{address}: reachable on this machine only, where other users can reach the ranks' store (docs/SECURITY.md)",
+            f"{address}: reachable on this machine only, also by its other users (docs/SECURITY.md)",
         )
     unprotected = (
         f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL have no password"

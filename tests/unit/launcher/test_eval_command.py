@@ -117,7 +117,7 @@ def test_weights_that_no_server_can_load_are_not_passed_over(run):
 
 
 def test_a_run_without_weights_is_refused(run):
-    with pytest.raises(ConfigError, match="published no weights"):
+    with pytest.raises(ConfigError, match="none of its published weights are left"):
         command.find_target(run.path, None)
 
 
