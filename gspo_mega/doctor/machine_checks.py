@@ -192,11 +192,11 @@ def _network(address: str) -> Finding:
         return Finding(
             "ok",
             "network",
-            f"{address}: reachable on this machine only, also by its other users (docs/SECURITY.md)",
+            f"{address}: reachable on this machine only, also by its other users (docs/security.md)",
         )
     unprotected = (
         f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL have no password"
-        " (docs/SECURITY.md)"
+        " (docs/security.md)"
     )
     if ip is not None and ip.is_global:
         return Finding("note", "network", f"{address} is a public address; {unprotected}")

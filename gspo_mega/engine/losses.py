@@ -14,9 +14,10 @@ from typing import ClassVar
 
 import torch
 
+from gspo_mega.algorithm.columns import ENTROPY_SUM, LOG_S, MISMATCH_MAXIMA, MISMATCH_SUMS, MISMATCH_WEIGHT
 from gspo_mega.algorithm.diagnostics import policy_sums
 from gspo_mega.algorithm.kl import Estimator, reference_kl
-from gspo_mega.algorithm.mismatch import SUM_NAMES, mismatch_sums, sequence_mismatch_weights
+from gspo_mega.algorithm.mismatch import SUM_NAMES, Correction, mismatch_sums, sequence_mismatch_weights
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
 from gspo_mega.algorithm.ratio import check_finite, segment_sum
 from gspo_mega.algorithm.supervised_loss import supervised_loss
@@ -62,16 +63,29 @@ def require_finite(batch: DeviceBatch, **tensors: torch.Tensor) -> None:
         )
 
 
+def _wanted(entropies: torch.Tensor | None) -> torch.Tensor:
+    if entropies is None:
+        raise ValueError("the entropies were not computed; the loss has to say `wants_entropy`")
+    return entropies
+
+
 @dataclass
 class OldPass:
     """Trainer log-probs at the start of a rollout batch, and the correction of the gap to the server's."""
 
     groups: ParallelGroups
-    correction: str
+    correction: Correction
     cap: float
     wants_entropy: ClassVar[bool] = True
 
-    def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor) -> PassOutput:
+    def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
+        columns, old = self.measure(batch, log_probs, entropies)
+        return PassOutput(columns=columns, old=old)
+
+    def measure(
+        self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None
+    ) -> tuple[dict[str, torch.Tensor], OldLogProbs]:
+        """The columns and what the training passes need, in tensors as `OldLogProbs` and `PassOutput` have them."""
         require_finite(batch, old_log_probs=log_probs, rollout_log_probs=batch.rollout_log_probs)
         active = torch.ones_like(batch.sequence_ids)
         sums, maxima = mismatch_sums(
@@ -81,12 +95,12 @@ class OldPass:
         mean_gap = gap / batch.sequence["length"].double().clamp(min=1.0)
         weights, keep = sequence_mismatch_weights(mean_gap, self.correction, self.cap)
         columns = {
-            "mismatch_sums": sums,
-            "mismatch_maxima": maxima,
-            "entropy_sum": segment_sum(entropies.double(), batch.sequence_ids, batch.num_sequences),
-            "mismatch_weight": weights,
+            MISMATCH_SUMS.name: sums,
+            MISMATCH_MAXIMA.name: maxima,
+            ENTROPY_SUM.name: segment_sum(_wanted(entropies).double(), batch.sequence_ids, batch.num_sequences),
+            MISMATCH_WEIGHT.name: weights,
         }
-        return PassOutput(columns=columns, old=OldLogProbs(log_probs, weights, keep, gap))
+        return columns, OldLogProbs(log_probs, weights, keep, gap)
 
 
 @dataclass
@@ -129,15 +143,16 @@ class PolicyLoss:
         if self.old is not None:
             old, known = self.old[index], None
         else:
-            measured = self.old_pass(batch, log_probs.detach(), entropies)
-            columns, old = measured.columns, measured.old
+            columns, old = self.old_pass.measure(batch, log_probs.detach(), entropies)
             # Old is current, or the server's: what the log-ratio sums to is 0, or the gap that has just been shared.
             known = old.gap_sums if self.use_rollout else torch.zeros_like(old.gap_sums)
         if self.use_rollout:
             old = OldLogProbs(
                 batch.rollout_log_probs, torch.ones_like(old.weights), torch.ones_like(old.keep), old.gap_sums
             )
-            columns = {name: old.weights if name == "mismatch_weight" else values for name, values in columns.items()}
+            columns = {
+                name: old.weights if name == MISMATCH_WEIGHT.name else values for name, values in columns.items()
+            }
 
         def reduce_sequences(sums: torch.Tensor) -> torch.Tensor:
             """With an old pass or without, one all-reduce over the context ranks a micro-batch."""
@@ -179,7 +194,7 @@ class PolicyLoss:
             )
             loss = loss + self.kl.coefficient * kl.value
             totals["kl_sums"] = kl.sums
-        return PassOutput(loss=loss, columns=columns | {"log_s": out.sequence_log_ratio}, totals=totals)
+        return PassOutput(loss=loss, columns=columns | {LOG_S.name: out.sequence_log_ratio}, totals=totals)
 
 
 @dataclass
@@ -189,8 +204,8 @@ class SupervisedLoss:
     denominator: float
     wants_entropy: ClassVar[bool] = True
 
-    def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor) -> PassOutput:
+    def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
         require_finite(batch, log_probs=log_probs)
         loss = supervised_loss(log_probs, torch.ones_like(batch.sequence_ids), self.denominator)
-        totals = torch.stack([log_probs.detach().double().sum(), entropies.double().sum()])
+        totals = torch.stack([log_probs.detach().double().sum(), _wanted(entropies).double().sum()])
         return PassOutput(loss=loss, totals={"supervised_sums": totals})

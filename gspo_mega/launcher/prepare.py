@@ -13,37 +13,9 @@ from typing import Any
 
 from gspo_mega import durable
 from gspo_mega.config import Config, LoadedConfig, load_config, render_config
+from gspo_mega.config.schema.section import may_change
 from gspo_mega.errors import ConfigError, FolderError
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
-
-# Keys that may differ when a run is continued: length, monitoring, servers, layout. None changes what a step learns
-# (another layout: up to rounding). A trailing dot stands for the whole section.
-MAY_CHANGE = (
-    "run.dir",
-    "cluster.",
-    "parallel.",
-    "train.num_steps",
-    "train.max_restarts",
-    "sft.max_steps",
-    "eval.every_steps",
-    "checkpoint.",
-    "journal.",
-    "metrics.",
-    "watchdog.",
-    "server.",
-    "publish.",
-    "rollout.max_concurrent_requests",
-    "rollout.progress_deadline_seconds",
-    "rollout.request_deadline_seconds",
-    "rollout.max_attempts",
-    "rollout.no_server_deadline_seconds",
-    "reward.deadline_seconds",
-    "reward.num_workers",
-    "reward.recycle_after",
-    "reward.memory_bytes",
-    "mismatch.budget",
-    "data.accept_changed",
-)
 
 
 @contextlib.contextmanager
@@ -59,11 +31,12 @@ def new_attempt(
 ) -> Attempt:
     """A new attempt of `command` in `folder`, which the caller holds, with config.resolved.yaml in place.
 
-    A folder with a checkpoint is continued. Its command and configuration must be the same, except for `MAY_CHANGE`;
-    raises ConfigError with every key that differs. Without a checkpoint the run starts over, and its published weights
-    are withdrawn, so that no server starts with them. Recorded rollouts stay where the configuration is the same: the
-    new start uses them. Otherwise they move to the folder `old-NNNN`, which `--from-rollouts` and `gspo-mega inspect`
-    accept, and `say` announces it. Raises FolderError where the disk refuses.
+    A folder with a checkpoint is continued. It must be of the same command, and its configuration may differ only in
+    keys that the schema marks `may_change`; ConfigError names every other key that differs. A folder without a
+    checkpoint has nothing to continue: its run starts over, and what it published is withdrawn, so that no server
+    starts with it. Recorded rollouts stay where the configuration is the same. Otherwise they move to a folder
+    `old-NNNN` beside it, which `--from-rollouts` and `gspo-mega inspect` take, and `say` names it. Raises
+    FolderError where the disk refuses.
     """
     with _disk_errors_named(folder):
         return _new_attempt(folder, loaded, command, say)
@@ -164,8 +137,7 @@ def differing_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
     return {
         key: (flat_before.get(key), flat_now.get(key))
         for key in keys
-        if flat_before.get(key) != flat_now.get(key)
-        and not any(key.startswith(allowed) if allowed.endswith(".") else key == allowed for allowed in MAY_CHANGE)
+        if flat_before.get(key) != flat_now.get(key) and not may_change(Config, key)
     }
 
 

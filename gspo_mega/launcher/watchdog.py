@@ -1,6 +1,6 @@
 """Notice ranks that are stuck, and name them and their place in the code; on one machine and under Slurm.
 
-Owns the verdict. The time limits come from `plan/patience.py`, the ranks' signs of life from `runtime/beat_writer.py`.
+Owns the verdict. The time limits come from `plan/watchdog_bounds.py`, the ranks' signs of life from `runtime/beat_writer.py`.
 Reads only the attempt's files, and /proc for ranks on this machine; ends nothing.
 
     watchdog = Watchdog(attempt, num_ranks, patience(config, figures))
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gspo_mega import beats
 from gspo_mega.errors import RankError
-from gspo_mega.plan.patience import Patience
+from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import Attempt, read_json
 
 _STATES = {

@@ -62,7 +62,11 @@ def tree(tmp_path, files):
         ("gspo_mega/model/x.py", "import gspo_mega.plan.layout", "model may not import plan"),
         ("gspo_mega/rollout/x.py", "from gspo_mega.engine import cpu", "rollout may not import engine"),
         ("gspo_mega/weights/x.py", "from gspo_mega import rollout", "weights may not import rollout"),
-        ("gspo_mega/data/x.py", "def f():\n    from gspo_mega.reward import pool", "data may not import reward"),
+        (
+            "gspo_mega/data/x.py",
+            "def f():\n    from gspo_mega.reward import scoring_pool",
+            "data may not import reward",
+        ),
         ("gspo_mega/records.py", "from gspo_mega.config import Config", "records may not import config"),
         ("gspo_mega/runtime/x.py", "from gspo_mega.commands import plan", "runtime may not import commands"),
         ("gspo_mega/model/x.py", "from . import spec", "relative import; write the whole name"),

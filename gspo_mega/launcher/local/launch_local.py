@@ -26,9 +26,9 @@ from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import stop_signals
 from gspo_mega.launcher.restarts import Restarts, furthest
 from gspo_mega.plan import plan_run, render_report
-from gspo_mega.plan.deadlines import MARGIN
 from gspo_mega.plan.estimate import estimate
-from gspo_mega.plan.patience import patience
+from gspo_mega.plan.stop_deadlines import MARGIN
+from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.run_folder import Attempt, RunFolder
 
 Command = Literal["train", "sft", "eval", "certify"]

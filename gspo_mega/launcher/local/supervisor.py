@@ -22,7 +22,7 @@ from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.failure import describe_failure
 from gspo_mega.launcher.local.remaining_servers import RemainingServers
 from gspo_mega.launcher.watchdog import Watchdog
-from gspo_mega.plan.patience import Patience
+from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.inputs import is_replay
 from gspo_mega.launcher.slurm.site_settings import Site, words_of
 from gspo_mega.plan import Estimate, estimate, plan_run, render_report
-from gspo_mega.plan.deadlines import grace_seconds, signal_seconds
+from gspo_mega.plan.stop_deadlines import grace_seconds, signal_seconds
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from gspo_mega.launcher.slurm.step_commands import Steps
 from gspo_mega.launcher.slurm.step_starts import Starts
 from gspo_mega.launcher.slurm.stop_request import Stop
 from gspo_mega.launcher.watchdog import Watchdog
-from gspo_mega.plan.patience import Patience
+from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 logger = logging.getLogger(__name__)

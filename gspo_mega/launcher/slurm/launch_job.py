@@ -30,7 +30,7 @@ from gspo_mega.launcher.slurm.step_commands import Steps
 from gspo_mega.launcher.slurm.stop_request import SIGNALS
 from gspo_mega.launcher.software_versions import versions_text
 from gspo_mega.plan import estimate, plan_run, render_report
-from gspo_mega.plan.patience import patience
+from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 

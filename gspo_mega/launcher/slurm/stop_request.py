@@ -14,7 +14,7 @@ from gspo_mega.errors import RankError
 from gspo_mega.launcher.attempt_state import StateKeeper, read_state
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.scontrol import Node, job_runs, requeue
-from gspo_mega.plan.deadlines import grace_seconds
+from gspo_mega.plan.stop_deadlines import grace_seconds
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -136,7 +136,8 @@ class Stop:
             raise RankError(
                 f"error: job {self._job_id} reached its time limit twice in a row without a new checkpoint;"
                 f" {self._seconds:.0f} s are too few for a start and a step. Raise --time of GSPO_SBATCH in"
-                f" launch/slurm/site.sh, or GSPO_SIGNAL_SECONDS (now {self._signal_seconds:.0f}) if the ranks did not stop in time"
+                f" launch/slurm/site.sh, or GSPO_SIGNAL_SECONDS (now {self._signal_seconds:.0f}) if the"
+                " ranks did not stop in time"
             )
         self._state.tell("requeued", note=self._again_because, without_progress=without_progress)
         self._say(f"queued again: {self._again_because}")
