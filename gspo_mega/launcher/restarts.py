@@ -2,12 +2,12 @@
 
 Owns the decision and `attempts/NNNN/restart.json`. The caller starts the next attempt:
 
-    restarts = Restarts.begin(folder, config.train.max_restarts)     # a command on one machine: a new budget
-    restarts = Restarts.carry_on(folder, config.train.max_restarts)  # a requeued job: the budget of earlier attempts
-    ...                                                              # the attempt fails, and nobody asked for a stop
+    restarts = Restarts.begin(folder, max_restarts)     # a command on one machine: a new budget
+    restarts = Restarts.carry_on(folder, max_restarts)  # a requeued job: the budget of earlier attempts
+    ...                                                 # the attempt fails, and nobody asked for a stop
     decision = restarts.decide(error, furthest(folder), time.time())
-    restarts.record(attempt, decision)                               # `gspo-mega status` shows it
-    if decision.again: ...                                           # a new attempt; else raise `error`
+    restarts.record(attempt, decision)                  # `gspo-mega status` shows it
+    if decision.again: ...                              # a new attempt; else raise `error`
 
 A restart is a new attempt. It continues from the last checkpoint, or from the start without one, and takes earlier
 rollouts from the journal.
@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_mega.config.schema import Train
 from gspo_mega.errors import (
     CheckpointError,
     ConfigError,
@@ -107,6 +108,11 @@ class Restarts:
     def __init__(self, max_restarts: int, furthest: Furthest, restarted_at: Sequence[float] = ()) -> None:
         """`furthest`: how far the run had come when the current attempt began."""
         self._max_restarts, self._furthest, self._restarted_at = max_restarts, furthest, list(restarted_at)
+
+    @staticmethod
+    def allowed(command: str, train: Train | None) -> int:
+        """The `max_restarts` of a command: only `train` restarts by itself."""
+        return train.max_restarts if command == "train" and train is not None else 0
 
     @classmethod
     def begin(cls, folder: RunFolder, max_restarts: int) -> Restarts:

@@ -1,7 +1,7 @@
 """Notice ranks that are stuck, and name them and their place in the code; on one machine and under Slurm.
 
-Owns the verdict. The time limits come from `plan/watchdog_bounds.py`, the ranks' signs of life from `runtime/beat_writer.py`.
-Reads only the attempt's files, and /proc for ranks on this machine; ends nothing.
+Owns the verdict. The time limits come from `plan/watchdog_bounds.py`, the signs of life from
+`runtime/beat_writer.py`. Reads only the attempt's files, and /proc for ranks on this machine; ends nothing.
 
     watchdog = Watchdog(attempt, num_ranks, patience(config, figures))
     while ...: if (error := watchdog.look()) is not None: the run failed with `error`, a RankError

@@ -84,9 +84,7 @@ def launch(
         ).run()
 
     with hold(folder, say) as lease, stop_signals() as signals:
-        restarts = Restarts.begin(
-            folder, config.train.max_restarts if command == "train" and config.train is not None else 0
-        )
+        restarts = Restarts.begin(folder, Restarts.allowed(command, config.train))
         while True:
             attempt = new_attempt(folder, loaded, command, say)
             try:

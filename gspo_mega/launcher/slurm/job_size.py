@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gspo_mega.config import Config, LoadedConfig, load_config
+from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.inputs import is_replay
 from gspo_mega.launcher.slurm.site_settings import Site, words_of
@@ -91,12 +91,12 @@ def _check_gpus(loaded: LoadedConfig, key: str, needed: int, there: int, node: s
         )
 
 
-def sbatch_options(config: Config, size: JobSize, site: Site, rollout_options: Sequence[str] = ()) -> list[str]:
+def sbatch_options(run_name: str, size: JobSize, site: Site, rollout_options: Sequence[str] = ()) -> list[str]:
     """The options of sbatch for a job of this size. With `rollout_options`, the site's options for nodes that hold only
     servers, the job is heterogeneous: two components, the options of the second behind a `:`.
     """
     # --export=ALL whatever the site's default is: without this environment the job would submit another job.
-    common = [f"--job-name={config.run.name}", f"--signal=B:USR1@{site.signal_seconds}", "--export=ALL"]
+    common = [f"--job-name={run_name}", f"--signal=B:USR1@{site.signal_seconds}", "--export=ALL"]
     trainer_tasks = size.ranks_per_node + (len(size.servers_by_node[0]) if size.num_rollout_nodes == 0 else 0)
     rollout_tasks = len(size.servers_by_node[0]) if size.num_rollout_nodes else 0
 
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str]) -> int:
         size = job_size(loaded, site)
         options = [
             *words_of(os.environ, "GSPO_SBATCH"),
-            *sbatch_options(loaded.config, size, site, words_of(os.environ, "GSPO_ROLLOUT_SBATCH")),
+            *sbatch_options(loaded.config.run.name, size, site, words_of(os.environ, "GSPO_ROLLOUT_SBATCH")),
         ]
     except GspoMegaError as error:
         sys.stderr.write(f"{error}\n")

@@ -79,10 +79,8 @@ class _Attempts:
     ) -> None:
         self._loaded, self._command, self._size, self._site = loaded, command, size, site
         self._context, self._folder, self._report = context, folder, report
-        train = loaded.config.train
-        max_restarts = train.max_restarts if train is not None and command == "train" else 0
         begin = Restarts.carry_on if context.allocation.num_restarts else Restarts.begin
-        self._restarts = begin(folder, max_restarts)
+        self._restarts = begin(folder, Restarts.allowed(command, loaded.config.train))
 
     def run(self) -> int:
         """The exit code of the last attempt. Raises its RankError."""

@@ -136,7 +136,7 @@ def test_a_run_on_recorded_rollouts_needs_no_servers_and_no_nodes_for_them(tmp_p
     (tmp_path / "journal/step_00000000").touch()
     size = job_size(loaded(*words), site())
     assert (size.num_servers, size.num_rollout_nodes, size.trainer_gpus) == (0, 0, 8)
-    assert "--nodes=2" in sbatch_options(loaded(*words).config, size, site(), ["--partition=small"])
+    assert "--nodes=2" in sbatch_options(loaded(*words).config.run.name, size, site(), ["--partition=small"])
     allocation = calls.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
     assert describe_nodes(allocation, size) == "ranks on n1 n2, no servers: the run trains on recorded rollouts"
     doctors = Steps(allocation, size, site(), RunFolder(tmp_path / "run").new_attempt(), 1).doctors(14_001, fp8=False)
@@ -149,7 +149,7 @@ def test_sbatch_is_told_the_size():
         "cluster={num_nodes: 2, ranks_per_node: 8, num_rollout_nodes: 1}", "server={num_servers: 4, tensor: 2}"
     )
     size = job_size(config, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
-    options = sbatch_options(config.config, size, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
+    options = sbatch_options(config.config.run.name, size, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
     assert options == [
         "--job-name=train",
         "--signal=B:USR1@600",
@@ -160,7 +160,7 @@ def test_sbatch_is_told_the_size():
         "--no-kill",
         "--gres=gpu:8",
     ]
-    het = sbatch_options(config.config, size, site(), ["--partition=small"])
+    het = sbatch_options(config.config.run.name, size, site(), ["--partition=small"])
     assert het[het.index(":") + 1 :] == [
         "--nodes=1",
         "--ntasks-per-node=4",
