@@ -1,7 +1,7 @@
-"""One pass of micro-batches through the pipeline, forward alone or with backward, of whatever model is led.
+"""One pass of micro-batches through the pipeline: forward only, or forward and backward.
 
-Owns the meeting of Megatron's schedule with the log-prob function; what becomes of a micro-batch's log-probs is the
-head's. The policy and the reference go through here alike.
+Connects Megatron's schedule with the log-prob function. The `Head` decides what to do with a micro-batch's log-probs.
+The policy and the reference both run through this module.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from gspo_mega.engine.routing import RoutingPass
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import MicroBatch
 
-# From a batch, its log-probs and, where the head has `wants_entropy` true, its entropies.
+# From a batch, its log-probs [N] float32 nats and, if the head's `wants_entropy` is true, its entropies [N] float32
+# nats, all of this rank's active tokens.
 Head = Callable[[DeviceBatch, torch.Tensor, torch.Tensor | None], PassOutput]
 
 
 @dataclass
 class Pipeline:
-    """This rank's part of a model as Megatron's schedule leads it: `chunks` bare, `models` the same as they are called
-    (under data parallelism where they train)."""
+    """This rank's part of a model in Megatron's schedule. `chunks` are bare; `models` are the same chunks as the
+    schedule calls them (wrapped in data parallelism if they are trained)."""
 
     config: Config
     spec: ModelSpec
@@ -43,9 +44,9 @@ class Pipeline:
     def run(
         self, micro_batches: list[MicroBatch], head: Head, forward_only: bool, routing: RoutingPass
     ) -> list[PassOutput]:
-        """Lead the micro-batches through the pipeline; outputs in order, on last-stage ranks only. Collective.
+        """Run the micro-batches through the pipeline. Returns outputs in order, on last-stage ranks only. Collective.
 
-        Without `forward_only` the gradients of the heads' losses are left in Megatron's buffers. `routing` is finished.
+        Without `forward_only` the gradients of the head's losses are left in Megatron's buffers. Finishes `routing`.
         """
         outputs: list[PassOutput] = []
         last_chunk = self.chunks[-1]
