@@ -68,7 +68,7 @@ class _Head:
         self.columns = local.clamp(0, max(weight.size(0) - 1, 0))[:, None]
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(rows, logits [n, v] divided by the temperature) of each chunk; the next overwrites it. No chunks if v = 0."""
+        """(rows, logits [n, v] over the temperature) of each chunk; the next overwrites it. No chunks if v = 0."""
         num_rows, width = self.hidden.size(0), self.weight.size(0)
         if width == 0:
             return
@@ -81,7 +81,7 @@ class _Head:
 
 
 def _expected_logits(shifted: torch.Tensor) -> torch.Tensor:
-    """Sum of exp(x) x over each row of `shifted` [n, v], whose rows have maximum 0, with n / 8 rows of scratch memory."""
+    """Sum of exp(x) x over each row of `shifted` [n, v], each with maximum 0, with n / 8 rows of scratch memory."""
     parts = shifted.split(-(-shifted.size(0) // ENTROPY_PARTS))
     return torch.cat([part.exp().mul_(part).sum(1) for part in parts])
 

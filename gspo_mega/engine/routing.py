@@ -112,7 +112,7 @@ class Routers:
 
 
 def expert_bias_of(router: TopKRouter) -> torch.Tensor:
-    """The router's expert bias, [num_experts] float32, the same on all ranks of the layer; shares the buffer's memory."""
+    """The router's expert bias, [num_experts] float32, the same on all ranks of the layer; shares its memory."""
     # A buffer that Megatron registers by name; the class declares only the None of routers without one.
     return cast(torch.Tensor, router.expert_bias)
 
@@ -145,7 +145,7 @@ class RoutingPass:
 
     @contextlib.contextmanager
     def forward(self, chunk: int, micro_batch: int, forward_only: bool) -> Iterator[None]:
-        """Context of one forward pass of one chunk. Forward passes of other micro-batches may run before its backward."""
+        """Context of one chunk's forward pass. Those of other micro-batches may follow before its backward pass."""
         recomputed = self._routers.recompute and not forward_only
         routers = self._routers.chunks[chunk]
         for layer, router in routers:

@@ -119,6 +119,6 @@ def test_an_index_names_files_beside_it_alone(tmp_path, name):
     folder.mkdir()
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(
-        ModelError, match="weight_map: 'a' is said to be in .*; the name of a file beside the index is wanted"
+        ModelError, match="weight_map: 'a' has the file .*; it must be the name of a file beside the index"
     ):
         HuggingFaceFolder(folder).shape("a")
