@@ -6,6 +6,18 @@ would be valid. Commands print the text alone; anything else is a defect of ours
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+
+class Violation(NamedTuple):
+    """A setting that is refused. `key`: dotted; `text`: what is wrong; `nearest`: the nearest valid values, in words,
+    empty where there are none or where `text` names them.
+    """
+
+    key: str
+    text: str
+    nearest: str = ""
+
 
 class GspoMegaError(Exception):
     """Base of all errors that are addressed to a person. `exit_code` is what the command returns."""

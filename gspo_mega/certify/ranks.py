@@ -29,7 +29,7 @@ from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
-from gspo_mega.runtime.worker import WorkerContext
+from gspo_mega.runtime.worker_context import WorkerContext
 from gspo_mega.weights.hf_folder import HuggingFaceFolder
 from gspo_mega.weights.hf_import import import_huggingface
 
@@ -49,12 +49,12 @@ def run_certify(context: WorkerContext) -> dict[str, Any] | None:
         result = _run_case(
             context, config, case, Reference(folder), is_reference=case.name.startswith(certify.reference.name)
         )
-        if context.rank == 0:
+        if context.is_lead:
             line = {"name": case.name, "seconds": time.monotonic() - started, **result}
             with (context.attempt_dir / RESULTS_FILE).open("a", encoding="utf-8") as results:
                 results.write(json.dumps(line) + "\n")
             logging.info("%s: %s", case.name, line)
-    return {"num_cases": len(certify.cases)} if context.rank == 0 else None
+    return {"num_cases": len(certify.cases)} if context.is_lead else None
 
 
 def _run_case(
@@ -82,7 +82,7 @@ def _run_case(
         else:
             batch = recorded_batch(config, spec.vocab_size, Draws(**read_json(reference.draws_file)))
             result = _compare(Measurement(engine, config, layout, batch, case.packing), reference)
-        return result if context.rank == 0 else {}
+        return result if context.is_lead else {}
     finally:
         destroy_groups()
 

@@ -82,7 +82,8 @@ class ChatTemplate:
         return self._process
 
     def _why_ended(self, process: subprocess.Popen[bytes]) -> str:
-        process.stdin.close()  # what it did not read yet
+        if process.stdin is not None:
+            process.stdin.close()  # what it did not read yet
         code = process.wait()
         self.close()
         if code == -signal.SIGPROF:
@@ -101,7 +102,8 @@ def _write(process: subprocess.Popen[bytes], value: Any) -> None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError, AttributeError):
-            pipe.close()
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
     process.kill()
     process.wait()

@@ -22,7 +22,7 @@ from gspo_mega.engine.data_parallel import start_parameter_gathers
 from gspo_mega.engine.megatron_precision import DTYPES, transformer_engine_error
 from gspo_mega.engine.megatron_versions import counted_gradients
 from gspo_mega.errors import ModelError
-from gspo_mega.plan.optimizer import check_optimizer
+from gspo_mega.plan.optimizer_needs import check_optimizer
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer

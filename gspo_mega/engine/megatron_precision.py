@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.errors import ModelError
-from gspo_mega.plan.precision import check_precision
+from gspo_mega.plan.precision_needs import check_precision
 
 logger = logging.getLogger(__name__)
 

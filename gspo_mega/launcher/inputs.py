@@ -18,7 +18,7 @@ from gspo_mega.data.prompts import missing_key
 from gspo_mega.errors import ConfigError, DataError, JournalError
 from gspo_mega.journal.journal import Journal
 from gspo_mega.reward.functions import problem_of_answer
-from gspo_mega.reward.pool import check_reward
+from gspo_mega.reward.scoring_pool import check_reward
 from gspo_mega.run_folder import RunFolder
 
 NUM_ROWS_CHECKED = 100

@@ -1,6 +1,6 @@
 """Notices ranks that are stuck, says which and where they are; on one machine and under Slurm alike.
 
-Owns the verdict. What may last how long is `plan/patience.py`'s, what a rank writes of itself
+Owns the verdict. What may last how long is `plan/watchdog_bounds.py`'s, what a rank writes of itself
 `runtime/beat_writer.py`'s. Reads files of the attempt alone, and /proc for ranks of this machine; ends nothing.
 
     watchdog = Watchdog(attempt, num_ranks, patience(config, figures))
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gspo_mega import beats
 from gspo_mega.errors import RankError
-from gspo_mega.plan.patience import Patience
+from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import Attempt, read_json
 
 _STATES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from gspo_mega.model.config_reader import ConfigReader
 from gspo_mega.model.spec import RopeScaling, YarnScaling
@@ -45,10 +45,9 @@ def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling 
 
 
 def _llama3(reader: ConfigReader, key: str, rope: dict[str, Any]) -> RopeScaling:
-    values = [
-        rope.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    ]
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0 for value in values):
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    values = [value for name in names if _is_number(value := rope.get(name)) and value > 0]
+    if len(values) < len(names):
         wanted = "factor, low_freq_factor, high_freq_factor and original_max_position_embeddings"
         reader.problem(key, f"'llama3' needs positive numbers {wanted}")
         return RopeScaling(1.0, 1.0, 2.0, 1)
@@ -56,6 +55,10 @@ def _llama3(reader: ConfigReader, key: str, rope: dict[str, Any]) -> RopeScaling
     if low >= high:
         reader.problem(key, f"low_freq_factor {low} is not below high_freq_factor {high}")
     return RopeScaling(float(factor), float(low), float(high), int(positions))
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any]) -> YarnScaling:
@@ -68,12 +71,7 @@ def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any]) -> YarnScaling:
     wanted = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
     for name in (*wanted, "mscale", "mscale_all_dim"):
         value = values.get(name)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or value < 0
-            or (name in wanted and value == 0)
-        ):
+        if not _is_number(value) or value < 0 or (name in wanted and value == 0):
             reader.problem(key, f"'yarn' needs a positive number {name}; {value!r} is there")
             return YarnScaling(1.0, 1, 32.0, 1.0, 1.0, 0.0)
     if values.get("truncate", True) is not True:

@@ -1,7 +1,7 @@
 """The families: every tensor of a Hugging Face checkpoint, where Megatron keeps it, and what config.json leaves unsaid.
 
 Declarations only. What is derived from them (a model's tensors, how they are cut over ranks) is `families.py`, the
-reading of config.json `huggingface.py`. How to add a family: `FAMILIES.md`.
+reading of config.json `huggingface.py`. How to add a family: docs/families.md.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def _latent_attention() -> tuple[TensorRule, ...]:
     """Norms and latent attention of one layer. Up-projections lie head by head on both sides: [content, rotary] of a
     query, [content, value] of a key and its value. Down-projections are on every tensor rank.
     """
-    whole, copied = ("whole", "rows"), ("whole", "replicated")
+    whole: tuple[Role, Sharding] = ("whole", "rows")
+    copied: tuple[Role, Sharding] = ("whole", "replicated")
     return (
         _layer("input_layernorm.weight", ("hidden",), "input_layernorm.weight", *copied),
         _layer(

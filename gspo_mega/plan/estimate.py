@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from gspo_mega.errors import PlanError
 from gspo_mega.model.sizes import ParameterCounts, count_parameters, forward_flops_per_token
-from gspo_mega.plan.checks import Sizes
-from gspo_mega.plan.deadlines import check_deadlines, stop_seconds
 from gspo_mega.plan.gpus import GPUS
+from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.memory import GIB, Memory, ServerMemory, gpu_bytes, server_memory, trainer_memory
 from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.shares import ModelShares, State, StateBytes, state_bytes
+from gspo_mega.plan.stop_deadlines import check_deadlines, stop_seconds
 from gspo_mega.plan.timing import StepTime, checkpoint_bytes, save_seconds, step_time
 
 

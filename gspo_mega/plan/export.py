@@ -7,11 +7,11 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
-from gspo_mega.plan.deadlines import signal_seconds
 from gspo_mega.plan.disk import disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS
 from gspo_mega.plan.resolve import Plan
+from gspo_mega.plan.stop_deadlines import signal_seconds
 
 
 def plan_json(plan: Plan, figures: Estimate) -> str:

@@ -1,6 +1,6 @@
 """Which rank does what: the sizes of every kind of parallelism and each rank's place in them.
 
-`resolve_layout` is the way to a Layout: it refuses what cannot run (`checks.py`). Makes no process
+`resolve_layout` is the way to a Layout: it refuses what cannot run (`layout_checks.py`). Makes no process
 groups; the engine does, in the same order.
 """
 
@@ -15,7 +15,8 @@ from gspo_mega.errors import PlanError
 from gspo_mega.model.families import padded_vocab_size
 from gspo_mega.model.sizes import attention_crossover_tokens
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.plan.checks import Sizes, check_layout
+from gspo_mega.plan.layout_checks import check_layout
+from gspo_mega.plan.layout_sizes import Sizes
 
 
 @dataclass(frozen=True)

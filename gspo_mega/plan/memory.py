@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from gspo_mega.config.schema import Config
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.activations import head_activations, layer_activations
-from gspo_mega.plan.checks import Sizes
 from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.layout import Layout
+from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.shares import WEIGHT_BYTES, ModelShares, state_bytes
 
 GIB = 2**30
@@ -153,7 +153,9 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
 
 def _largest_tensor(spec: ModelSpec) -> int:
     """Elements of what is gathered whole for a publish: the embedding, or one side of an MLP."""
-    width = spec.intermediate_size if not spec.has_experts(0) else spec.moe.expert_intermediate_size
+    width = spec.intermediate_size
+    if spec.moe is not None and spec.has_experts(0):
+        width = spec.moe.expert_intermediate_size
     return max(spec.vocab_size, width) * spec.hidden_size
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from gspo_mega.plan.checks import Sizes
 from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate, estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS
+from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.memory import GIB
-from gspo_mega.plan.patience import patience
 from gspo_mega.plan.resolve import Plan
+from gspo_mega.plan.watchdog_bounds import patience
 
 _MOST_RANKS_SHOWN = 16
 

@@ -12,7 +12,7 @@ from gspo_mega.config.schema import Config
 from gspo_mega.errors import ModelError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec, shape_differences
-from gspo_mega.plan.checks import gathers_unevenly
+from gspo_mega.plan.expert_checks import gathers_unevenly
 from gspo_mega.plan.layout import Layout, resolve_layout
 from gspo_mega.plan.verification import describe_verification, is_on_gpu
 

@@ -14,10 +14,11 @@ from itertools import product
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ConfigError, PlanError
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.plan.checks import check_layout, divisors
 from gspo_mega.plan.gpus import DEFAULT_GPU, GPUS
 from gspo_mega.plan.layout import Layout, layout_of
+from gspo_mega.plan.layout_checks import check_layout
 from gspo_mega.plan.memory import GIB, Memory, gpu_bytes, trainer_memory
+from gspo_mega.plan.model_division import divisors
 from gspo_mega.plan.shares import ModelShares
 from gspo_mega.plan.timing import TrainTime, train_time
 

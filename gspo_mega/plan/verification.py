@@ -41,7 +41,8 @@ def is_on_gpu(config: Config, device: Literal["cpu", "gpu"] | None) -> bool | No
 def describe_verification(config: Config, on_gpu: bool | None) -> str:
     """For the plan: the choice, who made it, and what it means."""
     said = " (publish.verify: auto)" if config.publish.verify == "auto" else ""
-    kinds = {resolve_verification(config, known) for known in ((True, False) if on_gpu is None else (on_gpu,))}
+    places = (True, False) if on_gpu is None else (on_gpu,)
+    kinds: set[Verification] = {resolve_verification(config, place) for place in places}
     if len(kinds) == 1:
         (kind,) = kinds
         return f"verified by {kind}{said}: {MEANING[kind]}"

@@ -14,7 +14,7 @@ The function runs in a process of its own: it may be slow, raise, print or crash
 which is then not trained on. It may be called again for a response whose scoring was interrupted, so it should have no
 side effects.
 
-Owns the names and the checks before a run. Running functions is `worker.py`'s.
+Owns the names and the checks before a run. Running functions is `scoring_worker.py`'s.
 """
 
 from __future__ import annotations

@@ -92,6 +92,17 @@ _JOINED_BEFORE = re.compile(
     r" \u00a0]?[xX])[ \u00a0]?|[0-9][.,:'\u2019])[$]?$"
 )
 _SUBTRACTED_FROM = re.compile(r"[0-9)\]}%][ \u00a0]?$")
+# The groups of a match that make its number, each with what stands for one that is not there.
+_PIECES = (
+    ("whole", "0"),
+    ("mixed", "0"),
+    ("top", "0"),
+    ("bottom", "1"),
+    ("over", "0"),
+    ("under", "1"),
+    ("value", "0"),
+    ("divisor", "1"),
+)
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
@@ -171,21 +182,12 @@ def _value(found: re.Match[str]) -> Fraction | None:
         or (part["sign"] and _SUBTRACTED_FROM.search(before))
     ):
         return None
-    pieces = [
-        _rational(part[name] or default)
-        for name, default in (
-            ("whole", "0"),
-            ("mixed", "0"),
-            ("top", "0"),
-            ("bottom", "1"),
-            ("over", "0"),
-            ("under", "1"),
-            ("value", "0"),
-            ("divisor", "1"),
-        )
-    ]
-    if any(piece is None for piece in pieces):
-        return None
+    pieces: list[Fraction] = []
+    for name, default in _PIECES:
+        piece = _rational(part[name] or default)
+        if piece is None:
+            return None
+        pieces.append(piece)
     whole, mixed, top, bottom, over, under, value, divisor = pieces
     if bottom == 0 or under == 0 or divisor == 0:
         return None

@@ -1,7 +1,7 @@
 """One scoring process as its parent sees it: start, send, receive, end.
 
-Owns the process and its pipes. Which request goes where, and what a missing reply means, is `pool.py`'s; what
-happens inside is `worker.py`'s.
+Owns the process and its pipes. Which request goes where, and what a missing reply means, is `scoring_pool.py`'s; what
+happens inside is `scoring_worker.py`'s.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ScoringProcess:
 
     @classmethod
     async def start(cls, setup: dict[str, Any], variables: Sequence[str] = ()) -> ScoringProcess:
-        """Start a process and have it load the functions of `setup` (`worker.py` has the format).
+        """Start a process and have it load the functions of `setup` (`scoring_worker.py` has the format).
 
         `variables`: environment variables that the functions get besides `ENVIRONMENT`. Raises RewardError: one of them
         is not set; a function cannot be loaded; or the process ends or hangs while it tries.
@@ -85,7 +85,7 @@ class ScoringProcess:
             await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "gspo_mega.reward.worker",
+                "gspo_mega.reward.scoring_worker",
                 str(os.getpid()),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

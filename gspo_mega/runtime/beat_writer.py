@@ -18,7 +18,7 @@ import traceback
 from typing import Any
 
 from gspo_mega import beats
-from gspo_mega.plan.patience import Patience
+from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import Attempt
 
 # Always so long, so that it is written in place: a full disk has room for it, and a reader meets no half of it.

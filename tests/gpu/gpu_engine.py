@@ -32,7 +32,7 @@ from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destroy_groups
 from gspo_mega.model.spec import ModelSpec, MoeSpec
 from gspo_mega.plan.alignment import alignment_tokens
-from gspo_mega.plan.precision import check_precision
+from gspo_mega.plan.precision_needs import check_precision
 from gspo_mega.records import MicroBatch
 from gspo_mega.weights.names import canonical_parameters
 from gspo_mega.weights.quantized import filled

@@ -62,7 +62,11 @@ def tree(tmp_path, files):
         ("gspo_mega/model/x.py", "import gspo_mega.plan.layout", "model may not import plan"),
         ("gspo_mega/rollout/x.py", "from gspo_mega.engine import cpu", "rollout may not import engine"),
         ("gspo_mega/weights/x.py", "from gspo_mega import rollout", "weights may not import rollout"),
-        ("gspo_mega/data/x.py", "def f():\n    from gspo_mega.reward import pool", "data may not import reward"),
+        (
+            "gspo_mega/data/x.py",
+            "def f():\n    from gspo_mega.reward import scoring_pool",
+            "data may not import reward",
+        ),
         ("gspo_mega/records.py", "from gspo_mega.config import Config", "records may not import config"),
         ("gspo_mega/runtime/x.py", "from gspo_mega.commands import plan", "runtime may not import commands"),
         ("gspo_mega/model/x.py", "from . import spec", "relative import; write the whole name"),
@@ -86,17 +90,17 @@ def tree(tmp_path, files):
         (
             "gspo_mega/algorithm/x.py",
             "import torch\ntorch.distributed.barrier()",
-            "torch.distributed belongs in certify, checkpoint, engine, runtime, weights",
+            "torch.distributed belongs in certify, checkpoint, doctor/all_reduce_probe.py, engine, runtime, weights",
         ),
         (
             "gspo_mega/algorithm/x.py",
             "import torch.distributed as dist",
-            "torch.distributed belongs in certify, checkpoint, engine, runtime, weights",
+            "torch.distributed belongs in certify, checkpoint, doctor/all_reduce_probe.py, engine, runtime, weights",
         ),
         (
             "gspo_mega/algorithm/x.py",
             "from torch import distributed",
-            "torch.distributed belongs in certify, checkpoint, engine, runtime, weights",
+            "torch.distributed belongs in certify, checkpoint, doctor/all_reduce_probe.py, engine, runtime, weights",
         ),
         ("gspo_mega/runtime/x.py", "import aiohttp", "aiohttp belongs in reward/remote.py, rollout"),
         ("gspo_mega/runtime/x.py", "import sglang.srt", "sglang belongs in rollout"),

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from gspo_mega.launcher.watchdog import Watchdog
-from gspo_mega.plan.patience import Patience
+from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import RunFolder
 
 BOUNDS = {

@@ -3,7 +3,7 @@ from math import lcm
 import pytest
 
 from gspo_mega.plan.alignment import RECIPE_ROWS, alignment_tokens
-from gspo_mega.plan.checks import Sizes
+from gspo_mega.plan.layout_sizes import Sizes
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -6,7 +6,7 @@ import psutil
 
 from gspo_mega.config.schema import Reward, RewardFunction
 from gspo_mega.records import Prompt, Trajectory
-from gspo_mega.reward.pool import ScoringPool
+from gspo_mega.reward.scoring_pool import ScoringPool
 
 USER_FUNCTIONS = '''
 import os, subprocess, sys, time

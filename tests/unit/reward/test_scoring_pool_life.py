@@ -12,7 +12,7 @@ import pytest
 from scoring_support import alive, score, settings, trajectory
 
 from gspo_mega.errors import RewardError
-from gspo_mega.reward.pool import ScoringPool, check_reward
+from gspo_mega.reward.scoring_pool import ScoringPool, check_reward
 
 pytestmark = pytest.mark.usefixtures("folder", "no_process_is_left")
 
@@ -136,7 +136,7 @@ def test_children_in_sessions_of_their_own_end_with_the_pools_parent(folder):
     """The parent is killed without a chance to clean up."""
     (folder / "parent.py").write_text(
         "import asyncio, sys, time\nfrom gspo_mega.config.schema import Reward, RewardFunction\nfrom gspo_mega.records"
-        " import Prompt, Trajectory\nfrom gspo_mega.reward.pool import ScoringPool\nasync def main():\n    pool ="
+        " import Prompt, Trajectory\nfrom gspo_mega.reward.scoring_pool import ScoringPool\nasync def main():\n    pool ="
         " ScoringPool(Reward(functions=(RewardFunction(function='user_rewards:behave'),), num_workers=1))\n    await"
         " pool.start()\n    t = Trajectory('0', 0, Prompt('p', 's', (), '', None), [], [], [], [], 'stop',"
         f" response_text={KEEP_PIDS!r})\n    await pool.score(t)\n    print(t.reward, flush=True)\n   "
@@ -158,7 +158,7 @@ def test_processes_die_with_their_parent_even_inside_a_function(folder):
         "import asyncio, sys\n"
         "from gspo_mega.config.schema import Reward, RewardFunction\n"
         "from gspo_mega.records import Prompt, Trajectory\n"
-        "from gspo_mega.reward.pool import ScoringPool\n"
+        "from gspo_mega.reward.scoring_pool import ScoringPool\n"
         "async def main():\n"
         "    pool = ScoringPool(Reward(functions=(RewardFunction(function='user_rewards:stuck'),), num_workers=2))\n"
         "    await pool.start()\n"
@@ -181,7 +181,7 @@ def test_processes_die_with_their_parent_even_inside_a_function(folder):
 
 def test_a_process_ends_with_its_stdin():
     worker = subprocess.Popen(
-        [sys.executable, "-m", "gspo_mega.reward.worker", str(os.getpid())],
+        [sys.executable, "-m", "gspo_mega.reward.scoring_worker", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

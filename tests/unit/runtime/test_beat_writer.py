@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 START = """
 import ctypes, pathlib, sys, threading, time
-from gspo_mega.plan.patience import Patience
+from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import Attempt
 from gspo_mega.runtime.beat_writer import BeatWriter
 attempt = Attempt(pathlib.Path(sys.argv[1]))
