@@ -221,19 +221,19 @@ def test_the_rest_of_another_conversion_is_not_gone_on_with(tmp_path, mixtral):
 
     with pytest.raises(Stopped):
         to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=stop, file_bytes=FILE_BYTES)
-    with pytest.raises(CheckpointError, match="left of another conversion"):
+    with pytest.raises(CheckpointError, match="belongs to another conversion"):
         to_megatron(
             open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES, dtype=torch.bfloat16
         )
     victim = tmp_path / "out.converting" / "megatron" / "__0_0.distcp"
     victim.write_bytes(victim.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="not as it was recorded"):
+    with pytest.raises(CheckpointError, match="differs from its record"):
         to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES)
 
 
 def test_one_process_at_a_time(tmp_path, mixtral):
     def second(done: int, total: int, name: str) -> None:
-        with pytest.raises(CheckpointError, match="another process is at this conversion"):
+        with pytest.raises(CheckpointError, match="another process runs this conversion"):
             to_megatron(open_checkpoint(mixtral[0]), tmp_path / "out", progress=quiet)
         raise Stopped
 
@@ -245,7 +245,7 @@ def test_one_process_at_a_time(tmp_path, mixtral):
 
 def test_nothing_is_overwritten_and_the_disk_is_looked_at(tmp_path, mixtral, monkeypatch):
     before = {p: p.read_bytes() for p in mixtral[2].iterdir()}
-    with pytest.raises(CheckpointError, match="there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         to_huggingface(open_checkpoint(mixtral[0]), mixtral[2], progress=quiet)
     assert {p: p.read_bytes() for p in mixtral[2].iterdir()} == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**6))
