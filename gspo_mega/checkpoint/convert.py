@@ -230,7 +230,7 @@ def _convert(
             before_bytes, before = tally.done, set(tally.tensors)
             (part / name).parent.mkdir(exist_ok=True)
             written = write(tally, part / name, group)
-            tensors = {tensor: said for tensor, said in tally.tensors.items() if tensor not in before}
+            tensors = {tensor: noted for tensor, noted in tally.tensors.items() if tensor not in before}
             finished[name] = {"file": name, "bytes": tally.done - before_bytes, "tensors": tensors, "written": written}
             _append(record, finished[name] | {"file_bytes": (part / name).stat().st_size})
         in_order = [finished[name] for name in files]
@@ -238,7 +238,7 @@ def _convert(
         # For a mixture config.json names the widest dtype, which loses nothing.
         complete(part, in_order, source.description, "float32" if "float32" in dtypes else min(dtypes))
         placed = {
-            tensor: said | {"file": file["file"]} for file in in_order for tensor, said in file["tensors"].items()
+            tensor: noted | {"file": file["file"]} for file in in_order for tensor, noted in file["tensors"].items()
         }
         atomic_write_json(
             part / MANIFEST_NAME,
@@ -271,8 +271,8 @@ def _resume(part: Path, record: TextIO, identity: dict[str, Any]) -> dict[str, d
             elif leftover.name != _RECORD_NAME:
                 leftover.unlink()
         return {}
-    said, *files = map(json.loads, whole)
-    if said != identity:
+    recorded, *files = map(json.loads, whole)
+    if recorded != identity:
         raise CheckpointError(
             f"{part} belongs to another conversion, or its source has changed; remove it to start over"
         )

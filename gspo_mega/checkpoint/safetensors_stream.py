@@ -57,19 +57,19 @@ class SafetensorsFile:
         if not isinstance(header, dict):
             raise CheckpointError(f"{path}: cannot be read as safetensors: its header is not a JSON object")
         self.tensors = {
-            name: self._placed(name, said, _LENGTH_BYTES + length)
-            for name, said in header.items()
+            name: self._placed(name, described, _LENGTH_BYTES + length)
+            for name, described in header.items()
             if name != "__metadata__"
         }
         end = max((t.end for t in self.tensors.values()), default=0)
         if end > size:
             raise CheckpointError(f"{path}: cut short: it has {size} bytes, and its header names {end}")
 
-    def _placed(self, name: str, said: Any, base: int) -> Placed:
+    def _placed(self, name: str, described: Any, base: int) -> Placed:
         where = f"{self.path}: the header of {name!r}"
-        if not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= said.keys():
+        if not isinstance(described, dict) or not {"dtype", "shape", "data_offsets"} <= described.keys():
             raise CheckpointError(f"{where}: it must have dtype, shape and data_offsets")
-        kind, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+        kind, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
         if not isinstance(kind, str) or kind not in DTYPES:
             raise CheckpointError(f"{where}: dtype {kind!r} is not supported; supported: {', '.join(DTYPES)}")
         if not _are_sizes(shape):

@@ -14,7 +14,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega import beats
-from gspo_mega.config.schema import Config
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.log_probs import token_log_probs
 from gspo_mega.engine.losses import PassOutput
@@ -34,12 +33,13 @@ class Pipeline:
     """This rank's part of a model in Megatron's schedule. `chunks` are bare; `models` are the same chunks as the
     schedule calls them (wrapped in data parallelism if they are trained)."""
 
-    config: Config
     spec: ModelSpec
     groups: ParallelGroups
     megatron_config: TransformerConfig
     chunks: Sequence[PolicyModel]
     models: Sequence[torch.nn.Module]
+    temperature: float
+    log_prob_chunk_tokens: int
 
     def run(
         self, micro_batches: list[MicroBatch], head: Head, forward_only: bool, routing: RoutingPass
@@ -58,10 +58,10 @@ class Pipeline:
                 batch.rows,
                 batch.labels,
                 vocab_size=self.spec.vocab_size,
-                temperature=self.config.rollout.temperature,
+                temperature=self.temperature,
                 tensor_group=self.groups.tensor,
                 sequence_parallel=self.megatron_config.sequence_parallel,
-                chunk_rows=self.config.batch.log_prob_chunk_tokens,
+                chunk_rows=self.log_prob_chunk_tokens,
                 with_entropy=getattr(head, "wants_entropy", False),
             )
             output = head(batch, log_probs, entropies)

@@ -31,7 +31,15 @@ class ReferencePolicy:
         for chunk in self.chunks:
             chunk.requires_grad_(False)
             ends_with_groups(chunk)
-        self._pipeline = Pipeline(config, spec, groups, megatron_config, self.chunks, self.chunks)
+        self._pipeline = Pipeline(
+            spec,
+            groups,
+            megatron_config,
+            self.chunks,
+            self.chunks,
+            temperature=config.rollout.temperature,
+            log_prob_chunk_tokens=config.batch.log_prob_chunk_tokens,
+        )
         self._routers = Routers(
             self.chunks, spec.moe, groups, sequence_parallel=megatron_config.sequence_parallel, recompute=False
         )

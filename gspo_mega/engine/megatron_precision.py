@@ -15,7 +15,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Fp8
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.errors import ModelError
 from gspo_mega.plan.precision_needs import check_precision
@@ -47,9 +47,9 @@ def require_precision(config: Config) -> None:
     raise ModelError(f"precision: {problem}")
 
 
-def precision_settings(config: Config) -> dict:
+def precision_settings(precision: str, fp8: Fp8) -> dict:
     """The settings of Megatron's TransformerConfig that define how numbers are stored and multiplied."""
-    dtype = DTYPES[config.precision]
+    dtype = DTYPES[precision]
     settings: dict = dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16)
     if uses_transformer_engine(dtype):
         # One kernel for the rotary positions of a whole pack, instead of one per sequence.
@@ -57,9 +57,9 @@ def precision_settings(config: Config) -> dict:
         # Adds weight gradients to their fp32 buffer inside the product. Megatron's LM head layer refuses the setting
         # without Apex's kernel, whichever library does the other layers' products.
         settings["gradient_accumulation_fusion"] = has_fused_weight_gradient()
-    if config.precision == "fp8":
-        settings |= dict(fp8=_FORMATS[config.fp8.recipe], fp8_recipe=config.fp8.recipe, fp8_param=config.fp8.parameters)
-        if config.fp8.recipe == "delayed":
+    if precision == "fp8":
+        settings |= dict(fp8=_FORMATS[fp8.recipe], fp8_recipe=fp8.recipe, fp8_param=fp8.parameters)
+        if fp8.recipe == "delayed":
             # Scales come from the largest value of many passes. With one pass, the old pass would set the training
             # pass's.
             settings |= dict(fp8_amax_history_len=1024, fp8_amax_compute_algo="max")

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Moe
 from gspo_mega.engine.balancing import megatron_coefficient
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.latent import latent_settings, name_latent_parts, submodules_of
@@ -82,7 +82,7 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
     require_precision(config)
     parallel = config.parallel
     settings: dict = dict(
-        **precision_settings(config),
+        **precision_settings(config.precision, config.fp8),
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads,
@@ -123,7 +123,7 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
             recompute_granularity="full", recompute_method="uniform", recompute_num_layers=config.recompute.num_layers
         )
     if spec.moe is not None:
-        settings |= _expert_settings(config, spec, spec.moe) | {
+        settings |= _expert_settings(config.moe, spec, spec.moe) | {
             "moe_grouped_gemm": uses_transformer_engine(settings["params_dtype"])
         }
     if spec.latent is None:
@@ -131,7 +131,7 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
     return MLATransformerConfig(**settings | latent_settings(spec, spec.latent))
 
 
-def _expert_settings(config: Config, spec: ModelSpec, moe: MoeSpec) -> dict:
+def _expert_settings(routing: Moe, spec: ModelSpec, moe: MoeSpec) -> dict:
     grouped = moe.groups_per_token < moe.num_groups
     return dict(
         num_moe_experts=moe.num_experts,
@@ -155,9 +155,9 @@ def _expert_settings(config: Config, spec: ModelSpec, moe: MoeSpec) -> dict:
         # Softmax over the chosen k equals the renormalised softmax over all experts. Without renormalisation the
         # softmax comes first.
         moe_router_pre_softmax=moe.score_function == "softmax" and not moe.norm_topk_prob,
-        moe_router_load_balancing_type=config.moe.load_balancing,
-        moe_aux_loss_coeff=megatron_coefficient(config.moe),
-        moe_z_loss_coeff=config.moe.z_loss_coefficient or None,
+        moe_router_load_balancing_type=routing.load_balancing,
+        moe_aux_loss_coeff=megatron_coefficient(routing),
+        moe_z_loss_coeff=routing.z_loss_coefficient or None,
         # Routes are always recorded, and replayed if configured. A fused router would bypass the replay.
         moe_enable_routing_replay=True,
         moe_router_fusion=False,

@@ -75,7 +75,15 @@ class PolicyEngine:
         self.megatron_config = transformer_config(config, spec)
         self.chunks = build_chunks(self.megatron_config, spec, groups)
         self.wrapped = wrap_data_parallel(self.megatron_config, self.chunks, config.optimizer)
-        self.pipeline = Pipeline(config, spec, groups, self.megatron_config, self.chunks, self.wrapped)
+        self.pipeline = Pipeline(
+            spec,
+            groups,
+            self.megatron_config,
+            self.chunks,
+            self.wrapped,
+            temperature=config.rollout.temperature,
+            log_prob_chunk_tokens=config.batch.log_prob_chunk_tokens,
+        )
         self.routers = Routers(
             self.chunks,
             spec.moe,

@@ -104,9 +104,9 @@ class Routers:
         def hook(router: TopKRouter, _inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
             replay = _replay_of(router)
             if replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-                told, used = replay.target_topk_idx, outputs[1]
-                assert told is not None, "Megatron replays a router without indices"
-                self._followed.append((layer, used.gather(1, told).all() & (used.sum() == told.numel())))
+                prescribed, used = replay.target_topk_idx, outputs[1]
+                assert prescribed is not None, "Megatron replays a router without indices"
+                self._followed.append((layer, used.gather(1, prescribed).all() & (used.sum() == prescribed.numel())))
 
         return hook
 

@@ -21,10 +21,10 @@ _ASK = "import json; from gspo_mega.weights.software import here; print(json.dum
 def ask(python: str) -> dict[str, str | None]:
     """The versions `torch` and `NCCL` of another Python. Raises PublishError if it cannot report them."""
     try:
-        said = subprocess.run(
+        answer = subprocess.run(
             [python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, stdin=subprocess.DEVNULL
         )
-        return dict(json.loads(said.stdout.splitlines()[-1]))
+        return dict(json.loads(answer.stdout.splitlines()[-1]))
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise PublishError(f"{python} does not report its PyTorch and NCCL versions: {error!r}") from error
 
