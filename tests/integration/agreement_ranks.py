@@ -212,7 +212,7 @@ class Trainer:
 
     def _set_temperature(self, temperature: float) -> None:
         """A run has one temperature, given to the engine when it is made; these tests have two."""
-        self.engine.config = self.engine.pipeline.config = self._at(temperature)
+        self.engine.config, self.engine.pipeline.temperature = self._at(temperature), temperature
 
     def _at(self, temperature: float) -> Config:
         return self.config.model_copy(
