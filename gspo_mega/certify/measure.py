@@ -36,7 +36,7 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 @dataclass
 class Numbers:
     """The same on every rank. `log_probs` [sum R] float64 nats, 0 at masked tokens; `log_s` [n] float64 by trajectory;
-    `sums`: POLICY_SUMS of the mini-batch by name; `grad_norms` one an optimizer step; `routes`: of `gather_routes`."""
+    `sums`: POLICY_SUMS of the mini-batch by name; `grad_norms` one per optimizer step; `routes`: of `gather_routes`."""
 
     log_probs: np.ndarray
     log_s: np.ndarray

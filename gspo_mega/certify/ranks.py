@@ -1,4 +1,4 @@
-"""A rank of `gspo-mega certify`: led through its start's cases in one living process.
+"""A rank of `gspo-mega certify`: runs the cases of its start one after another in one process.
 
 The cases are `certify.cases` of the run's configuration; references come first in the run and leave their numbers in
 the run folder, where the other cases find them. Rank 0 appends a line to `cases.jsonl` of the attempt for each case
@@ -33,8 +33,8 @@ from gspo_mega.runtime.worker_context import WorkerContext
 from gspo_mega.weights.hf_folder import HuggingFaceFolder
 from gspo_mega.weights.hf_import import import_huggingface
 
-# Router scores of the recorded batch keep so far from a tie; a large model has too many routes for that, and what
-# flips is counted.
+# Minimum distance of the recorded batch's router scores from a tie. A large model has too many routes for that; its
+# flips are counted.
 ROUTER_MARGIN = 1e-4
 MOST_DRAWS = 100
 
@@ -142,7 +142,7 @@ def _set_routes(measurement: Measurement, reference: Reference) -> None:
 
 
 def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
-    """Measure the reference, leave its numbers on disk, and say what its batch covers."""
+    """Measure the reference, save its numbers, and describe what its batch covers."""
     config, engine = measurement.config, measurement.engine
     settings, is_lead = objective_settings(config.algorithm, config.objective), engine.groups.world.rank == 0
     draws, router_margin = _keep_from_ties(measurement)

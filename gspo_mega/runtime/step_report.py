@@ -1,4 +1,4 @@
-"""From what the ranks report of a step to metrics: gathered on rank 0, computed once, written, shown.
+"""The metrics of a step from the reports of all ranks: gathered on rank 0, computed once, written, shown.
 
 Owns which number gets which name of the catalogue. The statistics themselves are `gspo_mega.algorithm`'s.
 """
