@@ -65,7 +65,7 @@ class Measurement:
         """This rank's micro-batches of the one mini-batch, with the old log-probs that the batch holds now."""
         trajectories = self.batch.trajectories
         planned = plan_batch(trajectories, self.config, self.layout, 0)
-        plans = packing(self.kind, len(trajectories), self.config, self.layout, planned)
+        plans = packing(self.kind, len(trajectories), self.config.run.seed, self.layout, planned)
         return assemble(self.batch, self.config, self.layout, 0, plans)[self.engine.groups.data.rank][0]
 
     def log_probs(self) -> np.ndarray:

@@ -23,7 +23,7 @@ from gspo_mega.certify.cases import RESULTS_FILE, case_config, folder_name
 from gspo_mega.certify.compare_runs import TOLERANCES, Comparison, Reference, outside
 from gspo_mega.certify.measure import Measurement, Numbers
 from gspo_mega.certify.route_comparison import RouterMargins, tie_routers
-from gspo_mega.config.schema import CertifyCase, Config
+from gspo_mega.config.schema import CertifyCase, Config, Objective
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
@@ -92,9 +92,9 @@ def _load(engine: PolicyEngine, config: Config) -> None:
     engine.after_weights_loaded()
 
 
-def clip_edges(config: Config) -> tuple[float, float]:
-    """The clip range of log s_i."""
-    return math.log1p(-config.objective.clip_low), math.log1p(config.objective.clip_high)
+def clip_edges(objective: Objective) -> tuple[float, float]:
+    """The clip range of log s_i, nats."""
+    return math.log1p(-objective.clip_low), math.log1p(objective.clip_high)
 
 
 def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
     settings, comparison = (
         objective_settings(config.algorithm, config.objective),
-        Comparison(reference, clip_edges(config)),
+        Comparison(reference, clip_edges(config.objective)),
     )
     # Replayed routes are those of the first weights; the reference chooses anew after every step.
     replayed = config.moe.routing_replay == "R3"
@@ -205,7 +205,7 @@ def _describe(numbers: Numbers, measurement: Measurement) -> dict[str, Any]:
     trajectories = measurement.batch.trajectories
     active = np.array([any(t.response_mask) for t in trajectories])
     advantages = np.array([t.advantage for t in trajectories], np.float64)
-    edges = np.array(clip_edges(measurement.config))
+    edges = np.array(clip_edges(measurement.config.objective))
     return {
         "num_trajectories": len(trajectories),
         "num_tokens": sum(t.num_tokens for t in trajectories),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gspo_mega.algorithm.mismatch import acted_on
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Mismatch
 
 # The notice comes after this many steps without effect, or at the end of a shorter run.
 NOTICE_AFTER_STEPS = 100
@@ -47,7 +47,7 @@ def note_correction(summary: dict[str, Any], metrics: dict[str, float]) -> None:
     kept["log_weight_abs_max"] = max(kept["log_weight_abs_max"], metrics["mismatch/log_weight_abs_max"])
 
 
-def correction_notice(config: Config, summary: dict[str, Any], at_end: bool = False) -> str | None:
+def correction_notice(mismatch: Mismatch, summary: dict[str, Any], at_end: bool = False) -> str | None:
     """The notice that the correction never acted: once per run, after `NOTICE_AFTER_STEPS` or `at_end`; else None."""
     kept = summary.get(_KEY)
     if (
@@ -58,7 +58,7 @@ def correction_notice(config: Config, summary: dict[str, Any], at_end: bool = Fa
     ):
         return None
     kept["is_said"] = True
-    mismatch, furthest = config.mismatch, kept["log_weight_abs_max"]
+    furthest = kept["log_weight_abs_max"]
     what = "no weight reached" if mismatch.correction == "truncate" else "no sequence was dropped by"
     return (
         f"notice   mismatch.correction {mismatch.correction} has not acted in {kept['num_steps']} steps: {what} the cap"

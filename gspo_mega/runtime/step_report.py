@@ -113,7 +113,7 @@ class StepReport:
         add_to_summary(session.state.summary, metrics, tokens, step)
         session.say(progress_line(step, metrics, train_config(session.config).train.num_steps))
         note_correction(session.state.summary, metrics)
-        if notice := correction_notice(session.config, session.state.summary):
+        if notice := correction_notice(session.config.mismatch, session.state.summary):
             session.say(notice)
         budget = session.config.mismatch.budget
         if metrics.get("mismatch/budget_share", 0.0) > budget and "mismatch_warned_at" not in session.state.summary:
