@@ -21,7 +21,7 @@ _INSIDE, _OUTSIDE = 0.4, 2.5
 
 @dataclass
 class Draws:
-    """How often the tokens of each prompt and of each response, in the batch's order, were drawn anew."""
+    """How often the tokens of each prompt and of each response, in the batch's order, were drawn again."""
 
     prompts: list[int]
     responses: list[int]

@@ -13,7 +13,8 @@ _UNEVEN_PACK_SEQUENCES = 3
 def packing(kind: str, num_trajectories: int, seed: int, layout: Layout, planned: list[RankPlan]) -> list[RankPlan]:
     """The plans of all data-parallel ranks for one mini-batch in the packing `kind` (`certify.cases[].packing`).
 
-    `planned`: the plans of training; `seed` orders the random ones. All ranks get equally many packs, empty ones (filler) where sequences run out.
+    `planned`: the plans of training; `seed` orders the random ones. All ranks get equally many packs, empty ones
+    (filler) where sequences run out.
     """
     rng = np.random.default_rng((seed, 9))
     if kind == "planned":

@@ -104,7 +104,7 @@ def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
         objective_settings(config.algorithm, config.objective),
         Comparison(reference, clip_edges(config.objective)),
     )
-    # Replayed routes are those of the first weights; the reference chooses anew after every step.
+    # Replayed routes are those of the first weights; the reference chooses again after every step.
     replayed = config.moe.routing_replay == "R3"
     if replayed:
         _set_routes(measurement, reference)
@@ -180,7 +180,7 @@ def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
 
 
 def _keep_from_ties(measurement: Measurement) -> tuple[Draws, float | None]:
-    """Draw tokens anew until no route is near a tie, so that rounding cannot change one. Returns the draws and the
+    """Draw tokens again until no route is near a tie, so that rounding cannot change one. Returns the draws and the
     smallest gap of two scores at the edge, None where it is not known: without experts, or when the reference has
     several ranks.
     """

@@ -36,7 +36,7 @@ class MetricsWriter:
         self._events: Any = None
 
     def resume_from(self, step: int) -> None:
-        """Drop what was written of steps after `step` (-1: everything); a continued run writes those anew.
+        """Drop what was written of steps after `step` (-1: everything); a continued run writes them again.
 
         Raises DataError for a line that is not one of this writer's, RuntimeError after the first `write`.
         """
