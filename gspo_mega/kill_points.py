@@ -1,7 +1,7 @@
 """Named moments of a run at which a test can kill the process or make a file operation fail.
 
-Owns their list and the effect of reaching one: nothing, unless `arm` was called. It has a point before and a point after
-every file operation of a save, the rollout journal and a publish through the disk (`durable.py` reaches them), and the
+Owns their list and the effect of reaching one: nothing, unless `arm` was called. It has a point before and after every
+file operation of a save, the rollout journal and a publish through the disk (`durable.py` reaches them), and the
 moments of a step between them (`runtime/phases.py` reaches most). `gspo-mega inspect --kill-points` shows the list.
 Standard library only.
 """

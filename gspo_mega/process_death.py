@@ -99,7 +99,7 @@ def kill_below(without: Collection[int] = (), own: Iterable[int] = (), patience_
     escapes.
 
     `without`: children that are spared with their descendants. `own`: children whose exit code something else (a
-    `subprocess.Popen`) collects; they are killed, not reaped. Returns the pids that still live after `patience_seconds`:
+    `subprocess.Popen`) collects; they are killed, not reaped. Returns the pids that live after `patience_seconds`:
     a process that waits for a device or file server that does not answer cannot be killed.
     """
     us, kept = os.getpid(), {*own, *without}

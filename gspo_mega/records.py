@@ -60,7 +60,7 @@ class Trajectory:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the trajectory has a reward to learn from. A failure of the scorer says nothing about the response."""
+        """Whether the trajectory has a reward to learn from. A scorer's failure says nothing about the response."""
         return self.reward is not None and self.reward_error is None
 
     @property

@@ -191,7 +191,7 @@ class Attempt:
         return self.path / "config.resolved.yaml"
 
     def is_newest(self) -> bool:
-        """Whether no later attempt exists. An attempt whose supervisor lost the run to another must write nothing more."""
+        """Whether no later attempt exists. An attempt whose supervisor lost the run must write nothing more."""
         newest = self.run_folder.latest_attempt()
         return newest is None or newest.number <= self.number
 
