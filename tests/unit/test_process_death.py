@@ -129,7 +129,7 @@ def test_adopted_children_that_ended_are_collected_and_own_ones_are_not():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_ends_with_the_parent_it_named(number):
     parent = program(f"""
-        child = "import os, time; from gspo_mega import process_death; process_death.die_with_parent(os.getppid(), {int(number)}); print(f"{os.getpid()}\\n", end="", flush=True); time.sleep(1000)"
+        child = "import os, time; from gspo_mega import process_death; process_death.die_with_parent(os.getppid(), {int(number)}); print(os.getpid(), flush=True); time.sleep(1000)"
         subprocess.Popen([sys.executable, "-c", child])
         time.sleep(1000)
         """)
