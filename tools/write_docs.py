@@ -1,6 +1,6 @@
 """Write the pages of docs/ that come from code: `python tools/write_docs.py`.
 
-docs/configuration.md comes from the schema (gspo_mega/config/schema.py) and the algorithms
+docs/configuration.md comes from the schema (gspo_mega/config/schema/) and the algorithms
 (gspo_mega/config/recipes.py), docs/metrics.md from the catalogue (gspo_mega/metrics/catalogue.py). A test in
 tests/unit/docs fails when a page differs from what this script writes.
 
@@ -35,7 +35,7 @@ def configuration_page() -> str:
     """docs/configuration.md: one table per section of the schema, with each key's type, default and meaning."""
     parts = [
         "# Configuration\n",
-        _GENERATED.format(source="gspo_mega/config/schema.py"),
+        _GENERATED.format(source="gspo_mega/config/schema/"),
         "A run is one YAML file. This page lists every key. `configs/` holds commented examples, and\n"
         "`configs/schema.json` gives editors completion and checks.\n\n"
         "- An unknown key, a wrong type and a value out of range are errors that name file, line, column and key.\n"

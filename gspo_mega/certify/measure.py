@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gspo_mega.algorithm.columns import LOG_S
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.batches.assemble import MiniBatch, assemble, plan_batch
@@ -138,7 +139,7 @@ class Measurement:
         whole = torch.zeros(len(self.batch.trajectories), dtype=torch.float64)
         if report.columns:
             # Every context-parallel rank knows the whole sequence's ratio.
-            shares = torch.from_numpy(report.columns["log_s"] / self.engine.groups.context.size)
+            shares = torch.from_numpy(report.columns[LOG_S.name] / self.engine.groups.context.size)
             whole.index_add_(0, torch.from_numpy(report.trajectory_index), shares)
         return self._sum(whole).numpy()
 

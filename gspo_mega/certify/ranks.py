@@ -49,12 +49,12 @@ def run_certify(context: WorkerContext) -> dict[str, Any] | None:
         result = _run_case(
             context, config, case, Reference(folder), is_reference=case.name.startswith(certify.reference.name)
         )
-        if context.rank == 0:
+        if context.is_lead:
             line = {"name": case.name, "seconds": time.monotonic() - started, **result}
             with (context.attempt_dir / RESULTS_FILE).open("a", encoding="utf-8") as results:
                 results.write(json.dumps(line) + "\n")
             logging.info("%s: %s", case.name, line)
-    return {"num_cases": len(certify.cases)} if context.rank == 0 else None
+    return {"num_cases": len(certify.cases)} if context.is_lead else None
 
 
 def _run_case(
@@ -82,7 +82,7 @@ def _run_case(
         else:
             batch = recorded_batch(config, spec.vocab_size, Draws(**read_json(reference.draws_file)))
             result = _compare(Measurement(engine, config, layout, batch, case.packing), reference)
-        return result if context.rank == 0 else {}
+        return result if context.is_lead else {}
     finally:
         destroy_groups()
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from gspo_mega.algorithm.columns import ENTROPY_SUM, LOG_S, MISMATCH_MAXIMA, MISMATCH_SUMS, MISMATCH_WEIGHT
 from gspo_mega.algorithm.diagnostics import policy_sums
 from gspo_mega.algorithm.kl import Estimator, reference_kl
 from gspo_mega.algorithm.mismatch import SUM_NAMES, Correction, mismatch_sums, sequence_mismatch_weights
@@ -94,10 +95,10 @@ class OldPass:
         mean_gap = gap / batch.sequence["length"].double().clamp(min=1.0)
         weights, keep = sequence_mismatch_weights(mean_gap, self.correction, self.cap)
         columns = {
-            "mismatch_sums": sums,
-            "mismatch_maxima": maxima,
-            "entropy_sum": segment_sum(_wanted(entropies).double(), batch.sequence_ids, batch.num_sequences),
-            "mismatch_weight": weights,
+            MISMATCH_SUMS.name: sums,
+            MISMATCH_MAXIMA.name: maxima,
+            ENTROPY_SUM.name: segment_sum(_wanted(entropies).double(), batch.sequence_ids, batch.num_sequences),
+            MISMATCH_WEIGHT.name: weights,
         }
         return columns, OldLogProbs(log_probs, weights, keep, gap)
 
@@ -149,7 +150,9 @@ class PolicyLoss:
             old = OldLogProbs(
                 batch.rollout_log_probs, torch.ones_like(old.weights), torch.ones_like(old.keep), old.gap_sums
             )
-            columns = {name: old.weights if name == "mismatch_weight" else values for name, values in columns.items()}
+            columns = {
+                name: old.weights if name == MISMATCH_WEIGHT.name else values for name, values in columns.items()
+            }
 
         def reduce_sequences(sums: torch.Tensor) -> torch.Tensor:
             """With an old pass or without, one all-reduce over the context ranks a micro-batch."""
@@ -191,7 +194,7 @@ class PolicyLoss:
             )
             loss = loss + self.kl.coefficient * kl.value
             totals["kl_sums"] = kl.sums
-        return PassOutput(loss=loss, columns=columns | {"log_s": out.sequence_log_ratio}, totals=totals)
+        return PassOutput(loss=loss, columns=columns | {LOG_S.name: out.sequence_log_ratio}, totals=totals)
 
 
 @dataclass

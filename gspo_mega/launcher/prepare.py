@@ -14,37 +14,9 @@ from typing import Any
 
 from gspo_mega import durable
 from gspo_mega.config import Config, LoadedConfig, load_config, render_config
+from gspo_mega.config.schema.section import may_change
 from gspo_mega.errors import ConfigError, FolderError
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
-
-# What may differ when a run is continued: how long, how watched, how served, how laid out. None of it changes what is
-# learned from a step (another layout: to rounding). A trailing dot means the whole section.
-MAY_CHANGE = (
-    "run.dir",
-    "cluster.",
-    "parallel.",
-    "train.num_steps",
-    "train.max_restarts",
-    "sft.max_steps",
-    "eval.every_steps",
-    "checkpoint.",
-    "journal.",
-    "metrics.",
-    "watchdog.",
-    "server.",
-    "publish.",
-    "rollout.max_concurrent_requests",
-    "rollout.progress_deadline_seconds",
-    "rollout.request_deadline_seconds",
-    "rollout.max_attempts",
-    "rollout.no_server_deadline_seconds",
-    "reward.deadline_seconds",
-    "reward.num_workers",
-    "reward.recycle_after",
-    "reward.memory_bytes",
-    "mismatch.budget",
-    "data.accept_changed",
-)
 
 
 @contextlib.contextmanager
@@ -60,11 +32,11 @@ def new_attempt(
 ) -> Attempt:
     """A new attempt of `command` in `folder`, which the caller holds, with config.resolved.yaml in place.
 
-    A folder with a checkpoint is continued and must be of the same command and configuration, `MAY_CHANGE` apart;
-    raises ConfigError with every key that differs. One without a checkpoint has nothing to continue: its run starts
-    over, and what it published is withdrawn, lest a server start with it. What was recorded stays where the
-    configuration is the same: those rollouts are the new start's own. Otherwise it is moved to `old-NNNN` beside, a
-    folder that `--from-rollouts` and `gspo-mega inspect` take, and `say` tells. Raises FolderError where the disk
+    A folder with a checkpoint is continued. It must be of the same command, and its configuration may differ only in
+    keys that the schema marks `may_change`; ConfigError names every other key that differs. A folder without a
+    checkpoint has nothing to continue: its run starts over, and what it published is withdrawn, so that no server
+    starts with it. Recorded rollouts stay where the configuration is the same. Otherwise they move to a folder
+    `old-NNNN` beside it, which `--from-rollouts` and `gspo-mega inspect` take, and `say` names it. Raises FolderError where the disk
     refuses.
     """
     with _told(folder):
@@ -166,8 +138,7 @@ def differing_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
     return {
         key: (flat_before.get(key), flat_now.get(key))
         for key in keys
-        if flat_before.get(key) != flat_now.get(key)
-        and not any(key.startswith(allowed) if allowed.endswith(".") else key == allowed for allowed in MAY_CHANGE)
+        if flat_before.get(key) != flat_now.get(key) and not may_change(Config, key)
     }
 
 

@@ -14,6 +14,7 @@ import torch
 
 from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.batches.assemble import assemble, fill_advantages, scored_batch
+from gspo_mega.config.command_types import train_config
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.correction_report import correction_notice
 from gspo_mega.runtime.final_table import accuracy_text, run_table
@@ -31,8 +32,8 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
 
     Returns rank 0's result: {"stopped": reason} when a stop was asked for, else the final numbers. Collective.
     """
-    config, settings = context.config, required(context.config.train)
-    num_steps = settings.num_steps
+    config = train_config(context.config)
+    num_steps = config.train.num_steps
     with Session(context, num_optimizer_steps=num_steps * config.batch.num_mini_batches) as session:
         state = session.state
         if session.resumed_from is not None:
@@ -47,7 +48,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
         for line in session.lead.source.describe() if session.lead is not None else ():
             session.say(line)
         stop = start(session)
-        if stop is None and settings.rollouts_only:
+        if stop is None and config.train.rollouts_only:
             return run_rollouts(session, num_steps)
         while stop is None and state.step < num_steps:
             stop = train_step(session, num_steps)

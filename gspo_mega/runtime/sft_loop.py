@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gspo_mega.batches.assemble import assemble_supervised
+from gspo_mega.config.command_types import sft_config
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
 from gspo_mega.data.stream import PromptStream
@@ -21,7 +22,7 @@ from gspo_mega.runtime.rank_link import Work
 from gspo_mega.runtime.routing_report import expert_loads, router_losses
 from gspo_mega.runtime.session import Session
 from gspo_mega.runtime.step_report import evaluation_metrics
-from gspo_mega.runtime.worker_context import WorkerContext, required
+from gspo_mega.runtime.worker_context import WorkerContext
 
 
 def run_sft(context: WorkerContext) -> dict[str, Any] | None:
@@ -30,8 +31,8 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
     Returns rank 0's result. Raises NumericsError when the accuracy jumps past the band or is not reached in
     `sft.max_steps`. Collective.
     """
-    config = context.config
-    settings = required(config.sft)
+    config = sft_config(context.config)
+    settings = config.sft
     with Session(context, num_optimizer_steps=settings.max_steps, trains_policy=False) as session:
         state = session.state
         demonstrations = _demonstrations(session)
@@ -97,7 +98,8 @@ def _start(session: Session) -> str | None:
 
 def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) -> str | None:
     """One optimizer step, and a measurement where one is due. Returns "done", "stopped" or None to go on."""
-    config, state, settings = session.config, session.state, required(session.config.sft)
+    config, state = sft_config(session.config), session.state
+    settings = config.sft
     work = _take(session, demonstrations)
     if work.stop is not None:
         return "stopped"
@@ -140,9 +142,9 @@ def _take(session: Session, demonstrations: PromptStream[Demonstration] | None) 
     stop = session.lead.stop_request.check()
     if stop is not None:
         return session.ranks.hand_out_stop(stop)
-    config = session.config
+    config = sft_config(session.config)
     with session.phase("assemble"):
-        chosen = [demonstrations.next() for _ in range(required(config.sft).sequences_per_step)]
+        chosen = [demonstrations.next() for _ in range(config.sft.sequences_per_step)]
         return session.ranks.hand_out(assemble_supervised(chosen, config, session.layout, session.state.step))
 
 
@@ -150,7 +152,7 @@ def _measure(session: Session) -> tuple[str | None, dict[str, float]]:
     """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError
     where too many samples could not be scored to decide by the others.
     """
-    settings, state = required(session.config.sft), session.state
+    settings, state = sft_config(session.config).sft, session.state
     state.weight_version += 1
     session.servers.publish(state.weight_version)
     evaluation = session.evaluate()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from gspo_mega.errors import RankError
 from gspo_mega.launcher.attempt_state import StateKeeper, read_state
-from gspo_mega.launcher.slurm import Node, job_runs, requeue
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.scontrol import Node, job_runs, requeue
 from gspo_mega.plan.stop_deadlines import grace_seconds
