@@ -41,6 +41,8 @@ def configuration_page() -> str:
         "- An unknown key, a wrong type and a value out of range are errors that name file, line, column and key.\n"
         "- A command line may override keys: `gspo-mega train CONFIG optimizer.lr=1e-5 eval=null`.\n"
         "- `gspo-mega plan CONFIG` resolves the file and checks the rules between keys.\n"
+        "- When a run continues, its configuration must be the one that it was started with, except for the keys and\n"
+        "  sections that are marked *may change*.\n"
         "- **required** means that the key has no default. An optional section may be left out as a whole.\n"
         "- `reward: NAME` is short for `reward: {functions: [{function: NAME}]}`.\n",
         _section("The file itself", Config),
@@ -143,7 +145,7 @@ def _meaning(name: str, field: FieldInfo) -> str:
         words.append("A section, see below.")
     extra = field.json_schema_extra
     if isinstance(extra, dict) and extra.get("may_change"):
-        words.append("May change when a run is resumed.")
+        words.append("May change when a run continues.")
     return " ".join(words)
 
 

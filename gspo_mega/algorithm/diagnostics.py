@@ -94,7 +94,7 @@ def policy_metrics(sums: Tensor) -> dict[str, float]:
     `k1`, `k2`, `k3`: estimates of KL(old || current) per token, nats. `*_mass_left`: share of |A| that still has a
     gradient. Shares of nothing are 0 clipped, 1 left.
     """
-    total = dict(zip(POLICY_SUMS, sums.double().tolist(), strict=True))
+    total: dict[str, float] = dict(zip(POLICY_SUMS, sums.double().tolist(), strict=True))
 
     def share(part: str, whole: str) -> float:
         return total[part] / total[whole] if total[whole] > 0 else 0.0

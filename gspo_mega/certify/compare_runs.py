@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from gspo_mega.certify.batch import Draws
 from gspo_mega.certify.measure import Edges, Numbers, Tensors
 from gspo_mega.certify.route_comparison import num_route_flips
 from gspo_mega.run_folder import atomic_write_json, read_json
@@ -71,6 +72,13 @@ class Reference:
         """How often each prompt and response was drawn."""
         return self.folder / "draws.json"
 
+    def draws(self) -> Draws:
+        """The draws of the recorded batch. Raises FileNotFoundError where the reference left none."""
+        values: dict[str, Any] | None = read_json(self.draws_file)
+        if values is None:
+            raise FileNotFoundError(f"{self.draws_file}: the reference's draws are missing; certify its case again")
+        return Draws(**values)
+
     @property
     def recorded_on_edges_file(self) -> Path:
         """The same that puts every sequence on a clip edge, under routers with ties."""
@@ -86,11 +94,15 @@ class Reference:
         atomic_write_json(self.folder / f"{name}.json", values)
 
     def load(self, name: str, kind: type[NumbersOrEdges]) -> NumbersOrEdges:
-        values = read_json(self.folder / f"{name}.json")
+        """What `save` wrote under this name. Raises FileNotFoundError where nothing was."""
+        file = self.folder / f"{name}.json"
+        values: dict[str, Any] | None = read_json(file)
+        if values is None:
+            raise FileNotFoundError(f"{file}: the reference's numbers are missing; certify its case again")
         for key in values:
-            file = self.folder / f"{name}.{key}.npy"
-            if file.exists():
-                values[key] = np.load(file)
+            array = self.folder / f"{name}.{key}.npy"
+            if array.exists():
+                values[key] = np.load(array)
         return kind(**values)
 
     def save_tensors(self, kind: str, tensors: Tensors) -> None:

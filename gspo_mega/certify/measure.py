@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -89,9 +90,7 @@ class Measurement:
         old = engine.old_pass(mine.micro_batches)
         report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old)
         complete_gradients(engine)
-        take_gradient(
-            PolicyTensors(engine.spec, engine.groups, engine.chunks, values=lambda p: p.main_grad).stream(torch.float32)
-        )
+        take_gradient(PolicyTensors(engine.spec, engine.groups, engine.chunks, values=_main_grad).stream(torch.float32))
         grad_norms = []
         for _ in range(num_steps):
             result, _ = engine.train_mini_batch(mine.micro_batches, settings, mine.denominator, None)
@@ -152,3 +151,7 @@ class Measurement:
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values, group=self.engine.groups.host.group)
         return values
+
+
+def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return cast(Any, parameter).main_grad  # Megatron's data parallelism adds the attribute

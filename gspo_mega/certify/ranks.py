@@ -28,7 +28,7 @@ from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
+from gspo_mega.run_folder import RunFolder, atomic_write_json
 from gspo_mega.runtime.worker_context import WorkerContext
 from gspo_mega.weights.hf_folder import HuggingFaceFolder
 from gspo_mega.weights.hf_import import import_huggingface
@@ -80,7 +80,7 @@ def _run_case(
                 Measurement(engine, config, layout, recorded_batch(config, spec.vocab_size), case.packing), reference
             )
         else:
-            batch = recorded_batch(config, spec.vocab_size, Draws(**read_json(reference.draws_file)))
+            batch = recorded_batch(config, spec.vocab_size, reference.draws())
             result = _compare(Measurement(engine, config, layout, batch, case.packing), reference)
         return result if context.is_lead else {}
     finally:
@@ -204,6 +204,7 @@ def _describe(numbers: Numbers, measurement: Measurement) -> dict[str, Any]:
     """What the recorded batch covers: a certificate on a batch that clips nothing would say little."""
     trajectories = measurement.batch.trajectories
     active = np.array([any(t.response_mask) for t in trajectories])
+    advantages = np.array([t.advantage for t in trajectories], np.float64)
     edges = np.array(clip_edges(measurement.config))
     return {
         "num_trajectories": len(trajectories),
@@ -216,8 +217,8 @@ def _describe(numbers: Numbers, measurement: Measurement) -> dict[str, Any]:
         "num_fully_masked": int((~active).sum()),
         "num_clipped_high": round(numbers.sums["clipped_high_sequences"]),
         "num_clipped_low": round(numbers.sums["clipped_low_sequences"]),
-        "num_positive": sum(t.advantage > 0 for t in trajectories),
-        "num_negative": sum(t.advantage < 0 for t in trajectories),
+        "num_positive": int((advantages > 0).sum()),
+        "num_negative": int((advantages < 0).sum()),
         "clip_margin": float(np.abs(numbers.log_s[active, None] - edges[None]).min()),
         "grad_norms": numbers.grad_norms,
         "num_routes": 0 if numbers.routes is None else int((numbers.routes >= 0).all(axis=2).sum()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -91,7 +93,7 @@ class RouterMargins:
 
     @torch.no_grad()
     def _note(self, router: torch.nn.Module, inputs: tuple[torch.Tensor, ...], _outputs: object) -> None:
-        self._gaps.append(choice_margins(router, inputs[0]).cpu().numpy())
+        self._gaps.append(choice_margins(cast(Any, router), inputs[0]).cpu().numpy())
 
     def by_trajectory(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> list[np.ndarray]:
         """[prompt + response - 1] float64 a trajectory; infinite where no prediction depends on the token."""

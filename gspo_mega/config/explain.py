@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import ErrorDetails
 
 from gspo_mega.config.schema import Config
 from gspo_mega.config.schema.section import section_of
@@ -37,7 +38,7 @@ _BOUNDS = {
 }
 
 
-def explain(error: dict[str, Any]) -> str:
+def explain(error: ErrorDetails) -> str:
     """Text for one entry of pydantic's `ValidationError.errors()`."""
     kind, location, value, context = error["type"], error["loc"], error.get("input"), error.get("ctx", {})
     if kind == "extra_forbidden":

@@ -143,6 +143,7 @@ class _Builder:
             return self._mapping(node, path, ancestors | {id(node)})
         if isinstance(node, yaml.SequenceNode):
             return self._sequence(node, path, ancestors | {id(node)})
+        assert isinstance(node, yaml.ScalarNode)  # YAML has no fourth kind
         return self._scalar(node, path)
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, ancestors: frozenset[int]) -> dict[str, Any]:

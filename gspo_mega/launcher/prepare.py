@@ -36,8 +36,8 @@ def new_attempt(
     keys that the schema marks `may_change`; ConfigError names every other key that differs. A folder without a
     checkpoint has nothing to continue: its run starts over, and what it published is withdrawn, so that no server
     starts with it. Recorded rollouts stay where the configuration is the same. Otherwise they move to a folder
-    `old-NNNN` beside it, which `--from-rollouts` and `gspo-mega inspect` take, and `say` names it. Raises FolderError where the disk
-    refuses.
+    `old-NNNN` beside it, which `--from-rollouts` and `gspo-mega inspect` take, and `say` names it. Raises
+    FolderError where the disk refuses.
     """
     with _told(folder):
         return _new_attempt(folder, loaded, command, say)

@@ -39,9 +39,16 @@ PHASES = {
     "other": "the step's time outside every phase",
 }
 
-_SUMMARIES = {"mean": "mean", "sd": "sd", "min": "min", "max": "max", "p1": "quantile", "p99": "quantile"}
+_SUMMARIES: dict[str, Reduction] = {
+    "mean": "mean",
+    "sd": "sd",
+    "min": "min",
+    "max": "max",
+    "p1": "quantile",
+    "p99": "quantile",
+}
 
-_POLICY = {
+_POLICY: dict[str, tuple[str, Reduction, str]] = {
     "objective": ("reward", "sum", "J of the mini-batch; the loss is -J"),
     "num_sequences": ("sequences", "sum", "sequences with an active token: the denominator"),
     "num_tokens": ("tokens", "sum", "active response tokens trained on"),
@@ -61,7 +68,7 @@ _POLICY = {
     "negative_mass_left": ("fraction", "ratio", "share of A < 0 that still has a gradient"),
 }
 
-_MISMATCH = {
+_MISMATCH: dict[str, tuple[str, Reduction, str]] = {
     "k1": ("nats", "mean", "KL(server || trainer) per token, mean(-d)"),
     "k2": ("nats", "mean", "KL(server || trainer) per token, mean(d^2) / 2"),
     "k3": ("nats", "mean", "KL(server || trainer) per token, mean(e^d - 1 - d)"),

@@ -24,7 +24,7 @@ from gspo_mega.runtime.reference_policy import reference_path
 from gspo_mega.runtime.session import Session
 from gspo_mega.runtime.step_report import StepReport, add_to_summary, evaluation_metrics
 from gspo_mega.runtime.stop import StopRequested
-from gspo_mega.runtime.worker_context import WorkerContext, required
+from gspo_mega.runtime.worker_context import WorkerContext
 
 
 def run_train(context: WorkerContext) -> dict[str, Any] | None:
@@ -127,7 +127,9 @@ def train_step(session: Session, num_steps: int) -> str | None:
 
 def _evaluation_is_due(session: Session, num_steps: int) -> bool:
     settings, step = session.config.eval, session.state.step
-    return session.evaluates and (step == num_steps or _is_due(required(settings).every_steps, step))
+    if settings is None or not session.evaluates:
+        return False
+    return step == num_steps or _is_due(settings.every_steps, step)
 
 
 def _is_due(every_steps: int, step: int) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from gspo_mega.batches.assemble import assemble_supervised
 from gspo_mega.config.command_types import sft_config
 from gspo_mega.config.prompt_sources import sources_of
+from gspo_mega.config.schema import Sft
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.errors import NumericsError, RewardError
@@ -113,7 +114,7 @@ def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) 
     verdict, metrics = None, {}
     due = state.step % settings.eval_every_steps == 0 and state.step >= settings.eval_from_step
     if due or state.step == settings.max_steps:
-        verdict, metrics = _measure(session)
+        verdict, metrics = _measure(session, settings)
     seconds = session.phases.timer.finish_step()
     if gathered is not None and session.lead is not None:
         log_probs, entropy = np.sum([part["totals"]["supervised_sums"] for part in gathered if part["totals"]], axis=0)
@@ -148,11 +149,11 @@ def _take(session: Session, demonstrations: PromptStream[Demonstration] | None) 
         return session.ranks.hand_out(assemble_supervised(chosen, config, session.layout, session.state.step))
 
 
-def _measure(session: Session) -> tuple[str | None, dict[str, float]]:
+def _measure(session: Session, settings: Sft) -> tuple[str | None, dict[str, float]]:
     """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError
     where too many samples could not be scored to decide by the others.
     """
-    settings, state = sft_config(session.config).sft, session.state
+    state = session.state
     state.weight_version += 1
     session.servers.publish(state.weight_version)
     evaluation = session.evaluate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from pydantic.config import JsonDict
 
 # `Field(..., json_schema_extra=MAY_CHANGE)`: the key, or the whole section, may differ when a run is continued, because
@@ -13,8 +13,10 @@ from pydantic.config import JsonDict
 MAY_CHANGE: JsonDict = {"may_change": True}
 
 
-class Section(BaseModel, extra="forbid", frozen=True, strict=True):
+class Section(BaseModel):
     """A part of a run's configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
