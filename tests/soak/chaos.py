@@ -34,7 +34,7 @@ from chaos_faults import (
     falls_silent,
     sample_of,
 )
-from collector_support import SPEC, Stream, collector_of, make_config
+from collector_support import SPEC, Stream, collector_config, collector_of
 from fake_server import EOS
 
 from gspo_mega.rollout import load
@@ -69,7 +69,7 @@ def drive(name: str, fault: Fault, num_trajectories: int, seed: int, limit_secon
         try:
             if fault.before is not None:
                 fault.before(scene)
-            with ServerPool(make_config(**settings).rollout, SPEC, attempt) as pool:
+            with ServerPool(collector_config(**settings).rollout, SPEC, attempt) as pool:
                 scene.pool = pool
                 pool.wait_ready(NUM_SERVERS - (fault.before is falls_silent), 10)
                 counts = take(scene, fault, pool, settings, num_prompts, limit_seconds)
