@@ -41,7 +41,7 @@ def forks_die_with_us() -> None:
 
     For libraries that fork workers and join them: a worker that waits on a lock or a queue of a killed parent would
     wait for ever. It holds for `os.fork` and multiprocessing's fork; a program started by `subprocess` is tied by
-    `die_with_parent` or a tether. A second call does nothing.
+    `die_with_parent` or `launcher/exec_tied_to_parent.py`. A second call does nothing.
     """
     global _registered
     if not _registered:

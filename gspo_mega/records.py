@@ -134,15 +134,21 @@ class RolloutBatch:
 class MicroBatch:
     """One packed forward of S whole sequences, T tokens, before any context-parallel slicing.
 
-    Arrays (numpy): `token_ids` [T] int64; `position_ids` [T] int64, from 0 in each sequence; `cu_seqlens` [S+1] int32,
-    offsets of the padded sequences; `sequence_ids` [T] int64 in [0, S), the sequence each position belongs to; `labels`
-    [T] int64, the next token (0 where there is none); `loss_mask` [T] float32, 1 where `labels` is an active response
-    token; `trajectory_index` [S] int64, row of each sequence in the rank's shard; `rollout_log_probs` [T] float32
-    aligned with `labels`; `routed_experts` [T, layers, top_k] int16, the experts that the rollout engine sent each
-    position to, -1 where it returned none (a sequence's last token, padding, filler, layers without experts), or None
-    where it returned none at all. A per-sequence value (advantage, response length, keep) lives in `sequence` as [S]
-    arrays. A sequence without trajectory (`trajectory_index` -1) is filler so that all ranks run the same number of
-    micro-batches; its loss_mask is 0.
+    Arrays (numpy), the same on all ranks of one data-parallel rank:
+
+    - `token_ids` [T] int64; `position_ids` [T] int64, from 0 in each sequence
+    - `cu_seqlens` [S+1] int32, offsets of the padded sequences
+    - `sequence_ids` [T] int64 in [0, S), the sequence of each position
+    - `labels` [T] int64, the next token (0 where there is none)
+    - `loss_mask` [T] float32, 1 where `labels` is an active response token
+    - `trajectory_index` [S] int64, the row of each sequence in the rollout batch; -1 for filler
+    - `rollout_log_probs` [T] float32, nats, aligned with `labels`
+    - `sequence`: values per sequence (advantage, response length, keep), [S] each
+    - `routed_experts` [T, layers, top_k] int16, the experts that the rollout engine sent each position to; -1 where it
+      returned none (a sequence's last token, padding, filler, layers without experts); None where it returned no routes
+
+    Filler is a sequence without trajectory and with `loss_mask` 0; it lets all ranks run the same number of
+    micro-batches.
     """
 
     token_ids: np.ndarray

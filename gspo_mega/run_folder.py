@@ -43,12 +43,28 @@ from typing import Any
 
 from gspo_mega.durable import atomic_write_json, atomic_write_text
 
-__all__ = ["EXIT_STOPPED", "Attempt", "RunFolder", "atomic_write_json", "atomic_write_text", "read_json"]
+__all__ = [
+    "CURRENT_WEIGHTS_NAME",
+    "EXIT_STOPPED",
+    "Attempt",
+    "RunFolder",
+    "atomic_write_json",
+    "atomic_write_text",
+    "read_json",
+    "weight_version_folder",
+]
 
 # Exit code of a rank that stopped on request, with a checkpoint (EX_TEMPFAIL: run the same command again).
 EXIT_STOPPED = 75
 
+CURRENT_WEIGHTS_NAME = "current.json"
+
 _ATTEMPT_NAME = re.compile(r"\d{4,}")
+
+
+def weight_version_folder(weights_dir: Path, weight_version: int) -> Path:
+    """The folder of one published weight version."""
+    return weights_dir / f"v{weight_version:08d}"
 
 
 def read_json(path: str | os.PathLike[str]) -> Any | None:
@@ -256,11 +272,11 @@ class RunFolder:
         return self.path / "weights"
 
     def weights_version_dir(self, weight_version: int) -> Path:
-        return self.weights_dir / f"v{weight_version:08d}"
+        return weight_version_folder(self.weights_dir, weight_version)
 
     @property
     def current_weights_file(self) -> Path:
-        return self.weights_dir / "current.json"
+        return self.weights_dir / CURRENT_WEIGHTS_NAME
 
     @property
     def checkpoints_dir(self) -> Path:

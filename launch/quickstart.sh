@@ -5,11 +5,11 @@
 #
 #   --seed N     another model, task split and order of everything (default 1); in runs/quickstart-seedN
 #   --control    the same training with rewards permuted inside the batch, which must not learn; implies --keep
-#   --keep       keep the model, data and cold start of the last time, and only train anew
+#   --keep       keep the model, data and cold start of the last run, and only train anew
 #   key=value    overrides for the training's configuration, e.g. train.num_steps=3
 #
-# Run again: what was interrupted continues; what was finished is set aside (runs/quickstart.1, ...), never
-# overwritten, and done anew. Works from any folder; results are in the repository's runs/.
+# Run it again to continue an interrupted run. A finished run is moved to runs/quickstart.1, ... and made anew; nothing is
+# overwritten. It works from any folder. Results are in the repository's runs/.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -52,7 +52,7 @@ set_aside() {
   local number=1
   while [[ -e $1.$number ]]; do number=$((number + 1)); done
   mv "$1" "$1.$number"
-  echo "quickstart: the finished $1 of last time is now $1.$number"
+  echo "quickstart: the finished $1 of the last run is now $1.$number"
 }
 
 say "1 of 4  Setting up the environment (.venv; once, a few minutes)"
@@ -69,7 +69,7 @@ say "2 of 4  Making a tiny Qwen3-MoE of random weights, and additions to learn f
 
 say "3 of 4  Cold start: supervised training until 0.3 to 0.5 of 256 held-out problems are solved"
 if [[ -d $folder/sft/hf ]]; then
-  echo "quickstart: done before; $folder/sft/hf is kept"
+  echo "quickstart: the cold start is done; $folder/sft/hf is kept"
 else
   .venv/bin/gspo-mega sft configs/quickstart_sft.yaml "${run[@]}" model.path="$folder/model"
 fi

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv beside this repository's pyproject.toml for a machine without a GPU: pinned, released packages and
-# the project itself, editable. Needs Python 3.11 (the pins' wheels are for it) on Linux x86_64 and pip's usual
-# indexes. A second call is instant: a stamp remembers what was installed.
+# Makes .venv beside this repository's pyproject.toml, for a machine without a GPU: pinned, released packages and the
+# project itself, editable. It needs Linux x86_64, Python 3.11 (the pins' wheels are for this version) and pip's usual
+# indexes. A second call returns at once: a stamp records what was installed.
 #
 #   launch/setup.sh [--tests]              GSPO_PYTHON=/path/to/python3.11 launch/setup.sh
 #
-# --tests: also what only the tests need (launch/env/test.txt), with a stamp of its own.
+# --tests: also the packages that only the tests need (launch/env/test.txt), with a stamp of their own.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -42,7 +42,8 @@ find_python() {
     "Install it, or name one: GSPO_PYTHON=/path/to/python3.11 $0"
 }
 
-# What the environment is made from. The root is part of it: an environment that was copied or moved is not ours.
+# Fingerprint of everything that the environment is made from. It includes the root: a copied or moved environment is
+# made again.
 wanted_stamp() {
   {
     printf '%s\n' "$root"
@@ -92,8 +93,8 @@ if ! is_current "$venv/gspo_mega.stamp" "$stamp"; then
     step "virtual environment in .venv ($python)" "$python" -m venv --clear "$venv"
   fi
   rm -f "$venv/gspo_mega.stamp"
-  # --no-warn-conflicts: once phase 2 is in, pip would list everything that SGLang declares and a machine without a
-  # GPU cannot have (see launch/env/cpu-no-deps.txt) each time phase 1 runs again.
+  # --no-warn-conflicts: after phase 2, pip would list every package that SGLang declares and that a machine without a GPU
+  # cannot have (see launch/env/cpu-no-deps.txt), each time phase 1 runs again.
   step "packages, phase 1 of 2 (PyTorch, Megatron-Core, ...)" "${pip[@]}" --no-warn-conflicts -r "${requirements[0]}"
   step "packages, phase 2 of 2 (SGLang)" "${pip[@]}" --no-deps -r "${requirements[1]}"
   step "gspo_mega itself" "${pip[@]}" --no-deps --no-build-isolation --editable "$root"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Sets up the environment and runs the tests, tier by tier, with the time each took.
+# Sets up the environment, runs the tests tier by tier, and shows the time of each tier.
 #
 #   tests/run.sh [TIER ...]        tiers: unit distributed recovery integration slurm (all by default)
 #
-# GSPO_REQUIRE=sglang,slurm  a test that would be skipped for want of one of these fails instead.
-# The tier slurm starts a Slurm of its own where slurmctld, slurmd, slurm-client and munge are installed (as root), and skips
-# where they are not. Changes nothing outside the repository and the temporary folder. Exit code 0: every tier passed.
+# GSPO_REQUIRE=sglang,slurm  a test that needs one of these fails where it is missing, instead of being skipped.
+# The tier slurm starts a Slurm of its own. It needs root, slurmctld, slurmd, slurm-client and munge, and is skipped without
+# them. Nothing outside the repository and the temporary folder changes. Exit code 0: every tier passed.
 #
-# Two tiers run side by side, since each leaves a core idle for much of its time; a tier's output comes when it ends, and is in
-# .cache/tests-TIER.log meanwhile. A single tier is shown as it goes.
+# Two tiers run side by side, because each leaves a core idle for much of its time. The output of a tier appears when it ends;
+# until then it is in .cache/tests-TIER.log. A single tier shows its output directly.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -20,7 +20,7 @@ declare -A folders=(
   [integration]="tests/integration"
   [slurm]="tests/slurm"
 )
-# The order in which they begin: the longest first, so that the last to end leaves the other core idle for the shortest time.
+# The order in which tiers begin: the longest first, so that the last one leaves the other core idle for the shortest time.
 order=(integration distributed slurm unit recovery)
 for tier in "$@"; do
   [[ -n ${folders[$tier]:-} ]] || { echo "tests/run.sh: '$tier' is no tier; there are: unit distributed recovery integration slurm" >&2; exit 2; }
@@ -31,7 +31,7 @@ for tier in "${order[@]}"; do
 done
 
 launch/setup.sh --tests
-# Ranks and servers of a test that each take every core hinder each other.
+# One thread per process: otherwise the ranks and servers of a test compete for every core.
 export OMP_NUM_THREADS=1
 mkdir -p .cache
 
@@ -39,7 +39,7 @@ pytest=(.venv/bin/python -m pytest -q --durations=10)
 status=0
 declare -A summaries=() pids=() began=()
 
-# What is left to do when a tier has ended: its exit code, its line of the summary.
+# Records the exit code of a tier that has ended, and its line of the summary.
 ended() {
   local tier=$1 code=$2
   ((code == 0)) || status=1
@@ -64,7 +64,7 @@ begin() {
   pids[$tier]=$!
 }
 
-# Waits for those of the running tiers that end next.
+# Waits for the next running tier to end, and shows its output.
 await() {
   local tier code alive
   wait -n "${pids[@]}" || true
@@ -83,7 +83,7 @@ await() {
 if ((${#tiers[@]} == 1)); then
   show_one "${tiers[0]}"
 else
-  # SIGINT: a test's processes are then ended by its fixtures.
+  # SIGINT, so that the fixtures of a test end its processes.
   trap '((${#pids[@]} == 0)) || kill -INT "${pids[@]}" 2>/dev/null || true' EXIT
   for tier in "${tiers[@]}"; do
     while ((${#pids[@]} == 2)); do await; done

@@ -18,7 +18,7 @@ if __package__ is None or __package__ == "":
 import torch
 
 from gspo_mega.checkpoint.convert import FILE_BYTES
-from gspo_mega.checkpoint.sources import TensorSource, open_checkpoint
+from gspo_mega.checkpoint.tensor_sources import TensorSource, open_checkpoint
 from gspo_mega.errors import GspoMegaError
 
 _SECONDS_BETWEEN = {True: 0.2, False: 10.0}  # on a terminal; in a log

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conversion_tool import add_described_by, guarded
 
-from gspo_mega.checkpoint.compare import describe
+from gspo_mega.checkpoint.compare_checkpoints import describe
 
 
 def main(arguments: list[str] | None = None) -> int:

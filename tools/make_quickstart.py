@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -121,7 +122,7 @@ def same(one: Path, other: Path) -> bool:
     return other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
-def write_json(path: Path, value: dict[str, object]) -> None:
+def write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

@@ -6,7 +6,7 @@ Runs on rank 0, which alone sees the whole batch. Pure of processes; sending is 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class MiniBatch:
     micro_batches: list[MicroBatch]
 
     def to_wire(self) -> dict[str, Any]:
-        return {"denominator": self.denominator, "micro_batches": [asdict(m) for m in self.micro_batches]}
+        return {"denominator": self.denominator, "micro_batches": [dict(vars(m)) for m in self.micro_batches]}
 
     @classmethod
     def from_wire(cls, value: dict[str, Any]) -> MiniBatch:
@@ -82,9 +82,14 @@ def scored_batch(batch: RolloutBatch) -> RolloutBatch:
 
 def plan_batch(trajectories: list[Trajectory], config: Config, layout: Layout, step: int) -> list[RankPlan]:
     """Which trajectories each data-parallel rank works on, in which mini-batches and packs."""
+    num_mini_batches = min(config.batch.num_mini_batches, len(trajectories))
+    return _plan([t.num_tokens for t in trajectories], num_mini_batches, config, layout, step)
+
+
+def _plan(lengths: list[int], num_mini_batches: int, config: Config, layout: Layout, step: int) -> list[RankPlan]:
     return plan_rollout_batch(
-        [t.num_tokens for t in trajectories],
-        num_mini_batches=min(config.batch.num_mini_batches, len(trajectories)),
+        lengths,
+        num_mini_batches=num_mini_batches,
         budget_tokens=config.batch.micro_batch_tokens,
         pad_multiple=layout.sequence_multiple_tokens,
         num_data_parallel=layout.data,
@@ -109,7 +114,7 @@ def assemble(
     records = [_record(t) for t in trajectories]
     shards: list[list[MiniBatch]] = [[] for _ in plans]
     for m in range(len(plans[0].mini_batches)):
-        packs_of = [[[plan.shard[row] for row in pack] for pack in plan.mini_batches[m]] for plan in plans]
+        packs_of = [plan.mini_batches[m] for plan in plans]
         active = [i for packs in packs_of for pack in packs for i in pack if any(trajectories[i].response_mask)]
         sizes = Counter(trajectories[i].group_id for i in active)
         for i in active:
@@ -141,20 +146,10 @@ def assemble_supervised(
         }
         for d in demonstrations
     ]
-    plans = plan_rollout_batch(
-        [len(d.prompt_token_ids) + len(d.response_token_ids) for d in demonstrations],
-        num_mini_batches=1,
-        budget_tokens=config.batch.micro_batch_tokens,
-        pad_multiple=layout.sequence_multiple_tokens,
-        num_data_parallel=layout.data,
-        seed=config.run.seed,
-        step=step,
-        attention_crossover_tokens=layout.attention_crossover_tokens,
-        pack_multiple=layout.pack_multiple_tokens,
-        synchronised_packs=layout.synchronised_packs,
-    )
+    lengths = [len(d.prompt_token_ids) + len(d.response_token_ids) for d in demonstrations]
+    plans = _plan(lengths, 1, config, layout, step)
     denominator = float(sum(len(d.response_token_ids) for d in demonstrations))
-    packs_of = [[[plan.shard[row] for row in pack] for pack in plan.mini_batches[0]] for plan in plans]
+    packs_of = [plan.mini_batches[0] for plan in plans]
     return [[MiniBatch(denominator, micro_batches)] for micro_batches in _packed(records, packs_of, layout)]
 
 

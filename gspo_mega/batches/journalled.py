@@ -1,62 +1,39 @@
-"""Rollout batches by way of the journal: what is there already is taken, what is missing is sampled and written down.
+"""Rollout batches through the run's journal: recorded groups are used again, missing groups come from another source.
 
 Owns which of the recorded groups of a step may stand for new ones: those that were made by what would make the new ones
-(weights, rewards, settings; `provenance.py`), about the prompts that are due. What may not is moved aside, and said.
-Sampling, or reading another run's record, is given to it; the files are `gspo_mega.journal`'s.
+(weights, rewards, settings; `provenance.py`), for the prompts that are due. Others are moved aside, and the user is
+shown why. New groups come from the wrapped source; the files are `gspo_mega.journal`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gspo_mega import kill_points
 from gspo_mega.batches.provenance import REASONS, first_weights, next_history
+from gspo_mega.batches.source import ContinuableSource
 from gspo_mega.checkpoint.folders import step_of
 from gspo_mega.config.schema import Config
 from gspo_mega.journal.journal import Journal, StepRecord
-from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
+from gspo_mega.records import Group, RolloutBatch, Trajectory
+from gspo_mega.rollout.freshness import Freshness
 
 if TYPE_CHECKING:
-    from gspo_mega.checkpoint.state import TrainState
+    from gspo_mega.checkpoint.train_state import TrainState
 
 
-class Order(Protocol):
-    """Where the run is in its prompts."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class BatchSource(Protocol):
-    """Where new groups come from: servers, or another run's journal."""
-
-    def made_by(self, step: int) -> dict[str, str]:
-        """Fingerprints of what makes the groups of `step`, the weights' apart."""
-        ...
-
-    def upcoming(self, step: int, count: int) -> list[Prompt]:
-        """The next `count` prompts that groups 0, 1, ... of `step` will be about; draws nothing."""
-        ...
-
-    def sample(
-        self, step: int, known: Mapping[int, Group], keep: Callable[[Trajectory], None], on_wait: Callable[[], None]
-    ) -> RolloutBatch:
-        """The batch of `step`, in which the groups `known` are already there. Calls `keep` for every other trajectory
-        as it completes. What `on_wait` or `keep` raises ends the batch; its prompts are then the next ones again.
-        """
-        ...
-
-
-def batches_of(config: Config, journal: Journal, order: Order, source: BatchSource) -> JournalledBatches:
-    """The batches of a run of this configuration."""
-    return JournalledBatches(
+def journalled_source(
+    config: Config, journal: Journal, source: ContinuableSource, say: Callable[[str], None]
+) -> JournalledSource:
+    """`source` with the run's journal around it. `say` shows a line to the user."""
+    return JournalledSource(
         journal,
-        order,
         source,
         config.batch.group_size,
+        say=say,
+        freshness=Freshness(config.rollout.max_staleness),
         keep_last=config.journal.keep_last,
         prune_routes=config.journal.prune_routes and config.rollout.return_routed_experts,
         needs_routes=config.moe.routing_replay == "R3",
@@ -65,8 +42,8 @@ def batches_of(config: Config, journal: Journal, order: Order, source: BatchSour
     )
 
 
-class JournalledBatches:
-    """`take(step)` of a run, and what of its state a checkpoint keeps.
+class JournalledSource:
+    """The `Source` that a run trains on, and the part of the run's state that a checkpoint keeps of it.
 
     Attributes:
         history: the fingerprint of the weights that the next step is sampled from.
@@ -75,73 +52,76 @@ class JournalledBatches:
     def __init__(
         self,
         journal: Journal,
-        order: Order,
-        source: BatchSource,
+        source: ContinuableSource,
         group_size: int,
         *,
+        say: Callable[[str], None],
+        freshness: Freshness,
         keep_last: int | None = None,
         prune_routes: bool = False,
         needs_routes: bool = False,
         trains: bool = True,
         first_weights: Callable[[], str] = lambda: "",
     ) -> None:
-        """`keep_last`: how many steps' files are kept, None for all. `prune_routes`: routed experts go once a
-        checkpoint has trained on them. `needs_routes`: a record without its routed experts does not do. `trains`: each
-        batch changes the weights. `first_weights`: the fingerprint of what a fresh run starts from.
+        """`freshness`: which weight versions a record may come from. `keep_last`: how many steps' files are kept, None
+        for all. `prune_routes`: remove routed experts once a checkpoint contains the training on them. `needs_routes`:
+        a record without its routed experts is not used. `trains`: each batch changes the weights. `first_weights`: the
+        fingerprint of what a fresh run starts from.
         """
-        self._journal, self._order, self._source = journal, order, source
+        self._journal, self._source, self._say, self._freshness = journal, source, say, freshness
         self._group_size, self._keep_last, self._prune_routes = group_size, keep_last, prune_routes
         self._needs_routes, self._trains, self._first_weights = needs_routes, trains, first_weights
         self.history = ""
 
     def restore(self, state: TrainState) -> None:
-        """Go on from a checkpoint's state, or from a fresh one. Raises DataError where the prompts are others than
+        """Continue from a checkpoint's state, or from a fresh one. Raises DataError where the prompts are others than
         those it had.
         """
         if state.prompts:
-            self._order.load_state_dict(state.prompts)
+            self._source.load_state_dict(state.prompts)
         self.history = state.history or self._first_weights()
 
     def note(self, state: TrainState) -> None:
-        """Put into `state`, for a checkpoint, where the prompts are and what the weights come from."""
-        state.prompts, state.history = self._order.state_dict(), self.history
+        """Put the position in the prompts and the history of the weights into `state`, for a checkpoint."""
+        state.prompts, state.history = self._source.state_dict(), self.history
 
     def is_durable(self, checkpoint: Path) -> None:
         """A checkpoint is on disk: the routed experts of the steps before it are not needed to continue the run."""
         if self._prune_routes:
             self._journal.prune_routes(step_of(checkpoint))
 
-    def take(
-        self, step: int, weight_version: int, on_wait: Callable[[], None], say: Callable[[str], None]
-    ) -> RolloutBatch:
-        """The rollout batch of `step`, sampled from `weight_version`. In the journal, whole and on disk, when this
+    def state_dict(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state)
+
+    def describe(self) -> list[str]:
+        return self._source.describe()
+
+    def take(self, step: int, weight_version: int, on_wait: Callable[[], None]) -> RolloutBatch:
+        """The rollout batch of `step`, sampled from `weight_version`. The journal has all of it on disk when this
         returns.
 
         A complete recorded batch is returned as it was. Records of other weights, rewards or settings, or about other
-        prompts than are due, are moved aside and not used, and `say` tells. Raises JournalError where the journal
-        cannot be written.
+        prompts than are due, are moved aside and not used, and the user is shown why. Raises JournalError where the
+        journal cannot be written.
         """
         made_by = {**self._source.made_by(step), "weights": self.history}
-        record = self._usable(step, weight_version, made_by, say)
+        record = self._usable(step, weight_version, made_by)
         if record is not None and record.batch is not None and record.prompts is not None:
-            self._order.load_state_dict(record.prompts)
-            say(
+            self._source.load_state_dict(record.prompts)
+            self._say(
                 f"step {step + 1}: its {len(record.batch.trajectories)} trajectories are in the journal and are not"
                 " sampled again"
             )
             self._advance(record.batch, record.checksums)
             return record.batch
-        # A failed scoring says nothing about the response, and what made it fail may have been mended: such a group is
-        # sampled again.
-        known = (
-            {}
-            if record is None
-            else {n: g for n, g in record.complete_groups().items() if len(g.scored) == len(g.trajectories)}
-        )
+        known = {} if record is None else _scored_groups(record)
         if record is not None:
             lost = sum(len(group.trajectories) for number, group in record.groups.items() if number not in known)
             torn = f", {record.num_torn_bytes} torn bytes cut off" if record.num_torn_bytes else ""
-            say(
+            self._say(
                 f"step {step + 1}: {len(known)} complete groups of the journal are taken over; {lost} trajectories of"
                 f" others are sampled again{torn}"
             )
@@ -151,8 +131,8 @@ class JournalledBatches:
                 kill_points.reached("rollout.trajectory")
                 writer.add(trajectory)
 
-            batch = self._source.sample(step, known, keep, on_wait)
-            writer.finish(batch, self._order.state_dict())
+            batch = self._source.take(step, weight_version, on_wait, known, keep)
+            writer.finish(batch, self._source.state_dict())
         self._advance(batch, writer.checksums)
         return batch
 
@@ -162,10 +142,8 @@ class JournalledBatches:
         if self._keep_last is not None:
             self._journal.prune(self._keep_last)
 
-    def _usable(
-        self, step: int, weight_version: int, made_by: dict[str, str], say: Callable[[str], None]
-    ) -> StepRecord | None:
-        """What of the step's record may be used, if anything; what may not be is moved aside."""
+    def _usable(self, step: int, weight_version: int, made_by: dict[str, str]) -> StepRecord | None:
+        """The usable part of the step's record, if there is any; the rest is moved aside."""
         record = self._journal.read(step)
         if record is None:
             return None
@@ -173,7 +151,7 @@ class JournalledBatches:
         if reason is not None:
             count = sum(len(group.trajectories) for group in record.groups.values())
             where = self._journal.put_aside(step)
-            say(
+            self._say(
                 f"notice   step {step + 1}: the journal's {count} trajectories are not used: {reason}; they are moved"
                 f" to {where.name}, and others sampled"
             )
@@ -184,7 +162,7 @@ class JournalledBatches:
             count = sum(len(record.groups.pop(number).trajectories) for number in others)
             where = self._journal.put_aside(step)
             record.batch = None
-            say(
+            self._say(
                 f"notice   step {step + 1}: {count} of the journal's trajectories are not used: they are about other"
                 " prompts than those that are due (or their answers have changed); the record is moved to"
                 f" {where.name}, and these are sampled again"
@@ -192,7 +170,7 @@ class JournalledBatches:
         return record
 
     def _reason_against(self, record: StepRecord, weight_version: int, made_by: dict[str, str]) -> str | None:
-        if record.weight_version != weight_version:
+        if not self._freshness.admits(record.weight_version, weight_version):
             return f"weight version {record.weight_version} sampled them, and the run holds {weight_version}"
         if record.group_size != self._group_size:
             return f"their groups are of {record.group_size} samples, the run's of {self._group_size}"
@@ -208,3 +186,10 @@ class JournalledBatches:
                 "their routed experts were pruned (journal.prune_routes), and moe.routing_replay R3 needs them"
             )
         return "; ".join(reasons) or None
+
+
+def _scored_groups(record: StepRecord) -> dict[int, Group]:
+    """The complete groups of `record` in which every trajectory has a reward, by number. A failed scoring says nothing
+    about the response, and its cause may have been mended: such a group is sampled again.
+    """
+    return {n: g for n, g in record.complete_groups().items() if len(g.scored) == len(g.trajectories)}

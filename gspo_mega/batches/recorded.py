@@ -1,97 +1,82 @@
-"""Rank 0's side of a run that trains on another run's record: no server, no sampling, no scoring.
+"""Rollout batches of another run's journal: no server, no sampling, no scoring.
 
-Stands in for `rollouts.RolloutSide` where `train.from_rollouts` names a run folder. What it hands out goes through the
-run's own journal as well, so the folder holds what was trained on and a restarted step is the very same.
+Owns reading that journal (`train.from_rollouts`) step by step. The batches go through the run's own journal as well
+(`journalled.py`), so the run folder holds what was trained on and a restarted step is the very same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from gspo_mega.batches.journalled import batches_of
 from gspo_mega.batches.provenance import next_history
-from gspo_mega.config.schema import Config
+from gspo_mega.batches.source import keep_nothing
 from gspo_mega.errors import JournalError
 from gspo_mega.journal.journal import Journal, StepRecord
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
-from gspo_mega.run_folder import Attempt, RunFolder
+
+# Stands for the prompt of a group that the record does not have; no recorded prompt equals it.
+_NO_PROMPT = Prompt("", "", (), "")
 
 
-class RecordedOrder:
-    """The prompt order's state as the recording run left it, step by step."""
+class RecordedSource:
+    """A `ContinuableSource` whose groups are those of the journal in the folder `journal_dir`."""
 
-    def __init__(self) -> None:
-        self._state: dict[str, Any] = {"sources": {}}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state = state
-
-
-class ReplaySide:
-    """The recorded batches of the run folder `train.from_rollouts`. A context manager, as RolloutSide is."""
-
-    def __init__(self, config: Config, attempt: Attempt) -> None:
-        assert config.train is not None and config.train.from_rollouts is not None
-        self.recorded = Journal(RunFolder(config.train.from_rollouts).journal_dir)
-        self.prompts = RecordedOrder()
+    def __init__(self, journal_dir: Path) -> None:
+        self._recorded = Journal(journal_dir)
+        self._position: dict[str, Any] = {"sources": {}}
         self._last: StepRecord | None = None
-        journal = Journal(attempt.run_folder.journal_dir)
-        self.batches = batches_of(config, journal, self.prompts, self)
-
-    def data_report(self) -> list[str]:
-        return [
-            f"data     the recorded rollouts of {self.recorded.folder.parent}; no server, no publish, no held-out"
-            " evaluation"
-        ]
 
     def take(
-        self, step: int, weight_version: int, on_wait: Callable[[], None], say: Callable[[str], None]
+        self,
+        step: int,
+        weight_version: int,
+        on_wait: Callable[[], None],
+        known: Mapping[int, Group] | None = None,
+        keep: Callable[[Trajectory], None] = keep_nothing,
     ) -> RolloutBatch:
-        """The recorded batch of `step`. Raises JournalError where the record has none."""
-        return self.batches.take(step, weight_version, on_wait, say)
+        """The recorded batch of `step`, whatever `weight_version` is: the recording run's weights sampled it.
 
-    def made_by(self, step: int) -> dict[str, str]:
-        checksums = self._read(step).checksums
-        return {"recorded rollouts": next_history("", self._batch_of(step), checksums)}
-
-    def upcoming(self, step: int, count: int) -> list[Prompt]:
-        groups = self._read(step).groups
-        nothing = Prompt("", "", (), "")
-        return [groups[number].prompt if number in groups else nothing for number in range(count)]
-
-    def sample(
-        self, step: int, known: Mapping[int, Group], keep: Callable[[Trajectory], None], on_wait: Callable[[], None]
-    ) -> RolloutBatch:
-        record, batch = self._read(step), self._batch_of(step)
+        Raises JournalError where the record has none.
+        """
+        record, batch = self._read(step)
         assert record.prompts is not None
         for group in batch.groups:
             on_wait()
-            for trajectory in group.trajectories if group.group_id not in known else ():
-                keep(trajectory)
-        self.prompts.load_state_dict(record.prompts)
+            if known is None or group.group_id not in known:
+                for trajectory in group.trajectories:
+                    keep(trajectory)
+        self._position = record.prompts
         return batch
 
-    def _batch_of(self, step: int) -> RolloutBatch:
-        batch = self._read(step).batch
-        assert batch is not None
-        return batch
+    def state_dict(self) -> dict[str, Any]:
+        """The prompt order's state as the recording run left it after the last step that was taken."""
+        return self._position
 
-    def _read(self, step: int) -> StepRecord:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = state
+
+    def describe(self) -> list[str]:
+        return [
+            f"data     the recorded rollouts of {self._recorded.folder.parent}; no server, no publish, no held-out"
+            " evaluation"
+        ]
+
+    def made_by(self, step: int) -> dict[str, str]:
+        record, batch = self._read(step)
+        return {"recorded rollouts": next_history("", batch, record.checksums)}
+
+    def upcoming(self, step: int, count: int) -> list[Prompt]:
+        groups = self._read(step)[0].groups
+        return [groups[number].prompt if number in groups else _NO_PROMPT for number in range(count)]
+
+    def _read(self, step: int) -> tuple[StepRecord, RolloutBatch]:
         if self._last is None or self._last.step != step:
-            self._last = self.recorded.read(step)
+            self._last = self._recorded.read(step)
         if self._last is None or self._last.batch is None:
             raise JournalError(
-                f"train.from_rollouts: {self.recorded.folder.parent} has no complete rollout batch of step {step + 1}; "
-                f"lower train.num_steps to {step} to train on what is there"
+                f"train.from_rollouts: {self._recorded.folder.parent} has no complete rollout batch of step {step + 1};"
+                f" lower train.num_steps to {step} to train on the batches before it"
             )
-        return self._last
-
-    def __enter__(self) -> ReplaySide:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._last = None
+        return self._last, self._last.batch

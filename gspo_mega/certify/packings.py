@@ -22,11 +22,11 @@ def packing(
     if kind == "planned":
         return planned
     if kind == "shuffled":
-        return [RankPlan(plan.shard, [_shuffled(packs, rng) for packs in plan.mini_batches]) for plan in planned]
+        return [RankPlan([_shuffled(packs, rng) for packs in plan.mini_batches]) for plan in planned]
     if kind == "one_pack":
-        return [RankPlan(plan.shard, [[list(range(len(plan.shard)))]]) for plan in planned]
+        return [RankPlan([[plan.rows]]) for plan in planned]
     if kind == "one_each":
-        return _equal_counts([[[index] for index in plan.shard] for plan in planned])
+        return _equal_counts([[[index] for index in plan.rows] for plan in planned])
     if kind == "uneven":
         order = rng.permutation(num_trajectories).tolist()
         # The first rank takes two thirds, the second two thirds of what is left, ...
@@ -48,10 +48,4 @@ def _shuffled(packs: list[list[int]], rng: np.random.Generator) -> list[list[int
 def _equal_counts(packs_of: list[list[list[int]]]) -> list[RankPlan]:
     """Plans from packs of batch indices, filled up to equally many."""
     count = max(len(packs) for packs in packs_of)
-    plans = []
-    for packs in packs_of:
-        shard = sorted(index for pack in packs for index in pack)
-        row_of = {index: row for row, index in enumerate(shard)}
-        rows = [[row_of[index] for index in pack] for pack in packs]
-        plans.append(RankPlan(shard, [rows + [[] for _ in range(count - len(rows))]]))
-    return plans
+    return [RankPlan([packs + [[] for _ in range(count - len(packs))]]) for packs in packs_of]

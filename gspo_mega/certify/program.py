@@ -15,8 +15,8 @@ from gspo_mega.certify.table import Row, render_batch, render_table
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.schema import CertifyCase
 from gspo_mega.errors import RankError
-from gspo_mega.launcher.launch import WORKER_COMMAND, launch
-from gspo_mega.launcher.places import device_here
+from gspo_mega.launcher.gpus_and_ports import device_here
+from gspo_mega.launcher.local.launch_local import WORKER_COMMAND, launch
 from gspo_mega.run_folder import RunFolder
 from gspo_mega.weights.random_folder import make_random_folder
 

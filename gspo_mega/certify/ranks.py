@@ -29,7 +29,7 @@ from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
-from gspo_mega.runtime.worker import WorkerContext
+from gspo_mega.runtime.worker_context import WorkerContext
 from gspo_mega.weights.hf_folder import HuggingFaceFolder
 from gspo_mega.weights.hf_import import import_huggingface
 

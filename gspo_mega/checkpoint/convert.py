@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 
 from gspo_mega.checkpoint.safetensors_stream import write_safetensors
-from gspo_mega.checkpoint.sources import MEGATRON_FOLDER, TensorSource
+from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource
 from gspo_mega.checkpoint.torch_dist import write_chunks, write_index
 from gspo_mega.errors import CheckpointError
 from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_blocks, parameter_shape
@@ -142,13 +142,13 @@ def to_huggingface(
 
 def _fused(tally: _Tally, entries: list[TensorEntry]) -> torch.Tensor:
     """The parameter that the tensors make up, whole, as on one rank; padding rows are zero."""
-    spec, parameter = tally.source.spec, None
-    shape = parameter_shape(spec, entries[0], 1)
+    spec, shape = tally.source.spec, parameter_shape(tally.source.spec, entries[0], 1)
+    tensor = tally.read(entries[0])
+    if len(entries) == 1 and tuple(tensor.shape) == shape:
+        return tensor
+    parameter = torch.zeros(shape, dtype=tensor.dtype)
     for entry in entries:
-        tensor = tally.read(entry)
-        if len(entries) == 1 and tuple(tensor.shape) == shape:
-            return tensor
-        parameter = torch.zeros(shape, dtype=tensor.dtype) if parameter is None else parameter
+        tensor = tensor if entry is entries[0] else tally.read(entry)
         if tensor.dtype != parameter.dtype:
             raise CheckpointError(
                 f"{entry.name} is {tensor.dtype}, others of {entry.parameter} are {parameter.dtype}; name one dtype to"

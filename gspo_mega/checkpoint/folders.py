@@ -1,7 +1,7 @@
 """The checkpoints of a run as folders: which are complete, which may be believed, which are kept.
 
 Owns names, checksums and the order in which a folder appears and goes, so that at every moment one complete checkpoint
-is there. What is in it is `state.py`'s. Rank 0 alone changes folders; any rank may read.
+is there. What is in it is `train_state.py`'s. Rank 0 alone changes folders; any rank may read.
 """
 
 from __future__ import annotations

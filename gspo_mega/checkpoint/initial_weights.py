@@ -2,19 +2,20 @@
 checkpoint.
 
 Megatron's own loader reads them into this layout, each rank its shares. Optimizer, counters and random states stay
-those of a fresh run; continuing a run is `state.py`.
+those of a fresh run; continuing a run is `train_state.py`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gspo_mega.checkpoint.safe_pickle import refuse_code
-from gspo_mega.checkpoint.sources import MEGATRON_FOLDER
+from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.errors import CheckpointError
 from gspo_mega.weights.collectives import raise_together
@@ -42,7 +43,8 @@ def load_weights(folder: Path, engine: PolicyEngine) -> None:
             wanted = chunk.sharded_state_dict(metadata={"dp_cp_group": engine.groups.data_context.group})
             # Transformer Engine's scaling states are not weights, and a converted checkpoint has none.
             wanted = {name: value for name, value in wanted.items() if not isinstance(value, ShardedObject)}
-            loaded = dist_checkpointing.load(wanted, str(folder / MEGATRON_FOLDER))
+            # Megatron declares a tuple too, for a strictness that is not asked for.
+            loaded = cast(dict[str, Any], dist_checkpointing.load(wanted, str(folder / MEGATRON_FOLDER)))
             odd = chunk.load_state_dict({name: loaded[name] for name in wanted}, strict=False)
             problems += [f"{name} is not filled" for name in odd.missing_keys if not name.endswith(_EXTRA_STATE)]
     except (

@@ -92,7 +92,7 @@ class SafetensorsFile:
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(placed.start)
-                _read_into(file, memoryview(flat.numpy()))
+                _read_into(file, flat.numpy().data)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
         return flat.view(placed.dtype).reshape(placed.shape)
@@ -134,6 +134,6 @@ def write_safetensors(
                 raise CheckpointError(
                     f"{path}: {name} came as {tensor.dtype} {list(tensor.shape)}, {dtype} {list(shape)} was announced"
                 )
-            file.write(memoryview(tensor_bytes(tensor)))
+            file.write(tensor_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())

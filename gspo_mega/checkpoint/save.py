@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from gspo_mega import durable
 from gspo_mega.checkpoint import folders
-from gspo_mega.checkpoint.state import TrainState, first_cause, layout_of, model_of, random_state, sharded_state
+from gspo_mega.checkpoint.train_state import TrainState, first_cause, layout_of, model_of, random_state, sharded_state
 from gspo_mega.config.schema import Checkpoint
 from gspo_mega.engine.megatron_versions import asynchronous_save
 from gspo_mega.engine.policy import PolicyEngine

@@ -18,11 +18,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -207,12 +206,19 @@ class TorchDistFolder:
             return None
         return tuple(self.tensors[key].size[len(place.stack) :])
 
+    def _stored(self, place: StoredPlace) -> tuple[str, tuple[int, ...]]:
+        key, shape = self.find(place), self.shape(place)
+        if key is None or shape is None:
+            raise CheckpointError(f"{self.path}: {place.keys[0]} is not stored")
+        return key, shape
+
     def dtype(self, place: StoredPlace) -> torch.dtype:
-        return self.tensors[self.find(place)].properties.dtype
+        key, _ = self._stored(place)
+        return self.tensors[key].properties.dtype
 
     def read(self, place: StoredPlace) -> torch.Tensor:
         """The whole parameter, in the stored dtype. Raises CheckpointError when a part is missing or damaged."""
-        key, shape = self.find(place), self.shape(place)
+        key, shape = self._stored(place)
         depth, whole, covered = len(place.stack), None, 0
         for chunk in self._chunks_at(key, place.index):
             part = self._load(key, chunk)[tuple(i - o for i, o in zip(place.index, chunk.offsets))]
@@ -246,7 +252,9 @@ class TorchDistFolder:
         path = self.path / info.relative_path
         try:
             with path.open("rb") as file:
-                tensor = torch.load(_FilePart(file, info.offset, info.length), map_location="cpu", weights_only=True)
+                # It reads and seeks; its annotation also wants the writing half of a file.
+                part = cast(IO[bytes], _FilePart(file, info.offset, info.length))
+                tensor = torch.load(part, map_location="cpu", weights_only=True)
         except Exception as error:  # what a damaged file makes of torch.load is anything
             raise CheckpointError(
                 f"{path}: {key} cannot be read: {f'{type(error).__name__}: {error}'.splitlines()[0]}"

@@ -10,10 +10,10 @@ import argparse
 import socket
 from pathlib import Path
 
-from gspo_mega.doctor.checks import check_machine
+from gspo_mega.doctor.answer_deadline import DEADLINE_SECONDS, AnswerDeadline
+from gspo_mega.doctor.between_machines import Place, check_together
 from gspo_mega.doctor.findings import render
-from gspo_mega.doctor.patience import PATIENCE_SECONDS, Patience
-from gspo_mega.doctor.together import Place, check_together
+from gspo_mega.doctor.machine_checks import check_machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--patience",
         type=float,
-        default=PATIENCE_SECONDS,
+        default=DEADLINE_SECONDS,
         metavar="S",
         help="seconds that all of it may take (default: %(default)g)",
     )
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if args.gpus is None else args.gpus
-    patience = Patience(args.patience)
+    deadline = AnswerDeadline(args.patience)
     findings = list(
         check_machine(
             tuple(args.role or ("trainer", "server")),
@@ -59,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
             gpus,
             args.fp8,
             args.address,
-            patience,
+            deadline,
             args.requests,
         )
     )
     if args.machines is not None:
         address, _, port = args.master.rpartition(":")
         findings += check_together(
-            Place(args.index, args.machines, (address.strip("[]"), int(port))), args.meet, gpus, patience
+            Place(args.index, args.machines, (address.strip("[]"), int(port))), args.meet, gpus, deadline
         )
     print(render(findings, socket.gethostname()))
     return 1 if any(finding.level == "wrong" for finding in findings) else 0

@@ -20,7 +20,7 @@ from typing import Any
 from gspo_mega.commands.screen import Screen
 from gspo_mega.config import load_config
 from gspo_mega.errors import ConfigError
-from gspo_mega.launcher.launch import launch
+from gspo_mega.launcher.local.launch_local import launch
 from gspo_mega.run_folder import RunFolder, read_json
 
 # One process collects; nothing is trained, so nothing is laid out.
@@ -68,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
     if code != 0:
         return code
     attempt = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name).latest_attempt()
-    assert attempt is not None  # the launch made it
-    result = {"model": loaded.config.model.path, **read_json(attempt.result_file)}
+    measured = read_json(attempt.result_file) if attempt is not None else None
+    assert measured is not None  # the launch made the attempt, and its rank wrote the result before it ended with 0
+    result = {"model": loaded.config.model.path, **measured}
     with Screen() as show:  # it is in result.json, too
         show(json.dumps(result) if args.json else render_result(result))
     return 0
@@ -138,7 +139,7 @@ def _checkpoint_version(folder: RunFolder) -> int | None:
 
 def _overrides(target: Target) -> list[str]:
     """A JSON string is a YAML string whatever is in the path."""
-    own = list(_ONE_RANK)
+    own: list[str] = list(_ONE_RANK)
     if target.model is not None:
         own += [f"model.path={json.dumps(str(target.model))}", "model.weights=null"]
     if target.run_dir is not None:

@@ -19,9 +19,9 @@ from gspo_mega import descriptors
 from gspo_mega.config import load_config
 from gspo_mega.config.addresses import address_problem
 from gspo_mega.errors import ConfigError, PublishError
+from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, beats, read_state
+from gspo_mega.launcher.gpus_and_ports import device_here
 from gspo_mega.launcher.lease import hold
-from gspo_mega.launcher.places import device_here
-from gspo_mega.launcher.state import SILENCE_SECONDS, beats, read_state
 from gspo_mega.rollout.server.supervise_server import ServerSupervisor
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_json
 from gspo_mega.weights.software import ask

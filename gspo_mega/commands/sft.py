@@ -10,7 +10,7 @@ import argparse
 
 from gspo_mega.commands.screen import Screen
 from gspo_mega.config import load_config
-from gspo_mega.launcher.launch import launch
+from gspo_mega.launcher.local.launch_local import launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import ConfigError, RolloutError
+from gspo_mega.launcher.attempt_state import RunState, read_state
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart
-from gspo_mega.launcher.state import RunState, read_state
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import Attempt, RunFolder, read_json
 

@@ -334,7 +334,7 @@ class Reward(Section):
     file_bytes: int = Field(default=1024**3, ge=0, description="Largest file that a scoring process may write.")
     environment: tuple[str, ...] = Field(
         default=(),
-        description="Environment variables that functions get besides a short list of harmless ones (docs/REWARDS.md).",
+        description="Environment variables that functions get besides a short list of harmless ones (docs/rewards.md).",
     )
     network: bool = Field(
         default=True,

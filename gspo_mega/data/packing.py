@@ -25,12 +25,16 @@ ATTENTION_CROSSOVER_TOKENS = 8192
 class RankPlan:
     """What one data-parallel rank works on in a rollout batch.
 
-    `shard`: indices of its trajectories in the rollout batch, ascending. `mini_batches[m][k]`: the rows of `shard`
-    in micro-batch k of mini-batch m; an empty list is filler, there so that all ranks run equally many.
+    `mini_batches[m][k]`: the rows of the rollout batch in micro-batch k of mini-batch m; an empty list is filler, which
+    lets all ranks run equally many micro-batches.
     """
 
-    shard: list[int]
     mini_batches: list[list[list[int]]]
+
+    @property
+    def rows(self) -> list[int]:
+        """All rows of the rollout batch that the rank works on, ascending."""
+        return sorted(row for packs in self.mini_batches for pack in packs for row in pack)
 
 
 def split_mini_batches(num_trajectories: int, num_mini_batches: int, seed: int, step: int) -> list[list[int]]:
@@ -113,7 +117,7 @@ def plan_rollout_batch(
     The arguments are those of `split_mini_batches` and `plan_packs`. Raises PlanError as `split_mini_batches` and
     `plan_packs` do.
     """
-    packs_of: list[list[list[list[int]]]] = [[] for _ in range(num_data_parallel)]
+    plans = [RankPlan([]) for _ in range(num_data_parallel)]
     for members in split_mini_batches(len(lengths), num_mini_batches, seed, step):
         packed = plan_packs(
             [lengths[i] for i in members],
@@ -124,13 +128,8 @@ def plan_rollout_batch(
             pack_multiple=pack_multiple,
             synchronised_packs=synchronised_packs,
         )
-        for rank, packs in enumerate(packed):
-            packs_of[rank].append([[members[i] for i in pack] for pack in packs])
-    plans = []
-    for mini_batches in packs_of:
-        shard = sorted(i for packs in mini_batches for pack in packs for i in pack)
-        row_of = {index: row for row, index in enumerate(shard)}
-        plans.append(RankPlan(shard, [[[row_of[i] for i in pack] for pack in packs] for packs in mini_batches]))
+        for plan, packs in zip(plans, packed, strict=True):
+            plan.mini_batches.append([[members[i] for i in pack] for pack in packs])
     return plans
 
 
@@ -141,7 +140,7 @@ def build_micro_batch(
     sequence_keys: Sequence[str] = (),
     pack_multiple: int = 1,
 ) -> MicroBatch:
-    """The arrays of one pack: the `rows` of a rank's shard, in that order; no rows give filler.
+    """The arrays of one pack: the `rows` of `trajectories`, in that order; no rows give filler.
 
     A trajectory is a mapping with `prompt_token_ids` [P], `response_token_ids` [R], `response_mask` [R] and
     `rollout_log_probs` [R]. A position p of its P + R tokens is aligned with what the model predicts there: `labels[p]`
@@ -222,8 +221,8 @@ def _sequence_arrays(trajectory: Mapping[str, Any], row: int, pad_multiple: int)
 
 
 def response_values(micro_batch: MicroBatch, values: np.ndarray) -> dict[int, np.ndarray]:
-    """Values aligned with `labels`, [T], by trajectory: {row of the shard: [R], one entry a response token}. Filler is
-    left out.
+    """Values aligned with `labels`, [T], by trajectory: {row of the rollout batch: [R], one entry per response token}.
+    Filler is left out.
     """
     result = {}
     for s, row in enumerate(micro_batch.trajectory_index.tolist()):

@@ -42,7 +42,8 @@ class _SumForward(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grad_outputs
         return grad, None
 
 

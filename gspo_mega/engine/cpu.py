@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import sys
+from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
@@ -88,6 +89,7 @@ def _wrap_factory(factory):
 def _stand_in_for_cuda() -> None:
     """`torch.cuda`'s device, stream and RNG calls answer for the CPU; factories accept CUDA devices."""
     cuda = torch.cuda
+    tensor_class: Any = torch.Tensor  # no type describes methods that are replaced by others
     stream = _NoStream()
     cuda.current_device = lambda: _CPU
     cuda.set_device = lambda *a, **k: None
@@ -101,7 +103,7 @@ def _stand_in_for_cuda() -> None:
     cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *a, **k: None)
-    torch.Tensor.cuda = lambda self, *a, **k: self
+    tensor_class.cuda = lambda self, *a, **k: self
     # `with torch.device(...)` recognises the factories by identity, from a set it makes once: have it made
     # before they are wrapped, or it would no longer reach the functions that the wrappers call.
     _device_constructors()
@@ -118,7 +120,7 @@ def _stand_in_for_cuda() -> None:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         return name.replace("torch.", "torch.cuda.", 1) if caller.startswith("megatron.core") else name
 
-    torch.Tensor.type = type_as_megatron_expects
+    tensor_class.type = type_as_megatron_expects
 
 
 def _complete_megatron() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -49,9 +49,10 @@ def wrap_data_parallel(
         ends_with_groups(chunk)
     if settings.overlap:
         no_sync, start = [w.no_sync for w in wrapped], [w.start_grad_sync for w in wrapped]
-        megatron_config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+        schedule: Any = megatron_config  # Megatron declares one function; its interleaved schedule takes one per chunk
+        schedule.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
         # Pipeline stages start their reductions together, after the same backward pass, so that none slows a neighbour.
-        megatron_config.grad_sync_func = start if len(wrapped) > 1 else start[0]
+        schedule.grad_sync_func = start if len(wrapped) > 1 else start[0]
         for chunk, around in zip(chunks, wrapped, strict=True):
             chunk.await_parameters = partial(_await_parameters, around)
     return wrapped

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from gspo_mega.engine.process_groups import ParallelGroups, device
-from gspo_mega.engine.routing import Routers, Routes
+from gspo_mega.engine.routing import Routers, Routes, expert_bias_of
 from gspo_mega.records import MicroBatch
 
 
@@ -57,7 +57,7 @@ class ExpertBias:
         mean = counts.double().mean(dim=1, keepdim=True)
         direction = (mean - counts).sign().float()
         for layer, router in self._routers.all():
-            router.expert_bias.add_(self._rate * direction[layer])
+            expert_bias_of(router).add_(self._rate * direction[layer])
         if self._groups.world.rank != 0:
             return {}
         used = mean[:, 0] > 0

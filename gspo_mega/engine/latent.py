@@ -1,9 +1,11 @@
 """Multi-head latent attention in Megatron's terms: its settings, and its parts in a layer spec.
 
-The attention itself is Megatron's; its core is Transformer Engine's, or `cpu_attention.PackedAttention`.
+The attention itself is Megatron's; its core is Transformer Engine's, or `packed_attention.PackedAttention`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -50,7 +52,13 @@ class LatentAttentionLayer(MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
 
+def submodules_of(spec: ModuleSpec) -> Any:
+    """The parts of a module as its spec names them. Megatron declares `object`: each module has a class of its own."""
+    return spec.submodules
+
+
 def name_latent_parts(attention: ModuleSpec) -> None:
     """Complete the spec of a layer's attention as Megatron made it."""
     attention.module = LatentAttentionLayer
-    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
+    parts = submodules_of(attention)
+    parts.q_layernorm = parts.kv_layernorm = LatentNorm

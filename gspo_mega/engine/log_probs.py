@@ -9,6 +9,7 @@ each chunk's logits again and adds the head's gradient straight into Megatron's 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,7 +130,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_probs, _grad_entropies):
+    # `once_differentiable` makes `ctx` positional; autograd passes it so.
+    def backward(ctx, *grad_outputs: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_log_probs, _ = grad_outputs
         hidden, weight, labels, log_sums = ctx.saved_tensors
         head = _Head(hidden, weight[: ctx.held], labels, ctx.first_id, ctx.temperature, ctx.chunk_rows)
         grad_hidden = torch.zeros_like(hidden)
@@ -159,13 +162,13 @@ class _WeightGradient:
     """
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
-        main_grad = getattr(weight, "main_grad", None)
-        self._weight = weight
+        main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+        self._weight: Any = weight  # DDP's attributes are not declared by torch's class
         # The flag is DDP's: its hook then knows not to add the parameter's `grad` a second time.
-        self._is_main = (
-            main_grad is not None and main_grad.dtype == dtype and hasattr(weight, "grad_added_to_main_grad")
-        )
-        self.sum = main_grad if self._is_main else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        if main_grad is not None and main_grad.dtype == dtype and hasattr(weight, "grad_added_to_main_grad"):
+            self._is_main, self.sum = True, main_grad
+        else:
+            self._is_main, self.sum = False, torch.zeros(weight.shape, dtype=dtype, device=weight.device)
 
     def for_autograd(self) -> torch.Tensor | None:
         """What backward() returns for the weight."""

@@ -16,7 +16,7 @@ import torch
 
 from gspo_mega.algorithm.diagnostics import policy_sums
 from gspo_mega.algorithm.kl import Estimator, reference_kl
-from gspo_mega.algorithm.mismatch import SUM_NAMES, mismatch_sums, sequence_mismatch_weights
+from gspo_mega.algorithm.mismatch import SUM_NAMES, Correction, mismatch_sums, sequence_mismatch_weights
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
 from gspo_mega.algorithm.ratio import check_finite, segment_sum
 from gspo_mega.algorithm.supervised_loss import supervised_loss
@@ -62,16 +62,29 @@ def require_finite(batch: DeviceBatch, **tensors: torch.Tensor) -> None:
         )
 
 
+def _wanted(entropies: torch.Tensor | None) -> torch.Tensor:
+    if entropies is None:
+        raise ValueError("the entropies were not computed; the loss has to say `wants_entropy`")
+    return entropies
+
+
 @dataclass
 class OldPass:
     """Trainer log-probs at the start of a rollout batch, and the correction of the gap to the server's."""
 
     groups: ParallelGroups
-    correction: str
+    correction: Correction
     cap: float
     wants_entropy: ClassVar[bool] = True
 
-    def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor) -> PassOutput:
+    def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
+        columns, old = self.measure(batch, log_probs, entropies)
+        return PassOutput(columns=columns, old=old)
+
+    def measure(
+        self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None
+    ) -> tuple[dict[str, torch.Tensor], OldLogProbs]:
+        """The columns and what the training passes need, in tensors as `OldLogProbs` and `PassOutput` have them."""
         require_finite(batch, old_log_probs=log_probs, rollout_log_probs=batch.rollout_log_probs)
         active = torch.ones_like(batch.sequence_ids)
         sums, maxima = mismatch_sums(
@@ -83,10 +96,10 @@ class OldPass:
         columns = {
             "mismatch_sums": sums,
             "mismatch_maxima": maxima,
-            "entropy_sum": segment_sum(entropies.double(), batch.sequence_ids, batch.num_sequences),
+            "entropy_sum": segment_sum(_wanted(entropies).double(), batch.sequence_ids, batch.num_sequences),
             "mismatch_weight": weights,
         }
-        return PassOutput(columns=columns, old=OldLogProbs(log_probs, weights, keep, gap))
+        return columns, OldLogProbs(log_probs, weights, keep, gap)
 
 
 @dataclass
@@ -129,8 +142,7 @@ class PolicyLoss:
         if self.old is not None:
             old, known = self.old[index], None
         else:
-            measured = self.old_pass(batch, log_probs.detach(), entropies)
-            columns, old = measured.columns, measured.old
+            columns, old = self.old_pass.measure(batch, log_probs.detach(), entropies)
             # Old is current, or the server's: what the log-ratio sums to is 0, or the gap that has just been shared.
             known = old.gap_sums if self.use_rollout else torch.zeros_like(old.gap_sums)
         if self.use_rollout:
@@ -189,8 +201,8 @@ class SupervisedLoss:
     denominator: float
     wants_entropy: ClassVar[bool] = True
 
-    def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor) -> PassOutput:
+    def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
         require_finite(batch, log_probs=log_probs)
         loss = supervised_loss(log_probs, torch.ones_like(batch.sequence_ids), self.denominator)
-        totals = torch.stack([log_probs.detach().double().sum(), entropies.double().sum()])
+        totals = torch.stack([log_probs.detach().double().sum(), _wanted(entropies).double().sum()])
         return PassOutput(loss=loss, totals={"supervised_sums": totals})

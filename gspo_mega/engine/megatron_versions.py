@@ -5,6 +5,7 @@ number.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -15,8 +16,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 def counted_gradients(part: MegatronOptimizer) -> list[torch.Tensor]:
     """The gradients that Megatron counts in the norm. 0.19 names the method anew."""
-    find = getattr(part, "get_main_grads_for_grad_norm", None) or part.get_grads_for_grad_norm
-    return find()
+    names = ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
+    return next(getattr(part, name) for name in names if hasattr(part, name))()
 
 
 def router_losses() -> dict[str, torch.Tensor]:
@@ -39,7 +40,7 @@ def router_losses_know_their_parts() -> bool:
     return "needs_dp_avg" in inspect.signature(TopKRouter.attach_and_log_load_balancing_loss).parameters
 
 
-def asynchronous_save() -> dict[str, object]:
+def asynchronous_save() -> dict[str, Any]:
     """Arguments with which `dist_checkpointing.save` hands back a request instead of waiting.
 
     0.19 would do it through NVIDIA's resiliency extension, and its own way, the only one of 0.16, has a name there.

@@ -6,7 +6,10 @@ Owns the translation into Megatron's `TransformerConfig` and layer spec. Weights
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -22,10 +25,15 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.balancing import megatron_coefficient
 from gspo_mega.engine.cpu import is_cpu_backend
-from gspo_mega.engine.cpu_attention import PackedAttention, TorchNorm
-from gspo_mega.engine.latent import latent_settings, name_latent_parts
+from gspo_mega.engine.latent import latent_settings, name_latent_parts, submodules_of
+from gspo_mega.engine.megatron_precision import (
+    log_backends,
+    precision_settings,
+    require_precision,
+    uses_transformer_engine,
+)
 from gspo_mega.engine.norms import norm_class
-from gspo_mega.engine.precision import log_backends, precision_settings, require_precision, uses_transformer_engine
+from gspo_mega.engine.packed_attention import PackedAttention, TorchNorm
 from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
 from gspo_mega.engine.rotary import scale_rotary
 from gspo_mega.model.families import padded_vocab_size
@@ -48,16 +56,18 @@ class PolicyModel(GPTModel):
         For whoever reads parameters without calling the module that holds them.
         """
 
-    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict:
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self.await_parameters()
         return super().sharded_state_dict(*args, **kwargs)
 
     def head_weight(self) -> torch.Tensor:
         """The LM head [padded vocabulary / tensor, H] of the last stage: its own, or the tied embedding."""
         self.await_parameters()
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if weight is None:
+            raise ValueError("this chunk holds no LM head; only the last pipeline stage does")
+        return weight
 
 
 def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
@@ -163,7 +173,8 @@ def _layer_specs(
         for kind in {spec.has_experts(layer) for layer in range(first, first + count)}
     }
     layers = [kinds[spec.has_experts(layer)] for layer in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class(megatron_config))
+    norm: Any = norm_class(megatron_config)  # Megatron declares a spec or a module and builds a class as well
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _plain_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_experts: bool) -> ModuleSpec:
@@ -174,13 +185,14 @@ def _plain_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_expert
         multi_latent_attention=spec.latent is not None,
         normalization=megatron_config.normalization,
     )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
-    attention = layer.submodules.self_attention.submodules
+    parts = submodules_of(layer)
+    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
+    attention = submodules_of(parts.self_attention)
     attention.core_attention = PackedAttention
     if spec.latent is not None:
         # Whole on every tensor rank, as Transformer Engine's: then a checkpoint fits both.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
-        name_latent_parts(layer.submodules.self_attention)
+        name_latent_parts(parts.self_attention)
     elif megatron_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
     return layer
@@ -194,7 +206,7 @@ def _transformer_engine_layer(megatron_config: TransformerConfig, spec: ModelSpe
         multi_latent_attention=spec.latent is not None,
     )
     if spec.latent is not None:
-        name_latent_parts(layer.submodules.self_attention)
+        name_latent_parts(submodules_of(layer).self_attention)
     return layer
 
 
@@ -209,7 +221,7 @@ def build_chunks(megatron_config: TransformerConfig, spec: ModelSpec, groups: Pa
         has_embedding, has_head = stage_flags(stage)
         chunk = PolicyModel(
             megatron_config,
-            _layer_specs(megatron_config, spec, stage),
+            cast(ModuleSpec, _layer_specs(megatron_config, spec, stage)),  # Megatron takes either
             vocab_size=padded_vocab_size(spec.vocab_size, groups.tensor.size),
             max_sequence_length=spec.max_position_embeddings,
             pre_process=has_embedding,
@@ -217,10 +229,11 @@ def build_chunks(megatron_config: TransformerConfig, spec: ModelSpec, groups: Pa
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tie_word_embeddings,
             position_embedding_type="rope",
-            rotary_base=spec.rope_theta,
+            rotary_base=cast(int, spec.rope_theta),  # Megatron declares int and computes with a float
             vp_stage=stage,
         )
         if isinstance(spec.rope_scaling, RopeScaling):
+            assert isinstance(chunk.rotary_pos_emb, RotaryEmbedding)
             scale_rotary(chunk.rotary_pos_emb, spec.rope_scaling)
         chunk.model_type = ModelType.encoder_or_decoder
         if not is_cpu_backend():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gspo_mega.engine.cpu_attention import TorchNorm
-from gspo_mega.engine.precision import uses_transformer_engine
+from gspo_mega.engine.megatron_precision import uses_transformer_engine
+from gspo_mega.engine.packed_attention import TorchNorm
 from gspo_mega.model.deepseek import LATENT_NORM_EPS
 
 

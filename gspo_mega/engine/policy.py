@@ -7,6 +7,8 @@ micro-batch's log-probs mean is `losses.py`; loading and saving weights is above
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 import numpy as np
 import torch
@@ -17,11 +19,17 @@ from gspo_mega.config.schema import Config
 from gspo_mega.engine.balancing import LoadBalancing
 from gspo_mega.engine.data_parallel import wrap_data_parallel
 from gspo_mega.engine.expert_bias import ExpertBias
+from gspo_mega.engine.forward_backward import Head, Pipeline
 from gspo_mega.engine.losses import KlTerm, OldLogProbs, OldPass, PassOutput, PolicyLoss, SupervisedLoss
+from gspo_mega.engine.megatron_optimizer import (
+    StepResult,
+    apply_gradients,
+    build_optimizer,
+    build_scheduler,
+    require_optimizer,
+)
+from gspo_mega.engine.megatron_precision import DTYPES
 from gspo_mega.engine.model import build_chunks, transformer_config
-from gspo_mega.engine.optimizer import StepResult, apply_gradients, build_optimizer, build_scheduler, require_optimizer
-from gspo_mega.engine.passes import Head, Pipeline
-from gspo_mega.engine.precision import DTYPES
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.engine.routing import Routers, Routes, RoutingPass, count_changed
 from gspo_mega.model.spec import ModelSpec
@@ -102,7 +110,7 @@ class PolicyEngine:
         report = self._report(micro_batches, outputs)
         if replay is None:
             report.routing = self._changed_since_rollout(micro_batches, routing.recorded)
-        return OldState([o.old for o in outputs], routing.recorded, report)
+        return OldState([output.old for output in outputs if output.old is not None], routing.recorded, report)
 
     def train_mini_batch(
         self,
@@ -238,5 +246,5 @@ class PolicyEngine:
         columns = {
             n: torch.cat([o.columns[n] for o in outputs]).double().cpu().numpy()[real] for n in outputs[0].columns
         }
-        totals = {n: sum(o.totals[n] for o in outputs).double().cpu().numpy() for n in outputs[0].totals}
+        totals = {n: reduce(add, (o.totals[n] for o in outputs)).double().cpu().numpy() for n in outputs[0].totals}
         return PassReport(index[real], columns, totals)

@@ -64,7 +64,10 @@ class ParallelGroups:
         return self.is_last_stage and self.tensor.rank == 0
 
 
-def _group(group: dist.ProcessGroup) -> Group:
+def _group(group: object) -> Group:
+    """`group`: what Megatron or torch returned for it; their annotations allow no group, a number and a list too."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise RuntimeError(f"this rank is in no such process group: {group!r} was returned instead of one")
     ranks = tuple(dist.get_process_group_ranks(group))
     return Group(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=ranks)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class Routers:
         self._split = groups.tensor.size if sequence_parallel else 1
         self.recompute = recompute
         self.chunks: list[list[tuple[int, TopKRouter]]] = [
-            [(module.layer_number - 1, module) for module in chunk.modules() if isinstance(module, TopKRouter)]
+            [(_layer_of(module), module) for module in chunk.modules() if isinstance(module, TopKRouter)]
             for chunk in chunks
         ]
         self._followed: list[tuple[int, torch.Tensor]] = []
@@ -88,8 +89,9 @@ class Routers:
         """Forget every action and every index, whatever an interrupted pass left behind."""
         self._followed.clear()
         for _, router in self.all():
-            router.router_replay.clear_router_replay_action()
-            router.router_replay.clear_indices()
+            replay = _replay_of(router)
+            replay.clear_router_replay_action()
+            replay.clear_indices()
 
     def take_followed(self) -> list[tuple[int, torch.Tensor]]:
         """(layer, 0-d bool: it used exactly the experts it was told) of every replayed forward since the last call."""
@@ -98,12 +100,32 @@ class Routers:
 
     def _check(self, layer: int):
         def hook(router: TopKRouter, _inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-            replay = router.router_replay
+            replay = _replay_of(router)
             if replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
                 told, used = replay.target_topk_idx, outputs[1]
+                assert told is not None, "Megatron replays a router without indices"
                 self._followed.append((layer, used.gather(1, told).all() & (used.sum() == told.numel())))
 
         return hook
+
+
+def expert_bias_of(router: TopKRouter) -> torch.Tensor:
+    """The router's expert bias, [num_experts] float32, on this rank; the parameter's own memory."""
+    # A buffer that Megatron registers by name; the class declares only the None of routers without one.
+    return cast(torch.Tensor, router.expert_bias)
+
+
+def _replay_of(router: TopKRouter) -> RouterReplay:
+    if router.router_replay is None:
+        raise ValueError("the router was built without moe_enable_routing_replay")
+    return router.router_replay
+
+
+def _layer_of(router: TopKRouter) -> int:
+    """The zero-based layer of the model."""
+    if router.layer_number is None:
+        raise ValueError("the router does not know its layer")
+    return router.layer_number - 1
 
 
 class RoutingPass:
@@ -125,17 +147,20 @@ class RoutingPass:
         recomputed = self._routers.recompute and not forward_only
         routers = self._routers.chunks[chunk]
         for layer, router in routers:
+            replay = _replay_of(router)
             if self._replay is None:
-                router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+                replay.set_router_replay_action(RouterReplayAction.RECORD)
             else:
                 # Also queued for the layer's recomputations, which follow in the order of the forwards.
-                router.router_replay.set_target_indices(self._replay[micro_batch][layer].long())
-                router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+                replay.set_target_indices(self._replay[micro_batch][layer].long())
+                replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         yield
         for layer, router in routers:
-            replay = router.router_replay
+            replay = _replay_of(router)
             if self._replay is None:
-                self.recorded[micro_batch][layer] = replay.get_recorded_indices().to(torch.int16)
+                recorded = replay.get_recorded_indices()
+                assert recorded is not None, "Megatron recorded no routes of a router that ran"
+                self.recorded[micro_batch][layer] = recorded.to(torch.int16)
                 replay.clear_router_replay_action()  # what is recomputed chooses as it did
             elif recomputed:
                 replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
@@ -149,7 +174,7 @@ class RoutingPass:
         left = [
             layer
             for layer, router in self._routers.all()
-            if self._replay is not None and router.router_replay.replay_backward_list
+            if self._replay is not None and _replay_of(router).replay_backward_list
         ]
         self._routers.reset()
         if self._replay is None:
@@ -199,11 +224,11 @@ def choice_margins(router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
     """
     scores = router.gating(hidden).flatten(0, -2).double()
     if router.score_function == "sigmoid":
-        scores = scores.sigmoid() + router.expert_bias.double()
-    limit = router.config.moe_router_group_topk
-    if not limit:
+        scores = scores.sigmoid() + expert_bias_of(router).double()
+    limit, num_groups = router.config.moe_router_group_topk, router.config.moe_router_num_groups
+    if not limit or not num_groups:
         return _margins(scores, router.topk)
-    grouped = scores.view(len(scores), router.config.moe_router_num_groups, -1)
+    grouped = scores.view(len(scores), num_groups, -1)
     by_group = grouped.topk(router.topk // limit, dim=-1).values.sum(dim=-1)
     left_out = torch.ones_like(by_group, dtype=torch.bool).scatter_(1, by_group.topk(limit, dim=1).indices, False)
     inside = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)

@@ -20,7 +20,7 @@ from gspo_mega import process_death
 
 logger = logging.getLogger(__name__)
 
-_TETHER = Path(__file__).with_name("tether.py")
+_EXEC_TIED_TO_PARENT = Path(__file__).with_name("exec_tied_to_parent.py")
 _POLL_SECONDS = 0.02
 
 
@@ -47,10 +47,10 @@ class Child:
         self.spec = spec
         # A server is asked to end, for its own children must end before it; a rank may sit in a collective, deaf.
         on_our_death = signal.SIGKILL if spec.kind in ("rank", "ranks") else signal.SIGTERM
-        tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(int(on_our_death))]
+        tied = [sys.executable, "-I", "-S", str(_EXEC_TIED_TO_PARENT), str(os.getpid()), str(int(on_our_death))]
         with spec.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*tether, *spec.command],
+                [*tied, *spec.command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

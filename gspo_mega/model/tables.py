@@ -1,7 +1,7 @@
 """The families: every tensor of a Hugging Face checkpoint, where Megatron keeps it, and what config.json leaves unsaid.
 
 Declarations only. What is derived from them (a model's tensors, how they are cut over ranks) is `families.py`, the
-reading of config.json `huggingface.py`. How to add a family: `FAMILIES.md`.
+reading of config.json `huggingface.py`. How to add a family: docs/families.md.
 """
 
 from __future__ import annotations

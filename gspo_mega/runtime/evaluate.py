@@ -11,13 +11,12 @@ from dataclasses import asdict
 from typing import Any
 
 from gspo_mega import beats
-from gspo_mega.batches.rollouts import RolloutSide
+from gspo_mega.batches.rollouts import Rollouts
 from gspo_mega.errors import PublishError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.run_folder import Attempt
-from gspo_mega.runtime.session import StopRequested
-from gspo_mega.runtime.stop import StopRequest
-from gspo_mega.runtime.worker import WorkerContext
+from gspo_mega.runtime.stop import StopRequest, StopRequested
+from gspo_mega.runtime.worker_context import WorkerContext
 
 _TELL_SECONDS = 30.0
 
@@ -31,32 +30,30 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
     trusted: set[tuple[str, int]] = set()
 
     def on_wait() -> None:
-        for server in side.pool.servers_behind():
+        for server in rollouts.pool.servers_behind():
             start = (server.server_id, server.generation)
             # Each start once: one that was found to talk nonsense since gets no more work.
             if start not in trusted:
                 with contextlib.suppress(PublishError):  # it went down just now, and is met again when it is back
                     server.set_weight_version(0, deadline_seconds=_TELL_SECONDS)
-                    side.pool.commit(0, [start])
+                    rollouts.pool.commit(0, [start])
                     trusted.add(start)
-        reason = stop_request.check()
-        if reason is not None:
-            raise StopRequested(reason)
+        stop_request.raise_if_made()
 
     def wait_for_start() -> None:
         beats.beat()
         on_wait()
 
     server = config.server
-    with RolloutSide(config, read_model_spec(config.model.path), Attempt(context.attempt_dir)) as side:
-        for line in side.held_out.report():
+    with Rollouts(config, read_model_spec(config.model.path), Attempt(context.attempt_dir)) as rollouts:
+        for line in rollouts.held_out.report():
             context.console(line)
         try:
-            side.pool.wait_ready(
+            rollouts.pool.wait_ready(
                 server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start
             )
             on_wait()
             beats.enter("eval")
-            return asdict(side.evaluate(on_wait))
+            return asdict(rollouts.evaluate(on_wait))
         except StopRequested as request:
             return {"stopped": str(request)}

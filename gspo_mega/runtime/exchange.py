@@ -19,6 +19,7 @@ from gspo_mega import beats
 from gspo_mega.engine.process_groups import Group
 from gspo_mega.errors import RankError
 from gspo_mega.runtime.message_codec import decode, encode
+from gspo_mega.runtime.worker_context import KeyValueStore
 
 POLL_SECONDS = 0.01
 HEARTBEAT_SECONDS = 1.0
@@ -33,7 +34,11 @@ class Exchange:
     """
 
     def __init__(
-        self, store: dist.Store, host: Group, heartbeat_store: dist.Store | None = None, silence_seconds: float = 120.0
+        self,
+        store: KeyValueStore,
+        host: Group,
+        heartbeat_store: KeyValueStore | None = None,
+        silence_seconds: float = 120.0,
     ) -> None:
         self._store, self._host, self._silence_seconds = store, host, silence_seconds
         self._sequence = 0
@@ -42,7 +47,7 @@ class Exchange:
         if heartbeat_store is not None:
             threading.Thread(target=self._beat, args=(heartbeat_store,), name="heartbeat", daemon=True).start()
 
-    def _beat(self, store: dist.Store) -> None:
+    def _beat(self, store: KeyValueStore) -> None:
         count = 0
         while not self._closed.wait(HEARTBEAT_SECONDS):
             count += 1

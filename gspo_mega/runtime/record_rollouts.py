@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from gspo_mega.batches.assemble import fill_advantages, scored_batch
-from gspo_mega.runtime.session import Session, StopRequested
+from gspo_mega.runtime.session import Session
 from gspo_mega.runtime.step_report import StepReport
+from gspo_mega.runtime.stop import StopRequested
 
 
 def run_rollouts(session: Session, num_steps: int) -> dict[str, Any] | None:
@@ -19,15 +20,15 @@ def run_rollouts(session: Session, num_steps: int) -> dict[str, Any] | None:
     stop = None
     while stop is None and state.step < num_steps:
         batch = None
-        if session.side is not None:
+        if session.lead is not None:
             try:
                 with session.phase("rollout"):
-                    batch = session.side.take(state.step, state.weight_version, session.on_wait, session.say)
+                    batch = session.lead.source.take(state.step, state.weight_version, session.on_wait)
                 batch = scored_batch(batch)
                 fill_advantages(batch, session.config, state.step)
             except StopRequested as request:
                 stop = str(request)
-        stop = session.agree(stop)
+        stop = session.ranks.agree(stop)
         if stop is None:
             state.step += 1
             StepReport(session, batch, 0).write()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gspo_mega.config.schema import Config
+from gspo_mega.engine.frozen_reference import ReferencePolicy
 from gspo_mega.engine.process_groups import ParallelGroups
-from gspo_mega.engine.reference import ReferencePolicy
 from gspo_mega.errors import ModelError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec, shape_differences

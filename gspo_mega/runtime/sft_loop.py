@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from gspo_mega.batches.assemble import assemble_supervised
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
@@ -15,10 +17,11 @@ from gspo_mega.data.stream import PromptStream
 from gspo_mega.errors import NumericsError, RewardError
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.runtime.final_table import accuracy_text
+from gspo_mega.runtime.rank_link import Work
 from gspo_mega.runtime.routing_report import expert_loads, router_losses
-from gspo_mega.runtime.session import Session, Work
+from gspo_mega.runtime.session import Session
 from gspo_mega.runtime.step_report import evaluation_metrics
-from gspo_mega.runtime.worker import WorkerContext
+from gspo_mega.runtime.worker_context import WorkerContext, required
 
 
 def run_sft(context: WorkerContext) -> dict[str, Any] | None:
@@ -28,11 +31,11 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
     `sft.max_steps`. Collective.
     """
     config = context.config
-    settings = config.sft
+    settings = required(config.sft)
     with Session(context, num_optimizer_steps=settings.max_steps, trains_policy=False) as session:
         state = session.state
         demonstrations = _demonstrations(session)
-        for line in session.side.held_out.report() if session.side is not None else ():
+        for line in session.lead.rollouts.held_out.report() if session.lead is not None else ():
             session.say(line)
         verdict = _start(session)
         while verdict is None:
@@ -49,7 +52,7 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
             session.say(f"stopped after step {state.step}; the same command continues")
             return {"stopped": "on request", "step": state.step}
         _checkpoint(session, demonstrations)
-        session.export()
+        session.saving.export()
         accuracy = state.summary.get("accuracy_after")
         session.say(
             f"cold start done after {state.step} steps: held-out accuracy {accuracy_text(accuracy)};"
@@ -60,11 +63,11 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
 
 def _demonstrations(session: Session) -> PromptStream[Demonstration] | None:
     """Rank 0's stream of demonstrations, where the run left it."""
-    if session.side is None:
+    if session.lead is None:
         return None
     config = session.config
     sources = load_demonstrations(
-        config.data, session.side.tokenizer, max_response_tokens=config.rollout.max_new_tokens
+        config.data, session.lead.rollouts.tokenizer, max_response_tokens=config.rollout.max_new_tokens
     )
     stream = PromptStream(
         sources,
@@ -81,20 +84,20 @@ def _demonstrations(session: Session) -> PromptStream[Demonstration] | None:
 def _checkpoint(session: Session, demonstrations: PromptStream[Demonstration] | None) -> None:
     if demonstrations is not None:
         session.state.demonstrations = demonstrations.state_dict()
-    session.checkpoint()
-    session.poll_checkpoint(wait=True)
+    session.saving.checkpoint()
+    session.saving.poll(wait=True)
 
 
 def _start(session: Session) -> str | None:
     """Wait for the servers; with a run that is done already, say so again."""
-    stop = session.wait_for_servers()
-    session.timer.start_step()
+    stop = session.servers.wait()
+    session.phases.timer.start_step()
     return "stopped" if stop is not None else session.state.summary.get("verdict")
 
 
 def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) -> str | None:
     """One optimizer step, and a measurement where one is due. Returns "done", "stopped" or None to go on."""
-    config, state = session.config, session.state
+    config, state, settings = session.config, session.state, required(session.config.sft)
     work = _take(session, demonstrations)
     if work.stop is not None:
         return "stopped"
@@ -106,12 +109,12 @@ def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) 
     with session.phase("report"):
         gathered = session.exchange.gather({"totals": passed.totals, "routing": passed.routing})
     verdict, metrics = None, {}
-    due = state.step % config.sft.eval_every_steps == 0 and state.step >= config.sft.eval_from_step
-    if due or state.step == config.sft.max_steps:
+    due = state.step % settings.eval_every_steps == 0 and state.step >= settings.eval_from_step
+    if due or state.step == settings.max_steps:
         verdict, metrics = _measure(session)
-    seconds = session.timer.finish_step()
-    if gathered is not None and session.writer is not None:
-        log_probs, entropy = sum(part["totals"]["supervised_sums"] for part in gathered if part["totals"])
+    seconds = session.phases.timer.finish_step()
+    if gathered is not None and session.lead is not None:
+        log_probs, entropy = np.sum([part["totals"]["supervised_sums"] for part in gathered if part["totals"]], axis=0)
         routing = [part["routing"] for part in gathered]
         metrics |= router_losses(config.moe, routing) | expert_loads(routing)
         metrics |= {
@@ -124,31 +127,32 @@ def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) 
             "optimizer/num_skipped": int(result.skipped),
             **seconds,
         }
-        session.writer.write(state.step, metrics)
+        session.lead.writer.write(state.step, metrics)
         if "eval/accuracy" in metrics:
-            session.say(progress_line(state.step, metrics, config.sft.max_steps))
+            session.say(progress_line(state.step, metrics, settings.max_steps))
     return verdict
 
 
 def _take(session: Session, demonstrations: PromptStream[Demonstration] | None) -> Work:
-    if demonstrations is None:
-        return session.receive_work()
-    stop = session.stop_request.check()
+    if demonstrations is None or session.lead is None:
+        with session.phase("rollout"):
+            return session.ranks.receive_work()
+    stop = session.lead.stop_request.check()
     if stop is not None:
-        return session.hand_out_stop(stop)
+        return session.ranks.hand_out_stop(stop)
     config = session.config
     with session.phase("assemble"):
-        chosen = [demonstrations.next() for _ in range(config.sft.sequences_per_step)]
-        return session.hand_out(assemble_supervised(chosen, config, session.layout, session.state.step))
+        chosen = [demonstrations.next() for _ in range(required(config.sft).sequences_per_step)]
+        return session.ranks.hand_out(assemble_supervised(chosen, config, session.layout, session.state.step))
 
 
 def _measure(session: Session) -> tuple[str | None, dict[str, float]]:
     """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError
     where too many samples could not be scored to decide by the others.
     """
-    settings, state = session.config.sft, session.state
+    settings, state = required(session.config.sft), session.state
     state.weight_version += 1
-    session.publish()
+    session.servers.publish(state.weight_version)
     evaluation = session.evaluate()
     if evaluation is None:
         return None, {}

@@ -16,8 +16,7 @@ from gspo_mega.algorithm.diagnostics import log_ratio_summary, policy_metrics
 from gspo_mega.algorithm.kl import KL_SUMS
 from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction, mismatch_metrics
 from gspo_mega.batches.held_out import Evaluation
-from gspo_mega.batches.rollouts import RolloutSide
-from gspo_mega.engine.optimizer import StepResult
+from gspo_mega.engine.megatron_optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.records import RolloutBatch
@@ -53,15 +52,15 @@ class StepReport:
     def write(self) -> None:
         """Rank 0: compute, write and show the step's metrics; nothing elsewhere. Ends the timer's step everywhere."""
         session = self._session
-        seconds = session.timer.finish_step()
-        if session.writer is None or session.side is None or self._batch is None:
+        seconds = session.phases.timer.finish_step()
+        if session.lead is None or self._batch is None:
             return
-        session.check_held()
+        session.lead.check_held()
         metrics = {
             **self._batch_metrics(self._batch),
             **self._optimizer_metrics(),
             **seconds,
-            **session.take_save_seconds(),
+            **session.saving.take_seconds(),
         }
         if self._results:
             metrics |= self._policy_metrics()
@@ -70,11 +69,10 @@ class StepReport:
         metrics |= {
             "speed/tokens_per_second": tokens / step_seconds,
             "speed/tokens_per_second_per_rank": tokens / step_seconds / session.layout.world_size,
-            "run/num_restarts": session.num_restarts,
-            "data/epoch": _epochs(session.side.prompts.state_dict()),
+            "run/num_restarts": session.lead.num_restarts,
+            "data/epoch": _epochs(session.lead.source.state_dict()),
+            **session.servers.metrics(),
         }
-        if isinstance(session.side, RolloutSide):
-            metrics["rollout/num_servers_given_up"] = session.side.pool.num_given_up
         if self._num_positions:
             metrics["speed/packing_efficiency"] = tokens / self._num_positions
         if self.published is not None:
@@ -85,7 +83,7 @@ class StepReport:
         if self.evaluation is not None:
             metrics |= evaluation_metrics(self.evaluation)
         step = session.state.step
-        session.writer.write(step, metrics)
+        session.lead.writer.write(step, metrics)
         add_to_summary(session.state.summary, metrics, tokens, step)
         session.say(progress_line(step, metrics, session.config.train.num_steps))
         note_correction(session.state.summary, metrics)

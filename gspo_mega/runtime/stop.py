@@ -12,6 +12,10 @@ import os
 from gspo_mega.run_folder import Attempt
 
 
+class StopRequested(Exception):
+    """Somebody asked for an orderly stop; the text is the reason."""
+
+
 class StopRequest:
     """The request of one attempt."""
 
@@ -21,6 +25,12 @@ class StopRequest:
     def check(self) -> str | None:
         """The reason once a stop was asked for, else None. One `open` a call: cheap enough for every step."""
         return self._attempt.stop_reason()
+
+    def raise_if_made(self) -> None:
+        """Raises StopRequested once a stop was asked for."""
+        reason = self.check()
+        if reason is not None:
+            raise StopRequested(reason)
 
     def make(self, reason: str) -> None:
         """Ask for a stop, from within the run. The first reason stands."""

@@ -16,7 +16,7 @@ import importlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ from gspo_mega.runtime.beat_writer import BeatWriter
 from gspo_mega.runtime.gpu_variables import set_variables
 from gspo_mega.runtime.rank_log import console, redirect_output
 from gspo_mega.runtime.shutdown import fail, leave
+from gspo_mega.runtime.worker_context import KeyValueStore, WorkerContext
 
 # A collective that makes no progress for so long never will: with all ranks alive the longest wait between two of
 # them is a publish or a checkpoint. (Waiting for rollouts is not a collective.)
@@ -57,6 +58,11 @@ class RankEnvironment:
     world_size: int
     local_rank: int
 
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is rank 0, which alone samples, writes metrics and speaks to the user."""
+        return self.rank == 0
+
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> RankEnvironment:
         """Raises ConfigError naming every variable that is missing or no number."""
@@ -74,26 +80,6 @@ class RankEnvironment:
         if place.rank >= place.world_size:
             raise ConfigError(f"RANK={place.rank} is not below WORLD_SIZE={place.world_size}")
         return place
-
-
-@dataclass(frozen=True)
-class WorkerContext:
-    """What a rank's work is given. `console` shows a line to the user (rank 0's alone; elsewhere it does nothing).
-    `open_store` makes a new client of the job's key-value store.
-
-    The work returns a JSON object or None. Rank 0's is kept as attempts/NNNN/result.json; one with a true
-    `stopped` says that the work ended early on a stop request and can be continued.
-    """
-
-    config: Config
-    attempt_dir: Path
-    run_dir: Path
-    rank: int
-    world_size: int
-    local_rank: int
-    notices: tuple[str, ...]
-    console: Callable[[str], None]
-    open_store: Callable[[], Any]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -116,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
         bounds = patience(loaded.config)
         writer = None if bounds is None else BeatWriter(attempt, place.rank, place.world_size, bounds)
         result = _work(args.command, loaded, attempt, place)
-        if result is not None and place.rank == 0:
+        if result is not None and place.is_lead:
             atomic_write_json(attempt.result_file, result)
         code = EXIT_STOPPED if result and result.get("stopped") else 0
         leave(code, [] if writer is None else [writer.close])
@@ -134,11 +120,9 @@ def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvir
         config=loaded.config,
         attempt_dir=attempt.path,
         run_dir=attempt.run_folder.path,
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
+        is_lead=place.is_lead,
         notices=loaded.notices,
-        console=console(attempt) if place.rank == 0 else lambda line: None,
+        console=console(attempt) if place.is_lead else lambda line: None,
         open_store=_open_store,
     )
     return work(context)
@@ -187,21 +171,22 @@ def _init_distributed(place: RankEnvironment) -> None:
 
 def _store_of_job(place: RankEnvironment) -> Any:
     """Rank 0 serves it, but where torchrun started us and does that itself."""
-    serve = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serve = place.is_lead and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return rendezvous(address, port, place.rank, place.world_size, RENDEZVOUS_TIMEOUT, serve)
 
 
 def rendezvous(address: str, port: int, rank: int, world_size: int, timeout: timedelta, serve: bool) -> Any:
-    """A client of the job's key-value store; with `serve` it is served here, on `address` alone, where torch's own
-    would listen on every address of the machine.
+    """A client of the job's key-value store, a torch TCPStore. With `serve` it is served here, on `address` alone;
+    torch's own would listen on every address of the machine.
     """
-    import torch.distributed as dist
+    # torch leaves both names out of its __all__.
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     if not serve:
-        return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+        return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    return dist.TCPStore(
+    return TCPStore(
         address,
         port,
         world_size,
@@ -212,12 +197,13 @@ def rendezvous(address: str, port: int, rank: int, world_size: int, timeout: tim
     )
 
 
-def _open_store() -> Any:
+def _open_store() -> KeyValueStore:
     """A client of the store that torch.distributed's rendezvous serves on rank 0, with a name space of our own."""
-    import torch.distributed as dist
+    # torch leaves both names out of its __all__.
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return dist.PrefixStore("gspo_mega", store)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return PrefixStore("gspo_mega", store)
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ class PolicyTensors:
                     self._move(dist.irecv, tensor, self.owners[parameter])
                 yield entry.name, tensor
 
-    def _move(self, operation: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> None:
+    def _move(self, operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> None:
         """Send to, or receive from, rank `peer` of all ranks. As a batch of one: a plain send would have NCCL connect
         the two ranks by themselves, with buffers for every owner of tensors on rank 0's GPU.
         """

@@ -1,7 +1,7 @@
 """Export: the policy as a Hugging Face folder, written by all ranks that own tensors.
 
 Owns files, index and manifest of one folder, and that it appears whole or not at all. Which versions a run
-keeps is `versions.py`.
+keeps is `published_versions.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
 
 from gspo_mega import durable
 from gspo_mega.errors import ModelError, PublishError
@@ -26,6 +25,7 @@ from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME
 
 if TYPE_CHECKING:
+    from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
 
 MANIFEST_NAME = "manifest.json"
@@ -36,12 +36,12 @@ MAX_FILE_BYTES = 4 * 1024**3
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """SHA-256 (hex) of a tensor's bytes in row-major order, as they lie in a safetensors file."""
-    return hashlib.sha256(memoryview(tensor_bytes(tensor))).hexdigest()
+    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
-def tensor_bytes(tensor: torch.Tensor):
-    """A tensor's bytes in row-major order: numpy uint8, one-dimensional. Copies from a device, or if not contiguous."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes in row-major order. Copies from a device, or if not contiguous; else shares its memory."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def policy_digests(policy: PolicyTensors, dtype: torch.dtype) -> dict[str, str]:
@@ -54,7 +54,7 @@ def export_huggingface(
     out_dir: str | Path,
     spec: ModelSpec,
     groups: ParallelGroups,
-    chunks: Sequence[nn.Module],
+    chunks: Sequence[PolicyModel],
     dtype: torch.dtype,
     source_folder: str | Path,
     weight_version: int,

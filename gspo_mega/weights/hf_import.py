@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from gspo_mega import beats
 from gspo_mega.errors import ModelError
@@ -22,13 +21,14 @@ from gspo_mega.weights.names import canonical_parameters, table_by_parameter, te
 from gspo_mega.weights.quantized import filled
 
 if TYPE_CHECKING:
+    from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
 
 _HEAD = "lm_head.weight"
 
 
 def import_huggingface(
-    folder: str | Path, spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]
+    folder: str | Path, spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel]
 ) -> None:
     """Fill every parameter of this rank's chunks from the folder, cast to the parameter's dtype.
 
@@ -40,7 +40,7 @@ def import_huggingface(
     """
     names = {entry.name: entry.shape for entry in hf_tensors(spec)}
     problems: list[str] = []
-    source = None
+    source, parameters = None, {}
     try:
         parameters = canonical_parameters(spec, groups, chunks)
         source = HuggingFaceFolder(folder)
@@ -50,6 +50,7 @@ def import_huggingface(
     except ModelError as error:
         problems = [str(error)]
     raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
+    assert source is not None  # or this rank would have had a problem
     with source:
         try:
             _fill(source, spec, groups, parameters)

@@ -15,13 +15,23 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    Store,
+    _abort_process_group,
+    _new_process_group_helper,
+    _world,
+)
 
 from gspo_mega.errors import GspoMegaError, PublishError
 from gspo_mega.weights.servers import ServerControl
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 _LEAVE_SECONDS = 5.0
 # What is left of a broadcast when the server says that it has received everything.
@@ -94,7 +104,8 @@ class Link:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
         port = listener.getsockname()[1]
-        store = dist.TCPStore(
+        # Documented under this name, and marked as private by the package's annotations.
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             address,
             port,
             size,
@@ -156,7 +167,7 @@ class _Making:
     come.
     """
 
-    def __init__(self, name: str, size: int, backend: str, store: dist.Store, timeout_seconds: float) -> None:
+    def __init__(self, name: str, size: int, backend: str, store: Store, timeout_seconds: float) -> None:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._group: dist.ProcessGroup | None = None
@@ -166,7 +177,7 @@ class _Making:
             target=self._run, args=(name, size, backend, store, timeout_seconds), daemon=True, name="join"
         ).start()
 
-    def _run(self, name: str, size: int, backend: str, store: dist.Store, timeout_seconds: float) -> None:
+    def _run(self, name: str, size: int, backend: str, store: Store, timeout_seconds: float) -> None:
         try:
             # SGLang makes its side with the same function, so both agree on the store's keys. There is no public
             # way to make a group with processes outside this one's world.
@@ -177,7 +188,7 @@ class _Making:
                     [],
                     dist.Backend(backend),
                     PrefixStore(name, store),
-                    group_name=name,
+                    group_name=cast("GroupName", name),
                     timeout=timedelta(seconds=timeout_seconds),
                 )
             _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_shape
 from gspo_mega.model.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import Group, ParallelGroups
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -51,7 +51,7 @@ def replica_group(groups: ParallelGroups, entry: TensorEntry) -> Group:
 
 
 def canonical_parameters(
-    spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[nn.Module]
+    spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel]
 ) -> dict[str, torch.Tensor]:
     """This rank's parameters, and the buffers that are weights, by canonical name, checked against the family table.
 
@@ -83,11 +83,12 @@ def canonical_parameters(
     return found
 
 
-def _canonical(spec: ModelSpec, groups: ParallelGroups, chunk: nn.Module, name: str) -> str:
+def _canonical(spec: ModelSpec, groups: ParallelGroups, chunk: PolicyModel, name: str) -> str:
     in_layer = _LAYER.fullmatch(name)
     if in_layer is None:
         return name
-    layer = chunk.decoder.layers[int(in_layer[1])].layer_number - 1
+    layers: Any = chunk.decoder.layers  # torch declares a list of plain modules, which have no number
+    layer = layers[int(in_layer[1])].layer_number - 1
     rest = _FUSED_NORMS.get(in_layer[2], in_layer[2])
     local, linear = None, None
     if match := _SEQUENTIAL_EXPERT.fullmatch(rest):

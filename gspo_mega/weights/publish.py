@@ -15,11 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from gspo_mega import kill_points
 from gspo_mega.config.schema import Config
-from gspo_mega.engine.precision import DTYPES
+from gspo_mega.engine.megatron_precision import DTYPES
 from gspo_mega.errors import GspoMegaError, PublishError
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.verification import resolve_verification
@@ -27,13 +25,14 @@ from gspo_mega.weights.broadcast import GroupSender
 from gspo_mega.weights.collectives import broadcast_json
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import export_policy, policy_digests
+from gspo_mega.weights.published_versions import PublishedVersions
 from gspo_mega.weights.server_tensors import ExpectedChecksums
 from gspo_mega.weights.servers import Deadline, Fleet, ServerControl
 from gspo_mega.weights.software import check_same, here
 from gspo_mega.weights.transaction import Content, Memory, Transaction
-from gspo_mega.weights.versions import Versions
 
 if TYPE_CHECKING:
+    from gspo_mega.engine.model import PolicyModel
     from gspo_mega.engine.process_groups import ParallelGroups
 
 __all__ = ["PublishResult", "Publisher", "ServerControl"]
@@ -69,11 +68,11 @@ class Publisher:
         config: Config,
         spec: ModelSpec,
         groups: ParallelGroups,
-        chunks: Sequence[nn.Module],
+        chunks: Sequence[PolicyModel],
         weights_dir: str | Path,
         address: str | None = None,
     ) -> None:
-        self.versions = Versions(weights_dir)
+        self.versions = PublishedVersions(weights_dir)
         self._settings = config.publish
         self._source_folder = config.model.path
         self._dtype = DTYPES[config.precision]

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol, cast
 
 import torch
 from torch import nn
+
+
+class _Quantized(Protocol):
+    """What Transformer Engine's tensors have besides torch's; it is not installed everywhere, so not imported."""
+
+    def quantize_(self, tensor: torch.Tensor) -> object: ...
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
@@ -34,4 +41,4 @@ def filled(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     values.zero_()
     yield values
     if is_quantized(parameter):
-        parameter.quantize_(values)
+        cast(_Quantized, parameter).quantize_(values)

@@ -66,7 +66,7 @@ class ExpectedChecksums:
         """The next tensor, in table order, in the dtype that the server holds."""
         entry = self._entries[name]
         running = self._hashes.setdefault(server_tensor_name(self._spec, entry), hashlib.sha256())
-        running.update(memoryview(tensor_bytes(tensor)))
+        running.update(tensor_bytes(tensor))
         if entry.sharding == "vocabulary":
             padding = -entry.shape[0] % _VOCABULARY_MULTIPLE
             running.update(bytes(padding * entry.shape[1] * tensor.element_size()))

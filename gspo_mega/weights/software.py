@@ -33,9 +33,10 @@ def ask(python: str) -> dict[str, str | None]:
 def here() -> dict[str, str | None]:
     """The same of this process."""
     import torch
+    from torch.cuda import nccl
 
     known = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    return {"torch": torch.__version__, "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if known else None}
+    return {"torch": torch.__version__, "NCCL": ".".join(map(str, nccl.version())) if known else None}
 
 
 def check_same(folder: Path, trainer: Mapping[str, str | None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import cast
 
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.weights.server_tensors import differences, server_tensor_names
@@ -34,7 +35,7 @@ def read_reports(fleet: Fleet, weight_version: int) -> dict[str, Reported]:
                 _server(fleet, server_id),
                 f"{server_id}: holds weight_version {version} after version {weight_version} was sent",
             )
-    return dict(fleet.each(lambda s, left: s.checksums(deadline_seconds=left)).items())
+    return cast(dict[str, Reported], fleet.each(lambda s, left: s.checksums(deadline_seconds=left)))
 
 
 def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str, str]) -> None:

@@ -18,9 +18,9 @@ def context_sums_not_shared() -> None:
 
 def norms_not_marked_for_sequence_parallelism() -> None:
     """The gradients of norms are not summed over tensor ranks."""
-    import gspo_mega.engine.cpu_attention as cpu_attention
+    import gspo_mega.engine.packed_attention as packed_attention
 
-    make = cpu_attention.TorchNorm.__new__
+    make = packed_attention.TorchNorm.__new__
 
     def unmarked(cls, config, hidden_size, eps=1e-5, **unused):
         norm = make(cls, config, hidden_size, eps, **unused)
@@ -28,7 +28,7 @@ def norms_not_marked_for_sequence_parallelism() -> None:
             parameter.sequence_parallel = False
         return norm
 
-    cpu_attention.TorchNorm.__new__ = unmarked
+    packed_attention.TorchNorm.__new__ = unmarked
 
 
 def mean_of_means() -> None:

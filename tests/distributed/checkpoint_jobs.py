@@ -11,7 +11,7 @@ from layout_jobs import layout_config, recorded_sequences, shard
 from gspo_mega import kill_points
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.checkpoint.save import Saver
-from gspo_mega.checkpoint.state import TrainState, find_checkpoint, load_checkpoint
+from gspo_mega.checkpoint.train_state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.config.schema import Checkpoint
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from routing_jobs import SETTINGS, Run, rollout_routes
 
-from gspo_mega.engine.reference import ReferencePolicy
+from gspo_mega.engine.frozen_reference import ReferencePolicy
 from gspo_mega.records import MicroBatch
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_import import import_huggingface

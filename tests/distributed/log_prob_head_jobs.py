@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.engine import passes
+from gspo_mega.engine import forward_backward
 from gspo_mega.engine.context_parallel import local_rows
 from gspo_mega.engine.log_probs import token_log_probs
 from gspo_mega.engine.losses import OldPass, PolicyLoss
@@ -221,7 +221,7 @@ def run_engine(folder: str, chunk: int) -> dict:
     """
     config = layout_config(folder, {})
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"log_prob_chunk_tokens": chunk})})
-    spec, plain = read_model_spec(folder), passes.token_log_probs
+    spec, plain = read_model_spec(folder), forward_backward.token_log_probs
     groups = create_groups()
     asked: list[tuple[int, bool]] = []
     bits: list[np.ndarray] = []
@@ -232,7 +232,7 @@ def run_engine(folder: str, chunk: int) -> dict:
         bits.append(log_probs.detach().numpy().copy())
         return log_probs, entropies
 
-    passes.token_log_probs = asking
+    forward_backward.token_log_probs = asking
     try:
         engine = PolicyEngine(config, spec, groups, num_optimizer_steps=100)
         import_huggingface(folder, spec, groups, engine.chunks)
@@ -251,5 +251,5 @@ def run_engine(folder: str, chunk: int) -> dict:
             log_s=[after.columns["log_s"], alone.columns["log_s"]],
         )
     finally:
-        passes.token_log_probs = plain
+        forward_backward.token_log_probs = plain
         destroy_groups()

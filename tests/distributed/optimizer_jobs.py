@@ -12,7 +12,7 @@ from layout_jobs import layout_config, recorded_sequences, shard
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.engine import data_parallel
-from gspo_mega.engine.optimizer import gradient_norm
+from gspo_mega.engine.megatron_optimizer import gradient_norm
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec

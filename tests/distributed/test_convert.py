@@ -16,9 +16,9 @@ from family_models import VARIANTS, make_family_folder, token_ids
 from safetensors.torch import load_file, save_file
 from test_family_logits import layouts_of
 
-from gspo_mega.checkpoint.compare import describe, differences
+from gspo_mega.checkpoint.compare_checkpoints import describe, differences
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
-from gspo_mega.checkpoint.sources import open_checkpoint
+from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.checkpoint.torch_dist import TorchDistFolder
 from gspo_mega.errors import CheckpointError, ModelError
 

@@ -116,8 +116,8 @@ def run_layout(root: Path, name: str, kind: str, parallel: dict) -> dict:
     from gspo_mega.engine import cpu
 
     cpu.install()
+    from gspo_mega.engine.megatron_precision import DTYPES
     from gspo_mega.engine.model import build_chunks, transformer_config
-    from gspo_mega.engine.precision import DTYPES
     from gspo_mega.engine.process_groups import create_groups, destroy_groups
     from gspo_mega.errors import ModelError, PublishError
     from gspo_mega.weights.gather import gather_stream

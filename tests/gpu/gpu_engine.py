@@ -28,8 +28,8 @@ from waiting import free_port
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before torch.distributed and Megatron
 from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import build_micro_batch
+from gspo_mega.engine.megatron_precision import describe_backends, transformer_engine_version
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.engine.precision import describe_backends, transformer_engine_version
 from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destroy_groups
 from gspo_mega.model.spec import ModelSpec, MoeSpec
 from gspo_mega.plan.alignment import alignment_tokens

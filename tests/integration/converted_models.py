@@ -8,7 +8,7 @@ import torch
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
-from gspo_mega.checkpoint.sources import open_checkpoint
+from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.model.tables import FAMILIES
 
 SHARED = dict(

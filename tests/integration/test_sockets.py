@@ -70,7 +70,7 @@ def test_a_server_and_its_clients_on_ipv6(dense_model, tmp_path):
     from gspo_mega.config import load_config
     from gspo_mega.model.huggingface import read_model_spec
     from gspo_mega.rollout.client.completion import SamplingParams
-    from gspo_mega.runtime.session import _address_for
+    from gspo_mega.runtime.server_link import local_address
 
     path = run_config(tmp_path, dense_model, server={"host": "::1", "start_deadline_seconds": 1200.0})
     config = load_config(path).config
@@ -79,7 +79,7 @@ def test_a_server_and_its_clients_on_ipv6(dense_model, tmp_path):
         serve.wait_for("ready")
         assert serve.registration().address.startswith("http://[::1]:")
         assert elsewhere(serve.processes()) == set()
-        assert _address_for(config.server.host) == "::1"
+        assert local_address(config.server.host) == "::1"
         with ServerPool(config.rollout, read_model_spec(dense_model), serve.attempt) as pool:
             (control,) = pool.controls()
             control.update_from_disk(str(Path(dense_model)), 1, deadline_seconds=60)

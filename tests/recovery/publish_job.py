@@ -22,12 +22,12 @@ def main(arguments: list[str]) -> None:
     import torch.distributed as dist
 
     from gspo_mega.weights.hf_export import export_policy
-    from gspo_mega.weights.versions import Versions
+    from gspo_mega.weights.published_versions import PublishedVersions
 
     kill_points.arm(os.environ.get(kill_points.VARIABLE), 0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = SimpleNamespace(rank=0, size=1, group=dist.group.WORLD, ranks=[0])
-    versions = Versions(arguments[0])
+    versions = PublishedVersions(arguments[0])
     current = versions.current()
     for version in range(1 if current is None else current.weight_version + 1, NUM_VERSIONS + 1):
         entries = [SimpleNamespace(name=name) for name in NAMES]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 _SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
-_TETHER = (sys.executable, "-I", "-S", str(Path(__file__).parents[2] / "gspo_mega/launcher/tether.py"))
+_TETHER = (sys.executable, "-I", "-S", str(Path(__file__).parents[2] / "gspo_mega/launcher/exec_tied_to_parent.py"))
 # With --kill-child, a node's process table ends with unshare itself.
 _OWN_TABLES = ("unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 

@@ -4,7 +4,7 @@ node, and more jobs of real ranks and servers. Those with `submit_stand_ins` hav
 
 from __future__ import annotations
 
-from gspo_mega.launcher.state import read_state
+from gspo_mega.launcher.attempt_state import read_state
 
 LONG = ("train.num_steps=8", "checkpoint.every_steps=1", "rollout.max_concurrent_requests=1")
 STEPS = "train.num_steps=500"

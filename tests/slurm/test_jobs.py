@@ -11,7 +11,7 @@ import signal
 
 from slurm_jobs import listening, variables
 
-from gspo_mega.launcher.state import read_state
+from gspo_mega.launcher.attempt_state import read_state
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.rollout.secret import read_secret
 from gspo_mega.run_folder import read_json

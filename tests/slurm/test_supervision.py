@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from gspo_mega.launcher.state import read_state
+from gspo_mega.launcher.attempt_state import read_state
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import read_json
 

@@ -351,6 +351,8 @@ FAULTS: dict[str, Fault] = {
     "stopped ranks": Fault("process", command=pytest_of("tests/integration/test_launcher_restarts.py")),
     "failing Slurm calls": Fault(
         "process",
-        command=pytest_of("tests/unit/launcher/test_slurm_calls_fail.py", "tests/unit/launcher/test_slurm_watch.py"),
+        command=pytest_of(
+            "tests/unit/launcher/test_slurm_calls_fail.py", "tests/unit/launcher/test_batch_node_watch.py"
+        ),
     ),
 }

@@ -24,7 +24,7 @@ LAYERS: dict[str, set[str]] = {
     "durable": {"", "kill_points"},
     "run_folder": {"errors", "durable"},
     "config": _BASE,
-    "doctor": {"", "descriptors"},
+    "doctor": {"", "descriptors", "runtime"},  # runtime: the ranks' rendezvous, in a process of its own
     "model": _BASE | {"config"},
     **{leaf: _BASE | {"config", "model"} for leaf in _LEAVES},
     "engine": _BELOW_ENGINE,
@@ -48,7 +48,10 @@ HOMES: dict[str, set[str]] = {
     "megatron.training": set(),
     "megatron.core.parallel_state": {"engine/process_groups.py"},
     "megatron.core.mpu": set(),
-    "torch.distributed": {"engine", "weights", "checkpoint", "runtime", "certify"},
+    "torch.distributed": {
+        *("engine", "weights", "checkpoint", "runtime", "certify"),
+        "doctor/all_reduce_probe.py",
+    },
     "sglang": {"rollout"},
     "aiohttp": {"rollout", "reward/remote.py"},
     "requests": set(),

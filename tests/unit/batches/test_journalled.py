@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gspo_mega.batches.journalled import JournalledBatches
+from gspo_mega.batches.journalled import JournalledSource
 from gspo_mega.journal.journal import Journal
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
+from gspo_mega.rollout.freshness import Freshness
 
 
 def TrainState():
@@ -18,28 +19,21 @@ def TrainState():
     return SimpleNamespace(prompts={}, history="")
 
 
-class Order:
-    """Prompts 0, 1, 2, ..."""
+class Source:
+    """Samples three groups of two for prompts 0, 1, 2, ...; every sample is another one. `fail_after`: trajectories
+    until it breaks down; `unscored`: which samples, counted from 1, cannot be scored.
+    """
 
-    def __init__(self, position=0):
-        self.position = position
+    def __init__(self, position=0, fail_after=None, unscored=()):
+        self.position, self.fail_after, self.unscored, self.num_sampled = position, fail_after, unscored, 0
+        self.made = {"rewards": "r", "sampling": "s"}
+        self.answers, self.routes = {}, False
 
     def state_dict(self):
         return {"position": self.position}
 
     def load_state_dict(self, state):
         self.position = state["position"]
-
-
-class Source:
-    """Samples three groups of two; every sample is another one. `fail_after`: trajectories until it breaks down;
-    `unscored`: which samples, counted from 1, cannot be scored.
-    """
-
-    def __init__(self, order, fail_after=None, unscored=()):
-        self.order, self.fail_after, self.unscored, self.num_sampled = order, fail_after, unscored, 0
-        self.made = {"rewards": "r", "sampling": "s"}
-        self.answers, self.routes = {}, False
 
     def made_by(self, step):
         return self.made
@@ -48,13 +42,13 @@ class Source:
         return Prompt(f"train:{number}", "train", (number,), "text", answer=self.answers.get(number))
 
     def upcoming(self, step, count):
-        return [self.prompt(self.order.position + k) for k in range(count)]
+        return [self.prompt(self.position + k) for k in range(count)]
 
-    def sample(self, step, known, keep, on_wait):
+    def take(self, step, weight_version, on_wait, known, keep):
         on_wait()
         groups = []
         for number in range(3):
-            group = known.get(number) or Group(number, self.prompt(self.order.position + number), [])
+            group = known.get(number) or Group(number, self.prompt(self.position + number), [])
             for sample in range(len(group.trajectories), 2):
                 if self.num_sampled == self.fail_after:
                     raise InterruptedError
@@ -77,7 +71,7 @@ class Source:
                 group.trajectories.append(one)
                 keep(one)
             groups.append(group)
-        self.order.position += 3
+        self.position += 3
         return RolloutBatch(step, groups, {}, {})
 
 
@@ -88,20 +82,18 @@ def tokens(batch):
 @pytest.fixture
 def run(tmp_path):
     def make(*, position=0, fail_after=None, offset=0, first="f", unscored=(), **options):
-        order = Order(position)
-        source = Source(order, fail_after, unscored)
+        source = Source(position, fail_after, unscored)
         source.num_sampled = offset
-        batches = JournalledBatches(Journal(tmp_path), order, source, 2, first_weights=lambda: first, **options)
-        batches.restore(TrainState())
         said = []
+        batches = JournalledSource(
+            Journal(tmp_path), source, 2, say=said.append, freshness=Freshness(), first_weights=lambda: first, **options
+        )
+        batches.restore(TrainState())
         return SimpleNamespace(
-            order=order,
             source=source,
             said=said,
             batches=batches,
-            take=lambda step, version=None: batches.take(
-                step, step if version is None else version, lambda: None, said.append
-            ),
+            take=lambda step, version=None: batches.take(step, step if version is None else version, lambda: None),
         )
 
     return make
@@ -111,7 +103,7 @@ def test_a_complete_batch_is_taken_as_it_was_and_the_order_goes_on_behind_it(run
     first = run().take(0)
     again = run(offset=100)
     assert tokens(again.take(0)) == tokens(first)
-    assert again.source.num_sampled == 100 and again.order.position == 3
+    assert again.source.num_sampled == 100 and again.source.position == 3
     assert "6 trajectories are in the journal" in again.said[0]
     assert tokens(again.take(1)) == [[101], [102], [103], [104], [105], [106]]
 
@@ -231,7 +223,7 @@ def test_what_something_else_made_is_moved_aside_and_sampled_again(run, tmp_path
 def test_a_record_of_an_earlier_release_says_nothing_of_what_made_it(run, tmp_path):
     source = run().source
     with Journal(tmp_path).write(0, 0, 2, {}) as writer:
-        batch = source.sample(0, {}, writer.add, lambda: None)
+        batch = source.take(0, 0, lambda: None, {}, writer.add)
         writer.finish(batch, {"position": 3})
     again = run(offset=100)
     assert tokens(again.take(0))[0] == [101] and "an earlier release recorded them" in again.said[0]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from gspo_mega.checkpoint.convert import to_megatron
 from gspo_mega.checkpoint.safe_pickle import read_index, refuse_code, safe_loads
-from gspo_mega.checkpoint.sources import open_checkpoint
+from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.errors import CheckpointError
 from gspo_mega.weights.random_folder import make_random_folder
 

@@ -9,8 +9,8 @@ import pytest
 
 from gspo_mega.commands import main as command_line
 from gspo_mega.commands import serve
-from gspo_mega.launcher import state
-from gspo_mega.launcher.state import SILENCE_SECONDS, StateKeeper
+from gspo_mega.launcher import attempt_state
+from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, StateKeeper
 from gspo_mega.run_folder import RunFolder
 
 CONFIG = str(Path(__file__).parents[3] / "configs/quickstart.yaml")
@@ -62,7 +62,7 @@ def test_where_none_runs_it_has_an_attempt_of_its_own(served, tmp_path):
 
 
 def test_a_run_whose_clock_is_behind_is_told_by_its_heartbeat(tmp_path, monkeypatch):
-    monkeypatch.setattr(state, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(attempt_state, "HEARTBEAT_SECONDS", 0.05)
     folder = RunFolder(tmp_path / "run")
     attempt = folder.new_attempt()
     with StateKeeper(attempt):

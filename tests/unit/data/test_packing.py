@@ -124,25 +124,24 @@ def test_a_planned_and_packed_rollout_batch_is_restored(seed, n, pad, ranks, min
         seed=seed,
         step=3,
     )
-    assert sorted(i for plan in plans for i in plan.shard) == list(range(n))
+    assert sorted(row for plan in plans for row in plan.rows) == list(range(n))
     for m in range(min(mini, n)):
         assert len({len(plan.mini_batches[m]) for plan in plans}) == 1
     for plan in plans:
-        shard = [trajectories[i] for i in plan.shard]
         seen = {}
         for packs in plan.mini_batches:
             for rows in packs:
-                batch = build_micro_batch(shard, rows, pad, ("advantage",))
+                batch = build_micro_batch(trajectories, rows, pad, ("advantage",))
                 assert batch.num_tokens <= 40
-                check_arrays(batch, shard, pad)
-                # token and label arrays give back every trajectory in its own row
+                check_arrays(batch, trajectories, pad)
+                # token and label arrays give back every trajectory in its row of the batch
                 for row, labels in response_values(batch, batch.labels).items():
                     assert row not in seen
                     seen[row] = labels.tolist()
-        assert seen == {row: t["response_token_ids"] for row, t in enumerate(shard)}
+        assert seen == {row: trajectories[row]["response_token_ids"] for row in plan.rows}
 
 
-def check_arrays(batch, shard, pad):
+def check_arrays(batch, trajectories, pad):
     assert batch.cu_seqlens[0] == 0 and batch.cu_seqlens[-1] == batch.num_tokens and batch.cu_seqlens.dtype == np.int32
     for s, row in enumerate(batch.trajectory_index):
         start, end = batch.cu_seqlens[s], batch.cu_seqlens[s + 1]
@@ -151,7 +150,7 @@ def check_arrays(batch, shard, pad):
         if row < 0:
             assert end - start == pad and not batch.loss_mask[start:end].any() and batch.sequence["advantage"][s] == 0
             continue
-        t = shard[row]
+        t = trajectories[row]
         tokens = t["prompt_token_ids"] + t["response_token_ids"]
         mask = [0] * len(t["prompt_token_ids"]) + t["response_mask"]
         log_probs = [0.0] * len(t["prompt_token_ids"]) + t["rollout_log_probs"]

@@ -136,23 +136,19 @@ def test_packs_are_padded_to_their_multiple_and_no_further(lengths, pad, blocks,
         step=0,
         pack_multiple=multiple,
     )
+    trajectories = [trajectory(length) for length in lengths]
     for plan in plans:
-        shard = [trajectory(lengths[i]) for i in plan.shard]
         for rows in plan.mini_batches[0]:
-            batch = build_micro_batch(shard, rows, pad, (), multiple)
+            batch = build_micro_batch(trajectories, rows, pad, (), multiple)
             sizes = np.diff(batch.cu_seqlens)
             assert batch.num_tokens == sizes.sum() <= budget and batch.num_tokens % multiple == 0
-            needed = sum(padded_length(lengths[plan.shard[row]], pad) for row in rows)
+            needed = sum(padded_length(lengths[row], pad) for row in rows)
             assert batch.num_tokens - needed < multiple or not rows
             for s, row in enumerate(rows[:-1]):
-                assert sizes[s] == padded_length(lengths[plan.shard[row]], pad)
+                assert sizes[s] == padded_length(lengths[row], pad)
             if not rows:
                 assert batch.num_tokens == multiple and batch.trajectory_index.tolist() == [-1]
-            assert (
-                batch.sequence["length"].sum()
-                == batch.loss_mask.sum()
-                == sum(lengths[plan.shard[row]] - 1 for row in rows)
-            )
+            assert batch.sequence["length"].sum() == batch.loss_mask.sum() == sum(lengths[row] - 1 for row in rows)
             for name in ("token_ids", "labels", "loss_mask", "rollout_log_probs", "position_ids", "sequence_ids"):
                 assert getattr(batch, name).shape == (batch.num_tokens,)
 

@@ -11,9 +11,9 @@ import sys
 import threading
 from pathlib import Path
 
-from gspo_mega.doctor import checks, together
+from gspo_mega.doctor import between_machines, machine_checks
+from gspo_mega.doctor.answer_deadline import AnswerDeadline
 from gspo_mega.doctor.findings import Finding, render
-from gspo_mega.doctor.patience import Patience
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -31,15 +31,15 @@ def test_it_starts_on_the_standard_library_alone(tmp_path):
 
 
 def test_an_import_that_fails_or_hangs_is_a_finding():
-    patience = Patience()
-    assert checks._imports("x", "raise OSError('libcudart.so.12: cannot open')", patience) == Finding(
+    deadline = AnswerDeadline()
+    assert machine_checks._imports("x", "raise OSError('libcudart.so.12: cannot open')", deadline) == Finding(
         "wrong", "x", "OSError: libcudart.so.12: cannot open"
     )
-    assert checks._imports("x", "import os; os.abort()", patience).level == "wrong"
-    assert checks._imports("x", "print('1.2 sees', 8)", patience) == Finding("ok", "x", "1.2 sees 8")
+    assert machine_checks._imports("x", "import os; os.abort()", deadline).level == "wrong"
+    assert machine_checks._imports("x", "print('1.2 sees', 8)", deadline) == Finding("ok", "x", "1.2 sees 8")
     assert (
         "did not end within 1 s (of --patience 0)"
-        in checks._imports("x", "import time; time.sleep(60)", Patience(0.3)).text
+        in machine_checks._imports("x", "import time; time.sleep(60)", AnswerDeadline(0.3)).text
     )
 
 
@@ -47,9 +47,9 @@ def test_an_import_that_takes_minutes_is_told_and_is_nothing_wrong(monkeypatch):
     """Many nodes that read torch from one shared folder for the first time need minutes; ranks wait ten for each other
     then.
     """
-    assert Patience().left > 590
-    monkeypatch.setattr(checks, "SLOW_SECONDS", 0.2)
-    found = checks._imports("torch", "import time; time.sleep(0.3); print('2.0')", Patience())
+    assert AnswerDeadline().left > 590
+    monkeypatch.setattr(machine_checks, "SLOW_SECONDS", 0.2)
+    found = machine_checks._imports("torch", "import time; time.sleep(0.3); print('2.0')", AnswerDeadline())
     assert found.level == "note"
     assert re.match(r"2\.0; its import took \d+ s, as every start of a rank or server will", found.text)
 
@@ -58,10 +58,10 @@ def test_all_checks_share_one_patience():
     """What a slow import took is not there for the meeting; and a check whose answer is there at once is made all the
     same.
     """
-    patience = Patience(0.5)
-    checks._imports("x", "import time; time.sleep(0.6)", patience)
-    assert patience.left == 1.0
-    assert checks._imports("x", "print(1)", patience).level == "ok"
+    deadline = AnswerDeadline(0.5)
+    machine_checks._imports("x", "import time; time.sleep(0.6)", deadline)
+    assert deadline.left == 1.0
+    assert machine_checks._imports("x", "print(1)", deadline).level == "ok"
 
 
 def test_gpus_that_are_missing(tmp_path, monkeypatch):
@@ -69,38 +69,45 @@ def test_gpus_that_are_missing(tmp_path, monkeypatch):
     program.write_text('#!/bin/sh\nfor n in 0 1; do echo "GPU $n: NVIDIA H100 (UUID: GPU-$n)"; done\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert checks._gpus(2, Patience()) == Finding("ok", "GPUs", "2: NVIDIA H100")
-    assert checks._gpus(8, Patience()).text == "8 expected, 2 there: GPU 0: NVIDIA H100; GPU 1: NVIDIA H100"
+    assert machine_checks._gpus(2, AnswerDeadline()) == Finding("ok", "GPUs", "2: NVIDIA H100")
+    assert (
+        machine_checks._gpus(8, AnswerDeadline()).text == "8 expected, 2 there: GPU 0: NVIDIA H100; GPU 1: NVIDIA H100"
+    )
 
 
 def test_folders_and_addresses(tmp_path):
     (tmp_path / "file").touch()
-    assert checks._disk("folder", tmp_path / "new").level in ("ok", "note")
-    assert checks._disk("folder", tmp_path / "file" / "below").level == "wrong"
-    assert checks._address("127.0.0.1").level == "ok"
-    assert checks._address("192.0.2.1").text.startswith("192.0.2.1 cannot be bound: ")
+    assert machine_checks._disk("folder", tmp_path / "new").level in ("ok", "note")
+    assert machine_checks._disk("folder", tmp_path / "file" / "below").level == "wrong"
+    assert machine_checks._address("127.0.0.1").level == "ok"
+    assert machine_checks._address("192.0.2.1").text.startswith("192.0.2.1 cannot be bound: ")
 
 
 def test_what_cannot_be_bound_or_locked_is_said():
-    assert (checks._network("127.0.0.1").level, checks._network("::1").level) == ("ok", "ok")
+    assert (machine_checks._network("127.0.0.1").level, machine_checks._network("::1").level) == ("ok", "ok")
     for private in ("10.1.2.3", "fd00::2", "node7"):
-        found = checks._network(private)
+        found = machine_checks._network(private)
         assert found.level == "ok" and f"whoever reaches {private} can disturb or steer the ranks" in found.text
     for public in ("8.8.8.8", "2606:4700::1"):
-        assert checks._network(public).level == "note" and "is a public address" in checks._network(public).text
-    said = [finding.what for finding in checks.check_machine((), Path("."), 0, False, "127.0.0.1", Patience())]
+        assert (
+            machine_checks._network(public).level == "note"
+            and "is a public address" in machine_checks._network(public).text
+        )
+    said = [
+        finding.what for finding in machine_checks.check_machine((), Path("."), 0, False, "127.0.0.1", AnswerDeadline())
+    ]
     assert said[-2:] == ["address", "network"]
 
 
 def test_a_limit_of_open_files_below_what_the_run_needs_is_wrong(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
-    assert checks._descriptors(1024).level == "ok"
-    finding = checks._descriptors(64 * 256)
+    assert machine_checks._descriptors(1024).level == "ok"
+    finding = machine_checks._descriptors(64 * 256)
     assert finding.level == "wrong" and finding.text.endswith(
         "4096 may be open in one process (ulimit -Hn); 16384 requests open at once need 16896"
     )
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, resource.RLIM_INFINITY))
-    assert checks._descriptors(10**6) == Finding("ok", "files", "any number may be open")
+    assert machine_checks._descriptors(10**6) == Finding("ok", "files", "any number may be open")
 
 
 def test_a_process_takes_the_limit_it_may_have():
@@ -115,21 +122,21 @@ def test_a_process_takes_the_limit_it_may_have():
 
 
 def test_a_machine_that_does_not_see_the_folder_is_named(tmp_path):
-    place = together.Place(0, 3, ("127.0.0.1", 1))
+    place = between_machines.Place(0, 3, ("127.0.0.1", 1))
     (tmp_path / "meet").mkdir()
     (tmp_path / "meet" / "machine-2").touch()
-    (finding,) = together.check_together(place, tmp_path / "meet", 0, Patience(0.3))
+    (finding,) = between_machines.check_together(place, tmp_path / "meet", 0, AnswerDeadline(0.3))
     assert finding.level == "wrong" and finding.text.endswith("does not show the files of machine 1 of 3")
 
 
 def test_an_all_reduce_between_two(tmp_path):
-    from gspo_mega.launcher.places import free_port
+    from gspo_mega.launcher.gpus_and_ports import free_port
 
     port, found = free_port(), {}
 
     def one(index):
-        found[index] = together.check_together(
-            together.Place(index, 2, ("127.0.0.1", port)), tmp_path / "meet", 0, Patience()
+        found[index] = between_machines.check_together(
+            between_machines.Place(index, 2, ("127.0.0.1", port)), tmp_path / "meet", 0, AnswerDeadline()
         )
 
     threads = [threading.Thread(target=one, args=(index,)) for index in (0, 1)]

@@ -7,8 +7,8 @@ from run_configs import make_config
 
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before Megatron
 from gspo_mega.config.schema import Optimizer
-from gspo_mega.engine import optimizer
-from gspo_mega.engine.optimizer import build_scheduler
+from gspo_mega.engine import megatron_optimizer
+from gspo_mega.engine.megatron_optimizer import build_scheduler
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.errors import ModelError
 
@@ -66,8 +66,10 @@ def test_main_parameters_are_whole_fp32_whatever_the_moments_are(monkeypatch, mo
     cannot be read back.
     """
     made = []
-    monkeypatch.setattr(optimizer, "OptimizerConfig", SimpleNamespace)  # Megatron's own asks for Transformer Engine
-    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda config, chunks, **_: made.append(config))
+    monkeypatch.setattr(
+        megatron_optimizer, "OptimizerConfig", SimpleNamespace
+    )  # Megatron's own asks for Transformer Engine
+    monkeypatch.setattr(megatron_optimizer, "get_megatron_optimizer", lambda config, chunks, **_: made.append(config))
     chunk = SimpleNamespace(config=SimpleNamespace(fp8_recipe=None, fp8_param=False))
-    optimizer.build_optimizer(Optimizer(lr=1e-6, moments_dtype=moments), "bf16", [chunk])
+    megatron_optimizer.build_optimizer(Optimizer(lr=1e-6, moments_dtype=moments), "bf16", [chunk])
     assert made[0].store_param_remainders is False and made[0].use_precision_aware_optimizer is (moments != "fp32")

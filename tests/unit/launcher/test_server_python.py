@@ -12,9 +12,9 @@ import pytest
 
 from gspo_mega.config import load_config
 from gspo_mega.errors import PlanError
-from gspo_mega.launcher import server_python
-from gspo_mega.launcher.server_python import serve_command
-from gspo_mega.launcher.slurm_site import Site
+from gspo_mega.launcher.local import server_python
+from gspo_mega.launcher.local.server_python import serve_command
+from gspo_mega.launcher.slurm.site_settings import Site
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = REPOSITORY / "configs/quickstart.yaml"

@@ -14,12 +14,12 @@ import pytest
 
 from gspo_mega.config import load_config
 from gspo_mega.errors import ConfigError, JournalError, PlanError, RankError
-from gspo_mega.launcher import slurm
-from gspo_mega.launcher.launch import launch
-from gspo_mega.launcher.launch_slurm import describe_nodes
-from gspo_mega.launcher.slurm_site import Site
-from gspo_mega.launcher.slurm_size import job_size, sbatch_options, told_in_time
-from gspo_mega.launcher.slurm_steps import Steps
+from gspo_mega.launcher.local.launch_local import launch
+from gspo_mega.launcher.slurm import scontrol as calls
+from gspo_mega.launcher.slurm.job_size import job_size, sbatch_options, told_in_time
+from gspo_mega.launcher.slurm.launch_job import describe_nodes
+from gspo_mega.launcher.slurm.site_settings import Site
+from gspo_mega.launcher.slurm.step_commands import Steps
 from gspo_mega.plan import estimate, plan_run
 from gspo_mega.plan.export import plan_shell
 from gspo_mega.run_folder import RunFolder
@@ -137,7 +137,7 @@ def test_a_run_on_recorded_rollouts_needs_no_servers_and_no_nodes_for_them(tmp_p
     size = job_size(loaded(*words), site())
     assert (size.num_servers, size.num_rollout_nodes, size.trainer_gpus) == (0, 0, 8)
     assert "--nodes=2" in sbatch_options(loaded(*words).config, size, site(), ["--partition=small"])
-    allocation = slurm.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
+    allocation = calls.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
     assert describe_nodes(allocation, size) == "ranks on n1 n2, no servers: it trains on recorded rollouts"
     doctors = Steps(allocation, size, site(), RunFolder(tmp_path / "run").new_attempt(), 1).doctors(14_001, fp8=False)
     assert ["server" in spec.command for _, spec in doctors] == [False, False]
@@ -211,7 +211,7 @@ def test_what_plan_exports_for_a_job_script_is_read_by_it():
 
 
 def test_the_size_as_shell_and_refusals_as_lines():
-    command = [sys.executable, "-m", "gspo_mega.launcher.slurm_size", str(CONFIG), "run.dir=/tmp/a b", "run.name=x"]
+    command = [sys.executable, "-m", "gspo_mega.launcher.slurm.job_size", str(CONFIG), "run.dir=/tmp/a b", "run.name=x"]
     environment = {**os.environ, "GSPO_GPUS_PER_NODE": "0"}
     refused = subprocess.run(
         [*command, f"model.path={REPOSITORY / 'nowhere'}"], capture_output=True, text=True, env=environment
@@ -239,7 +239,7 @@ def test_the_size_as_shell_and_refusals_as_lines():
     )
 
 
-@pytest.mark.parametrize("module", ["slurm_size", "launch_slurm"])
+@pytest.mark.parametrize("module", ["slurm.job_size", "slurm.launch_job"])
 def test_the_login_node_and_the_supervisor_need_no_libraries_of_ranks_and_servers(module):
     """launch/slurm/site.sh says of which packages the supervisor's Python has to have them."""
     lacking = (
@@ -260,11 +260,11 @@ def environment(**more):
 
 
 def test_nodes_by_role_with_slurms_addresses():
-    job = slurm.read_allocation(environment(SLURM_RESTART_COUNT="2"), 2, 1)
+    job = calls.read_allocation(environment(SLURM_RESTART_COUNT="2"), 2, 1)
     assert (job.job_id, job.num_restarts) == ("7", 2)
     assert [(node.name, node.address) for node in job.trainer_nodes] == [("n1", "10.0.0.1"), ("n2", "10.0.0.2")]
     assert [node.name for node in job.rollout_nodes] == ["n3"]
-    shared = slurm.read_allocation(environment(), 3, 0)
+    shared = calls.read_allocation(environment(), 3, 0)
     assert shared.rollout_nodes == shared.trainer_nodes == shared.nodes
 
 
@@ -275,32 +275,32 @@ def test_a_heterogeneous_job():
         "SLURM_JOB_NODELIST_HET_GROUP_1": "n[4-5]",
         "SLURM_JOB_ID_HET_GROUP_0": "7",
     }
-    job = slurm.read_allocation(environment(**het), 1, 2)
+    job = calls.read_allocation(environment(**het), 1, 2)
     assert [(node.name, node.het_group) for node in job.nodes] == [("n1", 0), ("n4", 1), ("n5", 1)]
-    assert slurm.at(job.rollout_nodes[0]) == ["--nodelist=n4", "--het-group=1"]
+    assert calls.at(job.rollout_nodes[0]) == ["--nodelist=n4", "--het-group=1"]
     with pytest.raises(PlanError, match="has 1 and 2 nodes; the configuration needs 2 for the trainer"):
-        slurm.read_allocation(environment(**het), 2, 2)
+        calls.read_allocation(environment(**het), 2, 2)
 
 
 def test_no_job_or_too_small_a_one():
     with pytest.raises(PlanError, match="SLURM_JOB_ID is not set"):
-        slurm.read_allocation({}, 1, 0)
+        calls.read_allocation({}, 1, 0)
     with pytest.raises(
         PlanError, match="job 7 has 3 nodes; the configuration needs 3 for the trainer .* and 1 for servers"
     ):
-        slurm.read_allocation(environment(), 3, 1)
+        calls.read_allocation(environment(), 3, 1)
 
 
 def test_a_node_that_left_the_jobs_list_is_lost():
-    job = slurm.read_allocation(environment(), 2, 1)
-    assert [node.name for node in slurm.lost_nodes("7", job.nodes)] == ["n3"]
+    job = calls.read_allocation(environment(), 2, 1)
+    assert [node.name for node in calls.lost_nodes("7", job.nodes)] == ["n3"]
     with pytest.raises(RankError, match="scontrol show job -o 9: Invalid job id"):
-        slurm.lost_nodes("9", job.nodes)
+        calls.lost_nodes("9", job.nodes)
 
 
 def test_the_time_that_is_left():
-    assert 195 < slurm.seconds_left("7") <= 200
-    assert slurm.seconds_left("6") is None
+    assert 195 < calls.seconds_left("7") <= 200
+    assert calls.seconds_left("6") is None
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def steps(tmp_path):
         GSPO_SERVER_CONTAINER="--container-image=s.sqsh",
         GSPO_SERVER_PYTHON="python3",
     )
-    allocation = slurm.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
+    allocation = calls.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
     return Steps(allocation, job_size(config, here), here, RunFolder(tmp_path / "run").new_attempt(), 2)
 
 

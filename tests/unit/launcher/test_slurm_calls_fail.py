@@ -12,8 +12,15 @@ from failing_calls import FailingCalls
 
 from gspo_mega.config import load_config
 from gspo_mega.errors import FolderError, RankError
-from gspo_mega.launcher import launch_slurm, slurm_answers, slurm_job, slurm_preflight, slurm_starts, slurm_stop
-from gspo_mega.launcher.state import read_state
+from gspo_mega.launcher.attempt_state import read_state
+from gspo_mega.launcher.slurm import (
+    controller_outage,
+    job_supervisor,
+    launch_job,
+    node_preflight,
+    step_starts,
+    stop_request,
+)
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.run_folder import RunFolder
 
@@ -47,7 +54,7 @@ case "$*" in
     echo "{$entry, \\"state\\": \\"ready\\"}" > "$attempt/servers/server-$index.json"
     touch "$attempt/serving.$index"
     exec sleep 600 ;;
-  *slurm_watch.py*) exec sleep 600 ;;
+  *batch_node_watch.py*) exec sleep 600 ;;
 esac
 """
 SERVED = 'until ls "$attempt"/serving.* >/dev/null 2>&1; do sleep 0.02; done; '
@@ -81,7 +88,7 @@ class Slurm:
         cluster = "cluster={num_nodes: 2, ranks_per_node: 1, num_rollout_nodes: 1}"
         shape = f"model.path={REPOSITORY / 'configs/models/quickstart_moe.json'}"
         words = [shape, cluster, f"run.dir={self.folder / 'runs'}", "run.name=run", *overrides]
-        return launch_slurm.launch_slurm(
+        return launch_job.launch_slurm(
             load_config(REPOSITORY / "configs/quickstart.yaml", words, "train"), "train", self.said.append
         )
 
@@ -96,16 +103,16 @@ class Slurm:
 def slurm(tmp_path_factory, monkeypatch):
     """slurm(n): a new job."""
     for module, name, seconds in (
-        (slurm_answers, "ASK_AGAIN_SECONDS", 0.05),
-        (slurm_starts, "ASK_AGAIN_SECONDS", 0.05),
-        (slurm_job, "_POLL_SECONDS", 0.02),
-        (slurm_job, "_SETTLE_SECONDS", 0.02),
-        (slurm_job, "_LOOK_SECONDS", 0.1),
-        (slurm_job, "_WATCH_AGAIN_SECONDS", 0.05),
-        (slurm_stop, "_ENDED_PAUSE_SECONDS", 0.05),
-        (slurm_stop, "_POLL_SECONDS", 0.02),
-        (slurm_preflight, "_POLL_SECONDS", 0.02),
-        (launch_slurm, "versions_text", lambda: ""),
+        (controller_outage, "ASK_AGAIN_SECONDS", 0.05),
+        (step_starts, "ASK_AGAIN_SECONDS", 0.05),
+        (job_supervisor, "_POLL_SECONDS", 0.02),
+        (job_supervisor, "_SETTLE_SECONDS", 0.02),
+        (job_supervisor, "_LOOK_SECONDS", 0.1),
+        (job_supervisor, "_WATCH_AGAIN_SECONDS", 0.05),
+        (stop_request, "_ENDED_PAUSE_SECONDS", 0.05),
+        (stop_request, "_POLL_SECONDS", 0.02),
+        (node_preflight, "_POLL_SECONDS", 0.02),
+        (launch_job, "versions_text", lambda: ""),
     ):
         monkeypatch.setattr(module, name, seconds)
 
@@ -154,7 +161,7 @@ def every_call(slurm, scenario, expected) -> None:
 
 def _is_quiet(call: str) -> bool:
     """A probe is made twice, and a watch that ended is started again, without a word."""
-    return call.endswith(" true") or "slurm_watch.py" in call
+    return call.endswith(" true") or "batch_node_watch.py" in call
 
 
 def test_a_rank_fails_then_a_node(slurm):
@@ -169,7 +176,7 @@ def test_a_rank_fails_then_a_node(slurm):
 
 
 def test_a_server_gives_up_then_the_time_limit_is_near(slurm, monkeypatch):
-    monkeypatch.setattr(slurm_job, "_LOOK_SECONDS", 30.0)
+    monkeypatch.setattr(job_supervisor, "_LOOK_SECONDS", 30.0)
 
     def scenario(made):
         monkeypatch.setenv("GSPO_PREFLIGHT", "0")

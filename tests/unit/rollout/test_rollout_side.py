@@ -1,14 +1,18 @@
-"""Rank 0's side whole, but for the server: real data files, tokenizer, scoring processes and journal."""
+"""A live source whole, but for the server: real data files, tokenizer, scoring processes and journal."""
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from collector_support import SPEC, collector_config
 
 from gspo_mega.batches.assemble import fill_advantages, scored_batch
-from gspo_mega.batches.rollouts import RolloutSide
+from gspo_mega.batches.journalled import journalled_source
+from gspo_mega.batches.live import LiveSource
+from gspo_mega.batches.provenance import made_by
+from gspo_mega.batches.rollouts import Rollouts
 from gspo_mega.config.schema import Config
 from gspo_mega.data.tokenizer import write_tokenizer
 from gspo_mega.journal.journal import Journal
@@ -47,20 +51,23 @@ def side(attempt, fakes, tmp_path, monkeypatch):
         "reward": plain["reward"] | {"functions": ({"function": "side_rewards:judge"},)},
         "eval": {"path": "held_out.jsonl", "samples_per_prompt": 4},
     }
-    with RolloutSide(Config.model_validate({**plain, **sections}), SPEC, attempt) as side:
-        side.pool.wait_ready(1, 30.0)
-        yield side
+    config = Config.model_validate({**plain, **sections})
+    with Rollouts(config, SPEC, attempt) as rollouts:
+        rollouts.pool.wait_ready(1, 30.0)
+        journal = Journal(attempt.run_folder.journal_dir)
+        source = journalled_source(config, journal, LiveSource(rollouts, made_by(config)), lambda line: None)
+        yield SimpleNamespace(config=config, evaluate=rollouts.evaluate, source=source)
 
 
 def test_what_fails_is_left_out_of_the_batch_and_of_the_accuracy(side, attempt):
-    report = side.data_report()
+    report = side.source.describe()
     assert report[1].endswith("held_out.jsonl: 7 prompts; 1 longer than data.max_prompt_tokens and left out")
     assert "1 of 7 held-out prompts are also trained on (the first is row 8 of held_out.jsonl)" in report[2]
     found = side.evaluate(lambda: None)
     assert (found.num_prompts, found.num_samples, found.num_left_out) == (7, 28, 1)
     assert 0 < found.num_reward_failures < 28 and 0 < found.accuracy < 1
 
-    batch = side.take(0, 0, lambda: None, lambda line: None)
+    batch = side.source.take(0, 0, lambda: None)
     failed = [t for t in batch.trajectories if not t.is_scored]
     assert {t.prompt.text for t in failed} <= {"3+3"} and all(
         "ValueError: no verdict" in t.reward_error for t in failed

@@ -17,7 +17,7 @@ def session(accuracy, num_failed, most_failed=0.1):
             reward=SimpleNamespace(max_failed_fraction=most_failed),
         ),
         state=SimpleNamespace(weight_version=0, step=7, summary={}),
-        publish=lambda: None,
+        servers=SimpleNamespace(publish=lambda weight_version: None),
         evaluate=lambda: evaluation,
     )
 

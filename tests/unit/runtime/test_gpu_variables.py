@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.launcher.launch import WORKER_COMMAND
+from gspo_mega.launcher.local.launch_local import WORKER_COMMAND
 from gspo_mega.runtime import gpu_variables, worker
 from gspo_mega.runtime.gpu_variables import before_torch, before_transformer_engine
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gspo_mega.checkpoint.state import TrainState
+from gspo_mega.checkpoint.train_state import TrainState
 from gspo_mega.errors import NumericsError
 from gspo_mega.runtime.session import Session
 

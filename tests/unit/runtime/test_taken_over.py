@@ -8,13 +8,13 @@ import pytest
 
 from gspo_mega.errors import FolderError
 from gspo_mega.run_folder import RunFolder
-from gspo_mega.runtime.session import Session
+from gspo_mega.runtime.lead import Lead
 
 
 def test_it_stops_before_it_writes(tmp_path):
     folder = RunFolder(tmp_path / "run")
-    session = SimpleNamespace(is_lead=True, attempt=folder.new_attempt(), run_folder=folder)
-    Session.check_held(session)
+    lead = SimpleNamespace(attempt=folder.new_attempt(), run_folder=folder)
+    Lead.check_held(lead)
     later = folder.new_attempt()
     with pytest.raises(
         FolderError,
@@ -22,7 +22,5 @@ def test_it_stops_before_it_writes(tmp_path):
             "was taken over by a later start of the run, attempt 2; this one, attempt 1, ends and writes nothing more"
         ),
     ):
-        Session.check_held(session)
-    session.is_lead = False
-    Session.check_held(session)
-    Session.check_held(SimpleNamespace(is_lead=True, attempt=later, run_folder=folder))
+        Lead.check_held(lead)
+    Lead.check_held(SimpleNamespace(attempt=later, run_folder=folder))

@@ -48,9 +48,9 @@ def test_ranks_beside_their_servers_listen_on_the_loopback_alone(monkeypatch, ma
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_the_address_by_which_a_server_reaches_this_machine(host):
-    from gspo_mega.runtime.session import _address_for
+    from gspo_mega.runtime.server_link import local_address
 
-    assert _address_for(host) == host
+    assert local_address(host) == host
 
 
 def test_every_missing_variable_is_named():

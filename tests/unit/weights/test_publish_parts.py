@@ -16,11 +16,11 @@ from gspo_mega.errors import PublishError
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.spec import ModelSpec, MoeSpec
 from gspo_mega.weights.broadcast import buckets
+from gspo_mega.weights.published_versions import PublishedVersions
 from gspo_mega.weights.server_tensors import ExpectedChecksums, differences, server_tensor_names
 from gspo_mega.weights.servers import Deadline, Fleet
 from gspo_mega.weights.transaction import Content, Memory, Transaction
 from gspo_mega.weights.verify import Baseline, check_replicas
-from gspo_mega.weights.versions import Versions
 
 SPEC = ModelSpec(
     family="qwen3_moe",
@@ -309,8 +309,8 @@ def test_what_a_server_loads_in_one_request_only_is_in_one_bucket():
     assert len(list(buckets(iter((name, torch.zeros(10)) for name in without_query_latent), bucket_bytes=60))) == 2
 
 
-def make_versions(folder: Path, *numbers: int) -> Versions:
-    versions = Versions(folder)
+def make_versions(folder: Path, *numbers: int) -> PublishedVersions:
+    versions = PublishedVersions(folder)
     for number in numbers:
         versions.path(number).mkdir(parents=True)
     return versions

@@ -1,0 +1,101 @@
+"""Two checkpoints of any two formats: the same weights, or where they differ first. And one of them in words.
+
+Compared are Hugging Face tensors, bit for bit, so that a conversion is judged by what it would give back. Writes
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource, open_checkpoint
+from gspo_mega.checkpoint.torch_dist import TorchDistFolder
+from gspo_mega.errors import CheckpointError
+from gspo_mega.model.families import hf_tensors
+from gspo_mega.model.sizes import count_parameters
+from gspo_mega.model.spec import shape_differences
+from gspo_mega.run_folder import read_json
+from gspo_mega.weights.hf_export import DTYPE_NAMES
+
+
+def differences(one: TensorSource, other: TensorSource, progress: Callable[[int, int, str], None]) -> Iterator[str]:
+    """Each difference in a line, as it is found: what the models are (then nothing more), then tensor by tensor in
+    table order.
+
+    Raises CheckpointError for files that cannot be read.
+    """
+    shapes = shape_differences(one.spec, other.spec)
+    if shapes:
+        yield f"the models differ: {', '.join(shapes)}"
+        return
+    entries = hf_tensors(one.spec)
+    sizes = [entry.num_elements * one.dtype(entry).itemsize for entry in entries]
+    total, done = sum(sizes), 0
+    for entry, size in zip(entries, sizes, strict=True):
+        a, b = one.read(entry), other.read(entry)
+        if a.dtype != b.dtype:
+            narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+            values = "the same values after rounding" if a.to(narrow).equal(b.to(narrow)) else "and other values"
+            yield f"{entry.name}: {DTYPE_NAMES[a.dtype]} instead of {DTYPE_NAMES[b.dtype]}, {values}"
+        elif not _same_bytes(a, b):
+            apart = a != b
+            largest = float((a.double() - b.double()).abs().max())
+            yield f"{entry.name}: {int(apart.sum())} of {a.numel()} numbers differ, by {largest:.3g} at most"
+        done += size
+        progress(done, total, entry.name)
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaN equals itself here, and 0 is not -0."""
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def describe(folder: Path, description: Path | None = None) -> list[str]:
+    """A checkpoint in lines: format, model, sizes, a run's counters, every tensor with shape and dtype.
+
+    A Megatron checkpoint without config.json is listed by its stored tensors. Raises CheckpointError or ModelError.
+    """
+    lines = _run_lines(folder)
+    megatron = folder / MEGATRON_FOLDER if (folder / MEGATRON_FOLDER).is_dir() else folder
+    if description is None and (megatron / ".metadata").is_file() and not (folder / "config.json").is_file():
+        stored = TorchDistFolder(megatron).tensors
+        lines += ["format      Megatron torch_dist, without config.json", f"stored      {len(stored)} tensors"]
+        return lines + [
+            f"  {key}  {list(value.size)}  {str(value.properties.dtype).removeprefix('torch.')}"
+            for key, value in stored.items()
+        ]
+    source = open_checkpoint(folder, description)
+    entries, counts = hf_tensors(source.spec), count_parameters(source.spec)
+    size = sum(entry.num_elements * source.dtype(entry).itemsize for entry in entries)
+    dtypes = sorted({DTYPE_NAMES[source.dtype(entry)] for entry in entries})
+    lines += [
+        f"format      {source.kind}, {len(source.files)} files",
+        (
+            f"model       {source.spec.family}: {source.spec.num_layers} layers, hidden {source.spec.hidden_size},"
+            f" vocabulary {source.spec.vocab_size}"
+        ),
+        f"parameters  {counts.total} ({counts.active} used a token)",
+        f"tensors     {len(entries)}, {size} bytes, {', '.join(dtypes)}",
+    ]
+    return lines + [f"  {entry.name}  {list(entry.shape)}  {DTYPE_NAMES[source.dtype(entry)]}" for entry in entries]
+
+
+def _run_lines(folder: Path) -> list[str]:
+    try:
+        record = read_json(folder / "state.json")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    if not isinstance(record, dict):
+        return []
+    counters = record.get("state", {})
+    layout = ", ".join(f"{name} {size}" for name, size in record.get("layout", {}).items())
+    return [
+        (
+            f"run         step {counters.get('step')}, {counters.get('num_optimizer_steps')} optimizer steps, weight"
+            f" version {counters.get('weight_version')}"
+        ),
+        f"saved by    {layout}",
+    ]

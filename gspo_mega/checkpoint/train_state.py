@@ -1,0 +1,224 @@
+"""A run's state on disk: everything it needs to go on as if it had not stopped.
+
+One folder a checkpoint: `megatron/` (weights and optimizer in Megatron's `torch_dist` format), `rng/` (one file a rank)
+and `state.json` (counters, prompt order, what the run's progress depends on, the checksum of every file). Owns what is
+in it, choosing one and reading it; writing is `save.py`, the folders are `folders.py`. Weights for the outside world
+are `gspo_mega.weights`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gspo_mega.checkpoint import folders
+from gspo_mega.checkpoint.safe_pickle import refuse_code
+from gspo_mega.engine.cpu import is_cpu_backend
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.process_groups import ParallelGroups
+from gspo_mega.errors import CheckpointError
+from gspo_mega.run_folder import RunFolder
+from gspo_mega.weights.collectives import all_gather_json, broadcast_json, raise_together
+
+
+@dataclass
+class TrainState:
+    """The counters and host-side state of a run.
+
+    `step`: rollout batches trained on. `num_optimizer_steps`: applied optimizer steps, which drive the schedule.
+    `skipped_in_a_row`: non-finite gradients since the last applied one. `prompts`, `demonstrations`: the orders' own
+    state. `summary`: what the final table needs of earlier attempts. `history`: the fingerprint of the weights, of what
+    the run started from and of all that it trained on.
+    """
+
+    step: int = 0
+    num_optimizer_steps: int = 0
+    weight_version: int = 0
+    skipped_in_a_row: int = 0
+    prompts: dict[str, Any] = field(default_factory=dict)
+    demonstrations: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    history: str = ""
+
+
+def _metadata(groups: ParallelGroups) -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": groups.data_context.group,
+    }
+
+
+def sharded_state(engine: PolicyEngine, *, loading: bool) -> dict[str, Any]:
+    metadata = _metadata(engine.groups)
+    names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
+    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, engine.chunks)}
+    state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    return state
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    state = {"torch": torch.get_rng_state()}
+    state |= {f"tracker/{name}": value.cpu() for name, value in _rng_tracker().get_states().items()}
+    if not is_cpu_backend():
+        state["cuda"] = torch.cuda.get_rng_state().cpu()
+    # The trackers may share one buffer, which safetensors refuses to write twice.
+    return {name: value.clone() for name, value in state.items()}
+
+
+def _rng_tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "Megatron's RNG tracker is made with the process groups"
+    return tracker
+
+
+def _restore_rng(state: dict[str, torch.Tensor]) -> None:
+    _rng_tracker().set_states({n.partition("/")[2]: v for n, v in state.items() if n.startswith("tracker/")})
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+    torch.set_rng_state(state["torch"])
+
+
+def layout_of(groups: ParallelGroups) -> dict[str, int]:
+    names = ("world", "tensor", "pipeline", "context", "data", "expert", "expert_tensor")
+    return {name: getattr(groups, name).size for name in names}
+
+
+def find_checkpoint(run_folder: RunFolder, groups: ParallelGroups) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that is whole, and a warning for every one that had to be passed over. Collective.
+
+    Begins with the one that `latest` names; every file's checksum is compared, by all ranks together. A damaged one is
+    renamed to `step_N.damaged` and the one before it tried. None for a run that saved none. Raises CheckpointError on
+    every rank for one of a newer format, and where a run saved some and none is whole: it does not quietly start over.
+    """
+    warnings: list[str] = []
+    problems: list[str] = []
+    names: list[str] = []
+    if groups.world.rank == 0:
+        try:
+            folders.repair(run_folder)
+            names = [str(folder) for folder in folders.candidates(run_folder)]
+        except (OSError, CheckpointError) as error:
+            problems.append(str(error))
+    raise_together(problems, groups.host, CheckpointError, "no checkpoint can be chosen")
+    for name in broadcast_json(names, groups.host):
+        folder = Path(name)
+        damage = sorted({problem for part in all_gather_json(_damage(folder, groups), groups.host) for problem in part})
+        if groups.world.rank == 0 and (damage or warnings):
+            try:
+                if damage:
+                    folders.set_aside_damaged(folder)
+                else:
+                    folders.make_latest(run_folder, folder)
+            except OSError as error:
+                problems.append(f"{folder}: {error.strerror}")
+        raise_together(problems, groups.host, CheckpointError, "a damaged checkpoint cannot be put aside")
+        if not damage:
+            return folder, warnings
+        warnings.append(f"warning  checkpoint {folder.name} is damaged and passed over: {'; '.join(damage[:3])}")
+    if warnings:
+        raise CheckpointError("\n  ".join([f"{run_folder.checkpoints_dir}: no checkpoint is whole:", *warnings]))
+    return None, []
+
+
+def _damage(folder: Path, groups: ParallelGroups) -> list[str]:
+    try:
+        files = folders.read_record(folder).get("files", {})
+    except (OSError, ValueError) as error:
+        return [str(error)]
+    return folders.damage(folder, files, groups.world.rank, groups.world.size)
+
+
+def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
+    """Fill the engine (weights, optimizer, schedule, RNG) from `folder` and return the run's state. Collective.
+
+    The layout may be another one than it was saved from; the ranks' random states are then those of a fresh start.
+
+    Raises CheckpointError for a newer format, another model, a layout it cannot be read into, damaged files, or files
+    that could run a program when Megatron loads them.
+    """
+    record = folders.read_record(folder)
+    if record["model"] != model_of(engine):
+        raise CheckpointError(f"{folder} holds the model {record['model']}, the run's is {model_of(engine)}")
+    saved, here = record["layout"], layout_of(engine.groups)
+    if (saved["expert"] > 1) != (here["expert"] > 1):
+        raise CheckpointError(
+            f"{folder} was saved with parallel.expert {saved['expert']}; its optimizer state cannot be read with"
+            f" parallel.expert {here['expert']} (Megatron keeps expert parameters apart only above 1): keep both above"
+            " 1 or both 1"
+        )
+    world, host = engine.groups.world, engine.groups.host
+    raise_together(
+        refuse_code(folder / "megatron", world.rank, world.size), host, CheckpointError, f"{folder} cannot be read"
+    )
+    problems: list[str] = []
+    try:
+        for part in engine.optimizer.chained_optimizers:
+            # A fresh torch AdamW has no state to read into.
+            if isinstance(part, DistributedOptimizer):
+                part._init_optimizer_states_with_dummy_values()
+        # Megatron declares a tuple too, for a strictness that is not asked for.
+        loaded = cast(
+            dict[str, Any], dist_checkpointing.load(sharded_state(engine, loading=True), str(folder / "megatron"))
+        )
+        names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
+        for name, chunk in zip(names, engine.chunks):
+            chunk.load_state_dict(loaded[name], strict=True)
+        engine.optimizer.load_state_dict(loaded["optimizer"])
+        _separate_steps(engine)
+        rng_file = folder / "rng" / f"rank_{world.rank:05d}.safetensors"
+        if saved == here:
+            _restore_rng(load_file(rng_file))
+    except (CheckpointException, EOFError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
+        problems.append(f"rank {world.rank}: {first_cause(error)}")
+    raise_together(problems, host, CheckpointError, f"{folder} cannot be read")
+    state = TrainState(**record["state"])
+    engine.scheduler.step(increment=state.num_optimizer_steps)
+    return state
+
+
+def first_cause(error: BaseException) -> str:
+    """The error in a line. A CheckpointException (not even an Exception) carries those of all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def _separate_steps(engine: PolicyEngine) -> None:
+    """Give every parameter its own Adam step count again.
+
+    Megatron's loader hands one tensor to all of them; torch's AdamW adds to it in place, once a parameter, and
+    the bias correction would be wrong from the first step after a resume.
+    """
+    for part in engine.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+
+# What checkpoints of the first format have of a spec whatever its value; later fields are left out at their defaults,
+# so that they still fit.
+_FIRST_EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_intermediate_size", "norm_topk_prob")
+
+
+def model_of(engine: PolicyEngine) -> dict[str, Any]:
+    spec = asdict(engine.spec)
+    for name in ("raw", "num_ignored_layers", *(["latent"] if engine.spec.latent is None else [])):
+        spec.pop(name)
+    if engine.spec.moe is not None:
+        defaults = {field.name: field.default for field in fields(engine.spec.moe)}
+        spec["moe"] = {
+            name: value
+            for name, value in spec["moe"].items()
+            if name in _FIRST_EXPERT_FIELDS or value != defaults[name]
+        }
+    return {**spec, "eos_token_ids": list(spec["eos_token_ids"]), "precision": engine.config.precision}

@@ -1,0 +1,84 @@
+"""What several machines have together: a folder that all see, and an all-reduce between them. Standard library alone.
+
+One process a machine, numbered; they meet in the folder and, for the all-reduce, at the first one's address.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspo_mega.doctor.answer_deadline import AnswerDeadline
+from gspo_mega.doctor.findings import Finding
+
+
+@dataclass(frozen=True)
+class Place:
+    """This machine among `num_machines`; `master`: address and port of the first one, where nothing listens yet."""
+
+    index: int
+    num_machines: int
+    master: tuple[str, int]
+
+
+def check_together(place: Place, folder: Path, gpus: int, deadline: AnswerDeadline) -> list[Finding]:
+    """`folder`: a new one in the shared folder, this check's own. `deadline`: what is left of it; another machine's own
+    checks, which come first, may take much of it.
+    """
+    shared = _shared_folder(place, folder, deadline)
+    # Where some machine is missing, an all-reduce could only wait for it.
+    return [shared] if shared.level == "wrong" else [shared, _all_reduce(place, gpus, deadline)]
+
+
+def _shared_folder(place: Place, folder: Path, deadline: AnswerDeadline) -> Finding:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"machine-{place.index}").touch()
+    until = time.monotonic() + deadline.left
+    missing = set(range(place.num_machines))
+    while missing and time.monotonic() < until:
+        missing -= {index for index in missing if (folder / f"machine-{index}").exists()}
+        time.sleep(0.1)
+    if missing:
+        return Finding(
+            "wrong",
+            "shared",
+            f"{folder} does not show the files of machine {', '.join(map(str, sorted(missing)))} of"
+            f" {place.num_machines}",
+        )
+    return Finding("ok", "shared", f"all {place.num_machines} machines see {folder.parent}")
+
+
+def _all_reduce(place: Place, gpus: int, deadline: AnswerDeadline) -> Finding:
+    address, port = place.master
+    seconds = deadline.left
+    command = [
+        sys.executable,
+        "-m",
+        "gspo_mega.doctor.all_reduce_probe",
+        "--rank",
+        str(place.index),
+        "--world",
+        str(place.num_machines),
+        "--address",
+        address,
+        "--port",
+        str(port),
+        "--seconds",
+        str(seconds),
+        *(["--gpu"] if gpus else []),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return Finding(
+            "wrong",
+            "network",
+            f"an all-reduce with {place.num_machines} machines at {address}:{port} did not end within {seconds:.0f} s",
+        )
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        return Finding("wrong", "network", f"all-reduce: {said[-1] if said else f'ended with {done.returncode}'}")
+    return Finding("ok", "network", done.stdout.strip().splitlines()[-1])

@@ -1,0 +1,205 @@
+"""What one machine has for ranks and servers. Standard library alone: a package that is missing or broken is a finding.
+
+Owns what is looked at. Heavy packages are imported in processes of their own, with a deadline: an import that hangs or
+dies takes nothing else along.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from gspo_mega import descriptors
+from gspo_mega.doctor.answer_deadline import SLOW_SECONDS, AnswerDeadline
+from gspo_mega.doctor.findings import Finding
+
+SGLANG = "0.5.23"
+_NEEDED = {
+    "trainer": ("torch", "megatron-core", "pydantic", "pyyaml", "safetensors", "transformers", "aiohttp"),
+    "server": ("torch", "sglang", "pydantic", "pyyaml", "safetensors"),
+}
+_TORCH = (
+    "import torch; torch.ones(2).sum(); known = torch.distributed.is_available() and"
+    " torch.distributed.is_nccl_available();nccl = '.'.join(map(str, torch.cuda.nccl.version())) if known else"
+    " None;print(torch.__version__, 'CUDA', torch.version.cuda, 'NCCL', nccl, 'sees', torch.cuda.device_count(),"
+    " 'GPUs')"
+)
+_LEAST_FREE_BYTES = 1024**3
+_FEW_FREE_BYTES = 50 * 1024**3
+
+
+def check_machine(
+    roles: tuple[str, ...],
+    folder: Path,
+    gpus: int,
+    fp8: bool,
+    address: str | None,
+    deadline: AnswerDeadline,
+    requests: int = 1024,
+) -> Iterator[Finding]:
+    """`roles`: trainer, server. `gpus`: expected here, 0 where none are used. `fp8`: the run wants it. `address`: this
+    machine's own, which servers and rank 0 bind. `deadline`: for this and what is looked at after it. `requests`: open
+    at once, of all servers.
+    """
+    yield _python()
+    for role in roles:
+        yield from _packages(role)
+    yield _imports("torch", _TORCH, deadline)
+    if gpus:
+        yield _gpus(gpus, deadline)
+        if "trainer" in roles:
+            yield from _transformer_engine(fp8, deadline)
+    yield _descriptors(requests)
+    yield _disk("folder", folder)
+    yield _disk("temporary", Path(tempfile.gettempdir()))
+    if address is not None:
+        yield _address(address)
+        yield _network(address)
+
+
+def _python() -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < (3, 11):  # noqa: UP036  it may be asked before anything is installed
+        return Finding("wrong", "python", f"{found} at {sys.executable}; 3.11 or newer is needed")
+    return Finding("ok", "python", f"{found} at {sys.executable}")
+
+
+def _packages(role: str) -> Iterator[Finding]:
+    versions = {name: _version(name) for name in _NEEDED[role]}
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        yield Finding("wrong", "packages", f"a {role} needs {', '.join(missing)}; not installed at {sys.prefix}")
+    else:
+        yield Finding(
+            "ok", "packages", f"{role}: " + ", ".join(f"{name} {version}" for name, version in versions.items())
+        )
+    if role == "server" and versions["sglang"] not in (None, SGLANG):
+        yield Finding("note", "sglang", f"version {versions['sglang']}; {SGLANG} is what this release is tested with")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _imports(what: str, code: str, deadline: AnswerDeadline) -> Finding:
+    """What a fresh interpreter prints when it runs `code`; wrong where it fails."""
+    began = time.monotonic()
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline.left)
+    except subprocess.TimeoutExpired as error:
+        return Finding(
+            "wrong", what, f"its import did not end within {error.timeout:.0f} s (of --patience {deadline.seconds:.0f})"
+        )
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        return Finding("wrong", what, said[-1] if said else f"its import ended with {done.returncode}")
+    took = time.monotonic() - began
+    if took > SLOW_SECONDS:
+        return Finding(
+            "note",
+            what,
+            f"{done.stdout.strip()}; its import took {took:.0f} s, as every start of a rank or server will: is it in a"
+            " shared folder?",
+        )
+    return Finding("ok", what, done.stdout.strip())
+
+
+def _gpus(expected: int, deadline: AnswerDeadline) -> Finding:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=deadline.left)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("wrong", "GPUs", f"{expected} expected; nvidia-smi: {error}")
+    found = [line.split(" (UUID")[0] for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    if len(found) < expected:
+        return Finding(
+            "wrong",
+            "GPUs",
+            f"{expected} expected, {len(found)} there: {'; '.join(found) or listed.stderr.strip() or 'none'}",
+        )
+    return Finding("ok", "GPUs", f"{len(found)}: {found[0].partition(': ')[2]}")
+
+
+def _transformer_engine(fp8: bool, deadline: AnswerDeadline) -> Iterator[Finding]:
+    code = (
+        "import transformer_engine, transformer_engine.pytorch as te;"
+        "from transformer_engine.pytorch.fp8 import check_fp8_support as c;"
+        "able, why = c(); print(transformer_engine.__version__, 'FP8' if able else 'no FP8: ' + why)"
+    )
+    found = _imports("TE", code, deadline)
+    lacking = found.level == "wrong" or "no FP8" in found.text
+    # Without it Megatron would run other layers, or silently BF16 where FP8 was asked for.
+    yield Finding("wrong", "TE", f"fp8 is asked for: {found.text}") if fp8 and lacking else found
+    apex = _version("apex")
+    yield Finding("ok", "apex", apex) if apex else Finding("note", "apex", "not installed; Megatron does without")
+
+
+def _descriptors(requests: int) -> Finding:
+    """A run raises the soft limit itself; the hard one only an administrator can."""
+    limit = descriptors.allowed()
+    text = (
+        f"{limit} may be open in one process (ulimit -Hn)"
+        if limit != resource.RLIM_INFINITY
+        else "any number may be open"
+    )
+    if not descriptors.enough_for(requests):
+        return Finding(
+            "wrong", "files", f"{text}; {requests} requests open at once need {requests + descriptors.SPARE}"
+        )
+    return Finding("ok", "files", text)
+
+
+def _disk(what: str, folder: Path) -> Finding:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"x" * 4096)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Finding("wrong", what, f"cannot write in {folder}: {error.strerror or error}")
+    text = f"{free / 1024**3:.0f} GiB free in {folder}"
+    if free < _LEAST_FREE_BYTES:
+        return Finding("wrong", what, text)
+    return Finding("note" if free < _FEW_FREE_BYTES else "ok", what, text)
+
+
+def _address(address: str) -> Finding:
+    try:
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
+            return Finding("ok", "address", f"{address} can be bound")
+    except OSError as error:
+        return Finding("wrong", "address", f"{address} cannot be bound: {error.strerror or error}")
+
+
+def _network(address: str) -> Finding:
+    """Who may reach what a run opens at `address`: torch's stores, gloo and NCCL know no password, so the network has
+    to keep others out.
+    """
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        ip = None  # a name; whose network it is, the user knows
+    if ip is not None and ip.is_loopback:
+        return Finding(
+            "ok",
+            "network",
+            f"{address}: all is on this machine; its other users can reach the ranks' store (docs/security.md)",
+        )
+    unprotected = (
+        f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL know no password"
+        " (docs/security.md)"
+    )
+    if ip is not None and ip.is_global:
+        return Finding("note", "network", f"{address} is a public address; {unprotected}")
+    return Finding("ok", "network", unprotected)

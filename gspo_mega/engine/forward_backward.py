@@ -1,0 +1,97 @@
+"""One pass of micro-batches through the pipeline, forward alone or with backward, of whatever model is led.
+
+Owns the meeting of Megatron's schedule with the log-prob function; what becomes of a micro-batch's log-probs is the
+head's. The policy and the reference go through here alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gspo_mega import beats
+from gspo_mega.config.schema import Config
+from gspo_mega.engine.device_batch import DeviceBatch, to_device
+from gspo_mega.engine.log_probs import token_log_probs
+from gspo_mega.engine.losses import PassOutput
+from gspo_mega.engine.model import PolicyModel
+from gspo_mega.engine.process_groups import ParallelGroups
+from gspo_mega.engine.routing import RoutingPass
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.records import MicroBatch
+
+# From a batch, its log-probs and, where the head has `wants_entropy` true, its entropies.
+Head = Callable[[DeviceBatch, torch.Tensor, torch.Tensor | None], PassOutput]
+
+
+@dataclass
+class Pipeline:
+    """This rank's part of a model as Megatron's schedule leads it: `chunks` bare, `models` the same as they are called
+    (under data parallelism where they train)."""
+
+    config: Config
+    spec: ModelSpec
+    groups: ParallelGroups
+    megatron_config: TransformerConfig
+    chunks: Sequence[PolicyModel]
+    models: Sequence[torch.nn.Module]
+
+    def run(
+        self, micro_batches: list[MicroBatch], head: Head, forward_only: bool, routing: RoutingPass
+    ) -> list[PassOutput]:
+        """Lead the micro-batches through the pipeline; outputs in order, on last-stage ranks only. Collective.
+
+        Without `forward_only` the gradients of the heads' losses are left in Megatron's buffers. `routing` is finished.
+        """
+        outputs: list[PassOutput] = []
+        last_chunk = self.chunks[-1]
+
+        def finish(batch: DeviceBatch, hidden: torch.Tensor):
+            log_probs, entropies = token_log_probs(
+                hidden,
+                last_chunk.head_weight(),
+                batch.rows,
+                batch.labels,
+                vocab_size=self.spec.vocab_size,
+                temperature=self.config.rollout.temperature,
+                tensor_group=self.groups.tensor,
+                sequence_parallel=self.megatron_config.sequence_parallel,
+                chunk_rows=self.config.batch.log_prob_chunk_tokens,
+                with_entropy=getattr(head, "wants_entropy", False),
+            )
+            output = head(batch, log_probs, entropies)
+            outputs.append(output)
+            loss = output.loss if output.loss is not None else log_probs.new_zeros(())
+            output.loss = None  # the schedule owns it now and frees its graph
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+        def forward_step(batches: Iterator[tuple[int, DeviceBatch]], model: torch.nn.Module):
+            index, batch = next(batches)
+            with routing.forward(self._index_of(model), index, forward_only):
+                hidden = model(batch.token_ids, batch.position_ids, None, packed_seq_params=batch.packed)
+            beats.beat()
+            return hidden, lambda out: finish(batch, out)
+
+        for model in self.models:
+            model.train(not forward_only)
+        batches = [to_device(m, self.groups) for m in micro_batches]
+        iterators: list[Iterator[tuple[int, DeviceBatch]]] = [iter(enumerate(batches)) for _ in self.models]
+        with torch.set_grad_enabled(not forward_only):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=list(self.models) if len(self.models) > 1 else self.models[0],
+                num_microbatches=len(micro_batches),
+                seq_length=max(m.num_tokens for m in micro_batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        routing.finish()
+        return outputs
+
+    def _index_of(self, model: torch.nn.Module) -> int:
+        return next(index for index, candidate in enumerate(self.models) if candidate is model)

@@ -1,0 +1,188 @@
+"""Megatron's optimizer and schedule, and one step that never applies a non-finite gradient."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from gspo_mega.config.schema import Optimizer
+from gspo_mega.engine.cpu import is_cpu_backend
+from gspo_mega.engine.data_parallel import start_parameter_gathers
+from gspo_mega.engine.megatron_precision import DTYPES, transformer_engine_error
+from gspo_mega.engine.megatron_versions import counted_gradients
+from gspo_mega.errors import ModelError
+from gspo_mega.plan.optimizer_needs import check_optimizer
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`grad_norm` before clipping (infinite when `skipped`); `lr` that the step used, or would have."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}  # FP8 numbers and scales in bytes
+
+
+def require_optimizer(settings: Optimizer) -> None:
+    """Raises ModelError, a line for every setting that this machine cannot follow."""
+    problems = check_optimizer(settings, has_gpu=not is_cpu_backend(), has_fused_adam=_has_fused_adam())
+    if problems:
+        raise ModelError("\n".join(f"{key}: {text}" for key, text in problems))
+
+
+def _has_fused_adam() -> bool:
+    if transformer_engine_error() is not None:
+        return False
+    adam = importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam
+    return {"exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"} <= set(inspect.signature(adam).parameters)
+
+
+def build_optimizer(settings: Optimizer, precision: str, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
+    """AdamW over fp32 main parameters, sharded over data ranks when `settings.distributed`. Collective.
+
+    Weight decay is on matrices alone, or on everything with `settings.decay_norms_and_biases`.
+    """
+    megatron_config = chunks[0].config
+    offload = settings.cpu_offload_fraction > 0
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=DTYPES[precision] == torch.bfloat16,
+        # Says how FP8 parameters are written from the fp32 ones; without such parameters it has nothing to say.
+        fp8_recipe=megatron_config.fp8_recipe if megatron_config.fp8_param else None,
+        params_dtype=DTYPES[precision],
+        use_distributed_optimizer=settings.distributed,
+        overlap_param_gather=settings.overlap and settings.distributed,
+        # Offloading goes the same way through Megatron: fp32 parameters are then the inner optimizer's, which alone
+        # knows on which side they live.
+        use_precision_aware_optimizer=settings.moments_dtype != "fp32" or offload,
+        # fp32, as the plan counts them, and not bf16 beside the 16 bits that it lacks: that saves, and cannot be read
+        # back.
+        store_param_remainders=False,
+        exp_avg_dtype=MOMENT_DTYPES[settings.moments_dtype],
+        exp_avg_sq_dtype=MOMENT_DTYPES[settings.moments_dtype],
+        optimizer_cpu_offload=offload,
+        optimizer_offload_fraction=settings.cpu_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=offload,
+    )
+    # Megatron declares all keys of an override as required and merges whichever are there.
+    no_decay = {NORMS_AND_BIASES: cast("ParamGroupOverride", {"wd_mult": 0.0})}
+    overrides = {} if settings.decay_norms_and_biases else no_decay
+    # Megatron declares the base class and returns a chain, of a single optimizer too.
+    return cast("ChainedOptimizer", get_megatron_optimizer(config, [*chunks], config_overrides=overrides))
+
+
+# Query and key norms among them.
+NORMS_AND_BIASES = ParamKey(
+    name="*.bias", predicate=ParamPredicate(name="one_dimensional", fn=lambda parameter: parameter.dim() == 1)
+)
+
+
+def build_scheduler(
+    settings: Optimizer, optimizer: MegatronOptimizer, num_optimizer_steps: int
+) -> OptimizerParamScheduler:
+    """Learning rate by optimizer step: linear warm-up, then constant, linear or cosine to `min_lr`."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(num_optimizer_steps, settings.warmup_steps + 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        # The YAML file says what the schedule is; a checkpoint only says how far it has come.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+@torch.no_grad()
+def apply_gradients(optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler, clip_grad: float) -> StepResult:
+    """One optimizer step from the reduced gradients, or none where one of them is not finite.
+
+    All ranks decide alike. A skipped step leaves parameters, moments and schedule untouched, bit for bit. Collective.
+    """
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.prepare_grads()  # copies them to where the inner optimizer looks; without a loss scale it judges nothing
+    grad_norm, finite = gradient_norm(optimizer)
+    if finite:
+        if clip_grad > 0.0:
+            for part in optimizer.chained_optimizers:
+                parameters: list[torch.Tensor] = [*part.get_parameters()]
+                if parameters:
+                    clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm, _decoupled(part))
+        optimizer.step_with_ready_grads()
+        scheduler.step(increment=1)
+    start_parameter_gathers(optimizer.model_chunks)
+    return StepResult(grad_norm=grad_norm, lr=lr, skipped=not finite)
+
+
+def gradient_norm(optimizer: ChainedOptimizer) -> tuple[float, bool]:
+    """(global L2 norm, is every gradient on every rank finite; the norm is infinite where not). Collective over all
+    ranks.
+
+    Waits for the device once.
+
+    Each parameter counts once in the norm, copies on other tensor ranks and tied embeddings left out, as Megatron does.
+    Those copies are looked at too: one that went astray alone would pass through Megatron's own norm unseen.
+    """
+    device = torch.cuda.current_device()
+    squares: dict[int, torch.Tensor] = {}
+    groups: dict[int, dist.ProcessGroup] = {}
+    bad = torch.zeros((), dtype=torch.float64, device=device)
+    for part in optimizer.chained_optimizers:
+        group = part.get_grad_stats_parallel_group()
+        groups[id(group)] = group
+        total = squares.setdefault(id(group), torch.zeros((), dtype=torch.float64, device=device))
+        gradients = [
+            g
+            for p in part.get_parameters()
+            if (g := getattr(p, "decoupled_grad", None) if _decoupled(part) else p.grad) is not None
+        ]
+        if not gradients:
+            continue
+        # One kernel for all of them; torch has no public name for it.
+        norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+        counted = {id(gradient) for gradient in counted_gradients(part)}
+        if chosen := [norm for norm, gradient in zip(norms, gradients, strict=True) if id(gradient) in counted]:
+            total += torch.stack(chosen).double().square().sum()
+        bad += torch.stack(norms).isfinite().logical_not().sum()
+    for key, total in squares.items():
+        dist.all_reduce(total, group=groups[key])
+    dist.all_reduce(bad)
+    *parts, num_bad = torch.stack([*squares.values(), bad]).tolist()
+    norm = math.sqrt(sum(parts)) if num_bad == 0 else math.inf
+    return norm, math.isfinite(norm)
+
+
+def _decoupled(part: MegatronOptimizer) -> bool:
+    """Are the gradients in `decoupled_grad`, where those of another dtype than the parameters' are kept?"""
+    return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8

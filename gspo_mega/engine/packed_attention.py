@@ -1,0 +1,152 @@
+"""Core attention and norm without Transformer Engine: packed sequences on torch's SDPA.
+
+Stands where `TEDotProductAttention` and `TENorm` stand in half precision on a GPU, with the same packed (`thd`) input
+and context-parallel layout, so that everything above them is the same code. Knows nothing of the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gspo_mega.engine.context_parallel import local_positions
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+class TorchNorm:
+    """RMSNorm or LayerNorm whose parameters say that they see sequence-parallel activations.
+
+    Megatron all-reduces the gradients of parameters so marked over the tensor group; torch's own norms
+    carry no mark, and Megatron refuses them under sequence parallelism.
+    """
+
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
+    ) -> torch.nn.Module:
+        norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            marked: Any = parameter  # Megatron's mark is an attribute that torch's class does not declare
+            marked.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+@dataclass
+class _PaddedLayout:
+    """Where packed rows sit in a [S, longest] rectangle.
+
+    `query_rows` [S, Lq] and `key_rows` [S, Lk] index packed rows (0 where there is none); `mask`
+    [S, 1, Lq, Lk] is True where a query may look, or None for plain causal; `packed` [t] picks this
+    rank's rows back from the flattened query rectangle.
+    """
+
+    query_rows: torch.Tensor
+    key_rows: torch.Tensor
+    mask: torch.Tensor | None
+    packed: torch.Tensor
+
+    def to(self, device: torch.device) -> _PaddedLayout:
+        mask = None if self.mask is None else self.mask.to(device)
+        return _PaddedLayout(self.query_rows.to(device), self.key_rows.to(device), mask, self.packed.to(device))
+
+
+def _pad(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _PaddedLayout:
+    holder: Any = params  # keeps the layout in an attribute that Megatron's class does not declare
+    cached = getattr(params, "padded_layout", None)
+    if cached is not None:
+        return cached
+    lengths = (params.cu_seqlens_q[1:] - params.cu_seqlens_q[:-1]).tolist()
+    local = [length // cp_size for length in lengths]
+    starts = [0]
+    for length in local:
+        starts.append(starts[-1] + length)
+    query_rows = [torch.arange(starts[s], starts[s + 1]) for s in range(len(lengths))]
+    queries = _pad(query_rows)
+    packed = torch.cat([torch.arange(n) + s * queries.size(1) for s, n in enumerate(local)])
+    if cp_size == 1:
+        layout = _PaddedLayout(queries, queries, None, packed)
+    else:
+        key_rows, mask = [], torch.zeros(len(lengths), 1, queries.size(1), max(lengths), dtype=torch.bool)
+        for s, length in enumerate(lengths):
+            rows = torch.empty(length, dtype=torch.int64)
+            for rank in range(cp_size):
+                positions = local_positions(length, cp_size, rank)
+                rows[positions] = torch.arange(local[s]) + starts[s] + rank * starts[-1]
+            key_rows.append(rows)
+            own = local_positions(length, cp_size, cp_rank)
+            mask[s, 0, : local[s], :length] = own[:, None] >= torch.arange(length)[None]
+            mask[s, 0, local[s] :, 0] = True  # padding rows look somewhere, so that no row is all masked
+        layout = _PaddedLayout(queries, _pad(key_rows), mask, packed)
+    holder.padded_layout = layout = layout.to(params.cu_seqlens_q.device)
+    return layout
+
+
+class PackedAttention(MegatronModule):
+    """Causal grouped-query attention over packed sequences.
+
+    query [t, heads, d], key [t, kv_heads, d], value [t, kv_heads, v] (v is d but with latent attention) with t this
+    rank's share of the packed tokens; returns [t, heads * v]. Under context parallelism each rank holds the two chunks
+    of every sequence that `context_parallel.local_positions` names; keys and values are gathered over the context
+    group. Collective over the context group when its size is above 1.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        *,
+        pg_collection: ProcessGroupCollection,
+        k_channels=None,
+        v_channels=None,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.context_group = pg_collection.cp
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ):
+        if packed_seq_params is None:
+            raise ValueError("PackedAttention takes packed sequences only; packed_seq_params is None")
+        cp_size = self.context_group.size()
+        layout = _padded_layout(packed_seq_params, cp_size, self.context_group.rank())
+        if cp_size > 1:
+            key, value = (
+                gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.context_group)
+                for x in (key, value)
+            )
+        value_dim = value.size(-1)
+        if value_dim < query.size(-1):  # torch has no fused attention for values narrower than keys
+            value = F.pad(value, (0, query.size(-1) - value_dim))
+        q = query[layout.query_rows].transpose(1, 2)  # [S, heads, Lq, d]
+        k, v = (x[layout.key_rows].transpose(1, 2) for x in (key, value))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=layout.mask, is_causal=layout.mask is None, scale=self.softmax_scale, enable_gqa=True
+        )
+        out = out.transpose(1, 2).flatten(0, 1)[layout.packed][..., :value_dim]
+        return out.flatten(1)

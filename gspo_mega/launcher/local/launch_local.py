@@ -1,0 +1,122 @@
+"""From a loaded configuration to a supervised attempt on this machine: plan, run folder, servers, ranks.
+
+Owns which processes a command needs and their command lines. Under Slurm, srun starts the same two commands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from gspo_mega.config import LoadedConfig
+from gspo_mega.errors import GspoMegaError, PlanError
+from gspo_mega.launcher.attempt_output import log_to
+from gspo_mega.launcher.attempt_state import StateKeeper
+from gspo_mega.launcher.children import ChildSpec
+from gspo_mega.launcher.gpus_and_ports import rank_environments, share_gpus, visible_gpus
+from gspo_mega.launcher.inputs import check_rewards, is_replay
+from gspo_mega.launcher.lease import Lease, hold
+from gspo_mega.launcher.local import server_python
+from gspo_mega.launcher.local.supervisor import STOP_GRACE_SECONDS, Supervisor
+from gspo_mega.launcher.prepare import new_attempt
+from gspo_mega.launcher.received_signals import stop_signals
+from gspo_mega.launcher.restarts import Restarts, furthest
+from gspo_mega.plan import plan_run, render_report
+from gspo_mega.plan.estimate import estimate
+from gspo_mega.plan.stop_deadlines import MARGIN
+from gspo_mega.plan.watchdog_bounds import patience
+from gspo_mega.run_folder import Attempt, RunFolder
+
+Command = Literal["train", "sft", "eval", "certify"]
+WORKER_COMMAND = (sys.executable, "-m", "gspo_mega.runtime.worker")
+
+
+def launch(
+    loaded: LoadedConfig,
+    command: Command,
+    say: Callable[[str], None],
+    *,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+    serve_command: Sequence[str] | None = None,
+    stop_grace_seconds: float = STOP_GRACE_SECONDS,
+) -> int:
+    """Run `command` with as many ranks and servers as the configuration says; returns the exit code.
+
+    `say` shows a line to the user. `worker_command`, `serve_command`: what a rank and a server are, before their own
+    arguments; a server is `gspo-mega serve` in the Python that `server.python` names. Call from the main thread. Raises
+    a GspoMegaError with its exit code: ConfigError, ModelError, PlanError before anything starts, RankError for what
+    failed after.
+    """
+    config = loaded.config
+    for key, value, here in (
+        ("num_nodes", config.cluster.num_nodes, 1),
+        ("num_rollout_nodes", config.cluster.num_rollout_nodes, 0),
+    ):
+        if value != here:
+            raise PlanError(
+                f"{loaded.where(f'cluster.{key}')}: cluster.{key}: {value}: `gspo-mega {command}` runs on one machine;"
+                " on several, Slurm starts the ranks and the servers: sbatch launch/slurm/train.sbatch CONFIG"
+            )
+    gpus = visible_gpus(os.environ)
+    plan = plan_run(loaded, "gpu" if gpus else "cpu")
+    if command != "certify":  # which samples and scores nothing
+        check_rewards(loaded)
+    num_servers = 0 if command == "certify" or is_replay(loaded, command) else config.server.num_servers
+    rank_gpus, server_gpus = share_gpus(gpus, config.cluster.ranks_per_node, num_servers, config.server.tensor)
+    serve, serve_variables = (
+        (list(serve_command or ()), {}) if serve_command or not num_servers else server_python.serve_command(loaded)
+    )
+    figures = estimate(plan, loaded.where)
+    say(render_report(plan, figures))
+    folder = RunFolder(Path(config.run.dir) / config.run.name)
+
+    def run_attempt(attempt: Attempt, signals: list[int], lease: Lease) -> int:
+        say(f"\nrun      {folder.path}, attempt {attempt.number}; logs in {attempt.logs_dir}")
+        ranks = _ranks(config.cluster.ranks_per_node, rank_gpus, attempt, command, worker_command)
+        servers = _servers(server_gpus, attempt, serve, serve_variables)
+        grace_seconds = max(stop_grace_seconds, MARGIN * figures.stop_seconds)
+        return Supervisor(
+            attempt, [*servers, *ranks], say, grace_seconds, patience(config, figures), signals, lease.raise_if_lost
+        ).run()
+
+    with hold(folder, say) as lease, stop_signals() as signals:
+        restarts = Restarts.begin(
+            folder, config.train.max_restarts if command == "train" and config.train is not None else 0
+        )
+        while True:
+            attempt = new_attempt(folder, loaded, command, say)
+            try:
+                with log_to(attempt.supervisor_log), StateKeeper(attempt) as state:
+                    code = run_attempt(attempt, signals, lease)
+                    state.tell("finished" if code == 0 else "stopped")
+                    return code
+            except GspoMegaError as error:
+                decision = restarts.decide(error, furthest(folder), time.time())
+                if signals or attempt.stop_reason() is not None or not restarts.record(attempt, decision):
+                    raise
+                say(f"\n{error}\n\n{decision.why}")
+
+
+def _ranks(
+    num_ranks: int, gpus: list[str], attempt: Attempt, command: str, worker_command: Sequence[str]
+) -> list[ChildSpec]:
+    arguments = ["--config", str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--command", command]
+    return [
+        ChildSpec("rank", rank, [*worker_command, *arguments], attempt.rank_log(rank), environment)
+        for rank, environment in enumerate(rank_environments(num_ranks, gpus))
+    ]
+
+
+def _servers(
+    gpus: list[list[str]], attempt: Attempt, serve_command: Sequence[str], variables: Mapping[str, str]
+) -> list[ChildSpec]:
+    specs = []
+    for index, share in enumerate(gpus):
+        arguments = [str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--index", str(index)]
+        environment = {**variables, **({"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {})}
+        specs.append(ChildSpec("server", index, [*serve_command, *arguments], attempt.server_log(index), environment))
+    return specs

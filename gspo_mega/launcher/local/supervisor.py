@@ -1,0 +1,166 @@
+"""Watches over the processes of one attempt until they are done, fail, or are asked to stop; then none is left.
+
+Owns the life of the children and what signals mean. What they are is `launch_local.py`'s choice, how they are ended
+`children.py`'s, what a failure is called `failure.py`'s.
+
+Signals. The first SIGINT (Ctrl-C), SIGTERM, SIGHUP (a closed terminal) or SIGUSR1 makes a stop request: the ranks
+finish what they are at, save a checkpoint and end. A second SIGINT or SIGTERM, or the end of the grace period, ends
+everything now; SIGHUP and SIGUSR1 never count as the second or the first of two, for a terminal that is closed sends
+several signals of its own. Exit code 128 + the first signal's number: 130 for Ctrl-C, 143 for SIGTERM; the same command
+continues the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from gspo_mega.errors import RankError
+from gspo_mega.launcher.attempt_output import ConsoleTail
+from gspo_mega.launcher.children import Child, ChildSpec, Family
+from gspo_mega.launcher.failure import describe_failure
+from gspo_mega.launcher.local.remaining_servers import ServersLeft
+from gspo_mega.launcher.watchdog import Watchdog
+from gspo_mega.plan.watchdog_bounds import Patience
+from gspo_mega.run_folder import EXIT_STOPPED, Attempt
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_SECONDS = 300.0
+# Somebody insists with these.
+_PERSONS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL_SECONDS = 0.1
+# After a first failure: long enough for the rank that caused it to have left its record, if another was seen first.
+_SETTLE_SECONDS = 0.7
+# A server ends its own group within 2 s. With the settling the whole run is gone well within 10 s.
+_END_GRACE_SECONDS = 3.0
+
+
+class Supervisor:
+    """One attempt's processes. `say` shows a line to the user."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        specs: Sequence[ChildSpec],
+        say: Callable[[str], None],
+        stop_grace_seconds: float = STOP_GRACE_SECONDS,
+        patience: Patience | None = None,
+        signals: list[int] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`patience`: how long ranks may be stuck; None: nobody looks. `signals`: where the caller's `stop_signals`
+        notes them. `check` is called all the time; what it raises ends the run.
+        """
+        self._attempt, self._specs, self._say, self._patience = attempt, specs, say, patience
+        self._stop_grace_seconds = stop_grace_seconds
+        self._console = ConsoleTail(attempt.console_log, say)
+        self._children: list[Child] = []
+        self._signals: list[int] = [] if signals is None else signals
+        self._check = check
+        self._stop_deadline: float | None = None
+        self._stop_is_requested = False
+
+    def run(self) -> int:
+        """Start everything, watch, end everything. Returns 0, or 128 + signal after a stop (75 when nobody signalled).
+
+        Call from the main thread, inside `stop_signals`. Raises RankError with the text for the user and the exit code
+        when something failed. However it ends, none of the processes, nor of theirs, is left.
+        """
+        family = Family()
+        self._children = family.children
+        try:
+            for spec in self._specs:
+                child = family.start(spec)
+                logger.info("%s started as process %d: %s", child.name, child.pid, " ".join(spec.command))
+            return self._watch(family)
+        finally:
+            family.close(_END_GRACE_SECONDS)
+            for child in family.children:
+                logger.info("%s %s", child.name, child.end_described)
+            self._console.pump()
+
+    def _watch(self, family: Family) -> int:
+        ranks = [child for child in self._children if child.spec.kind == "rank"]
+        pids = {child.spec.index: child.pid for child in ranks}
+        watchdog = Watchdog(self._attempt, len(ranks), self._patience, pids) if self._patience is not None else None
+        self._servers_left = ServersLeft(self._attempt, self._children, self._say)
+        while True:
+            self._console.pump()
+            family.reap()
+            self._check()
+            if self._must_end_now():
+                return self._stop_code()
+            if self._failed():
+                self._settle()
+                raise self._failure()
+            if all(child.exit_code is not None for child in ranks):
+                stopped = any(child.exit_code == EXIT_STOPPED for child in ranks)
+                if stopped:
+                    self._say("Stopped in order. The same command continues the run.")
+                return self._stop_code() if stopped else 0
+            if watchdog is not None and (stuck := watchdog.look()) is not None:
+                logger.error("%s", stuck)
+                raise stuck
+            time.sleep(_POLL_SECONDS)
+
+    # --- failure -------------------------------------------------------------------------------------------
+
+    def _failed(self) -> list[Child]:
+        """Ranks that ended otherwise than they should, and all servers once none of them is left."""
+        ranks = [
+            child
+            for child in self._children
+            if child.spec.kind == "rank" and child.exit_code not in (None, 0, EXIT_STOPPED)
+        ]
+        return [*ranks, *self._servers_left.look()]
+
+    def _settle(self) -> None:
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < deadline and any(child.exit_code is None for child in self._children):
+            time.sleep(_POLL_SECONDS)
+
+    def _failure(self) -> RankError:
+        failed = self._failed()
+        logger.error("failed: %s", ", ".join(f"{child.name} {child.end_described}" for child in failed))
+        return describe_failure(failed, self._attempt)
+
+    # --- stop ----------------------------------------------------------------------------------------------
+
+    def _must_end_now(self) -> bool:
+        """Turn the first signal into a stop request; True on the second, or when the grace period is over."""
+        if not self._signals:
+            return False
+        name = signal.Signals(self._signals[0]).name
+        if self._stop_deadline is None:
+            logger.info("%s: stop requested", name)
+            self._stop_deadline = time.monotonic() + self._stop_grace_seconds
+            self._say(
+                f"{name}: stopping after a checkpoint, within {self._stop_grace_seconds:.0f} s. Once more ends the run"
+                " now, and loses the steps since the last checkpoint."
+            )
+        self._request_stop(name)
+        if sum(number in _PERSONS_SIGNALS for number in self._signals) > 1:
+            self._say("Ended at once. The same command continues the run from its last checkpoint.")
+            return True
+        if time.monotonic() > self._stop_deadline:
+            self._say(
+                f"The ranks did not stop within {self._stop_grace_seconds:.0f} s: ended."
+                " The same command continues the run from its last checkpoint."
+            )
+            return True
+        return False
+
+    def _request_stop(self, name: str) -> None:
+        """Until it is written: on a full disk there may be room again before the grace period ends."""
+        if not self._stop_is_requested:
+            try:
+                self._attempt.request_stop(name)
+                self._stop_is_requested = True
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", self._attempt.stop_file, error.strerror)
+
+    def _stop_code(self) -> int:
+        return 128 + self._signals[0] if self._signals else EXIT_STOPPED

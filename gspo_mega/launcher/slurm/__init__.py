@@ -1,0 +1,1 @@
+"""The supervisor of a Slurm job: its size, its steps, its nodes, its end."""

@@ -1,0 +1,103 @@
+"""Watch the batch node of a job from another node of it.
+
+    python -I batch_node_watch.py JOB BATCH_NODE STATE_FILE LOG
+
+A job that may go on without a node (--no-kill) also goes on without the node of its batch script, where the supervisor
+runs. When that node is lost, this process has Slurm queue the job again. It asks a Slurm that does not answer for ten
+minutes, as the supervisor does. Standard library alone: it runs as a file.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+_LOOK_SECONDS = 2.0
+# The supervisor writes its file every few seconds; a shared folder may show that late.
+_SILENCE_SECONDS = 20.0
+_ASK_SECONDS = 60.0
+# Slurm's controller may be restarted or moved; so long it is asked again.
+_NO_ANSWER_SECONDS = 600.0
+
+
+def main() -> None:
+    job, batch_node, state_file, log = sys.argv[1:]
+    seen, since, unanswered = None, time.monotonic(), None
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        now = _changed(state_file)
+        if now != seen:
+            seen, since, unanswered = now, time.monotonic(), None
+        elif time.monotonic() - since > _SILENCE_SECONDS:
+            # Slurm is asked only in silence, and its word counts: a slow folder is no lost node.
+            try:
+                if _requeued_if_lost(job, batch_node, log):
+                    return
+            except (OSError, subprocess.SubprocessError) as error:
+                if unanswered is None:
+                    unanswered = time.monotonic()
+                    _tell(
+                        log,
+                        f"Slurm does not answer, and is asked again for {_NO_ANSWER_SECONDS / 60:.0f} min"
+                        f" ({_described(error)})",
+                    )
+                elif time.monotonic() - unanswered > _NO_ANSWER_SECONDS:
+                    _tell(
+                        log,
+                        f"Slurm did not answer for {_NO_ANSWER_SECONDS / 60:.0f} min ({_described(error)}): the watch"
+                        f" over {batch_node} ends",
+                    )
+                    raise SystemExit(1) from error
+            else:
+                since, unanswered = time.monotonic(), None
+
+
+def _requeued_if_lost(job: str, batch_node: str, log: str) -> bool:
+    """Whether the batch node had left the job, which is queued again then. Raises what a call of Slurm's programs
+    raises.
+    """
+    if batch_node in _nodes_of(job):
+        return False
+    # Before it is: Slurm ends this process with the rest of the job.
+    _tell(log, f"{batch_node}, where the supervisor ran, is lost: job {job} is queued again")
+    _output("scontrol", "requeue", job)
+    return True
+
+
+def _tell(log: str, line: str) -> None:
+    """Each line once. Not to the output, which srun on that very node would write."""
+    try:
+        with open(log, "a+", encoding="utf-8") as file:
+            file.seek(0)
+            if line + "\n" not in file.read():
+                file.write(line + "\n")
+    except OSError:
+        pass  # a word that is lost must not keep the job from being queued again
+
+
+def _changed(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _nodes_of(job: str) -> set[str]:
+    shown = _output("scontrol", "show", "job", "-o", job)
+    lists = re.findall(r"(?<!\w)NodeList=(\S+)", shown)
+    return {
+        name for nodes in lists if nodes != "(null)" for name in _output("scontrol", "show", "hostnames", nodes).split()
+    }
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_SECONDS).stdout
+
+
+def _described(error: Exception) -> str:
+    return (getattr(error, "stderr", None) or str(error)).strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""How large a Slurm job a configuration needs, as options for sbatch.
+
+    python -m gspo_mega.launcher.slurm.job_size CONFIG [key=value ...]
+
+Owns which server runs on which node, how the GPUs of a node are divided, and the options. Writes shell assignments for
+launch/slurm/train.sbatch, and refuses on the login node what cannot run.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gspo_mega.config import Config, LoadedConfig, load_config
+from gspo_mega.errors import GspoMegaError, PlanError
+from gspo_mega.launcher.inputs import is_replay
+from gspo_mega.launcher.slurm.site_settings import Site, words_of
+from gspo_mega.plan import Estimate, estimate, plan_run, render_report
+from gspo_mega.plan.stop_deadlines import grace_seconds, signal_seconds
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """`servers_by_node[n]`: indices of the servers on the n-th node that has some: a rollout node, or a trainer node
+    where `num_rollout_nodes` is 0; nobody has any in a run on recorded rollouts. `trainer_gpus`, `rollout_gpus`: taken
+    on the fullest node of each kind.
+    """
+
+    num_trainer_nodes: int
+    num_rollout_nodes: int
+    ranks_per_node: int
+    servers_by_node: tuple[tuple[int, ...], ...]
+    trainer_gpus: int
+    rollout_gpus: int
+
+    @property
+    def num_servers(self) -> int:
+        return sum(map(len, self.servers_by_node))
+
+    def place_of(self, server: int) -> tuple[int, int]:
+        """(node among those that have servers, how many servers come before it there)."""
+        node = server % len(self.servers_by_node)
+        return node, self.servers_by_node[node].index(server)
+
+
+def job_size(loaded: LoadedConfig, site: Site, command: str = "train") -> JobSize:
+    """Servers are dealt to their nodes in turn; a run on recorded rollouts has none, and no nodes for them.
+
+    Raises PlanError where a node has too few GPUs for what falls to it, JournalError where the record is too short.
+    """
+    config = loaded.config
+    cluster, server = config.cluster, config.server
+    num_servers, num_rollout_nodes = (
+        (0, 0) if is_replay(loaded, command) else (server.num_servers, cluster.num_rollout_nodes)
+    )
+    num_server_nodes = num_rollout_nodes or cluster.num_nodes
+    by_node = tuple(tuple(range(node, num_servers, num_server_nodes)) for node in range(num_server_nodes))
+    server_gpus = max(map(len, by_node)) * server.tensor
+    shared = num_rollout_nodes == 0
+    trainer_gpus = cluster.ranks_per_node + (server_gpus if shared else 0)
+    if site.gpus_per_node:
+        _check_gpus(loaded, "cluster.ranks_per_node", trainer_gpus, site.gpus_per_node, "a trainer node", shared)
+        if not shared:
+            _check_gpus(loaded, "server.num_servers", server_gpus, site.gpus_per_node, "a rollout node", False)
+    return JobSize(
+        cluster.num_nodes,
+        num_rollout_nodes,
+        cluster.ranks_per_node,
+        by_node,
+        trainer_gpus,
+        0 if shared else server_gpus,
+    )
+
+
+def _check_gpus(loaded: LoadedConfig, key: str, needed: int, there: int, node: str, shared: bool) -> None:
+    if needed > there:
+        server = loaded.config.server
+        servers = f"server.num_servers {server.num_servers} x server.tensor {server.tensor}"
+        what = (
+            f"its ranks and its share of {servers}"
+            if shared
+            else (f"its share of {servers}" if key.startswith("server") else "its ranks")
+        )
+        raise PlanError(
+            f"{loaded.where(key)}: {key}: {node} needs {needed} GPUs for {what}, and has {there} (GSPO_GPUS_PER_NODE of"
+            " the site); lower them, or give more nodes (cluster.num_nodes, cluster.num_rollout_nodes)"
+        )
+
+
+def sbatch_options(config: Config, size: JobSize, site: Site, rollout_options: Sequence[str] = ()) -> list[str]:
+    """What sbatch needs to know of the job's size. With `rollout_options`, the site's own for nodes that hold servers
+    alone, the job is heterogeneous: two components, the second one's options behind a `:`.
+    """
+    # The job submits another where it does not find our environment, whatever the site's default is.
+    common = [f"--job-name={config.run.name}", f"--signal=B:USR1@{site.signal_seconds}", "--export=ALL"]
+    trainer_tasks = size.ranks_per_node + (len(size.servers_by_node[0]) if size.num_rollout_nodes == 0 else 0)
+    rollout_tasks = len(size.servers_by_node[0]) if size.num_rollout_nodes else 0
+
+    def nodes(number: int, tasks: int) -> list[str]:
+        gpus = [f"--gres=gpu:{site.gpus_per_node}"] if site.gpus_per_node else []
+        return [
+            f"--nodes={number}",
+            f"--ntasks-per-node={tasks}",
+            f"--cpus-per-task={site.cpus_per_task}",
+            "--no-kill",
+            *gpus,
+        ]
+
+    if rollout_options and size.num_rollout_nodes:
+        trainers = [*common, *nodes(size.num_trainer_nodes, trainer_tasks)]
+        return [*trainers, ":", *nodes(size.num_rollout_nodes, rollout_tasks), *rollout_options]
+    return [*common, *nodes(size.num_trainer_nodes + size.num_rollout_nodes, max(trainer_tasks, rollout_tasks))]
+
+
+def told_in_time(site: Site, figures: Estimate) -> Site:
+    """`site` with its `signal_seconds`, those that the plan asks for where the site leaves that open.
+
+    Raises PlanError where the ranks could not end their step and save in that time, by estimate.
+    """
+    needed = signal_seconds(figures.stop_seconds)
+    if site.signal_seconds and grace_seconds(site.signal_seconds) < figures.stop_seconds:
+        raise PlanError(
+            f"launch/slurm/site.sh: GSPO_SIGNAL_SECONDS={site.signal_seconds}: that long before its time limit the job"
+            f" is told, and ending a step and saving take {figures.stop_seconds:.0f} s by estimate: every time limit"
+            f" would cost the steps since the last checkpoint; at least {needed}, or leave it open"
+        )
+    return replace(site, signal_seconds=site.signal_seconds or needed)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Assignments of GSPO_NUM_NODES, GSPO_RUN_FOLDER and the array GSPO_SIZE to standard output, the plan to standard
+    error.
+    """
+    try:
+        site = Site.read(os.environ)
+        loaded = load_config(arguments[0], arguments[1:], "train")
+        plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
+        figures = estimate(plan, loaded.where)
+        sys.stderr.write(render_report(plan, figures) + "\n")
+        site = told_in_time(site, figures)
+        size = job_size(loaded, site)
+        options = [
+            *words_of(os.environ, "GSPO_SBATCH"),
+            *sbatch_options(loaded.config, size, site, words_of(os.environ, "GSPO_ROLLOUT_SBATCH")),
+        ]
+    except GspoMegaError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    run = loaded.config.run
+    sys.stdout.write(f"GSPO_NUM_NODES={size.num_trainer_nodes + size.num_rollout_nodes}\n")
+    sys.stdout.write(f"GSPO_RUN_FOLDER={shlex.quote(str((Path(run.dir) / run.name).absolute()))}\n")
+    sys.stdout.write(f"GSPO_SIZE=({shlex.join(options)})\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

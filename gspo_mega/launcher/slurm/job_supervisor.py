@@ -1,0 +1,266 @@
+"""The supervisor of a Slurm job: runs in its batch script on the first trainer node and watches one attempt's steps.
+
+Owns what an ended step and a lost node mean. What a signal means is `stop_request.py`'s, which servers there are
+`server_steps.py`'s, what the steps are `step_commands.py`'s, what Slurm is asked `scontrol.py`'s.
+
+    USR1 (time limit; preemption: see site.sh)     the step is finished or given up, checkpoint, queued again TERM, INT,
+    HUP, a stop file                    the same, and not queued again a trainer node lost, or all servers' nodes
+    queued again, from the last checkpoint some of the servers lost or given up           the run goes on with the
+    others a rank or the last server failed, or hangs     the attempt failed: the first error is the last line;
+    `launch_job.py`
+                                                   may begin another on the same nodes
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from gspo_mega.errors import RankError
+from gspo_mega.launcher.attempt_output import ConsoleTail
+from gspo_mega.launcher.attempt_state import StateKeeper
+from gspo_mega.launcher.children import Child, ChildSpec, Family
+from gspo_mega.launcher.failure import describe_failure
+from gspo_mega.launcher.slurm.controller_outage import Answers
+from gspo_mega.launcher.slurm.lost_nodes import LostNodes
+from gspo_mega.launcher.slurm.node_preflight import preflight
+from gspo_mega.launcher.slurm.scontrol import Allocation, Node, job_runs, seconds_left
+from gspo_mega.launcher.slurm.server_steps import Servers
+from gspo_mega.launcher.slurm.step_commands import Steps
+from gspo_mega.launcher.slurm.step_starts import Starts
+from gspo_mega.launcher.slurm.stop_request import Stop
+from gspo_mega.launcher.watchdog import Watchdog
+from gspo_mega.plan.watchdog_bounds import Patience
+from gspo_mega.run_folder import EXIT_STOPPED, Attempt
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+_SETTLE_SECONDS = 1.0
+# Slurm is asked for the job's nodes and time so often.
+_LOOK_SECONDS = 15.0
+# Slurm looks at time limits twice a minute. A signal that is later than this was sent before there was a supervisor to
+# hear it.
+_LATE_SECONDS = 60.0
+_END_GRACE_SECONDS = 3.0
+# A watch that ended is started again, and not at once each time.
+_WATCH_AGAIN_SECONDS = 5.0
+
+
+class AttemptError(RankError):
+    """An attempt's ranks or servers failed, where no node is to blame. One line, the first error's."""
+
+
+@dataclass
+class Standing:
+    """What outlives an attempt: the nodes, which of them are lost, patience with Slurm, signals that nobody has heard
+    yet.
+
+    `signal_seconds`: time from USR1 to the limit. `say` shows a line in the job's log. `preflight_seconds`: what a
+    doctor takes at most. `patience`: how long ranks may be stuck; None: nobody looks. `check_lease` raises FolderError
+    once another supervisor has the run folder.
+    """
+
+    allocation: Allocation
+    signal_seconds: float
+    say: Callable[[str], None]
+    answers: Answers
+    preflight_seconds: float
+    patience: Patience | None = None
+    check_lease: Callable[[], None] = lambda: None
+    signals: list[int] = field(default_factory=list)
+    nodes: LostNodes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nodes = LostNodes(self.allocation, self.say)
+
+
+class SlurmJob:
+    """One attempt's steps. `seconds_left`: until the job's time limit, None without one."""
+
+    def __init__(
+        self, attempt: Attempt, standing: Standing, steps: Steps, state: StateKeeper, seconds_left: float | None
+    ) -> None:
+        self._attempt, self._steps, self._state, self._say = attempt, steps, state, standing.say
+        self._allocation, self._answers, self._nodes = standing.allocation, standing.answers, standing.nodes
+        self._signal_seconds, self._preflight_seconds = standing.signal_seconds, standing.preflight_seconds
+        self.stop = Stop(
+            attempt,
+            self._allocation.job_id,
+            state,
+            self._answers,
+            standing.signals,
+            self._say,
+            self._signal_seconds,
+            seconds_left,
+        )
+        self._check_lease = standing.check_lease
+        self._console = ConsoleTail(attempt.console_log, self._say)
+        self._watchdog = None if standing.patience is None else Watchdog(attempt, steps.num_ranks, standing.patience)
+        self._watch: Child | None = None
+        self._watch_again = 0.0
+        self._look_again = time.monotonic() + _LOOK_SECONDS
+
+    def run(
+        self, command: str, servers: Sequence[int], master_port: int, doctors: Sequence[tuple[Node, ChildSpec]]
+    ) -> int:
+        """Start the steps, the doctors' first, and stay until they are over. `servers`: indices of those to be started.
+
+        Returns 0, or 75 when stopped; when the job is queued again, as soon as Slurm ends it. Raises AttemptError for
+        what failed, RankError for what no other attempt would mend, one line each; call from the main thread.
+        """
+        if self.stop.hear():
+            return self._ended_by_slurm()
+        family = Family()
+        starts = Starts(family, self._attempt, self._say)
+        fleet = None
+        try:
+            if doctors:
+                preflight(starts, self._answers, self._allocation.job_id, doctors, self._preflight_seconds, self._say)
+            fleet = Servers(self._attempt, self._steps, self._nodes, starts, self._say, servers)
+            ranks = starts.start(self._steps.ranks(command, master_port))
+            for child in (*fleet.children, ranks):
+                logger.info("%s: %s", child.name, " ".join(child.spec.command))
+            code = self._until_over(ranks, fleet, starts)
+        finally:
+            if fleet is not None:
+                fleet.end()
+            family.close(_END_GRACE_SECONDS)
+            self._console.pump()
+        if self.stop.queues_again and self.stop.still_runs():
+            return self.stop.queue_again()
+        self._state.tell("finished" if code == 0 else "stopped")
+        return code
+
+    def _until_over(self, ranks: Child, fleet: Servers, starts: Starts) -> int:
+        while True:
+            self._console.pump()
+            self._check_lease()
+            self._keep_watch(starts)
+            if self.stop.hear():
+                return self._ended_by_slurm()
+            if fleet.ended:
+                time.sleep(_SETTLE_SECONDS)
+                with self._answers.or_later():
+                    if not job_runs(self._allocation.job_id):
+                        return self._ended_by_slurm()
+                    self._do_without_ended(fleet)
+            if ranks.exit_code is not None:
+                with self._answers.or_later():
+                    if (code := self._ranks_over(ranks, fleet)) is not None:
+                        return code
+                    if (again := starts.again(ranks)) is None:
+                        self._fail([ranks, *fleet.ended])
+                    else:
+                        ranks = again
+            if self.look() or self._are_stuck():
+                return EXIT_STOPPED
+            if self.stop.is_over:
+                self._say("The ranks did not stop in time; the steps since the last checkpoint are lost.")
+                return EXIT_STOPPED
+            time.sleep(_POLL_SECONDS)
+
+    def look(self) -> bool:
+        """Ask Slurm every so often. Returns whether it gave a trainer node up: the ranks that are left may wait for
+        that in a collective, for half an hour. Raises NoAnswerError once Slurm has been silent for long.
+        """
+        if time.monotonic() < self._look_again:
+            return False
+        self._look_again = time.monotonic() + _LOOK_SECONDS
+        with self._answers.or_later():
+            return self._look()
+        return False
+
+    def _look(self) -> bool:
+        if not job_runs(self._allocation.job_id):
+            return False
+        left = seconds_left(self._allocation.job_id)
+        if left is not None and left < self._signal_seconds - min(_LATE_SECONDS, self._signal_seconds / 2):
+            self.stop.ask(f"{left:.0f} s are left, and no signal came", again=True)
+        lost = self._nodes.trainers()
+        if lost:
+            self.stop.blame(lost)
+        return bool(lost)
+
+    # --- ends ----------------------------------------------------------------------------------------------
+
+    def _ranks_over(self, ranks: Child, fleet: Servers) -> int | None:
+        """The code to end with, where the ranks' end is no failure of theirs; None where it is, or they never began."""
+        if ranks.exit_code == 0:
+            self.stop.forget()  # done before it could be stopped
+            return 0
+        if ranks.exit_code == EXIT_STOPPED:
+            return EXIT_STOPPED
+        time.sleep(_SETTLE_SECONDS)
+        if not job_runs(self._allocation.job_id):
+            return self._ended_by_slurm()
+        if lost := self._nodes.behind_failure():
+            self.stop.blame(lost)
+            return EXIT_STOPPED
+        return EXIT_STOPPED if self.stop.queues_again else None
+
+    def _are_stuck(self) -> bool:
+        """Whether ranks are stuck for a reason that has the job queued again: a lost node, of which Slurm learns later,
+        or a stop. Raises AttemptError for any other.
+        """
+        error = self._watchdog.look() if self._watchdog is not None else None
+        if error is not None:
+            with self._answers.or_later():
+                if lost := self._nodes.behind_failure():
+                    self.stop.blame(lost)
+                elif not self.stop.queues_again:
+                    self._fail_with(error)
+                return True
+        return False
+
+    def _ended_by_slurm(self) -> int:
+        self.stop.forget()
+        self._say("Slurm ends this job.")
+        return EXIT_STOPPED
+
+    def _do_without_ended(self, fleet: Servers) -> None:
+        fleet.drop_ended()
+        if len(fleet) == 0:
+            if fleet.gave_up is not None and not self.stop.is_asked_for:
+                self._fail([fleet.gave_up])
+            self.stop.ask("all servers are lost", again=True)
+
+    def _fail(self, failed: list[Child]) -> NoReturn:
+        """Raise the attempt's error: all of it in the log, and its first line once more, as the last line of all."""
+        self._console.pump()
+        self._fail_with(describe_failure(failed, self._attempt))
+
+    def _fail_with(self, error: RankError) -> NoReturn:
+        lines = str(error).splitlines()
+        self._say(str(error))
+        # Of a traceback the end says what happened, where the beginning says which rank.
+        what = (
+            [line for line in lines if line.strip() and not line.startswith(("(", " "))][-1]
+            if "Traceback" in str(error)
+            else ""
+        )
+        summary = AttemptError(
+            f"error: {lines[0].rstrip(':')}{': ' * bool(what)}{what} (logs: {self._attempt.logs_dir})"
+        )
+        summary.exit_code = error.exit_code
+        raise summary
+
+    # --- the batch node ------------------------------------------------------------------------------------
+
+    def _keep_watch(self, starts: Starts) -> None:
+        """Have a step on another node look after this one; on the next when that one is lost."""
+        if (self._watch is not None and self._watch.exit_code is None) or time.monotonic() < self._watch_again:
+            return
+        self._watch_again = time.monotonic() + _WATCH_AGAIN_SECONDS
+        if self._watch is not None:
+            with self._answers.or_later():
+                self._nodes.learn()
+            if self._answers.are_missing:
+                return
+        here = self._allocation.trainer_nodes[0]
+        others = [node for node in reversed(self._allocation.nodes) if node != here and node not in self._nodes.known]
+        if others:
+            self._watch = starts.start(self._steps.watch(others[0]))

@@ -1,0 +1,102 @@
+"""The servers' steps of one attempt: started, lost with their node, given up one by one, ended in order.
+
+Owns which servers a run still has. The run goes on while there is one; `serve` restarts its own server, and is not
+restarted itself.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from gspo_mega.launcher.children import Child
+from gspo_mega.launcher.slurm.lost_nodes import LostNodes
+from gspo_mega.launcher.slurm.step_commands import Steps
+from gspo_mega.launcher.slurm.step_starts import Starts
+from gspo_mega.rollout.registration import Registration, State
+from gspo_mega.run_folder import Attempt, read_json
+
+_POLL_SECONDS = 0.2
+# A server ends its own group within 2 s of being told.
+_GRACE_SECONDS = 5.0
+
+
+class Servers:
+    """`indices`: of those that are started. `gave_up`: the step of the last one that ended, where no node is to
+    blame.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        steps: Steps,
+        nodes: LostNodes,
+        starts: Starts,
+        say: Callable[[str], None],
+        indices: Iterable[int],
+    ) -> None:
+        self._attempt, self._steps, self._nodes, self._starts, self._say = attempt, steps, nodes, starts, say
+        self._children = {index: starts.start(steps.server(index)) for index in indices}
+        self.gave_up: Child | None = None
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    @property
+    def children(self) -> list[Child]:
+        return list(self._children.values())
+
+    @property
+    def ended(self) -> list[Child]:
+        return [child for child in self._children.values() if child.exit_code is not None]
+
+    def drop_ended(self) -> None:
+        """Go on without the servers that ended, but for those that srun could not start. Raises NoAnswerError."""
+        ended = self.ended
+        self._nodes.learn()
+        for child in ended:
+            index = child.spec.index
+            node = self._steps.server_node(index)
+            if node in self._nodes.known:
+                del self._children[index]
+                # Nobody waits at a start for one that failed. Of the last one ranks are not to hear that: they are
+                # asked to stop, with a checkpoint.
+                self._withdraw(index, "failed" if self._children else "stopped", f"node {node.name} is lost")
+                self._say(f"warning  node {node.name} is lost, and server-{index} with it; {self._left()}")
+                self.gave_up = None
+            elif (again := self._starts.again(child)) is not None:
+                self._children[index] = again
+            else:
+                del self._children[index]
+                self.gave_up = child
+                why = self._withdraw(index, "failed", f"its step {child.end_described}")
+                if self._children:
+                    self._say(
+                        f"warning  server-{index} gave up: {why.splitlines()[0]} (its log: {child.spec.log});"
+                        f" {self._left()}"
+                    )
+
+    def end(self) -> None:
+        for child in self._children.values():
+            if child.exit_code is None:
+                child.send_signal(signal.SIGUSR1)  # srun hands this one on
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline and any(child.exit_code is None for child in self._children.values()):
+            time.sleep(_POLL_SECONDS)
+
+    def _left(self) -> str:
+        return f"{len(self._children)} servers are left"
+
+    def _withdraw(self, index: int, state: State, error: str) -> str:
+        """Its one writer is gone: say in its place that the server is no more, and why, where it did not itself.
+        Returns why.
+        """
+        name = f"server-{index}"
+        record = read_json(self._attempt.server_file(name))
+        known = Registration(name, "", 0, "starting", 0, 0, time.time()) if record is None else Registration(**record)
+        if known.state == "failed":
+            return known.error or error
+        replace(known, state=state, error=error).write(self._attempt.servers_dir)
+        return error

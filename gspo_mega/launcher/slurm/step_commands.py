@@ -1,0 +1,184 @@
+"""The steps of a Slurm job as srun commands: all ranks, one server each, and the watch over the batch node.
+
+Owns srun's options and what a step finds in its environment. Reads no result; `job_supervisor.py` watches.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from gspo_mega.launcher.children import ChildSpec
+from gspo_mega.launcher.slurm.job_size import JobSize
+from gspo_mega.launcher.slurm.scontrol import Allocation, Node, at
+from gspo_mega.launcher.slurm.site_settings import Site
+from gspo_mega.run_folder import Attempt
+
+_WATCH = Path(__file__).with_name("batch_node_watch.py")
+
+
+class Steps:
+    """What an attempt's steps have in common."""
+
+    def __init__(self, allocation: Allocation, size: JobSize, site: Site, attempt: Attempt, tensor: int) -> None:
+        """`tensor`: GPUs of one server."""
+        self._allocation, self._size, self._site, self._attempt, self._tensor = allocation, size, site, attempt, tensor
+
+    @property
+    def num_ranks(self) -> int:
+        return self._size.num_trainer_nodes * self._size.ranks_per_node
+
+    def ranks(self, command: str, master_port: int) -> ChildSpec:
+        """One step of all ranks, node by node. The first one's node is where `master_port` is free."""
+        allocation, site = self._allocation, self._site
+        nodes = allocation.trainer_nodes
+        environment = {
+            "MASTER_ADDR": nodes[0].address,
+            "MASTER_PORT": str(master_port),
+            "PYTHONUNBUFFERED": "1",
+            **site.network_variables(),
+        }
+        if not site.gpus_per_node:
+            # Ranks that each take every core hinder each other by far more than they gain.
+            environment["OMP_NUM_THREADS"] = str(site.cpus_per_task)
+        places = [
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(nodes) * self._size.ranks_per_node}",
+            f"--ntasks-per-node={self._size.ranks_per_node}",
+        ]
+        places += [
+            f"--nodelist={','.join(node.name for node in nodes)}",
+            *at(nodes[0])[1:],
+            "--distribution=block:block",
+        ]
+        worker = site.trainer.command(
+            "-m",
+            "gspo_mega.runtime.worker",
+            "--config",
+            str(self._attempt.config_file),
+            "--attempt",
+            str(self._attempt.path),
+            "--command",
+            command,
+        )
+        # One rank's end is every rank's: what is left would wait in a collective for it.
+        options = [*places, "--kill-on-bad-exit=1", *site.trainer.srun_options]
+        return ChildSpec(
+            "ranks",
+            0,
+            self._srun(options, worker, 0, self._size.ranks_per_node),
+            self._attempt.logs_dir / "srun_ranks.log",
+            environment,
+        )
+
+    def server(self, index: int) -> ChildSpec:
+        """One step of one server, bound to its node's own address."""
+        number, before = self._size.place_of(index)
+        node = self._allocation.rollout_nodes[number]
+        first_gpu = (self._size.ranks_per_node if self._size.num_rollout_nodes == 0 else 0) + before * self._tensor
+        serve = self._site.server.command(
+            "-m",
+            "gspo_mega",
+            "serve",
+            str(self._attempt.config_file),
+            "--attempt",
+            str(self._attempt.path),
+            "--index",
+            str(index),
+            "--host",
+            node.address,
+        )
+        options = [*self._one_task(node), *self._site.server.srun_options]
+        return ChildSpec(
+            "server",
+            index,
+            self._srun(options, serve, first_gpu, self._tensor),
+            self._attempt.server_log(index),
+            self._site.network_variables(),
+        )
+
+    def server_node(self, index: int) -> Node:
+        return self._allocation.rollout_nodes[self._size.place_of(index)[0]]
+
+    def _serves(self, node: Node) -> bool:
+        return node in (self.server_node(index) for index in range(self._size.num_servers))
+
+    def doctors(self, master_port: int, fp8: bool, requests: int = 1024) -> list[tuple[Node, ChildSpec]]:
+        """A step a node, in the environment of what will run there. `requests`: of the run, open at once."""
+        allocation, site, attempt = self._allocation, self._site, self._attempt
+        nodes, steps = allocation.nodes, []
+        for index, node in enumerate(nodes):
+            trains = node in allocation.trainer_nodes
+            environment = site.trainer if trains else site.server
+            # Where ranks and servers share a node and not an environment, the ranks' is looked at.
+            roles = ["trainer"] if trains else ["server"]
+            if trains and self._serves(node) and site.trainer == site.server:
+                roles.append("server")
+            words = [word for role in roles for word in ("--role", role)] + (["--fp8"] if fp8 else [])
+            words += [
+                "--folder",
+                str(attempt.run_folder.path),
+                "--gpus",
+                str(site.gpus_per_node),
+                "--address",
+                node.address,
+                "--requests",
+                str(requests),
+            ]
+            words += [
+                "--machines",
+                str(len(nodes)),
+                "--index",
+                str(index),
+                "--master",
+                f"{nodes[0].address}:{master_port}",
+            ]
+            doctor = environment.command(
+                "-m",
+                "gspo_mega",
+                "doctor",
+                *words,
+                "--meet",
+                str(attempt.path / "meeting"),
+                "--patience",
+                str(site.preflight_seconds),
+            )
+            options = [*self._one_task(node), *environment.srun_options]
+            srun = self._srun(options, doctor, 0, site.gpus_per_node)
+            steps.append(
+                (
+                    node,
+                    ChildSpec(
+                        "doctor", index, srun, attempt.logs_dir / f"doctor_{node.name}.log", site.network_variables()
+                    ),
+                )
+            )
+        return steps
+
+    def watch(self, node: Node) -> ChildSpec:
+        """The step on `node` that has the job queued again when the batch node is lost, which ends the supervisor with
+        it.
+        """
+        words = [
+            sys.executable,
+            "-I",
+            str(_WATCH),
+            self._allocation.job_id,
+            self._allocation.trainer_nodes[0].name,
+            str(self._attempt.state_file),
+        ]
+        log = self._attempt.logs_dir / "watch.log"
+        return ChildSpec("watch", 0, ["srun", "--overlap", *self._one_task(node), *words, str(log)], log)
+
+    @staticmethod
+    def _one_task(node: Node) -> list[str]:
+        return ["--nodes=1", "--ntasks=1", *at(node)]
+
+    def _srun(self, options: list[str], command: list[str], first_gpu: int, num_gpus: int) -> list[str]:
+        """Steps overlap: each sees all GPUs of its nodes, and is told which of them are its own."""
+        srun = ["srun", "--overlap", f"--cpus-per-task={self._site.cpus_per_task}", *options]
+        if not self._site.gpus_per_node:
+            return [*srun, *command]
+        own = ",".join(str(gpu) for gpu in range(first_gpu, first_gpu + num_gpus))
+        # Not by the step's environment, where Slurm puts a list of its own.
+        return [*srun, f"--gres=gpu:{self._site.gpus_per_node}", "env", f"CUDA_VISIBLE_DEVICES={own}", *command]

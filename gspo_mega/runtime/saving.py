@@ -1,0 +1,117 @@
+"""The run's state to disk and back: where a run continues from, its checkpoints, its Hugging Face exports.
+
+Owns which state needs no checkpoint, and what follows once one is committed. The files are
+`gspo_mega.checkpoint`'s and `gspo_mega.weights`'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from gspo_mega.checkpoint.initial_weights import load_weights
+from gspo_mega.checkpoint.save import Saver, SaveReport
+from gspo_mega.checkpoint.train_state import TrainState, find_checkpoint, load_checkpoint
+from gspo_mega.config.schema import Checkpoint, Model
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.run_folder import RunFolder
+from gspo_mega.runtime.lead import Lead
+from gspo_mega.runtime.phases import Phases
+from gspo_mega.runtime.rank_link import RankLink
+from gspo_mega.weights.hf_export import export_huggingface
+from gspo_mega.weights.hf_import import import_huggingface
+
+
+def restore(run_folder: RunFolder, engine: PolicyEngine, model: Model) -> tuple[TrainState, Path | None, list[str]]:
+    """Fill the engine from the run's latest checkpoint, or from `model.weights` or `model.path`. Collective.
+
+    Returns the run's state, the checkpoint if there is one, and warnings for the user. Raises CheckpointError as
+    `find_checkpoint` and `load_checkpoint` do.
+    """
+    checkpoint, warnings = find_checkpoint(run_folder, engine.groups)
+    if checkpoint is not None:
+        return load_checkpoint(checkpoint, engine), checkpoint, warnings
+    if model.weights is not None:
+        load_weights(Path(model.weights), engine)
+    else:
+        import_huggingface(model.path, engine.spec, engine.groups, engine.chunks)
+    engine.after_weights_loaded()
+    return TrainState(), None, warnings
+
+
+class Saving:
+    """Checkpoints and exports of a run; one on every rank. `resumed_from`: the checkpoint that holds `state` now."""
+
+    def __init__(
+        self,
+        settings: Checkpoint,
+        run_folder: RunFolder,
+        engine: PolicyEngine,
+        state: TrainState,
+        resumed_from: Path | None,
+        ranks: RankLink,
+        lead: Lead | None,
+        phases: Phases,
+    ) -> None:
+        """Removes what an interrupted save left. Collective."""
+        self._run_folder, self._engine, self._state = run_folder, engine, state
+        self._ranks, self._lead, self._phases = ranks, lead, phases
+        self._saver = Saver(run_folder, engine, settings)
+        if resumed_from is not None:
+            self._saver.tidy(state.step)
+        self._saved_state = None if resumed_from is None else asdict(state)
+        self._seconds: dict[str, float] = {}
+
+    def checkpoint(self) -> None:
+        """Save the run's state. Collective.
+
+        Does nothing before the first optimizer step, where a fresh start lacks nothing, and where the last checkpoint
+        has this very state: a stop right after a checkpoint must not put that one at risk. Raises FolderError on rank 0
+        where another start of the run holds its folder.
+        """
+        if self._state.num_optimizer_steps == 0:
+            return
+        if self._lead is not None:
+            self._lead.check_held()
+        with self._phases.phase("checkpoint"):
+            if self._lead is not None:
+                self._lead.source.note(self._state)
+            state = asdict(self._state)
+            if self._ranks.agree(state != self._saved_state):
+                self._note(self._saver.save(self._state))
+                self._saved_state = state
+
+    def poll(self, wait: bool = False) -> None:
+        """Commit the save that is written beside the training, once it is, or now with `wait`. Collective."""
+        with self._phases.phase("checkpoint"):
+            self._note(self._saver.finish() if wait else self._saver.poll())
+
+    def _note(self, reports: list[SaveReport]) -> None:
+        for report in reports:
+            self._seconds = {
+                "time/checkpoint/pause_seconds": report.pause_seconds,
+                "time/checkpoint/write_seconds": report.write_seconds,
+            }
+            if self._lead is not None:
+                self._lead.source.is_durable(report.folder)
+
+    def take_seconds(self) -> dict[str, float]:
+        """The times of the save that was committed last, as metrics; each save's are returned once."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def export(self, folder: Path | None = None) -> None:
+        """Write the weights as a Hugging Face folder, by default `hf` in the run folder: the run's result.
+        Collective.
+        """
+        engine = self._engine
+        with self._phases.phase("checkpoint"):
+            export_huggingface(
+                folder or self._run_folder.huggingface_dir,
+                engine.spec,
+                engine.groups,
+                engine.chunks,
+                engine.parameter_dtype(),
+                engine.config.model.path,
+                self._state.weight_version,
+            )

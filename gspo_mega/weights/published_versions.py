@@ -1,0 +1,75 @@
+"""The published versions of a run: folders `v<8 digits>` and `current.json`, which names the committed one.
+
+Owns that folder's layout and what is kept of it. Writing a version's content is `hf_export.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspo_mega import durable
+from gspo_mega.errors import PublishError
+from gspo_mega.run_folder import CURRENT_WEIGHTS_NAME, weight_version_folder
+
+_VERSION = re.compile(r"v(\d{8})")
+_UNFINISHED = re.compile(r"v\d{8}\.(writing|replaced)|\.v\d{8}(\.\w+)?\.removed")
+
+
+@dataclass(frozen=True)
+class CommittedVersion:
+    weight_version: int
+    path: Path
+
+
+class PublishedVersions:
+    """The versions under one folder, which all nodes see. Only rank 0 commits and prunes."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).absolute()
+
+    def path(self, weight_version: int) -> Path:
+        """Where a version lies, or will lie."""
+        return weight_version_folder(self.folder, weight_version)
+
+    def current(self) -> CommittedVersion | None:
+        """The committed version, or None before the first. Raises PublishError when the file cannot be read."""
+        file = self.folder / CURRENT_WEIGHTS_NAME
+        try:
+            value = json.loads(file.read_text())
+            return CommittedVersion(int(value["weight_version"]), Path(value["path"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PublishError(
+                f"{file}: cannot be read ({error!r}); it holds weight_version and path of the committed weights"
+            ) from error
+
+    def commit(self, weight_version: int) -> None:
+        """Make a version that is there in full the current one, at once. Raises PublishError when that fails."""
+        path = self.path(weight_version)
+        if not path.is_dir():
+            raise PublishError(f"{path}: cannot be committed, there is no such folder")
+        file = self.folder / CURRENT_WEIGHTS_NAME
+        try:
+            durable.atomic_write_json(file, {"weight_version": weight_version, "path": str(path)}, at="publish.commit")
+        except OSError as error:
+            raise PublishError(f"{file}: version {weight_version} cannot be committed: {error}") from error
+
+    def prune(self, keep_last: int) -> list[Path]:
+        """Remove all but the newest `keep_last` versions, and what unfinished writes left; never the current one.
+
+        Returns what was removed. Raises PublishError when a folder cannot be removed.
+        """
+        current = self.current()
+        found = sorted(path for path in self.folder.iterdir() if _VERSION.fullmatch(path.name))
+        old = [path for path in found[:-keep_last] if current is None or path != current.path]
+        old += [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
+        try:
+            for path in old:
+                durable.remove_tree(path, at="publish.prune")
+        except OSError as error:
+            raise PublishError(f"{self.folder}: an old version cannot be removed: {error}") from error
+        return old

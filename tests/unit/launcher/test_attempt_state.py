@@ -1,0 +1,98 @@
+"""What a supervisor says of its run, and `gspo-mega status` of the folder."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from gspo_mega.commands.status import describe_run
+from gspo_mega.errors import ConfigError
+from gspo_mega.launcher import attempt_state as state_module
+from gspo_mega.launcher.attempt_state import StateKeeper, read_state
+from gspo_mega.rollout.registration import Registration
+from gspo_mega.run_folder import RunFolder, atomic_write_json
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+def test_a_run_that_ends_says_how(folder):
+    attempt = folder.new_attempt()
+    assert read_state(attempt) is None
+    with StateKeeper(attempt, slurm_job="12") as state:
+        assert read_state(attempt).state == "running"
+        state.tell("stopping", note="USR1")
+        state.tell("requeued")
+    end = read_state(attempt)
+    assert (end.state, end.note, end.slurm_job, end.is_over) == ("requeued", "USR1", "12", True)
+    with pytest.raises(RuntimeError), StateKeeper(attempt):
+        raise RuntimeError("rank 1 failed")
+    assert (read_state(attempt).state, read_state(attempt).error) == ("failed", "rank 1 failed")
+
+
+def test_it_beats_while_it_runs_and_is_missed_when_it_does_not(folder, monkeypatch):
+    monkeypatch.setattr(state_module, "HEARTBEAT_SECONDS", 0.02)
+    attempt = folder.new_attempt()
+    with StateKeeper(attempt):
+        first = read_state(attempt).heartbeat
+        deadline = time.monotonic() + 20
+        while read_state(attempt).heartbeat == first:
+            assert time.monotonic() < deadline
+        now = read_state(attempt).heartbeat
+        assert not read_state(attempt).is_silent(now + 59) and read_state(attempt).is_silent(now + 61)
+        assert describe_run(folder, now + 300)["state"].startswith(
+            "lost: no sign of life from its supervisor for 5 min"
+        )
+
+
+def test_status_of_a_run(folder):
+    first, second = folder.new_attempt(), folder.new_attempt()
+    for rank, when, text in ((0, 9.0, "echo"), (3, 8.0, "Traceback\nValueError: the cause")):
+        atomic_write_json(first.error_file(rank), {"rank": rank, "text": text, "type": "E", "time": when})
+    with StateKeeper(second, slurm_job="7") as state:
+        lines = [
+            {"step": 1},
+            {"step": 2, "reward/mean": 0.25, "speed/tokens_per_second": 812.4, "time/step_seconds": 3.04},
+        ]
+        folder.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "rew')
+        report = describe_run(folder, time.time())
+        assert report["state"].startswith("running for 0 s")
+        assert report["attempt"].startswith("2, job 7, on ")
+        assert report["step"].startswith("2, reward 0.250, ")
+        assert report["speed"] == "812 tokens/s, 3.0 s a step"
+        assert report["error"] == "ValueError: the cause (attempt 1)"
+        assert report["logs"] == str(second.logs_dir)
+        state.tell("finished")
+    assert describe_run(folder, time.time())["state"].startswith("finished 0 s ago")
+
+
+def test_status_names_the_servers_that_were_given_up(folder):
+    attempt = folder.new_attempt()
+    assert describe_run(folder, time.time())["servers"] is None
+    for index, (state, error) in enumerate(
+        [
+            ("ready", None),
+            ("ready", "SGLang was killed"),
+            ("failed", "SGLang exited with code 1\nand its log"),
+            ("restarting", "x"),
+        ]
+    ):
+        Registration(f"server-{index}", "", 1, state, 1, None, time.time(), error=error).write(attempt.servers_dir)
+    assert (
+        describe_run(folder, time.time())["servers"]
+        == "1 given up, 2 ready, 1 restarting (server-2: SGLang exited with code 1)"
+    )
+    (attempt.servers_dir / "server-9.json").write_text("{}")
+    assert "server-9.json: not a server's registration" in describe_run(folder, time.time())["servers"]
+
+
+def test_status_before_the_job_started_and_of_no_run(folder):
+    folder.path.mkdir()
+    with pytest.raises(ConfigError, match="holds no run"):
+        describe_run(folder, 0.0)
+    (folder.path / "slurm-12.log").touch()
+    assert describe_run(folder, 0.0)["state"].startswith("no attempt yet")

@@ -1,0 +1,51 @@
+import socket
+
+import pytest
+
+from gspo_mega.errors import PlanError
+from gspo_mega.launcher.gpus_and_ports import free_port, rank_environments, share_gpus, visible_gpus
+
+
+def test_ranks_get_what_torchrun_would_give():
+    environments = rank_environments(3, [])
+    assert [e["RANK"] for e in environments] == [e["LOCAL_RANK"] for e in environments] == ["0", "1", "2"]
+    assert {e["WORLD_SIZE"] for e in environments} == {e["LOCAL_WORLD_SIZE"] for e in environments} == {"3"}
+    assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in environments}) == 1
+    assert {e["OMP_NUM_THREADS"] for e in environments} == {"1"}
+    assert all("CUDA_VISIBLE_DEVICES" not in e for e in environments)
+
+
+def test_the_port_is_free_and_not_one_for_outgoing_connections():
+    port = free_port()
+    low = int(open("/proc/sys/net/ipv4/ip_local_port_range").read().split()[0])
+    assert port < low
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+
+
+def test_a_port_of_an_ipv6_address():
+    port = free_port("::1")
+    with socket.socket(socket.AF_INET6) as listener:
+        listener.bind(("::1", port))
+
+
+def test_gpus_are_those_named_or_those_there(tmp_path):
+    for name in ("nvidia1", "nvidia0", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ["0", "1", "10"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, 5"}, tmp_path) == ["3", "5"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+
+
+def test_ranks_and_servers_never_share_a_gpu():
+    gpus = ["a", "b", "c", "d", "e", "f", "g"]
+    ranks, servers = share_gpus(gpus, 2, num_servers=2, tensor=2)
+    assert (ranks, servers) == (["a", "b"], [["c", "d"], ["e", "f"]])
+    assert rank_environments(2, ranks)[1]["CUDA_VISIBLE_DEVICES"] == "a,b"
+
+
+def test_too_few_gpus_is_said_before_the_start():
+    with pytest.raises(PlanError, match="need 4 GPUs, and 3 are visible"):
+        share_gpus(["0", "1", "2"], 2, num_servers=2, tensor=1)
+    assert share_gpus([], 2, num_servers=2, tensor=1) == ([], [[], []])
