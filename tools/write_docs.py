@@ -1,6 +1,6 @@
 """Write the pages of docs/ that come from code: `python tools/write_docs.py`.
 
-docs/configuration.md comes from the schema (gspo_mega/config/schema.py) and the algorithms
+docs/configuration.md comes from the schema (gspo_mega/config/schema/) and the algorithms
 (gspo_mega/config/recipes.py), docs/metrics.md from the catalogue (gspo_mega/metrics/catalogue.py). A test in
 tests/unit/docs fails when a page differs from what this script writes.
 
@@ -35,12 +35,14 @@ def configuration_page() -> str:
     """docs/configuration.md: one table per section of the schema, with each key's type, default and meaning."""
     parts = [
         "# Configuration\n",
-        _GENERATED.format(source="gspo_mega/config/schema.py"),
+        _GENERATED.format(source="gspo_mega/config/schema/"),
         "A run is one YAML file. This page lists every key. `configs/` holds commented examples, and\n"
         "`configs/schema.json` gives editors completion and checks.\n\n"
         "- An unknown key, a wrong type and a value out of range are errors that name file, line, column and key.\n"
         "- A command line may override keys: `gspo-mega train CONFIG optimizer.lr=1e-5 eval=null`.\n"
         "- `gspo-mega plan CONFIG` resolves the file and checks the rules between keys.\n"
+        "- When a run continues, its configuration must be the one that it was started with, except for the keys and\n"
+        "  sections that are marked *may change*.\n"
         "- **required** means that the key has no default. An optional section may be left out as a whole.\n"
         "- `reward: NAME` is short for `reward: {functions: [{function: NAME}]}`.\n",
         _section("The file itself", Config),
@@ -143,7 +145,7 @@ def _meaning(name: str, field: FieldInfo) -> str:
         words.append("A section, see below.")
     extra = field.json_schema_extra
     if isinstance(extra, dict) and extra.get("may_change"):
-        words.append("May change when a run is resumed.")
+        words.append("May change when a run continues.")
     return " ".join(words)
 
 

@@ -50,7 +50,7 @@ def policy_sums(
 
     Arguments as given to `policy_objective`. A sequence counts as its tokens held here over its length, so the
     parts of context-parallel ranks add up to one; for the token forms a sequence counts as clipped by the share
-    of its tokens that are. `*_mass` is |A| by sign, in sequences, and what of it was clipped away.
+    of its tokens that are. `*_mass` is |A| by sign, in sequences, and the part of it that was clipped away.
     """
     active = mask.bool()
     share = torch.where(active, 1.0 / lengths.double().clamp(min=1.0)[segment_ids], 0.0)
@@ -94,7 +94,7 @@ def policy_metrics(sums: Tensor) -> dict[str, float]:
     `k1`, `k2`, `k3`: estimates of KL(old || current) per token, nats. `*_mass_left`: share of |A| that still has a
     gradient. Shares of nothing are 0 clipped, 1 left.
     """
-    total = dict(zip(POLICY_SUMS, sums.double().tolist(), strict=True))
+    total: dict[str, float] = dict(zip(POLICY_SUMS, sums.double().tolist(), strict=True))
 
     def share(part: str, whole: str) -> float:
         return total[part] / total[whole] if total[whole] > 0 else 0.0

@@ -57,8 +57,9 @@ def sequence_mismatch_weights(mean_log_ratio: Tensor, mode: Correction, cap: flo
 
 
 def acted_on(mean_log_ratio: Tensor, mode: Correction, cap: float) -> Tensor:
-    """Which sequences the bound of `sequence_mismatch_weights` changes: weights cut to the cap, or sequences dropped.
-    [S] bool.
+    """Which sequences the bound of `sequence_mismatch_weights` changes, its arguments here: [S] bool.
+
+    True where `truncate` cuts the weight to the cap, or `mask` drops the sequence; nowhere for `none`.
     """
     log_ratio, log_cap = mean_log_ratio.detach().double(), math.log(cap)
     if mode == "truncate":
@@ -128,26 +129,38 @@ def mismatch_metrics(sums: Tensor, maxima: Tensor) -> dict[str, float]:
     Without any active token: KLs 0, ratios and ESS 1.
     """
     present = sums[:, 0] > 0
-    by_name = dict(zip(SUM_NAMES, sums[present].double().T, strict=True))
+    by_name: dict[str, Tensor] = dict(zip(SUM_NAMES, sums[present].double().T, strict=True))
     top = dict(zip(MAXIMUM_NAMES, maxima[present].double().T, strict=True))
     lengths = by_name["tokens"]
     if lengths.numel() == 0:
-        zero = (
-            "k1",
-            "k2",
-            "k3",
-            "abs_log_ratio_mean",
-            "abs_log_ratio_max",
-            "abs_prob_difference_max",
-            "log_ppl_difference_mean",
-            "chi2_token",
-            "chi2_sequence",
-            "chi2_sequence_log1p",
-            "chi2_sequence_length_normalised",
-            "token_truncated_fraction",
+        zero: dict[str, float] = dict.fromkeys(
+            (
+                "k1",
+                "k2",
+                "k3",
+                "abs_log_ratio_mean",
+                "abs_log_ratio_max",
+                "abs_prob_difference_max",
+                "log_ppl_difference_mean",
+                "chi2_token",
+                "chi2_sequence",
+                "chi2_sequence_log1p",
+                "chi2_sequence_length_normalised",
+                "token_truncated_fraction",
+            ),
+            0.0,
         )
-        one = ("ppl_ratio_mean", "token_truncated_ratio_mean", "ess_token", "ess_sequence", "icepop_kept_fraction")
-        return dict.fromkeys(zero, 0.0) | dict.fromkeys(one, 1.0)
+        one: dict[str, float] = dict.fromkeys(
+            (
+                "ppl_ratio_mean",
+                "token_truncated_ratio_mean",
+                "ess_token",
+                "ess_sequence",
+                "icepop_kept_fraction",
+            ),
+            1.0,
+        )
+        return zero | one
     num_tokens = float(lengths.sum())
 
     def token_mean(name: str) -> float:

@@ -5,6 +5,8 @@ Owns the exchange of the parts that the distributed optimizer leaves on each ran
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 
@@ -21,7 +23,10 @@ def complete_gradients(engine: PolicyEngine) -> None:
     for chunk in engine.wrapped:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        wrapped = cast(
+            Any, chunk
+        )  # torch declares `buffers` a method of every module; Megatron's wrapper makes it a list
+        for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 part = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()

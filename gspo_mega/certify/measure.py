@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from gspo_mega.algorithm.columns import LOG_S
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.batches.assemble import MiniBatch, assemble, plan_batch
@@ -34,7 +36,7 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 @dataclass
 class Numbers:
     """The same on every rank. `log_probs` [sum R] float64 nats, 0 at masked tokens; `log_s` [n] float64 by trajectory;
-    `sums`: POLICY_SUMS of the mini-batch by name; `grad_norms` one an optimizer step; `routes`: of `gather_routes`."""
+    `sums`: POLICY_SUMS of the mini-batch by name; `grad_norms` one per optimizer step; `routes`: of `gather_routes`."""
 
     log_probs: np.ndarray
     log_s: np.ndarray
@@ -63,7 +65,7 @@ class Measurement:
         """This rank's micro-batches of the one mini-batch, with the old log-probs that the batch holds now."""
         trajectories = self.batch.trajectories
         planned = plan_batch(trajectories, self.config, self.layout, 0)
-        plans = packing(self.kind, len(trajectories), self.config, self.layout, planned)
+        plans = packing(self.kind, len(trajectories), self.config.run.seed, self.layout, planned)
         return assemble(self.batch, self.config, self.layout, 0, plans)[self.engine.groups.data.rank][0]
 
     def log_probs(self) -> np.ndarray:
@@ -88,9 +90,7 @@ class Measurement:
         old = engine.old_pass(mine.micro_batches)
         report = engine.policy_gradients(mine.micro_batches, settings, mine.denominator, old)
         complete_gradients(engine)
-        take_gradient(
-            PolicyTensors(engine.spec, engine.groups, engine.chunks, values=lambda p: p.main_grad).stream(torch.float32)
-        )
+        take_gradient(PolicyTensors(engine.spec, engine.groups, engine.chunks, values=_main_grad).stream(torch.float32))
         grad_norms = []
         for _ in range(num_steps):
             result, _ = engine.train_mini_batch(mine.micro_batches, settings, mine.denominator, None)
@@ -138,7 +138,7 @@ class Measurement:
         whole = torch.zeros(len(self.batch.trajectories), dtype=torch.float64)
         if report.columns:
             # Every context-parallel rank knows the whole sequence's ratio.
-            shares = torch.from_numpy(report.columns["log_s"] / self.engine.groups.context.size)
+            shares = torch.from_numpy(report.columns[LOG_S.name] / self.engine.groups.context.size)
             whole.index_add_(0, torch.from_numpy(report.trajectory_index), shares)
         return self._sum(whole).numpy()
 
@@ -151,3 +151,7 @@ class Measurement:
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values, group=self.engine.groups.host.group)
         return values
+
+
+def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return cast(Any, parameter).main_grad  # Megatron's data parallelism adds the attribute

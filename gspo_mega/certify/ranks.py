@@ -1,4 +1,4 @@
-"""A rank of `gspo-mega certify`: led through its start's cases in one living process.
+"""A rank of `gspo-mega certify`: runs the cases of its start one after another in one process.
 
 The cases are `certify.cases` of the run's configuration; references come first in the run and leave their numbers in
 the run folder, where the other cases find them. Rank 0 appends a line to `cases.jsonl` of the attempt for each case
@@ -23,18 +23,18 @@ from gspo_mega.certify.cases import RESULTS_FILE, case_config, folder_name
 from gspo_mega.certify.compare_runs import TOLERANCES, Comparison, Reference, outside
 from gspo_mega.certify.measure import Measurement, Numbers
 from gspo_mega.certify.route_comparison import RouterMargins, tie_routers
-from gspo_mega.config.schema import CertifyCase, Config
+from gspo_mega.config.schema import CertifyCase, Config, Objective
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
+from gspo_mega.run_folder import RunFolder, atomic_write_json
 from gspo_mega.runtime.worker_context import WorkerContext
 from gspo_mega.weights.hf_folder import HuggingFaceFolder
 from gspo_mega.weights.hf_import import import_huggingface
 
-# Router scores of the recorded batch keep so far from a tie; a large model has too many routes for that, and what
-# flips is counted.
+# Minimum distance of the recorded batch's router scores from a tie. A large model has too many routes for that; its
+# flips are counted.
 ROUTER_MARGIN = 1e-4
 MOST_DRAWS = 100
 
@@ -49,12 +49,12 @@ def run_certify(context: WorkerContext) -> dict[str, Any] | None:
         result = _run_case(
             context, config, case, Reference(folder), is_reference=case.name.startswith(certify.reference.name)
         )
-        if context.rank == 0:
+        if context.is_lead:
             line = {"name": case.name, "seconds": time.monotonic() - started, **result}
             with (context.attempt_dir / RESULTS_FILE).open("a", encoding="utf-8") as results:
                 results.write(json.dumps(line) + "\n")
             logging.info("%s: %s", case.name, line)
-    return {"num_cases": len(certify.cases)} if context.rank == 0 else None
+    return {"num_cases": len(certify.cases)} if context.is_lead else None
 
 
 def _run_case(
@@ -80,9 +80,9 @@ def _run_case(
                 Measurement(engine, config, layout, recorded_batch(config, spec.vocab_size), case.packing), reference
             )
         else:
-            batch = recorded_batch(config, spec.vocab_size, Draws(**read_json(reference.draws_file)))
+            batch = recorded_batch(config, spec.vocab_size, reference.draws())
             result = _compare(Measurement(engine, config, layout, batch, case.packing), reference)
-        return result if context.rank == 0 else {}
+        return result if context.is_lead else {}
     finally:
         destroy_groups()
 
@@ -92,9 +92,9 @@ def _load(engine: PolicyEngine, config: Config) -> None:
     engine.after_weights_loaded()
 
 
-def clip_edges(config: Config) -> tuple[float, float]:
-    """The clip range of log s_i."""
-    return math.log1p(-config.objective.clip_low), math.log1p(config.objective.clip_high)
+def clip_edges(objective: Objective) -> tuple[float, float]:
+    """The clip range of log s_i, nats."""
+    return math.log1p(-objective.clip_low), math.log1p(objective.clip_high)
 
 
 def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
@@ -102,9 +102,9 @@ def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
     settings, comparison = (
         objective_settings(config.algorithm, config.objective),
-        Comparison(reference, clip_edges(config)),
+        Comparison(reference, clip_edges(config.objective)),
     )
-    # Replayed routes are those of the first weights; the reference chooses anew after every step.
+    # Replayed routes are those of the first weights; the reference chooses again after every step.
     replayed = config.moe.routing_replay == "R3"
     if replayed:
         _set_routes(measurement, reference)
@@ -142,7 +142,7 @@ def _set_routes(measurement: Measurement, reference: Reference) -> None:
 
 
 def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
-    """Measure the reference, leave its numbers on disk, and say what its batch covers."""
+    """Measure the reference, save its numbers, and describe what its batch covers."""
     config, engine = measurement.config, measurement.engine
     settings, is_lead = objective_settings(config.algorithm, config.objective), engine.groups.world.rank == 0
     draws, router_margin = _keep_from_ties(measurement)
@@ -180,7 +180,7 @@ def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
 
 
 def _keep_from_ties(measurement: Measurement) -> tuple[Draws, float | None]:
-    """Draw tokens anew until no route is near a tie, so that rounding cannot change one. Returns the draws and the
+    """Draw tokens again until no route is near a tie, so that rounding cannot change one. Returns the draws and the
     smallest gap of two scores at the edge, None where it is not known: without experts, or when the reference has
     several ranks.
     """
@@ -204,7 +204,8 @@ def _describe(numbers: Numbers, measurement: Measurement) -> dict[str, Any]:
     """What the recorded batch covers: a certificate on a batch that clips nothing would say little."""
     trajectories = measurement.batch.trajectories
     active = np.array([any(t.response_mask) for t in trajectories])
-    edges = np.array(clip_edges(measurement.config))
+    advantages = np.array([t.advantage for t in trajectories], np.float64)
+    edges = np.array(clip_edges(measurement.config.objective))
     return {
         "num_trajectories": len(trajectories),
         "num_tokens": sum(t.num_tokens for t in trajectories),
@@ -216,8 +217,8 @@ def _describe(numbers: Numbers, measurement: Measurement) -> dict[str, Any]:
         "num_fully_masked": int((~active).sum()),
         "num_clipped_high": round(numbers.sums["clipped_high_sequences"]),
         "num_clipped_low": round(numbers.sums["clipped_low_sequences"]),
-        "num_positive": sum(t.advantage > 0 for t in trajectories),
-        "num_negative": sum(t.advantage < 0 for t in trajectories),
+        "num_positive": int((advantages > 0).sum()),
+        "num_negative": int((advantages < 0).sum()),
         "clip_margin": float(np.abs(numbers.log_s[active, None] - edges[None]).min()),
         "grad_norms": numbers.grad_norms,
         "num_routes": 0 if numbers.routes is None else int((numbers.routes >= 0).all(axis=2).sum()),

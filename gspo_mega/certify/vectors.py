@@ -120,6 +120,7 @@ def replay_case(case: dict[str, Any], rtol: float) -> Iterator[str]:
             f"{key} differentiated objective", output.objective_sum.item(), expected["objective"], rtol, rounding
         )
         yield from compare(f"{key} loss", output.loss.item(), expected["loss"], rtol, rounding)
+        assert log_probs.grad is not None  # backward() has filled it
         yield from compare(f"{key} gradient", packed.rows(log_probs.grad), expected["grad_objective_wrt_logp"], rtol)
         wrong = list(_compare_flags(key, output, packed, advantages, expected, rtol))
         if wrong and keep is not None:
@@ -197,7 +198,7 @@ def _compare_flags(
     key: str, output: ObjectiveOutput, packed: _Packed, advantages: Tensor, expected: dict[str, Any], rtol: float
 ) -> Iterator[str]:
     sums = _sums(output, packed, advantages)
-    total = dict(zip(POLICY_SUMS, sums.tolist(), strict=True))
+    total: dict[str, float] = dict(zip(POLICY_SUMS, sums.tolist(), strict=True))
     for name, field in (
         ("clipped_high", "tokens_clipped_high"),
         ("clipped_low", "tokens_clipped_low"),

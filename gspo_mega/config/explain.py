@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import ErrorDetails
 
 from gspo_mega.config.schema import Config
+from gspo_mega.config.schema.section import section_of
 
 _TYPES = {
     "int_type": "a whole number",
@@ -36,7 +38,7 @@ _BOUNDS = {
 }
 
 
-def explain(error: dict[str, Any]) -> str:
+def explain(error: ErrorDetails) -> str:
     """Text for one entry of pydantic's `ValidationError.errors()`."""
     kind, location, value, context = error["type"], error["loc"], error.get("input"), error.get("ctx", {})
     if kind == "extra_forbidden":
@@ -70,7 +72,7 @@ def all_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> I
     """Path of every key of the schema, sections first; list entries are not entered."""
     for name, field in model.model_fields.items():
         yield (*prefix, name)
-        section = _section_of(field.annotation)
+        section = section_of(field.annotation)
         if section is not None and not _is_list(field.annotation):
             yield from all_keys(section, (*prefix, name))
 
@@ -96,20 +98,13 @@ def _model_at(location: tuple[str | int, ...]) -> type[BaseModel] | None:
             continue  # a list's entries have the class that the list's annotation names
         if model is None or part not in model.model_fields:
             return None
-        model = _section_of(model.model_fields[part].annotation)
+        model = section_of(model.model_fields[part].annotation)
     return model
 
 
 def _field(location: tuple[str | int, ...]) -> Any:
     model = _model_at(location[:-1])
     return model.model_fields.get(str(location[-1])) if model is not None else None
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside `X`, `X | None` or `tuple[X, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for inner in typing.get_args(annotation) if (found := _section_of(inner)) is not None), None)
 
 
 def _is_list(annotation: Any) -> bool:

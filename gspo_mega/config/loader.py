@@ -1,7 +1,7 @@
 """A run's YAML file and overrides to a checked `Config`: the one way in.
 
 Owns positions, the shorthands (`reward: name`) and the order of the checks: syntax, schema, then the rules
-between keys (`rules.py`). Everything wrong at one stage is reported at once, a line a problem.
+between keys (`rules.py`). Everything wrong at one stage is reported at once, one line per problem.
 Imports neither torch nor numpy: it runs on a login node.
 """
 
@@ -58,6 +58,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | 
         (_order(problem.position), f"{_at(path, problem.position)}: {_key(problem.path)}{problem.text}")
         for problem in document.problems
     ]
+    config: Config | None = None
     if isinstance(tree, dict):
         _expand_shorthands(tree, origins)
         for override in parsed:
@@ -72,12 +73,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | 
         explained |= {()} if document.problems else set()  # then the document as a whole may be unfit, too
         problems += [(order, line) for order, location, line in invalid if location not in explained]
     elif not problems:
-        said = (
+        found = (
             "the file is empty"
             if tree is None
             else f"the top level is {'a list' if isinstance(tree, list) else repr(tree)}"
         )
-        problems.append(((1, 1), f"{path}:1:1: {said}; it must be keys with values: run, model, batch, data, ..."))
+        problems.append(((1, 1), f"{path}:1:1: {found}; it must be keys with values: run, model, batch, data, ..."))
     lines = [line for _, line in sorted(problems)] + override_problems
     if lines:
         raise ConfigError("\n".join(lines))

@@ -6,13 +6,15 @@ any of them would take for something else is quoted.
 
 from __future__ import annotations
 
+import re
+
 import yaml
 
 from gspo_mega.config.schema import Config
 from gspo_mega.config.strict_yaml import implicit_resolvers
 
 
-def _union_of_resolvers() -> dict[str, list[tuple[str, object]]]:
+def _union_of_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     """Ours first, so that `1e-06` may stand as a number; YAML 1.1's after them, so that the text `no` is quoted."""
     table = {first: list(entries) for first, entries in implicit_resolvers().items()}
     for first, entries in yaml.resolver.Resolver.yaml_implicit_resolvers.items():

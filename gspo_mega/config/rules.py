@@ -1,21 +1,20 @@
-"""Rules between keys: what contradicts the chosen algorithm, what a command needs, what deserves a notice.
+"""Rules between keys: what contradicts the chosen algorithm, and what a command needs.
 
-A violation is an error before anything starts. A notice is a setting that is allowed and changes what the
-numbers mean; it is shown at the start of a run and in its final table. What needs to know the model or the
-ranks is `plan/`'s.
+A violation is an error before anything starts. Settings that are allowed but change what the numbers mean are
+`notices.py`'s; rules that need the model or the ranks are `plan/`'s.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
 from gspo_mega.config.addresses import address_problem
 from gspo_mega.config.deadlines import broken_relations
+from gspo_mega.config.notices import notices
 from gspo_mega.config.recipes import RECIPES, Ratio, Recipe
-from gspo_mega.config.schema import Config, Fp8, Objective
+from gspo_mega.config.schema import Config
 from gspo_mega.config.server_options import option_problems
 from gspo_mega.errors import Violation
 
@@ -37,7 +36,7 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
         *_initial_weights(config, command),
         *_command(config, command),
     ]
-    return violations, list(_notices(resolve_defaults(config)))
+    return violations, list(notices(resolve_defaults(config)))
 
 
 def resolve_defaults(config: Config) -> Config:
@@ -132,7 +131,7 @@ def _optimizer_state(config: Config) -> Iterator[Violation]:
     if small and config.precision == "fp32":
         yield Violation(
             "optimizer.moments_dtype",
-            f"{optimizer.moments_dtype} with `precision: fp32`: the fused Adam that keeps such moments wants bf16"
+            f"{optimizer.moments_dtype} with `precision: fp32`: the fused Adam that keeps such moments needs bf16"
             " parameters; valid: fp32",
         )
     if small and offloaded:
@@ -261,8 +260,8 @@ def _initial_weights(config: Config, command: str | None) -> Iterator[Violation]
     if config.kl.coefficient > 0 and config.kl.reference_path is None:
         yield Violation(
             "kl.reference_path",
-            "missing; the policy starts from model.weights, and the reference would be model.path: name the one that is"
-            " meant",
+            "missing; the policy starts from model.weights, and the reference would be model.path. Name the"
+            " reference's folder",
         )
 
 
@@ -283,135 +282,3 @@ def _command(config: Config, command: str | None) -> Iterator[Violation]:
             f"{config.sft.stop_accuracy_low:g} is above stop_accuracy_high {config.sft.stop_accuracy_high:g}; at most"
             " that",
         )
-
-
-def _notices(config: Config) -> Iterator[str]:
-    objective, rollout = config.objective, config.rollout
-    recipe = RECIPES[config.algorithm]
-    if (objective.clip_low, objective.clip_high) != (recipe.clip_low, recipe.clip_high):
-        yield (
-            f"clip range {_band(objective)} instead of {recipe.clip_low:g} / {recipe.clip_high:g}, the published one of"
-            f" {recipe.published_as}"
-        )
-    if recipe.ratio is None:
-        yield (
-            f"algorithm {recipe.name}: ratio {objective.ratio}, aggregation {objective.aggregation}; this is not the"
-            " paper's GSPO by name"
-        )
-    if config.kl.coefficient > 0:
-        vanishing = (
-            "; the gradient of k1 vanishes in expectation, so it does not hold the policy near the reference (k2 and"
-            " k3 do)"
-        )
-        yield (
-            f"KL term {config.kl.coefficient:g} x {config.kl.estimator} to a frozen reference: a second model in"
-            f" memory, one more forward pass a step{vanishing if config.kl.estimator == 'k1' else ''}"
-        )
-    elif config.kl.reference_path is not None:
-        yield "kl.reference_path has no effect with kl.coefficient 0: no reference is loaded"
-    if config.moe.routing_replay != "none":
-        yield (
-            f"routing replay {config.moe.routing_replay}: experts are not chosen by the current router in training, and"
-            " routing/changed_since_* is not measured"
-        )
-    if config.advantage.std_ddof or not config.advantage.divide_by_std:
-        yield (
-            "advantages are "
-            + (
-                "divided by the sample standard deviation"
-                if config.advantage.divide_by_std
-                else "not divided by a standard deviation"
-            )
-            + "; the paper divides by a group's own (std_ddof 0)"
-        )
-    if config.moe.load_balancing != "none" or config.moe.z_loss_coefficient > 0:
-        yield "moe: router losses are added to the objective, which the paper does not do"
-    if objective.dual_clip is not None:
-        yield f"dual clip {objective.dual_clip:g}: negative-advantage terms are bounded, which the papers do not do"
-    if config.train is not None and config.mismatch.correction != "none" and config.old_log_probs == "trainer":
-        bound = (
-            f"min(w, {config.mismatch.cap:g})"
-            if config.mismatch.correction == "truncate"
-            else f"w, or dropped where w leaves [1/{config.mismatch.cap:g}, {config.mismatch.cap:g}]"
-        )
-        yield (
-            f"mismatch.correction {config.mismatch.correction}: each sequence's term is weighed by {bound}, w the"
-            " geometric mean ratio of trainer to server, which the paper does not do (`none` leaves it out);"
-            " mismatch/acted_fraction shows whether the bound acts"
-        )
-    if rollout.filter_constant_groups and rollout.max_oversampling > 1:
-        yield (
-            "rollout.filter_constant_groups: groups whose rewards are all equal are replaced, up to"
-            f" {rollout.max_oversampling:g} x prompts_per_step, which the paper does not do: the batch is not a plain"
-            " sample of the prompts"
-        )
-    if config.old_log_probs == "rollout":
-        yield (
-            "old_log_probs: rollout: the engines' mismatch enters the policy ratio and clips many negative-advantage "
-            "responses (mismatch.correction then has nothing to correct)"
-        )
-    elif config.batch.num_mini_batches == 1:
-        yield (
-            "one mini-batch a step: old and current policy are the same, so the old log-prob pass is skipped and"
-            " nothing is clipped"
-        )
-    if rollout.top_p < 1 or rollout.top_k > 0:
-        yield (
-            f"top_p {rollout.top_p:g}, top_k {rollout.top_k}: sampled from a truncated distribution, while log-probs"
-            " describe the whole one (temperature included)"
-        )
-    if config.precision != "fp8" and config.fp8 != Fp8():
-        yield f"`fp8` has no effect with `precision: {config.precision}`"
-    if config.precision == "fp8" and config.fp8.recipe == "delayed":
-        yield (
-            "fp8.recipe delayed: scales follow the passes before, so the same weights give slightly other log-probs"
-            " from pass to pass"
-        )
-    if config.precision == "fp8" and config.fp8.parameters:
-        yield "fp8.parameters: what is published and exported are the weights rounded to FP8"
-    if rollout.temperature != 1:
-        yield (
-            f"temperature {rollout.temperature:g}: the policy that is trained is softmax(logits /"
-            f" {rollout.temperature:g}), on both engines"
-        )
-    if config.reward.permute_in_batch:
-        yield "reward.permute_in_batch: a control; rewards are dealt out anew, so accuracy is not expected to rise"
-    if rollout.filter_constant_groups and rollout.max_oversampling == 1:
-        yield "filter_constant_groups with max_oversampling 1: dropped groups are not refilled, batches shrink"
-    if config.train is not None and config.train.from_rollouts is not None:
-        yield "train.from_rollouts: trained on recorded rollouts; no server, no publish, no held-out evaluation"
-    if config.train is not None and config.train.rollouts_only:
-        yield (
-            "train.rollouts_only: nothing is trained; all batches come from"
-            f" {'model.path' if config.model.weights is None else 'model.weights'}"
-        )
-    if config.optimizer.schedule == "constant" and config.optimizer.min_lr > 0:
-        yield "optimizer.min_lr has no effect with `schedule: constant`"
-    if config.optimizer.decay_norms_and_biases and config.optimizer.weight_decay == 0:
-        yield "optimizer.decay_norms_and_biases has no effect with weight_decay 0"
-    if config.recompute.granularity == "none" and config.recompute.num_layers > 1:
-        yield "recompute.num_layers has no effect with `granularity: none`"
-    if (
-        config.train is not None
-        and 0 < config.train.num_steps * config.batch.num_mini_batches <= config.optimizer.warmup_steps
-    ):
-        yield (
-            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not over before the run ends "
-            f"({config.train.num_steps * config.batch.num_mini_batches} optimizer steps)"
-        )
-    trained_on = {_file(path) for path in (config.data.path, *(source.path for source in config.data.sources)) if path}
-    if config.eval is not None and _file(config.eval.path) in trained_on:
-        yield "eval.path is also trained on: the accuracy will not be held-out"
-    own = {source.reward for source in config.data.sources}
-    if config.eval is not None and config.eval.reward is None and None in own and len(own) > 1:
-        unused = ", ".join(source.name for source in config.data.sources if source.reward is not None)
-        yield f"held-out prompts are scored by `reward`, not by the own rewards of {unused}; eval.reward names another"
-
-
-def _file(path: str) -> str:
-    """One name of a file, whichever way it is written or linked. What has the same rows is found when they are read."""
-    return path if "\0" in path else os.path.realpath(path)
-
-
-def _band(objective: Objective) -> str:
-    return f"{objective.clip_low:g} / {objective.clip_high:g}"

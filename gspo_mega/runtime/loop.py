@@ -14,6 +14,7 @@ import torch
 
 from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.batches.assemble import assemble, fill_advantages, scored_batch
+from gspo_mega.config.command_types import train_config
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.correction_report import correction_notice
 from gspo_mega.runtime.final_table import accuracy_text, run_table
@@ -23,7 +24,7 @@ from gspo_mega.runtime.reference_policy import reference_path
 from gspo_mega.runtime.session import Session
 from gspo_mega.runtime.step_report import StepReport, add_to_summary, evaluation_metrics
 from gspo_mega.runtime.stop import StopRequested
-from gspo_mega.runtime.worker_context import WorkerContext, required
+from gspo_mega.runtime.worker_context import WorkerContext
 
 
 def run_train(context: WorkerContext) -> dict[str, Any] | None:
@@ -31,8 +32,8 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
 
     Returns rank 0's result: {"stopped": reason} when a stop was asked for, else the final numbers. Collective.
     """
-    config, settings = context.config, required(context.config.train)
-    num_steps = settings.num_steps
+    config = train_config(context.config)
+    num_steps = config.train.num_steps
     with Session(context, num_optimizer_steps=num_steps * config.batch.num_mini_batches) as session:
         state = session.state
         if session.resumed_from is not None:
@@ -47,7 +48,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
         for line in session.lead.source.describe() if session.lead is not None else ():
             session.say(line)
         stop = start(session)
-        if stop is None and settings.rollouts_only:
+        if stop is None and config.train.rollouts_only:
             return run_rollouts(session, num_steps)
         while stop is None and state.step < num_steps:
             stop = train_step(session, num_steps)
@@ -126,7 +127,9 @@ def train_step(session: Session, num_steps: int) -> str | None:
 
 def _evaluation_is_due(session: Session, num_steps: int) -> bool:
     settings, step = session.config.eval, session.state.step
-    return session.evaluates and (step == num_steps or _is_due(required(settings).every_steps, step))
+    if settings is None or not session.evaluates:
+        return False
+    return step == num_steps or _is_due(settings.every_steps, step)
 
 
 def _is_due(every_steps: int, step: int) -> bool:
@@ -169,7 +172,7 @@ def finish(session: Session) -> dict[str, Any] | None:
     """Rank 0: show what never acted, then the final table; its numbers are the command's result."""
     if session.lead is None:
         return None
-    if notice := correction_notice(session.config, session.state.summary, at_end=True):
+    if notice := correction_notice(session.config.mismatch, session.state.summary, at_end=True):
         session.say(notice)
     table, result = run_table(session)
     session.say(table)

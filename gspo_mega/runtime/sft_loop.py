@@ -1,4 +1,4 @@
-"""The supervised cold start: cross-entropy on demonstrations until sampled accuracy is where it should be.
+"""The supervised cold start: cross-entropy on demonstrations until sampled accuracy reaches its band.
 
 Same ranks, engine, servers and evaluation as the training loop; weights are published only to be measured.
 `state.step` counts optimizer steps tried here.
@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from gspo_mega.batches.assemble import assemble_supervised
+from gspo_mega.config.command_types import sft_config
 from gspo_mega.config.prompt_sources import sources_of
+from gspo_mega.config.schema import Sft
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.errors import NumericsError, RewardError
@@ -21,7 +23,7 @@ from gspo_mega.runtime.rank_link import Work
 from gspo_mega.runtime.routing_report import expert_loads, router_losses
 from gspo_mega.runtime.session import Session
 from gspo_mega.runtime.step_report import evaluation_metrics
-from gspo_mega.runtime.worker_context import WorkerContext, required
+from gspo_mega.runtime.worker_context import WorkerContext
 
 
 def run_sft(context: WorkerContext) -> dict[str, Any] | None:
@@ -30,8 +32,8 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
     Returns rank 0's result. Raises NumericsError when the accuracy jumps past the band or is not reached in
     `sft.max_steps`. Collective.
     """
-    config = context.config
-    settings = required(config.sft)
+    config = sft_config(context.config)
+    settings = config.sft
     with Session(context, num_optimizer_steps=settings.max_steps, trains_policy=False) as session:
         state = session.state
         demonstrations = _demonstrations(session)
@@ -62,7 +64,7 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
 
 
 def _demonstrations(session: Session) -> PromptStream[Demonstration] | None:
-    """Rank 0's stream of demonstrations, where the run left it."""
+    """Rank 0's stream of demonstrations, at the position where the run left it."""
     if session.lead is None:
         return None
     config = session.config
@@ -89,7 +91,7 @@ def _checkpoint(session: Session, demonstrations: PromptStream[Demonstration] | 
 
 
 def _start(session: Session) -> str | None:
-    """Wait for the servers; with a run that is done already, say so again."""
+    """Wait for the servers. Returns a reason to stop, or the verdict of a run that is done already."""
     stop = session.servers.wait()
     session.phases.timer.start_step()
     return "stopped" if stop is not None else session.state.summary.get("verdict")
@@ -97,7 +99,8 @@ def _start(session: Session) -> str | None:
 
 def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) -> str | None:
     """One optimizer step, and a measurement where one is due. Returns "done", "stopped" or None to go on."""
-    config, state, settings = session.config, session.state, required(session.config.sft)
+    config, state = sft_config(session.config), session.state
+    settings = config.sft
     work = _take(session, demonstrations)
     if work.stop is not None:
         return "stopped"
@@ -111,7 +114,7 @@ def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) 
     verdict, metrics = None, {}
     due = state.step % settings.eval_every_steps == 0 and state.step >= settings.eval_from_step
     if due or state.step == settings.max_steps:
-        verdict, metrics = _measure(session)
+        verdict, metrics = _measure(session, settings)
     seconds = session.phases.timer.finish_step()
     if gathered is not None and session.lead is not None:
         log_probs, entropy = np.sum([part["totals"]["supervised_sums"] for part in gathered if part["totals"]], axis=0)
@@ -140,17 +143,17 @@ def _take(session: Session, demonstrations: PromptStream[Demonstration] | None) 
     stop = session.lead.stop_request.check()
     if stop is not None:
         return session.ranks.hand_out_stop(stop)
-    config = session.config
+    config = sft_config(session.config)
     with session.phase("assemble"):
-        chosen = [demonstrations.next() for _ in range(required(config.sft).sequences_per_step)]
+        chosen = [demonstrations.next() for _ in range(config.sft.sequences_per_step)]
         return session.ranks.hand_out(assemble_supervised(chosen, config, session.layout, session.state.step))
 
 
-def _measure(session: Session) -> tuple[str | None, dict[str, float]]:
+def _measure(session: Session, settings: Sft) -> tuple[str | None, dict[str, float]]:
     """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError
     where too many samples could not be scored to decide by the others.
     """
-    settings, state = required(session.config.sft), session.state
+    state = session.state
     state.weight_version += 1
     session.servers.publish(state.weight_version)
     evaluation = session.evaluate()

@@ -1,29 +1,55 @@
-"""From what the ranks report of a step to metrics: gathered on rank 0, computed once, written, shown.
+"""The metrics of a step from the reports of all ranks: gathered on rank 0, computed once, written, shown.
 
 Owns which number gets which name of the catalogue. The statistics themselves are `gspo_mega.algorithm`'s.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
+from gspo_mega.algorithm.columns import (
+    ENTROPY_SUM,
+    LOG_S,
+    MISMATCH_MAXIMA,
+    MISMATCH_SUMS,
+    MISMATCH_WEIGHT,
+    merge_columns,
+)
 from gspo_mega.algorithm.diagnostics import log_ratio_summary, policy_metrics
 from gspo_mega.algorithm.kl import KL_SUMS
 from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction, mismatch_metrics
 from gspo_mega.batches.held_out import Evaluation
+from gspo_mega.config.command_types import train_config
 from gspo_mega.engine.megatron_optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
+from gspo_mega.metrics.reduction import reduced
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.correction_report import correction_metrics, correction_notice, note_correction
 from gspo_mega.runtime.routing_report import changed_routes, expert_loads, router_losses
 from gspo_mega.runtime.session import Session
 from gspo_mega.weights.publish import PublishResult
+
+
+@dataclass
+class MiniBatchPasses:
+    """One rank's reports of one mini-batch: the pass that measured the engine gap, and the training pass."""
+
+    old: PassReport
+    train: PassReport
+
+    @classmethod
+    def from_wire(cls, value: dict[str, Any]) -> MiniBatchPasses:
+        """From the dictionary of `dataclasses.asdict`, as another rank sent it."""
+        return cls(PassReport(**value["old"]), PassReport(**value["train"]))
 
 
 class StepReport:
@@ -33,21 +59,21 @@ class StepReport:
         self._session, self._batch, self._num_positions = session, batch, num_positions
         self._version = session.state.weight_version
         self._results: list[StepResult] = []
-        self._passes: list[dict[str, Any]] = []
-        self._gathered: list[list[dict[str, Any]]] = []
+        self._passes: list[MiniBatchPasses] = []
+        self._gathered: list[list[MiniBatchPasses]] = []
         self.evaluation: Evaluation | None = None
         self.published: PublishResult | None = None
 
     def add(self, result: StepResult, old: PassReport, train: PassReport) -> None:
         """One mini-batch: its optimizer step, the pass that measured the engine gap, the training pass."""
         self._results.append(result)
-        self._passes.append({"old": asdict(old), "train": asdict(train)})
+        self._passes.append(MiniBatchPasses(old, train))
 
     def gather(self) -> None:
         """Bring every rank's part to rank 0. Collective."""
-        gathered = self._session.exchange.gather(self._passes)
+        gathered = self._session.exchange.gather([asdict(passes) for passes in self._passes])
         if gathered is not None:
-            self._gathered = gathered
+            self._gathered = [[MiniBatchPasses.from_wire(passes) for passes in rank] for rank in gathered]
 
     def write(self) -> None:
         """Rank 0: compute, write and show the step's metrics; nothing elsewhere. Ends the timer's step everywhere."""
@@ -85,9 +111,9 @@ class StepReport:
         step = session.state.step
         session.lead.writer.write(step, metrics)
         add_to_summary(session.state.summary, metrics, tokens, step)
-        session.say(progress_line(step, metrics, session.config.train.num_steps))
+        session.say(progress_line(step, metrics, train_config(session.config).train.num_steps))
         note_correction(session.state.summary, metrics)
-        if notice := correction_notice(session.config, session.state.summary):
+        if notice := correction_notice(session.config.mismatch, session.state.summary):
             session.say(notice)
         budget = session.config.mismatch.budget
         if metrics.get("mismatch/budget_share", 0.0) > budget and "mismatch_warned_at" not in session.state.summary:
@@ -102,39 +128,39 @@ class StepReport:
         rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
         lengths = np.array([t.num_response_tokens for t in trajectories], dtype=np.float64)
         advantages = np.array([t.advantage for t in trajectories])
-        staleness = np.array([self._version - v for t in trajectories for v in t.weight_versions])
-        metrics = {
-            "reward/mean": rewards.mean(),
-            "reward/sd": rewards.std(),
-            "groups/num_groups": len(batch.groups),
-            "groups/constant_fraction": np.mean([g.is_constant for g in batch.groups]),
-            "response/length_mean": lengths.mean(),
-            "response/length_max": lengths.max(),
-            "response/truncated_fraction": np.mean([t.finish_reason == "length" for t in trajectories]),
-            "rollout/staleness_mean": staleness.mean(),
-            "rollout/staleness_max": staleness.max(),
+        staleness = [self._version - v for t in trajectories for v in t.weight_versions]
+        numbers: dict[str, ArrayLike] = {
+            "reward/mean": rewards,
+            "reward/sd": rewards,
+            "groups/num_groups": [len(batch.groups)],
+            "groups/constant_fraction": [g.is_constant for g in batch.groups],
+            "response/length_mean": lengths,
+            "response/length_max": lengths,
+            "response/truncated_fraction": [t.finish_reason == "length" for t in trajectories],
+            "rollout/staleness_mean": staleness,
+            "rollout/staleness_max": staleness,
         }
         for name, chosen in (("positive", advantages > 0), ("negative", advantages < 0)):
             if chosen.any():
-                metrics[f"response/length_{name}_mean"] = lengths[chosen].mean()
+                numbers[f"response/length_{name}_mean"] = lengths[chosen]
+        sources = np.array([t.prompt.source for t in trajectories])
         for source in {t.prompt.source for t in trajectories}:
-            metrics[f"reward/source/{source}"] = np.mean([t.reward for t in trajectories if t.prompt.source == source])
+            numbers[f"reward/source/{source}"] = rewards[sources == source]
         for part in {name for t in trajectories for name in t.reward_parts}:
-            metrics[f"reward/function/{_as_name(part)}"] = np.mean(
-                [t.reward_parts[part] for t in trajectories if part in t.reward_parts]
-            )
-        metrics |= {f"rollout/{name}": value for name, value in batch.counts.items()}
-        metrics |= {f"time/rollout/{part}_seconds": value for part, value in batch.phase_seconds.items()}
-        metrics["speed/generated_tokens_per_second"] = lengths.sum() / max(batch.phase_seconds["generate"], 1e-9)
-        return {name: float(value) for name, value in metrics.items()}
+            numbers[f"reward/function/{_as_name(part)}"] = [
+                t.reward_parts[part] for t in trajectories if part in t.reward_parts
+            ]
+        numbers |= {f"rollout/{name}": [value] for name, value in batch.counts.items()}
+        numbers |= {f"time/rollout/{part}_seconds": [value] for part, value in batch.phase_seconds.items()}
+        generated = float(lengths.sum() / max(batch.phase_seconds["generate"], 1e-9))
+        return {**reduced(numbers), "speed/generated_tokens_per_second": generated}
 
     def _optimizer_metrics(self) -> dict[str, float]:
         if not self._results:
             return {}
         norms = [r.grad_norm for r in self._results]
         return {
-            "optimizer/grad_norm": float(np.mean(norms)),
-            "optimizer/grad_norm_max": float(np.max(norms)),
+            **reduced({"optimizer/grad_norm": norms, "optimizer/grad_norm_max": norms}),
             "optimizer/lr": self._results[-1].lr,
             "optimizer/num_optimizer_steps": self._session.state.num_optimizer_steps,
             "optimizer/num_skipped": sum(r.skipped for r in self._results),
@@ -144,12 +170,10 @@ class StepReport:
         config = self._session.config
         num_mini_batches = len(self._results)
         sums = [
-            torch.from_numpy(
-                sum(rank[m]["train"]["totals"]["policy_sums"] for rank in self._gathered if rank[m]["train"]["totals"])
-            )
+            _total([rank[m].train.totals.get("policy_sums") for rank in self._gathered])
             for m in range(num_mini_batches)
         ]
-        metrics = {f"policy/{name}": value for name, value in policy_metrics(sum(sums)).items()}
+        metrics = {f"policy/{name}": value for name, value in policy_metrics(functools.reduce(torch.add, sums)).items()}
         # J of each mini-batch has its own denominator: over the step it is their mean.
         metrics["policy/objective"] /= num_mini_batches
         for m, part in enumerate(sums):
@@ -157,28 +181,29 @@ class StepReport:
 
         # In the last mini-batch the policy is furthest from where it was in the old pass.
         metrics |= changed_routes("rollout", self._routing("old")) | changed_routes(
-            "old", self._routing("train", last=True)
+            "old", [rank[-1].train.routing for rank in self._gathered]
         )
         metrics |= router_losses(config.moe, self._routing("train")) | expert_loads(self._routing("train"))
         if self._session.reference is not None:
-            kl = sum(part["totals"]["kl_sums"] for part in self._reports("train") if part["totals"])
+            kl = _total([report.totals.get("kl_sums") for report in self._reports("train")])
             metrics["policy/kl_reference"] = float(kl[KL_SUMS.index("k")] / max(kl[KL_SUMS.index("num_tokens")], 1.0))
         old, train = self._columns("old"), self._columns("train")
-        gap_sums = torch.from_numpy(old["mismatch_sums"])
+        gap_sums = torch.from_numpy(old[MISMATCH_SUMS.name])
         metrics |= {
-            f"mismatch/{k}": v for k, v in mismatch_metrics(gap_sums, torch.from_numpy(old["mismatch_maxima"])).items()
+            f"mismatch/{k}": v
+            for k, v in mismatch_metrics(gap_sums, torch.from_numpy(old[MISMATCH_MAXIMA.name])).items()
         }
         tokens, gap = (gap_sums[:, SUM_NAMES.index(name)] for name in ("tokens", "log_ratio"))
         present = tokens > 0
         mismatch = gap[present] / tokens[present]
-        weights = torch.from_numpy(old["mismatch_weight"])[present]
-        metrics["policy/entropy"] = float(old["entropy_sum"].sum() / max(float(tokens.sum()), 1.0))
+        weights = torch.from_numpy(old[MISMATCH_WEIGHT.name])[present]
+        metrics["policy/entropy"] = float(old[ENTROPY_SUM.name].sum() / max(float(tokens.sum()), 1.0))
         metrics["mismatch/weight_mean"] = float(weights[weights > 0].mean()) if (weights > 0).any() else 0.0
         metrics["mismatch/budget_share"] = float(mismatch.abs().mean()) / max(
             config.objective.clip_low + config.objective.clip_high, 1e-12
         )
         metrics |= correction_metrics(config, mismatch)
-        log_s = torch.from_numpy(train["log_s"])[present]
+        log_s = torch.from_numpy(train[LOG_S.name])[present]
         metrics["policy/ess"] = effective_sample_fraction(log_s)
         if config.old_log_probs == "rollout":
             parts = {"log_ratio": log_s}  # old is the server's: the two parts cannot be told apart
@@ -188,33 +213,24 @@ class StepReport:
             metrics |= {f"policy/{name}/{k}": v for k, v in log_ratio_summary(values).items()}
         return metrics
 
-    def _reports(self, which: str) -> list[dict[str, Any]]:
+    def _reports(self, which: Literal["old", "train"]) -> list[PassReport]:
         """The reports of all ranks on one pass of every mini-batch."""
-        return [part[which] for rank in self._gathered for part in rank]
+        return [part.old if which == "old" else part.train for rank in self._gathered for part in rank]
 
-    def _routing(self, which: str, last: bool = False) -> list[dict[str, float]]:
-        return [part[which]["routing"] for rank in self._gathered for part in (rank[-1:] if last else rank)]
+    def _routing(self, which: Literal["old", "train"]) -> list[dict[str, float]]:
+        return [report.routing for report in self._reports(which)]
 
-    def _columns(self, which: str) -> dict[str, np.ndarray]:
-        """Per-trajectory columns of one pass over all mini-batches and ranks, in the rollout batch's order.
-
-        Parts of context-parallel ranks are added (sums), or agree (maxima take the largest, the rest is the same).
-        """
+    def _columns(self, which: Literal["old", "train"]) -> dict[str, np.ndarray]:
+        """Per-trajectory columns of one pass over all mini-batches and ranks, in the rollout batch's order."""
         assert self._batch is not None
-        count = len(self._batch.trajectories)
-        merged: dict[str, np.ndarray] = {}
-        for report in self._reports(which):
-            for name, values in report["columns"].items():
-                rows = report["trajectory_index"]
-                if name not in merged:
-                    merged[name] = np.full((count, *values.shape[1:]), -np.inf if name.endswith("maxima") else 0.0)
-                if name.endswith(("sums", "sum")):
-                    merged[name][rows] += values
-                elif name.endswith("maxima"):
-                    merged[name][rows] = np.maximum(merged[name][rows], values)
-                else:
-                    merged[name][rows] = values
-        return merged
+        parts = ((report.trajectory_index, report.columns) for report in self._reports(which))
+        return merge_columns(parts, len(self._batch.trajectories))
+
+
+def _total(parts: Sequence[np.ndarray | None]) -> torch.Tensor:
+    """The sum of the parts, [K] float64. A rank that reports nothing has None; at least one rank has a part."""
+    present = [torch.from_numpy(part) for part in parts if part is not None]
+    return functools.reduce(torch.add, present, torch.zeros_like(present[0]))
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:

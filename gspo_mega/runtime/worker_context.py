@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from gspo_mega.config import Config
-
-T = TypeVar("T")
 
 
 class KeyValueStore(Protocol):
@@ -38,9 +36,3 @@ class WorkerContext:
     notices: tuple[str, ...]
     console: Callable[[str], None]
     open_store: Callable[[], KeyValueStore]
-
-
-def required(section: T | None) -> T:
-    """A section of the configuration that `load_config` has made sure of, because the command needs it."""
-    assert section is not None
-    return section

@@ -1,11 +1,14 @@
 """The real shell of a rank around work of our own: launcher_worker.py WORK [the launcher's arguments]."""
 
+import os
 import sys
 import time
 
 from gspo_mega.errors import DataError
 from gspo_mega.runtime import worker
 from gspo_mega.runtime.stop import StopRequest
+
+RANK = int(os.environ["RANK"])
 
 
 def fail_while_others_wait(context):
@@ -15,7 +18,7 @@ def fail_while_others_wait(context):
 
     dist.barrier()
     context.console("rank 0 sits in a collective")
-    if context.rank == 1:
+    if RANK == 1:
         time.sleep(0.5)
         raise DataError("train.jsonl:7: not JSON")
     dist.all_reduce(torch.ones(1))
@@ -24,14 +27,13 @@ def fail_while_others_wait(context):
 
 def hang_while_one_dies(context):
     """Rank 1 dies without a word; its connections stay open to nobody."""
-    import os
     import signal
 
     import torch
     import torch.distributed as dist
 
     dist.barrier()
-    if context.rank == 1:
+    if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
     return
@@ -41,10 +43,10 @@ def add_up(context):
     import torch
     import torch.distributed as dist
 
-    total = torch.tensor([context.rank + 1.0])
+    total = torch.tensor([RANK + 1.0])
     dist.all_reduce(total)
-    context.console(f"{context.config.run.name}: {context.world_size} ranks, sum {total.item():g}")
-    return {"sum": total.item()} if context.rank == 0 else None
+    context.console(f"{context.config.run.name}: {int(os.environ['WORLD_SIZE'])} ranks, sum {total.item():g}")
+    return {"sum": total.item()} if RANK == 0 else None
 
 
 def stop_in_order(context):
@@ -69,7 +71,7 @@ def spin_while_others_wait(context):
 
     dist.barrier()
     beats.enter("train")
-    if context.rank == 1:
+    if RANK == 1:
         spin(time.monotonic() + 1000)
     dist.all_reduce(torch.ones(1))
     return
@@ -77,7 +79,6 @@ def spin_while_others_wait(context):
 
 def stop_while_others_wait(context):
     """Rank 1 is stopped (SIGSTOP), with rank 0 in a collective."""
-    import os
     import signal
 
     import torch
@@ -87,7 +88,7 @@ def stop_while_others_wait(context):
 
     dist.barrier()
     beats.enter("train")
-    if context.rank == 1:
+    if RANK == 1:
         time.sleep(1.5)
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(1))
@@ -102,12 +103,12 @@ def slow_but_steady(context):
     from gspo_mega import beats
 
     beats.enter("train")
-    if context.rank == 1:
+    if RANK == 1:
         for _ in range(30):
             time.sleep(0.2)
             beats.beat()
     dist.all_reduce(torch.ones(1))
-    return {"sum": 1} if context.rank == 0 else None
+    return {"sum": 1} if RANK == 0 else None
 
 
 if __name__ == "__main__":

@@ -82,5 +82,5 @@ def test_an_override_replaces_a_whole_section_and_its_positions(write):
     origin = "override 'batch={group_size: 1}': "
     lines = refused(write(), "batch={group_size: 1}")
     assert len(lines) == 3 and all(line.startswith(origin) for line in lines)
-    assert origin + "batch.prompts_per_step: missing; it has no default (Prompts of one rollout batch.)" in lines
+    assert origin + "batch.prompts_per_step: missing; it has no default (Prompts per rollout batch.)" in lines
     assert origin + "batch.group_size: is 1; must be >= 2" in lines

@@ -22,18 +22,22 @@ def session(accuracy, num_failed, most_failed=0.1):
     )
 
 
+def measure(session):
+    return _measure(session, session.config.sft)
+
+
 def test_an_accuracy_of_too_few_samples_stops_nothing():
     with pytest.raises(
         RewardError,
         match="7 of 64 held-out scorings failed after step 7, more than reward.max_failed_fraction 0.1 allows",
     ):
-        _measure(session(0.4, 7))
-    verdict, metrics = _measure(session(0.4, 6))
+        measure(session(0.4, 7))
+    verdict, metrics = measure(session(0.4, 6))
     assert verdict == "done" and (metrics["eval/accuracy"], metrics["eval/num_reward_failures"]) == (0.4, 6)
-    assert _measure(session(0.4, 60, most_failed=1.0))[0] == "done"
+    assert measure(session(0.4, 60, most_failed=1.0))[0] == "done"
 
 
 def test_the_band_stands():
-    assert _measure(session(0.2, 0))[0] is None
+    assert measure(session(0.2, 0))[0] is None
     with pytest.raises(NumericsError, match="jumped past the band"):
-        _measure(session(0.6, 0))
+        measure(session(0.6, 0))

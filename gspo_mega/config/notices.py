@@ -1,0 +1,158 @@
+"""Settings that are allowed and change what a run's numbers mean: a line for each, shown at its start and its end.
+
+Owns no error; those are `rules.py`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from gspo_mega.config.recipes import RECIPES
+from gspo_mega.config.schema import Config, Fp8, Objective
+
+
+def notices(config: Config) -> Iterator[str]:
+    """One line for each such setting of a configuration whose defaults are resolved."""
+    yield from _of_the_objective(config)
+    yield from _of_sampling_and_precision(config)
+    yield from _of_the_run(config)
+
+
+def _of_the_objective(config: Config) -> Iterator[str]:
+    objective, rollout = config.objective, config.rollout
+    recipe = RECIPES[config.algorithm]
+    if (objective.clip_low, objective.clip_high) != (recipe.clip_low, recipe.clip_high):
+        yield (
+            f"clip range {_band(objective)} instead of {recipe.clip_low:g} / {recipe.clip_high:g}, the published one of"
+            f" {recipe.published_as}"
+        )
+    if recipe.ratio is None:
+        yield (
+            f"algorithm {recipe.name}: ratio {objective.ratio}, aggregation {objective.aggregation}; this is not the"
+            " paper's GSPO by name"
+        )
+    if config.kl.coefficient > 0:
+        vanishing = (
+            "; the gradient of k1 vanishes in expectation, so it does not hold the policy near the reference (k2 and"
+            " k3 do)"
+        )
+        yield (
+            f"KL term {config.kl.coefficient:g} x {config.kl.estimator} to a frozen reference: a second model in"
+            f" memory, one more forward pass per step{vanishing if config.kl.estimator == 'k1' else ''}"
+        )
+    elif config.kl.reference_path is not None:
+        yield "kl.reference_path has no effect with kl.coefficient 0: no reference is loaded"
+    if config.moe.routing_replay != "none":
+        yield (
+            f"routing replay {config.moe.routing_replay}: experts are not chosen by the current router in training, and"
+            " routing/changed_since_* is not measured"
+        )
+    if config.advantage.std_ddof or not config.advantage.divide_by_std:
+        yield (
+            "advantages are "
+            + (
+                "divided by the sample standard deviation"
+                if config.advantage.divide_by_std
+                else "not divided by a standard deviation"
+            )
+            + "; the paper divides by a group's own (std_ddof 0)"
+        )
+    if config.moe.load_balancing != "none" or config.moe.z_loss_coefficient > 0:
+        yield "moe: router losses are added to the objective, which the paper does not do"
+    if objective.dual_clip is not None:
+        yield f"dual clip {objective.dual_clip:g}: negative-advantage terms are bounded, which the papers do not do"
+    if config.train is not None and config.mismatch.correction != "none" and config.old_log_probs == "trainer":
+        bound = (
+            f"min(w, {config.mismatch.cap:g})"
+            if config.mismatch.correction == "truncate"
+            else f"w, or dropped where w leaves [1/{config.mismatch.cap:g}, {config.mismatch.cap:g}]"
+        )
+        yield (
+            f"mismatch.correction {config.mismatch.correction}: each sequence's term is weighed by {bound}, w the"
+            " geometric mean ratio of trainer to server, which the paper does not do (`none` leaves it out);"
+            " mismatch/acted_fraction shows whether the bound acts"
+        )
+    if rollout.filter_constant_groups and rollout.max_oversampling > 1:
+        yield (
+            "rollout.filter_constant_groups: groups whose rewards are all equal are replaced, up to"
+            f" {rollout.max_oversampling:g} x prompts_per_step, which the paper does not do: the batch is not a plain"
+            " sample of the prompts"
+        )
+    if config.old_log_probs == "rollout":
+        yield (
+            "old_log_probs: rollout: the engines' mismatch enters the policy ratio and clips many negative-advantage "
+            "responses (mismatch.correction then has nothing to correct)"
+        )
+    elif config.batch.num_mini_batches == 1:
+        yield (
+            "one mini-batch per step: old and current policy are the same, so the old log-prob pass is skipped and"
+            " nothing is clipped"
+        )
+
+
+def _of_sampling_and_precision(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        yield (
+            f"top_p {rollout.top_p:g}, top_k {rollout.top_k}: sampled from a truncated distribution, while log-probs"
+            " describe the whole one (temperature included)"
+        )
+    if config.precision != "fp8" and config.fp8 != Fp8():
+        yield f"`fp8` has no effect with `precision: {config.precision}`"
+    if config.precision == "fp8" and config.fp8.recipe == "delayed":
+        yield (
+            "fp8.recipe delayed: scales follow the passes before, so the same weights give slightly other log-probs"
+            " from pass to pass"
+        )
+    if config.precision == "fp8" and config.fp8.parameters:
+        yield "fp8.parameters: what is published and exported are the weights rounded to FP8"
+    if rollout.temperature != 1:
+        yield (
+            f"temperature {rollout.temperature:g}: the policy that is trained is softmax(logits /"
+            f" {rollout.temperature:g}), on both engines"
+        )
+    if config.reward.permute_in_batch:
+        yield "reward.permute_in_batch: a control; rewards are permuted, so accuracy is not expected to rise"
+    if rollout.filter_constant_groups and rollout.max_oversampling == 1:
+        yield "filter_constant_groups with max_oversampling 1: dropped groups are not refilled, batches shrink"
+
+
+def _of_the_run(config: Config) -> Iterator[str]:
+    if config.train is not None and config.train.from_rollouts is not None:
+        yield "train.from_rollouts: trained on recorded rollouts; no server, no publish, no held-out evaluation"
+    if config.train is not None and config.train.rollouts_only:
+        yield (
+            "train.rollouts_only: nothing is trained; all batches come from"
+            f" {'model.path' if config.model.weights is None else 'model.weights'}"
+        )
+    if config.optimizer.schedule == "constant" and config.optimizer.min_lr > 0:
+        yield "optimizer.min_lr has no effect with `schedule: constant`"
+    if config.optimizer.decay_norms_and_biases and config.optimizer.weight_decay == 0:
+        yield "optimizer.decay_norms_and_biases has no effect with weight_decay 0"
+    if config.recompute.granularity == "none" and config.recompute.num_layers > 1:
+        yield "recompute.num_layers has no effect with `granularity: none`"
+    if (
+        config.train is not None
+        and 0 < config.train.num_steps * config.batch.num_mini_batches <= config.optimizer.warmup_steps
+    ):
+        yield (
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not over before the run ends "
+            f"({config.train.num_steps * config.batch.num_mini_batches} optimizer steps)"
+        )
+    trained_on = {_file(path) for path in (config.data.path, *(source.path for source in config.data.sources)) if path}
+    if config.eval is not None and _file(config.eval.path) in trained_on:
+        yield "eval.path is also trained on: the accuracy will not be held-out"
+    own = {source.reward for source in config.data.sources}
+    if config.eval is not None and config.eval.reward is None and None in own and len(own) > 1:
+        unused = ", ".join(source.name for source in config.data.sources if source.reward is not None)
+        yield f"held-out prompts are scored by `reward`, not by the own rewards of {unused}; eval.reward names another"
+
+
+def _file(path: str) -> str:
+    """One name of a file, whichever way it is written or linked. What has the same rows is found when they are read."""
+    return path if "\0" in path else os.path.realpath(path)
+
+
+def _band(objective: Objective) -> str:
+    return f"{objective.clip_low:g} / {objective.clip_high:g}"

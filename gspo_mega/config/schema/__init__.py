@@ -1,0 +1,100 @@
+"""The typed shape of a run's YAML file: every key, its unit, range, default and meaning.
+
+Owns the schema alone, a file for each group of sections. Reading YAML and positions is `loader.py`; rules between keys
+are `rules.py`; what a layout needs from a model is `plan/`. Sections are frozen and refuse unknown keys.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gspo_mega.config.recipes import AlgorithmName
+from gspo_mega.config.schema.certify_sections import Certify, CertifyCase
+from gspo_mega.config.schema.data_sections import Data, Reward, RewardFunction, Source
+from gspo_mega.config.schema.learning_sections import Advantage, Batch, Kl, Mismatch, Objective, Optimizer, Sft, Train
+from gspo_mega.config.schema.record_sections import Checkpoint, Eval, Journal, Metrics, Watchdog
+from gspo_mega.config.schema.run_sections import Cluster, Fp8, Model, Moe, Parallel, Recompute, Run
+from gspo_mega.config.schema.section import MAY_CHANGE, Section
+from gspo_mega.config.schema.server_sections import Publish, Rollout, Server
+
+__all__ = [
+    "Advantage",
+    "Batch",
+    "Certify",
+    "CertifyCase",
+    "Checkpoint",
+    "Cluster",
+    "Config",
+    "Data",
+    "Eval",
+    "Fp8",
+    "Journal",
+    "Kl",
+    "Metrics",
+    "Mismatch",
+    "Model",
+    "Moe",
+    "Objective",
+    "Optimizer",
+    "Parallel",
+    "Publish",
+    "Recompute",
+    "Reward",
+    "RewardFunction",
+    "Rollout",
+    "Run",
+    "Section",
+    "Server",
+    "Sft",
+    "Source",
+    "Train",
+    "Watchdog",
+]
+
+
+class Config(Section):
+    """One run. See `configs/` for commented examples."""
+
+    run: Run
+    model: Model
+    algorithm: AlgorithmName = Field(
+        default="gspo",
+        description="Which recipe the objective follows; `custom` combines the keys of `objective` freely.",
+    )
+    objective: Objective = Objective()
+    advantage: Advantage = Advantage()
+    kl: Kl = Kl()
+    old_log_probs: Literal["trainer", "rollout"] = Field(
+        default="trainer",
+        description="trainer: recomputed by the trainer. rollout: SGLang's are used as they are (warned about).",
+    )
+    mismatch: Mismatch = Mismatch()
+    batch: Batch
+    cluster: Cluster = Field(default=Cluster(), json_schema_extra=MAY_CHANGE)
+    parallel: Parallel = Field(default=Parallel(), json_schema_extra=MAY_CHANGE)
+    precision: Literal["fp32", "bf16", "fp8"] = Field(
+        default="bf16",
+        description=(
+            "Parameters and matmuls; log-softmax and reductions are fp32 always. fp8: linear layers by Transformer"
+            " Engine, the rest bf16."
+        ),
+    )
+    fp8: Fp8 = Fp8()
+    moe: Moe = Moe()
+    recompute: Recompute = Recompute()
+    optimizer: Optimizer
+    train: Train | None = Field(default=None, description="Needed by `gspo-mega train`.")
+    data: Data
+    reward: Reward
+    rollout: Rollout
+    server: Server = Field(default=Server(), json_schema_extra=MAY_CHANGE)
+    publish: Publish = Field(default=Publish(), json_schema_extra=MAY_CHANGE)
+    eval: Eval | None = None
+    checkpoint: Checkpoint = Field(default=Checkpoint(), json_schema_extra=MAY_CHANGE)
+    journal: Journal = Field(default=Journal(), json_schema_extra=MAY_CHANGE)
+    metrics: Metrics = Field(default=Metrics(), json_schema_extra=MAY_CHANGE)
+    watchdog: Watchdog = Field(default=Watchdog(), json_schema_extra=MAY_CHANGE)
+    sft: Sft | None = None
+    certify: Certify = Certify()

@@ -1,0 +1,105 @@
+"""The sections about prompts and rewards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from gspo_mega.config.schema.section import MAY_CHANGE, Section
+
+
+class Source(Section):
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Shown in metrics and prompt ids.")
+    path: str = Field(min_length=1, description="JSONL file.")
+    weight: float = Field(default=1.0, gt=0, description="Relative share of prompts drawn from this source.")
+    reward: str | None = Field(
+        default=None,
+        description=(
+            "Reward for this source's prompts instead of `reward`: a built-in's name or package.module:function."
+        ),
+    )
+
+
+class Data(Section):
+    path: str | None = Field(
+        default=None, description="JSONL file of prompts and answers; short for one entry in `sources`."
+    )
+    sources: tuple[Source, ...] = Field(default=(), description="Several files with weights, instead of `path`.")
+    prompt_key: str = Field(
+        default="prompt", description="Key of the prompt text (or list of chat messages) in a line."
+    )
+    answer_key: str = Field(default="answer", description="Key of what the verifier compares with.")
+    response_key: str = Field(default="response", description="Key of the demonstration, for `gspo-mega sft`.")
+    chat_template: bool = Field(
+        default=True, description="Apply the tokenizer's chat template; False feeds the text as it is."
+    )
+    system_prompt: str | None = Field(
+        default=None, description="System message put before every prompt; needs chat_template."
+    )
+    max_prompt_tokens: int = Field(ge=1, description="Longer prompts are left out and counted.")
+    shuffle: bool = Field(default=True, description="A new order every epoch, from the run's seed.")
+    accept_changed: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")], ...] = Field(
+        default=(),
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "SHA-256 (its first 12 digits or more) of changed data files that a continued run accepts, for example with"
+            " a repaired row. The number of rows must be the same."
+        ),
+    )
+
+
+class RewardFunction(Section):
+    function: str = Field(min_length=1, description="A built-in verifier's name, or package.module:function.")
+    weight: float = Field(default=1.0, description="Weight in the sum.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Passed to the function as keyword arguments.")
+
+
+class Reward(Section):
+    functions: tuple[RewardFunction, ...] = Field(min_length=1, description="Reward = sum of weight x function.")
+    deadline_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        json_schema_extra=MAY_CHANGE,
+        description="Maximum time of one scoring; its process is killed after that.",
+    )
+    num_workers: int = Field(default=2, ge=1, json_schema_extra=MAY_CHANGE, description="Scoring processes.")
+    recycle_after: int = Field(
+        default=10_000, ge=1, json_schema_extra=MAY_CHANGE, description="Scorings after which a process is replaced."
+    )
+    permute_in_batch: bool = Field(
+        default=False,
+        description=(
+            "Control of an experiment: permute the rewards inside the batch, so that nothing can be learned from them."
+        ),
+    )
+    memory_bytes: int = Field(
+        default=2 * 1024**3,
+        ge=64 * 1024**2,
+        json_schema_extra=MAY_CHANGE,
+        description="Maximum address space that a scoring process may add after its start.",
+    )
+    file_bytes: int = Field(default=1024**3, ge=0, description="Maximum size of a file that a scoring process writes.")
+    environment: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "Environment variables that reward functions receive besides a short list of harmless ones"
+            " (docs/rewards.md)."
+        ),
+    )
+    network: bool = Field(
+        default=True,
+        description=(
+            "False: reward functions run in a network namespace without any network; refused where the kernel does not"
+            " allow that to this user."
+        ),
+    )
+    max_failed_fraction: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description=(
+            "Maximum share of a step's scorings that may fail; above it the run stops. Responses without a score are"
+            " not trained on."
+        ),
+    )

@@ -1,0 +1,175 @@
+"""The sections about what is learned: objective, advantages, KL term, batches, optimizer, and how long."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gspo_mega.config.recipes import RECIPES, Aggregation, Ratio
+from gspo_mega.config.schema.section import MAY_CHANGE, Section
+
+_PAPER = RECIPES["gspo"]
+
+
+class Objective(Section):
+    clip_low: float = Field(
+        default=_PAPER.clip_low, ge=0, description="Lower clip width of the ratio. The paper's: 3e-4."
+    )
+    clip_high: float = Field(
+        default=_PAPER.clip_high, ge=0, description="Upper clip width of the ratio. The paper's: 4e-4."
+    )
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="For A < 0, also bound the term from below by this times A. Off by default."
+    )
+    ratio: Ratio | None = Field(
+        default=None,
+        description=(
+            "With `algorithm: custom`: importance ratio of a sequence (GSPO), its token form (GSPO-token), or of a"
+            " token (GRPO)."
+        ),
+    )
+    aggregation: Aggregation = Field(
+        default=_PAPER.aggregation,
+        description="How tokens and sequences are averaged. The paper's: sequence_mean_token_mean.",
+    )
+    norm_constant_tokens: int | None = Field(
+        default=None, ge=1, description="The constant of sequence_mean_token_sum_norm."
+    )
+
+
+class Advantage(Section):
+    std_ddof: Literal[0, 1] = Field(default=0, description="0: population standard deviation; 1: sample.")
+    divide_by_std: bool = Field(default=True, description="False leaves A = r - mean.")
+
+
+class Kl(Section):
+    """A KL term to a frozen reference policy, with `algorithm: grpo` or `custom`. No reference is loaded when the
+    coefficient is 0."""
+
+    coefficient: float = Field(
+        default=0.0, ge=0, description="Weight of a KL term to a reference policy. GSPO has none."
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3",
+        description=(
+            "Estimator of KL(policy || reference) per token: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, with d = log"
+            " reference - log policy."
+        ),
+    )
+    reference_path: str | None = Field(
+        default=None, min_length=1, description="Hugging Face folder of the reference; model.path when absent."
+    )
+
+
+class Mismatch(Section):
+    """Correction of the gap between the two engines, pi_old(trainer) / mu(server), apart from the policy ratio."""
+
+    correction: Literal["none", "truncate", "mask"] = Field(
+        default="truncate",
+        description=(
+            "truncate: weigh a sequence by min(exp(mean log ratio), cap), detached. mask: drop sequences whose weight"
+            " leaves [1/cap, cap]."
+        ),
+    )
+    cap: float = Field(default=2.0, gt=1, description="Bound of the sequence-level importance weight.")
+    budget: float = Field(
+        default=0.5,
+        gt=0,
+        json_schema_extra=MAY_CHANGE,
+        description="Warn when the mean |sequence log mismatch| exceeds this share of clip_low + clip_high.",
+    )
+
+
+class Batch(Section):
+    prompts_per_step: int = Field(ge=1, description="Prompts per rollout batch.")
+    group_size: int = Field(ge=2, description="Trajectories per prompt (G).")
+    num_mini_batches: int = Field(default=4, ge=1, description="Optimizer steps per rollout batch. The paper's: 4.")
+    micro_batch_tokens: int = Field(
+        ge=1, description="Maximum tokens per packed forward pass of one data-parallel rank."
+    )
+    log_prob_chunk_tokens: int = Field(
+        default=512,
+        ge=1,
+        description=(
+            "Maximum response tokens whose logits are in memory at once: about this x vocabulary / tensor x 4 bytes, 6"
+            " for a bf16 head."
+        ),
+    )
+
+
+class Optimizer(Section):
+    lr: float = Field(gt=0, description="Peak learning rate of AdamW.")
+    min_lr: float = Field(default=0.0, ge=0, description="Learning rate at the end of a decaying schedule.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="After the warm-up.")
+    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, ge=0, description="Maximum global gradient norm; 0 turns clipping off.")
+    decay_norms_and_biases: bool = Field(
+        default=False, description="Weight decay on norms and biases too; by default on matrices alone."
+    )
+    distributed: bool = Field(default=True, description="Shard the optimizer state over data-parallel ranks.")
+    overlap: bool = Field(
+        default=False,
+        description=(
+            "Reduce gradients during the backward pass and, with `distributed`, gather parameters during the forward"
+            " pass."
+        ),
+    )
+    moments_dtype: Literal["fp32", "bf16", "fp8"] = Field(
+        default="fp32",
+        description=(
+            "Precision of Adam's moments. Below fp32, Transformer Engine's precision-aware Adam keeps them, with"
+            " `distributed`."
+        ),
+    )
+    cpu_offload_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the optimizer's state and step that is kept on the host; needs a GPU.",
+    )
+    max_skipped_in_a_row: int = Field(
+        default=3, ge=1, description="The run stops after this many non-finite gradients in a row."
+    )
+
+
+class Train(Section):
+    num_steps: int = Field(ge=1, json_schema_extra=MAY_CHANGE, description="Rollout batches to train on.")
+    from_rollouts: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Run folder whose recorded rollouts are trained on: no server, no publish, no held-out evaluation.",
+    )
+    rollouts_only: bool = Field(
+        default=False, description="Sample every step's batch from model.path into the journal, and train nothing."
+    )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "Maximum automatic restarts of a failed run within 24 hours, each from the last checkpoint. A run that made"
+            " no progress since the start before, or that only a person can fix, is not restarted."
+        ),
+    )
+
+
+class Sft(Section):
+    """Supervised cold start (`gspo-mega sft`): cross-entropy on `data.response_key`."""
+
+    max_steps: int = Field(ge=1, json_schema_extra=MAY_CHANGE, description="Maximum optimizer steps.")
+    sequences_per_step: int = Field(ge=1, description="Demonstrations per optimizer step.")
+    eval_every_steps: int = Field(ge=1, description="Measure sampled accuracy every this many optimizer steps.")
+    eval_from_step: int = Field(
+        default=0,
+        ge=0,
+        description="No measurement before this step: sampling from an untrained model is slow, and its accuracy is 0.",
+    )
+    stop_accuracy_low: float = Field(ge=0, le=1, description="Stop once sampled held-out accuracy is at least this ...")
+    stop_accuracy_high: float = Field(
+        ge=0, le=1, description="... and at most this; beyond it the run ends with an error."
+    )

@@ -1,0 +1,131 @@
+"""The sections about what a run measures, keeps and watches."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from gspo_mega.config.schema.section import MAY_CHANGE, Section
+
+
+class Eval(Section):
+    path: str = Field(min_length=1, description="JSONL file of held-out prompts; keys as in `data`.")
+    num_prompts: int | None = Field(
+        default=None, ge=1, description="Number of prompts, from the file's start; all when absent."
+    )
+    reward: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "Reward for held-out prompts instead of `reward`, as a source's own: a built-in's name or"
+            " package.module:function. When absent, the one that all data.sources have."
+        ),
+    )
+    correct_threshold: float | None = Field(
+        default=None,
+        description=(
+            "Minimum reward of a correct response; when absent, what the reward functions declare: a built-in"
+            " verifier's 1, or `correct` in a result."
+        ),
+    )
+    samples_per_prompt: int = Field(default=1, ge=1, description="Responses sampled per prompt.")
+    temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
+    every_steps: int = Field(
+        default=0,
+        ge=0,
+        json_schema_extra=MAY_CHANGE,
+        description="Evaluate every this many steps; 0: only before and after training.",
+    )
+
+
+class Checkpoint(Section):
+    every_steps: int = Field(
+        default=0, ge=0, description="Save every this many steps; 0: only at the end and on a stop."
+    )
+    keep_last: int = Field(default=2, ge=1, description="Checkpoints kept.")
+    keep_every: int = Field(
+        default=0, ge=0, description="Keep checkpoints of steps that are a multiple of this for good; 0: none."
+    )
+    asynchronous: bool = Field(
+        default=False,
+        description=(
+            "Continue training while a checkpoint is written; needs host memory for a copy of weights and optimizer"
+            " state."
+        ),
+    )
+    export_every_steps: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "Also write the weights as a Hugging Face folder, hf_steps/step_N, every this many steps; 0: only at the"
+            " end, as hf."
+        ),
+    )
+
+
+class Journal(Section):
+    keep_last: int | None = Field(
+        default=None, ge=1, description="Steps whose trajectories stay in the run folder's journal; all when absent."
+    )
+    prune_routes: bool = Field(
+        default=False,
+        description=(
+            "Remove the routed experts, its largest part, from a step's record once a checkpoint with that step is on"
+            " disk. R3 cannot be replayed from such a record."
+        ),
+    )
+
+
+class Watchdog(Section):
+    """When ranks count as stuck; the run then ends as failed (see train.max_restarts). A bound limits the time without
+    progress: no micro-batch, no trajectory, no message. Absent bounds follow from the phase's deadlines and the plan.
+    """
+
+    enabled: bool = Field(
+        default=True, description="False: only the timeout of collectives (30 minutes) notices a stuck rank."
+    )
+    silence_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        description="Maximum time without a sign of life from a rank's process (stopped, or its interpreter blocked).",
+    )
+    start_seconds: float | None = Field(
+        default=None, gt=0, description="Maximum time without progress until the servers are ready; 3600 when absent."
+    )
+    rollout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Maximum time without a new token or a scored trajectory in a rollout; that of all attempts of one request"
+            " when absent."
+        ),
+    )
+    train_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "Maximum time without a micro-batch in a forward or training pass; 900, or the plan's time of a step, when"
+            " absent."
+        ),
+    )
+    publish_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum time of a publish; a little over twice publish.deadline_seconds when absent.",
+    )
+    eval_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum time without progress in an evaluation; that of rollout_seconds when absent.",
+    )
+    checkpoint_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum time of a save or export; 1800, or ten times the plan's time of a save, when absent.",
+    )
+    other_seconds: float | None = Field(
+        default=None, gt=0, description="Maximum time without progress in anything else; 900 when absent."
+    )
+
+
+class Metrics(Section):
+    tensorboard: bool = Field(default=True, description="Write TensorBoard events beside metrics.jsonl.")

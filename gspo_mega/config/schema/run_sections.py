@@ -1,0 +1,125 @@
+"""The sections about the run, its model and the machines: what it is called, where it runs, how it is laid out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gspo_mega.config.schema.section import MAY_CHANGE, Section
+
+
+class Run(Section):
+    name: str = Field(
+        min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; its folder is <dir>/<name>."
+    )
+    dir: str = Field(
+        default="runs",
+        min_length=1,
+        json_schema_extra=MAY_CHANGE,
+        description="Folder that holds run folders. Shared by all nodes.",
+    )
+    seed: int = Field(default=1, ge=0, lt=2**31, description="Seeds prompt order, sampling and every rank's RNG.")
+
+
+class Model(Section):
+    path: str = Field(
+        min_length=1, description="Hugging Face folder (config.json, safetensors, tokenizer) to start from."
+    )
+    weights: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "Folder that tools/hf_to_megatron.py wrote. `train` and `sft` start with its weights instead of the"
+            " safetensors in `path`."
+        ),
+    )
+
+
+class Cluster(Section):
+    num_nodes: int = Field(default=1, ge=1, description="Trainer nodes.")
+    ranks_per_node: int = Field(
+        default=1, ge=1, description="Trainer ranks per node; each has one GPU where there are GPUs."
+    )
+    gpus_per_node: int | None = Field(default=None, ge=1, description="GPUs per machine; ranks_per_node when absent.")
+    gpu: Literal["A100", "H100", "H200", "B200"] | None = Field(
+        default=None, description="GPU type for which `gspo-mega plan` estimates memory and time."
+    )
+    gpu_memory_gib: float | None = Field(
+        default=None, gt=0, description="Memory of one GPU in GiB, in place of the memory of `gpu`."
+    )
+    num_rollout_nodes: int = Field(
+        default=0,
+        ge=0,
+        description="Nodes of a Slurm job that run only servers; 0: the servers share the trainer nodes.",
+    )
+
+
+class Parallel(Section):
+    """Megatron's sizes. Data parallelism is what is left: world / (tensor x pipeline x context)."""
+
+    tensor: int = Field(default=1, ge=1, description="Tensor-parallel size.")
+    pipeline: int = Field(default=1, ge=1, description="Pipeline-parallel size.")
+    virtual_pipeline: int | None = Field(
+        default=None, ge=2, description="Model chunks per pipeline rank; none by default."
+    )
+    context: int = Field(default=1, ge=1, description="Context-parallel size.")
+    expert: int = Field(default=1, ge=1, description="Expert-parallel size.")
+    expert_tensor: int = Field(default=1, ge=1, description="Tensor-parallel size inside experts.")
+    sequence: bool = Field(default=True, description="Sequence parallelism; has an effect with tensor > 1 only.")
+    expert_dispatcher: Literal["alltoall", "allgather"] = Field(
+        default="alltoall", description="Megatron's token dispatcher."
+    )
+
+
+class Recompute(Section):
+    granularity: Literal["none", "full"] = Field(
+        default="none", description="`full` recomputes whole layers in the backward pass."
+    )
+    num_layers: int = Field(default=1, ge=1, description="Layers per recomputed block.")
+
+
+class Fp8(Section):
+    """With `precision: fp8`: how Transformer Engine's linear layers compute. Router, embeddings, LM head, norms and
+    attention stay in bf16.
+    """
+
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
+        default="blockwise",
+        description=(
+            "Scaling of FP8 products. delayed and tensorwise: Ada, Hopper and later; blockwise: Hopper with CUDA 12.9;"
+            " mxfp8: Blackwell."
+        ),
+    )
+    parameters: bool = Field(
+        default=False, description="Keep the linear layers' parameters in FP8 too, beside the optimizer's fp32 ones."
+    )
+
+
+class Moe(Section):
+    """Mixture of experts; what the model itself fixes (experts, top-k, score function) is in its config.json."""
+
+    load_balancing: Literal["none", "aux_loss"] = Field(
+        default="none",
+        description=(
+            "aux_loss: Megatron's load-balancing loss of each layer, over the positions of a micro-batch, in training"
+            " passes."
+        ),
+    )
+    load_balancing_coefficient: float = Field(default=0.0, ge=0, description="Weight of that loss.")
+    z_loss_coefficient: float = Field(default=0.0, ge=0, description="Weight of the router's z-loss; 0 turns it off.")
+    expert_bias_update_rate: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "How far the expert bias moves towards balance per optimizer step; 0 freezes it. Only for models that have"
+            " such a bias (deepseek_v3)."
+        ),
+    )
+    routing_replay: Literal["none", "R2", "R3"] = Field(
+        default="none",
+        description=(
+            "R2: the training passes go through the experts of the old pass. R3: all passes go through the experts that"
+            " SGLang chose."
+        ),
+    )

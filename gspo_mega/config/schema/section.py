@@ -1,0 +1,39 @@
+"""What every section of the schema is: frozen, strict, without unknown keys; and what its keys say about themselves."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.config import JsonDict
+
+# `Field(..., json_schema_extra=MAY_CHANGE)`: the key, or the whole section, may differ when a run is continued, because
+# it changes nothing of what is learned from a step (another layout: to rounding). All other keys must stay.
+MAY_CHANGE: JsonDict = {"may_change": True}
+
+
+class Section(BaseModel):
+    """A part of a run's configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside `X`, `X | None` or `tuple[X, ...]`; None where there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in typing.get_args(annotation) if (found := section_of(inner)) is not None), None)
+
+
+def may_change(model: type[BaseModel], key: str) -> bool:
+    """Whether the dotted `key` of `model` may differ when a run is continued, itself or with a section around it."""
+    section: type[BaseModel] | None = model
+    for part in key.split("."):
+        field = None if section is None else section.model_fields.get(part)
+        if field is None:
+            return False
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("may_change"):
+            return True
+        section = section_of(field.annotation)
+    return False

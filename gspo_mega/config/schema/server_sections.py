@@ -1,0 +1,143 @@
+"""The sections about sampling: requests, SGLang servers, and publishing weights to them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from gspo_mega.config.schema.section import MAY_CHANGE, Section
+
+
+class Rollout(Section):
+    max_new_tokens: int = Field(ge=1, description="Maximum tokens per response.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Probability mass that tokens are sampled from; 1: all tokens."
+    )
+    top_k: int = Field(
+        default=-1, ge=-1, description="Number of most probable tokens that are sampled from; -1: all tokens."
+    )
+    max_concurrent_requests: int = Field(
+        default=256, ge=1, json_schema_extra=MAY_CHANGE, description="Maximum open requests per server."
+    )
+    progress_deadline_seconds: float = Field(
+        default=120.0,
+        gt=0,
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "Maximum time without a new token, after which a request continues from its tokens on another server. A"
+            " request that makes progress is never ended."
+        ),
+    )
+    request_deadline_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "Maximum time of one whole response, from when a server first takes it. The run then stops with an error,"
+            " because leaving the response out would favour short ones. No bound when absent."
+        ),
+    )
+    max_attempts: int = Field(
+        default=8,
+        ge=1,
+        json_schema_extra=MAY_CHANGE,
+        description="Attempts of one request in a row without a new token, after which the run stops.",
+    )
+    no_server_deadline_seconds: float = Field(
+        default=1500.0,
+        gt=0,
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "Maximum wait for any healthy server, after which the run stops; above server.start_deadline_seconds."
+        ),
+    )
+    max_staleness: Literal[0] = Field(
+        default=0, description="Maximum number of steps by which a trajectory's weights may lag. Only 0 is supported."
+    )
+    filter_constant_groups: bool = Field(
+        default=False, description="Drop groups whose rewards are all equal and sample others in their place."
+    )
+    max_oversampling: float = Field(
+        default=3.0,
+        ge=1,
+        description="With the filter: maximum prompts sampled per step, as a multiple of prompts_per_step.",
+    )
+    return_routed_experts: bool = Field(
+        default=False, description="Let the servers return the experts that each token went to (MoE)."
+    )
+
+
+class Server(Section):
+    num_servers: int = Field(
+        default=1, ge=1, description="SGLang servers that `gspo-mega train` starts on this machine."
+    )
+    tensor: int = Field(default=1, ge=1, description="Tensor-parallel size of one server.")
+    host: str = Field(
+        default="127.0.0.1",
+        description=(
+            "Address to bind and to register: this machine's own, IPv4 or IPv6; every form of the wildcard is refused."
+        ),
+    )
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "Python that servers run in, with SGLang (launch/env/gpu-server.txt); the ranks' own when absent. Under"
+            " Slurm in place of GSPO_SERVER_PYTHON, in the servers' container."
+        ),
+    )
+    start_deadline_seconds: float = Field(
+        default=300.0, gt=0, description="Maximum time from a server's start until it is healthy."
+    )
+    max_restarts: int = Field(
+        default=5,
+        ge=0,
+        description=(
+            "Maximum restarts of one server, forgiven ones not counted. After that the run continues without the"
+            " server, and ends when none is left."
+        ),
+    )
+    restart_forgiven_after_seconds: float = Field(
+        default=3600.0, gt=0, description="A server that stays healthy for this time has one restart forgiven."
+    )
+    max_total_tokens: int | None = Field(
+        default=None, ge=1, description="KV-cache size; SGLang's own choice when absent."
+    )
+    memory_fraction: float = Field(default=0.85, gt=0, lt=1, description="SGLang's mem_fraction_static.")
+    context_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum prompt + response tokens; max_prompt_tokens + max_new_tokens when absent.",
+    )
+    attention_backend: str | None = Field(
+        default=None, description="SGLang's attention backend; on CPU the batched one of this package by default."
+    )
+    log_level: Literal["error", "warning", "info", "debug"] = "warning"
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description=(
+            "Further SGLang ServerArgs fields, checked against the installed version. Refused: what this package sets"
+            " itself, what runs foreign code, opens the server, or makes it hold other weights."
+        ),
+    )
+
+
+class Publish(Section):
+    method: Literal["disk", "distributed"] = Field(
+        default="disk", description="disk: through the run folder. distributed: a broadcast group with the servers."
+    )
+    deadline_seconds: float = Field(default=300.0, gt=0, description="Maximum time of one publish.")
+    bucket_bytes: int = Field(
+        default=256 * 1024**2, ge=1024, description="Size of one broadcast with `method: distributed`."
+    )
+    verify: Literal["auto", "tensors", "replicas"] = Field(
+        default="auto",
+        description=(
+            "tensors: every server tensor's checksum equals what was sent (servers with tensor 1 without GPUs)."
+            " replicas: all servers agree, exactly what changed in the trainer changed, and a publish is proved to"
+            " reach every tensor once per server start. auto: tensors where it is possible, else replicas."
+        ),
+    )
+    keep_last: int = Field(default=2, ge=1, description="Published versions kept on disk.")

@@ -1,0 +1,51 @@
+"""What may differ when a run is continued stands beside each key in the schema."""
+
+from __future__ import annotations
+
+import pytest
+
+from gspo_mega.config.explain import all_keys
+from gspo_mega.config.schema import Config
+from gspo_mega.config.schema.section import may_change
+
+# Written out, so that a mark that is lost or added by mistake is noticed. A section stands for all its keys.
+MAY_CHANGE = {
+    "run.dir",
+    "cluster",
+    "parallel",
+    "train.num_steps",
+    "train.max_restarts",
+    "sft.max_steps",
+    "eval.every_steps",
+    "checkpoint",
+    "journal",
+    "metrics",
+    "watchdog",
+    "server",
+    "publish",
+    "rollout.max_concurrent_requests",
+    "rollout.progress_deadline_seconds",
+    "rollout.request_deadline_seconds",
+    "rollout.max_attempts",
+    "rollout.no_server_deadline_seconds",
+    "reward.deadline_seconds",
+    "reward.num_workers",
+    "reward.recycle_after",
+    "reward.memory_bytes",
+    "mismatch.budget",
+    "data.accept_changed",
+}
+
+
+def test_the_keys_that_may_change():
+    for path in all_keys():
+        key = ".".join(path)
+        expected = key in MAY_CHANGE or path[0] in MAY_CHANGE
+        assert may_change(Config, key) == expected, key
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"), [("server.options.some_option", True), ("unknown.key", False), ("optimizer.unknown", False)]
+)
+def test_keys_below_a_section_or_outside_the_schema(key, expected):
+    assert may_change(Config, key) == expected
