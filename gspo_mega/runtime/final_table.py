@@ -41,9 +41,9 @@ def run_table(session: Session) -> tuple[str, dict[str, Any]]:
             rows.append([f"  {phase}", f"{spent:.1f} s  {spent / seconds:4.0%}"])
     rows += [
         ["clip fraction, mean", f"{mean('policy/clip_fraction'):.3f}"],
-        ["mismatch k3 (KL a token), mean", f"{mean('mismatch/k3'):.1e} nats"],
-        ["mismatch |d| a token, mean", f"{mean('mismatch/abs_log_ratio_mean'):.1e} nats"],
-        ["mismatch |d| a token, largest", f"{totals.get('mismatch/abs_log_ratio_max', 0.0):.1e} nats"],
+        ["mismatch k3 (KL per token), mean", f"{mean('mismatch/k3'):.1e} nats"],
+        ["mismatch |d| per token, mean", f"{mean('mismatch/abs_log_ratio_mean'):.1e} nats"],
+        ["mismatch |d| per token, largest", f"{totals.get('mismatch/abs_log_ratio_max', 0.0):.1e} nats"],
     ]
     text = ["", final_table(rows), ""]
     text += [f"notice   {notice}" for notice in session.context.notices]

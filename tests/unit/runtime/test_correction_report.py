@@ -65,7 +65,7 @@ def run(config, num_steps, *ratios):
     summary, said = {}, []
     for step in range(num_steps):
         note_correction(summary, correction_metrics(config, ratios[min(step, len(ratios) - 1)]))
-        said.append(correction_notice(config, summary))
+        said.append(correction_notice(config.mismatch, summary))
     return summary, said
 
 
@@ -78,19 +78,19 @@ def test_that_it_never_acted_is_said_once_a_run(config):
         == "notice   mismatch.correction truncate has not acted in 100 steps: no weight reached the cap 2; all weights"
         " were between 0.980199 and 1.0202"
     )
-    assert correction_notice(config(), summary, at_end=True) is None
+    assert correction_notice(config().mismatch, summary, at_end=True) is None
 
 
 def test_a_shorter_run_says_it_at_its_end(config):
     summary, said = run(config(correction="mask"), 3, ORDINARY)
     assert said == [None] * 3
     assert "mask has not acted in 3 steps: no sequence was dropped by the cap 2" in correction_notice(
-        config(correction="mask"), summary, at_end=True
+        config(correction="mask").mismatch, summary, at_end=True
     )
 
 
 def test_nothing_is_said_of_one_that_acted_or_is_off(config):
     summary, said = run(config(), NOTICE_AFTER_STEPS, ORDINARY, torch.tensor([1.0], dtype=torch.float64), ORDINARY)
-    assert not any(said) and correction_notice(config(), summary, at_end=True) is None
+    assert not any(said) and correction_notice(config().mismatch, summary, at_end=True) is None
     summary, said = run(config(correction="none"), NOTICE_AFTER_STEPS, ORDINARY)
-    assert summary == {} and not any(said) and correction_notice(config(), summary, at_end=True) is None
+    assert summary == {} and not any(said) and correction_notice(config().mismatch, summary, at_end=True) is None
