@@ -58,7 +58,7 @@ def _text(descriptor: int) -> io.TextIOWrapper:
 
 
 def console(attempt: Attempt) -> Callable[[str], None]:
-    """A function that shows a line to the user: it writes it to console.log, which the supervisor shows, and the log."""
+    """A function that shows the user a line: it writes to console.log, which the supervisor shows, and to the log."""
 
     def show(line: str) -> None:
         try:

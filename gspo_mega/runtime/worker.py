@@ -2,8 +2,8 @@
 
 Owns what surrounds the work of a rank: log, signals, torch.distributed, the error record, the exit code. Reads RANK,
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the supervisor or torchrun sets. In a step of a Slurm job
-only the last two are set; the others are srun's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. The work itself is `loop.py`,
-`sft_loop.py` or `evaluate.py`.
+only the last two are set; the others are srun's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. The work itself is
+`loop.py`, `sft_loop.py` or `evaluate.py`.
 
 Exit code: 0 done; 75 stopped on request, to be continued by the same command; otherwise the error's.
 """

@@ -50,7 +50,7 @@ def test_files_that_are_not_there_are_named_at_their_keys(files):
     config = load().path
     assert [line.split(" (relative")[0] for line in str(caught.value).splitlines()] == [
         f"{config}:5:8: data.path: {train}: no such file",
-        f"{config}:10:8: eval.path: {held_out}: no rows; one JSON object a line was expected",
+        f"{config}:10:8: eval.path: {held_out}: no rows; expected is one JSON object per line",
     ]
     with pytest.raises(DataError, match="held_out"):  # what eval does not read is not looked at
         check_inputs(load(), "eval")
