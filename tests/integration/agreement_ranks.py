@@ -168,7 +168,9 @@ class Trainer:
         message = [None]
         trajectories: list[Trajectory] = []
         if self.pool is not None:
-            collector = Collector(config, self.pool, self.prompts, random_reward, str, END_TOKENS)
+            collector = Collector(
+                config.rollout, config.batch, config.reward, self.pool, self.prompts, random_reward, str, END_TOKENS
+            )
             batch = collector.take(step)
             fill_advantages(batch, config, step)
             trajectories, message = batch.trajectories, [assemble(batch, config, self.layout, step)]
