@@ -110,7 +110,11 @@ def tree(tmp_path, files):
             "from torch import distributed",
             "torch.distributed belongs in certify, checkpoint, doctor/all_reduce_probe.py, engine, runtime, weights",
         ),
-        ("gspo_mega/runtime/x.py", "import aiohttp", "aiohttp belongs in episodes/endpoint.py, report/live.py, rollout"),
+        (
+            "gspo_mega/runtime/x.py",
+            "import aiohttp",
+            "aiohttp belongs in episodes/endpoint.py, report/live.py, rollout",
+        ),
         ("gspo_mega/runtime/x.py", "import sglang.srt", "sglang belongs in rollout"),
         ("gspo_mega/weights/x.py", "from pickle import loads", "pickle belongs in checkpoint/safe_pickle.py"),
         ("gspo_mega/engine/x.py", "import os\nos.environ['A'] = '1'", "os.environ belongs in"),
