@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from gspo_mega.checkpoint.convert import to_megatron
 from gspo_mega.checkpoint.safe_pickle import read_index, refuse_code, safe_loads
@@ -112,6 +113,31 @@ def test_names_that_are_not_on_the_list_are_refused(name):
     )
     with pytest.raises(pickle.UnpicklingError, match="it asks for"):
         safe_loads(data)
+
+
+class Reduced:
+    """Pickles to a call of `function` with these arguments."""
+
+    def __init__(self, function, *arguments):
+        self.parts = function, arguments
+
+    def __reduce__(self):
+        return self.parts
+
+
+def test_members_of_enumerations_as_older_pythons_write_them():
+    """Up to 3.11.3 Python pickles a member as `getattr(its class, its name)`, and an index has such members."""
+    assert safe_loads(pickle.dumps(Reduced(getattr, WriteItemType, "TENSOR"))) is WriteItemType.TENSOR
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(WriteItemType, "__class__"), (WriteItemType, "mro"), (MetadataIndex, "__init__"), (torch.float32, "to_complex")],
+    ids=str,
+)
+def test_getattr_looks_up_nothing_else(arguments):
+    with pytest.raises(pickle.UnpicklingError, match="no member of an enumeration"):
+        safe_loads(pickle.dumps(Reduced(getattr, *arguments)))
 
 
 def test_what_megatron_may_load_is_let_through(folder):
