@@ -45,7 +45,7 @@ class OldLogProbs:
 class PassOutput:
     """The output of one micro-batch, this rank's part.
 
-    `loss`: the 0-d float64 or float32 tensor that this rank back-propagates, None in a forward-only pass. `columns`:
+    `loss`: the 0-d float64 tensor that this rank back-propagates, None in a forward-only pass. `columns`:
     per-sequence parts, [S] or [S, K] float64; reference log-probs are [N] float32 nats. `totals`: parts of sums over
     the mini-batch, [K] float64. `old`: the result of the old pass.
     """
