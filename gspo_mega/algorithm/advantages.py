@@ -19,7 +19,7 @@ def group_advantages(
     A group whose rewards are all equal has no signal: exactly 0, decided by comparing the rewards, because (r - mean) /
     std of a rounding error is a number of size one. For the same reason rewards are equal that differ by rounding
     alone, max r - min r <= 1024 eps max |r| with float64's eps = 2^-52 (`records.REWARD_TOLERANCE`): 0.1 + 0.2 and 0.3
-    are. Without signal is a group of at most `std_ddof` members, too.
+    are. A group of at most `std_ddof` members has no signal either.
 
     Raises ValueError for a non-finite reward or shapes that differ.
     """

@@ -50,7 +50,7 @@ def policy_sums(
 
     Arguments as given to `policy_objective`. A sequence counts as its tokens held here over its length, so the
     parts of context-parallel ranks add up to one; for the token forms a sequence counts as clipped by the share
-    of its tokens that are. `*_mass` is |A| by sign, in sequences, and what of it was clipped away.
+    of its tokens that are. `*_mass` is |A| by sign, in sequences, and the part of it that was clipped away.
     """
     active = mask.bool()
     share = torch.where(active, 1.0 / lengths.double().clamp(min=1.0)[segment_ids], 0.0)

@@ -39,9 +39,7 @@ class ReferenceKl:
 
 
 def token_kl(estimator: Estimator, d: Tensor) -> Tensor:
-    """k of each d = log reference - log policy, elementwise, float64 nats. Raises ValueError for an unknown
-    estimator.
-    """
+    """k of each `d` = log reference - log policy: both [T] float64 nats. Raises ValueError for an unknown estimator."""
     if estimator == "k1":
         return -d
     if estimator == "k2":

@@ -57,8 +57,9 @@ def sequence_mismatch_weights(mean_log_ratio: Tensor, mode: Correction, cap: flo
 
 
 def acted_on(mean_log_ratio: Tensor, mode: Correction, cap: float) -> Tensor:
-    """Which sequences the bound of `sequence_mismatch_weights` changes: weights cut to the cap, or sequences dropped.
-    [S] bool.
+    """Which sequences the bound of `sequence_mismatch_weights` changes, its arguments here: [S] bool.
+
+    True where `truncate` cuts the weight to the cap, or `mask` drops the sequence; nowhere for `none`.
     """
     log_ratio, log_cap = mean_log_ratio.detach().double(), math.log(cap)
     if mode == "truncate":

@@ -67,6 +67,8 @@ def sequence_log_ratio_sums(
 ) -> Tensor:
     """Sum over the active tokens held here of log_probs - old_log_probs: [S] float64, nats.
 
+    `log_probs` (with gradient), `old_log_probs`: [T] nats; `mask`: [T]; `segment_ids`: [T] int64, all local.
+
     Divided by the global response length it is log s_i of arXiv:2507.18071, Eq. 7. No clamp: a clamped
     log-ratio has a zero gradient exactly where the policy moved furthest.
     """

@@ -21,7 +21,7 @@ _INSIDE, _OUTSIDE = 0.4, 2.5
 
 @dataclass
 class Draws:
-    """How often the tokens of each prompt and of each response, in the batch's order, were drawn anew."""
+    """How often the tokens of each prompt and of each response, in the batch's order, were drawn again."""
 
     prompts: list[int]
     responses: list[int]
@@ -89,7 +89,7 @@ def recorded_batch(config: Config, vocab_size: int, draws: Draws | None = None) 
 def redraw(batch: RolloutBatch, unwanted: Sequence[np.ndarray], draws: Draws) -> bool:
     """Count one more draw of every prompt and response with an unwanted token. False when there is none.
 
-    `unwanted`: [prompt + response - 1] bool a trajectory, over the positions that predictions come from.
+    `unwanted`: [prompt + response - 1] bool per trajectory, over the positions that predictions come from.
     """
     prompts, responses = set(), set()
     for place, (trajectory, marks) in enumerate(zip(batch.trajectories, unwanted, strict=True)):
@@ -108,7 +108,7 @@ def redraw(batch: RolloutBatch, unwanted: Sequence[np.ndarray], draws: Draws) ->
 def old_log_probs(
     batch: RolloutBatch, log_probs: Sequence[np.ndarray], config: Config, on_edges: bool = False
 ) -> list[np.ndarray]:
-    """What is recorded as sampled, [R] float32 a trajectory, so that the policy with `log_probs` has known ratios.
+    """What is recorded as sampled, [R] float32 per trajectory, so that the policy with `log_probs` has known ratios.
 
     log s_i = mean over active tokens of log_probs - recorded is, in turn, well inside the clip range, above it, inside,
     below it. With `on_edges` it is the upper or the lower edge itself, where rounding decides. Single tokens differ

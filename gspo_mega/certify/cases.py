@@ -130,8 +130,8 @@ def _resolve(
 
 
 def starts(cases: Sequence[Case], cases_a_start: int) -> Iterator[list[Case]]:
-    """Cases in the order they are run: those of as many ranks together, at most `cases_a_start` to one start of
-    ranks.
+    """Cases in the order they run: those with the same number of ranks together, at most `cases_a_start` per start
+    of ranks.
     """
     by_ranks: dict[int, list[Case]] = {}
     for case in cases:

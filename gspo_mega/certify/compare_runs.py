@@ -24,8 +24,9 @@ NumbersOrEdges = TypeVar("NumbersOrEdges", Numbers, Edges)
 
 @dataclass(frozen=True)
 class Tolerance:
-    """`log_prob`: nats a token, absolute. `loss`: of mean |s_i A_i|. `gradient`: relative L2 of each tensor. `weights`:
-    relative L2 of the whole update."""
+    """`log_prob`: nats per token, absolute. `loss`: relative to mean |s_i A_i|. `gradient`: relative L2 of each tensor.
+    `weights`: relative L2 of the whole update.
+    """
 
     log_prob: float
     loss: float
@@ -35,8 +36,7 @@ class Tolerance:
 
 TOLERANCES = {
     "fp32": Tolerance(log_prob=1e-5, loss=1e-5, gradient=1e-5, weights=1e-4),
-    # 8 bits: a rounding of 2^-9 a product, and weights that are exported rounded after an update not much larger than
-    # that.
+    # 8 bits: each product is rounded by up to 2^-9, and exported weights by about the size of the update.
     "bf16": Tolerance(log_prob=1e-1, loss=1e-3, gradient=1e-1, weights=5e-1),
     # Not yet measured on a GPU.
     "fp8": Tolerance(log_prob=5e-1, loss=1e-2, gradient=3e-1, weights=8e-1),
@@ -45,7 +45,7 @@ TOLERANCES = {
 
 @dataclass
 class Difference:
-    """Of one kind: the largest, and where it is."""
+    """The largest difference of one kind, and its place."""
 
     value: float = 0.0
     place: str = ""
@@ -57,7 +57,7 @@ class Difference:
 
 
 class Reference:
-    """A folder: numbers.json, and a float32 .npy a tensor of the gradient and of the update of the weights."""
+    """A folder: numbers.json, and one float32 .npy per tensor of the gradient and of the trained weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,11 +81,11 @@ class Reference:
 
     @property
     def recorded_on_edges_file(self) -> Path:
-        """The same that puts every sequence on a clip edge, under routers with ties."""
+        """Old log-probs that put every sequence on a clip edge, under routers with ties; [sum R] float32."""
         return self.folder / "recorded_on_edges.npy"
 
     def save(self, name: str, numbers: Numbers | Edges) -> None:
-        """JSON beside .npy arrays, as `load` wants them."""
+        """Write JSON beside .npy arrays, as `load` reads them."""
         values = asdict(numbers)
         for key, value in values.items():
             if isinstance(value, np.ndarray):
@@ -115,7 +115,7 @@ class Reference:
 
 
 class Comparison:
-    """Differences of one case from the reference, filled as its numbers come."""
+    """Differences of one case from the reference, filled as its numbers arrive."""
 
     def __init__(self, reference: Reference, edges: tuple[float, float]) -> None:
         """`edges`: the clip range of log s_i."""
@@ -131,8 +131,8 @@ class Comparison:
             self.gradient.note(_relative(_norm(tensor.cpu().numpy() - want), _norm(want)), name)
 
     def take_weights(self, tensors: Tensors, start: HuggingFaceFolder) -> None:
-        """Of the whole update: Adam divides by |gradient|, so one tensor of tiny gradients shows their rounding
-        alone.
+        """Relative L2 of the whole update. Adam divides by |gradient|, so a single tensor with tiny gradients would
+        show only their rounding.
         """
         worst = Difference()
         for name, tensor in tensors:
@@ -174,7 +174,7 @@ class Comparison:
 
 
 def outside(result: dict[str, Any], tolerance: Tolerance) -> list[str]:
-    """The kinds of number that are further off than allowed. A NaN is."""
+    """The kinds of difference above the tolerance, NaN included."""
     kinds = ("log_prob", "loss", "gradient", "weights")
     return [
         kind for kind in kinds if result[kind] is not None and not result[kind]["value"] <= getattr(tolerance, kind)

@@ -36,7 +36,7 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 @dataclass
 class Numbers:
     """The same on every rank. `log_probs` [sum R] float64 nats, 0 at masked tokens; `log_s` [n] float64 by trajectory;
-    `sums`: POLICY_SUMS of the mini-batch by name; `grad_norms` one an optimizer step; `routes`: of `gather_routes`."""
+    `sums`: POLICY_SUMS of the mini-batch by name; `grad_norms` one per optimizer step; `routes`: of `gather_routes`."""
 
     log_probs: np.ndarray
     log_s: np.ndarray
@@ -65,7 +65,7 @@ class Measurement:
         """This rank's micro-batches of the one mini-batch, with the old log-probs that the batch holds now."""
         trajectories = self.batch.trajectories
         planned = plan_batch(trajectories, self.config, self.layout, 0)
-        plans = packing(self.kind, len(trajectories), self.config, self.layout, planned)
+        plans = packing(self.kind, len(trajectories), self.config.run.seed, self.layout, planned)
         return assemble(self.batch, self.config, self.layout, 0, plans)[self.engine.groups.data.rank][0]
 
     def log_probs(self) -> np.ndarray:

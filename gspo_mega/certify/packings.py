@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import RankPlan
 from gspo_mega.plan.layout import Layout
 
 _UNEVEN_PACK_SEQUENCES = 3
 
 
-def packing(
-    kind: str, num_trajectories: int, config: Config, layout: Layout, planned: list[RankPlan]
-) -> list[RankPlan]:
+def packing(kind: str, num_trajectories: int, seed: int, layout: Layout, planned: list[RankPlan]) -> list[RankPlan]:
     """The plans of all data-parallel ranks for one mini-batch in the packing `kind` (`certify.cases[].packing`).
 
-    `planned`: those of training. All ranks get equally many packs, empty ones (filler) where sequences run out.
+    `planned`: the plans of training; `seed` orders the random ones. All ranks get equally many packs, empty ones
+    (filler) where sequences run out.
     """
-    rng = np.random.default_rng((config.run.seed, 9))
+    rng = np.random.default_rng((seed, 9))
     if kind == "planned":
         return planned
     if kind == "shuffled":
@@ -38,7 +36,7 @@ def packing(
         shards.append(rest)
         step = _UNEVEN_PACK_SEQUENCES
         return _equal_counts([[shard[i : i + step] for i in range(0, len(shard), step)] for shard in shards])
-    raise ValueError(f"packing {kind!r}")
+    raise ValueError(f"packing {kind!r}; valid: planned, shuffled, one_pack, one_each, uneven")
 
 
 def _shuffled(packs: list[list[int]], rng: np.random.Generator) -> list[list[int]]:

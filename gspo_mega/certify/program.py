@@ -38,7 +38,7 @@ def certify(
     worker_command: Sequence[str] = WORKER_COMMAND,
 ) -> int:
     """Run the cases of `loaded` (read with `overrides`) and show the table. Returns 0 when every case holds, 1 when one
-    does not, 130 when stopped. `worker_command`: what a rank is, before its own arguments.
+    does not, 130 when stopped. `worker_command`: the command of a rank without its own arguments.
 
     Raises ConfigError or PlanError before anything starts.
     """
@@ -76,7 +76,7 @@ def certify(
 def _row(case: Case, result: dict[str, Any] | None, error: str) -> Row:
     if result is None:
         return Row(case, None, error=error)
-    # Only the comparison knows its tolerances; it said what is outside.
+    # The comparison knows its tolerances and lists what is outside.
     return Row(case, result, tuple(result["outside"]))
 
 
@@ -90,7 +90,7 @@ def _start(
     say: Callable[[str], None],
     worker_command: Sequence[str],
 ) -> int:
-    """Lead ranks through some cases; after a case that fails, through the rest with new ones."""
+    """Run some cases on one start of ranks; after a case that fails, run the rest on new ranks."""
     left = list(together)
     while left:
         specs = [_with_weights(case.spec, case.model, folder, loaded.config.run.seed) for case in left]

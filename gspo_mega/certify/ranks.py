@@ -1,4 +1,4 @@
-"""A rank of `gspo-mega certify`: led through its start's cases in one living process.
+"""A rank of `gspo-mega certify`: runs the cases of its start one after another in one process.
 
 The cases are `certify.cases` of the run's configuration; references come first in the run and leave their numbers in
 the run folder, where the other cases find them. Rank 0 appends a line to `cases.jsonl` of the attempt for each case
@@ -23,7 +23,7 @@ from gspo_mega.certify.cases import RESULTS_FILE, case_config, folder_name
 from gspo_mega.certify.compare_runs import TOLERANCES, Comparison, Reference, outside
 from gspo_mega.certify.measure import Measurement, Numbers
 from gspo_mega.certify.route_comparison import RouterMargins, tie_routers
-from gspo_mega.config.schema import CertifyCase, Config
+from gspo_mega.config.schema import CertifyCase, Config, Objective
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
@@ -33,8 +33,8 @@ from gspo_mega.runtime.worker_context import WorkerContext
 from gspo_mega.weights.hf_folder import HuggingFaceFolder
 from gspo_mega.weights.hf_import import import_huggingface
 
-# Router scores of the recorded batch keep so far from a tie; a large model has too many routes for that, and what
-# flips is counted.
+# Minimum distance of the recorded batch's router scores from a tie. A large model has too many routes for that; its
+# flips are counted.
 ROUTER_MARGIN = 1e-4
 MOST_DRAWS = 100
 
@@ -92,9 +92,9 @@ def _load(engine: PolicyEngine, config: Config) -> None:
     engine.after_weights_loaded()
 
 
-def clip_edges(config: Config) -> tuple[float, float]:
-    """The clip range of log s_i."""
-    return math.log1p(-config.objective.clip_low), math.log1p(config.objective.clip_high)
+def clip_edges(objective: Objective) -> tuple[float, float]:
+    """The clip range of log s_i, nats."""
+    return math.log1p(-objective.clip_low), math.log1p(objective.clip_high)
 
 
 def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
@@ -102,9 +102,9 @@ def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
     settings, comparison = (
         objective_settings(config.algorithm, config.objective),
-        Comparison(reference, clip_edges(config)),
+        Comparison(reference, clip_edges(config.objective)),
     )
-    # Replayed routes are those of the first weights; the reference chooses anew after every step.
+    # Replayed routes are those of the first weights; the reference chooses again after every step.
     replayed = config.moe.routing_replay == "R3"
     if replayed:
         _set_routes(measurement, reference)
@@ -142,7 +142,7 @@ def _set_routes(measurement: Measurement, reference: Reference) -> None:
 
 
 def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
-    """Measure the reference, leave its numbers on disk, and say what its batch covers."""
+    """Measure the reference, save its numbers, and describe what its batch covers."""
     config, engine = measurement.config, measurement.engine
     settings, is_lead = objective_settings(config.algorithm, config.objective), engine.groups.world.rank == 0
     draws, router_margin = _keep_from_ties(measurement)
@@ -180,7 +180,7 @@ def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
 
 
 def _keep_from_ties(measurement: Measurement) -> tuple[Draws, float | None]:
-    """Draw tokens anew until no route is near a tie, so that rounding cannot change one. Returns the draws and the
+    """Draw tokens again until no route is near a tie, so that rounding cannot change one. Returns the draws and the
     smallest gap of two scores at the edge, None where it is not known: without experts, or when the reference has
     several ranks.
     """
@@ -205,7 +205,7 @@ def _describe(numbers: Numbers, measurement: Measurement) -> dict[str, Any]:
     trajectories = measurement.batch.trajectories
     active = np.array([any(t.response_mask) for t in trajectories])
     advantages = np.array([t.advantage for t in trajectories], np.float64)
-    edges = np.array(clip_edges(measurement.config))
+    edges = np.array(clip_edges(measurement.config.objective))
     return {
         "num_trajectories": len(trajectories),
         "num_tokens": sum(t.num_tokens for t in trajectories),

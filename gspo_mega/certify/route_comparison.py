@@ -12,7 +12,7 @@ from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.routing import Routes, choice_margins, influential_positions
 from gspo_mega.records import MicroBatch, RolloutBatch
 
-# A router's rows are made equal but for this share: their scores then differ by about the rounding of one.
+# Relative difference of rows that are made equal: their scores then differ by about their rounding.
 _TIE = 1e-7
 
 
@@ -59,8 +59,8 @@ def num_route_flips(routes: np.ndarray | None, want: np.ndarray | None) -> int:
 
 @torch.no_grad()
 def tie_routers(engine: PolicyEngine) -> None:
-    """Make the routers' rows alike, but for the rounding of a score, in groups of one more than a token goes to: which
-    of the best group is left out is then for rounding to decide.
+    """Make the rows of each router equal up to the rounding of a score, in groups of one more than the experts of a
+    token. Rounding then decides which expert of the best group is left out.
     """
     if engine.spec.moe is None:
         return
@@ -96,7 +96,7 @@ class RouterMargins:
         self._gaps.append(choice_margins(cast(Any, router), inputs[0]).cpu().numpy())
 
     def by_trajectory(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> list[np.ndarray]:
-        """[prompt + response - 1] float64 a trajectory; infinite where no prediction depends on the token."""
+        """[prompt + response - 1] float64 per trajectory; infinite where no prediction depends on the token."""
         lengths = [t.num_tokens - 1 for t in batch.trajectories]
         starts = np.concatenate([[0], np.cumsum(lengths)])
         whole = np.full(int(starts[-1]), np.inf)

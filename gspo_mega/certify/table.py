@@ -12,26 +12,17 @@ from gspo_mega.certify.cases import Case
 KINDS = ("log_prob", "loss", "gradient", "weights")
 _HEADINGS = ("log-prob", "loss", "gradient", "weights")
 
-
 _LEGEND = (
-    (
-        "log-prob: nats a token; loss: of mean |s A|; gradient: relative L2, of the tensor where it is largest;"
-        " weights: of the update."
-    ),
-    (
-        "flips: sequences clipped otherwise than in the reference, tokens (times layers) that go to other experts. on"
-        " edges: the same"
-    ),
-    (
-        "in a second batch, whose ratios and routers were put on the edge on purpose: there rounding decides; it is"
-        " counted, not judged."
-    ),
+    "log-prob: nats per token; loss: relative to mean |s A|; gradient: relative L2 of the tensor where it is largest;",
+    "weights: relative L2 of the update. flips: sequences clipped differently than in the reference, and tokens",
+    "(times layers) that go to other experts. on edges: the same in a second batch, whose ratios and routers are on",
+    "an edge on purpose, so that rounding decides; it is counted, not judged.",
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case and what came of it. `result`: of `Comparison.result`, None when there is none; `failed`: kinds outside
+    """A case and its outcome. `result`: of `Comparison.result`, None when there is none; `failed`: kinds outside
     the tolerance; `error`: why there is no result.
     """
 

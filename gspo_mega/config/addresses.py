@@ -1,6 +1,6 @@
 """Addresses that a server may bind, and how one is written with its port.
 
-Owns both. It asks no name server: `rollout/server/supervise_server.py` looks a name up, on the machine that binds it.
+Owns both. Resolves no name: `rollout/server/supervise_server.py` does, on the machine that binds it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def address_problem(host: str) -> str | None:
     """Why no server may bind `host`, or None. Every spelling of the wildcard, which would open it to every network, is
     refused.
     """
-    own = "give this machine's own address, or 127.0.0.1 or ::1 where all is on one machine"
+    own = "give this machine's own address, or 127.0.0.1 or ::1 where everything runs on one machine"
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -40,7 +40,7 @@ def _no_address_problem(host: str, own: str) -> str | None:
         return (
             f"{host} opens the server to every network; {own}"
             if meant == "0.0.0.0"
-            else f"{host!r} is {meant} in other words; write that"
+            else f"{host!r} is another spelling of {meant}; write that"
         )
     if host.startswith("["):
         return f"{host}: an IPv6 address is written without brackets"

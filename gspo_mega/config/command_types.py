@@ -1,4 +1,4 @@
-"""The configuration of one command: a `Config` whose sections that the command needs are there.
+"""The configuration of one command: a `Config` that has the sections the command needs.
 
 The loader checks that they are given (`rules.py`); these types say it to the code that reads them. Narrowing a key is
 sound because sections are frozen, which the type checker does not see: hence its rule that is ignored below.

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from gspo_mega.config.schema import Config
 
-# A collective that makes no progress for so long never will.
+# A collective without progress for this time never finishes.
 COLLECTIVE_SECONDS = 1800.0
 # Ranks start within seconds of each other; torch loaded by all nodes from one shared folder takes minutes.
 RENDEZVOUS_SECONDS = 600.0
 
 
 class Relation(NamedTuple):
-    """`shorter` must be below `longer`, dotted keys or seconds. `blame`: the key that is named when it is not; `why`:
-    what happens then.
+    """`shorter` must be below `longer`, dotted keys or seconds. `blame`: the key that the error names; `why`: what
+    would happen.
     """
 
     shorter: str
@@ -33,13 +33,13 @@ RELATIONS = (
         "server.start_deadline_seconds",
         "rollout.no_server_deadline_seconds",
         "rollout.no_server_deadline_seconds",
-        "a server that is started again may take that long, and a run with no other would end before it is back",
+        "a restarted server may take that long, and a run without another server would end before it is back",
     ),
     Relation(
         "rollout.no_server_deadline_seconds",
         COLLECTIVE_SECONDS,
         "rollout.no_server_deadline_seconds",
-        "rank 0 waits so long for a server before it publishes, and the other ranks wait for rank 0 in a collective",
+        "rank 0 waits this long for a server before it publishes, while the other ranks wait in a collective",
     ),
     Relation(
         "publish.deadline_seconds",
@@ -51,14 +51,14 @@ RELATIONS = (
         "rollout.progress_deadline_seconds",
         "rollout.request_deadline_seconds",
         "rollout.request_deadline_seconds",
-        "a response that stands still would end the run before it goes on on another server",
+        "a stalled response would end the run before it continues on another server",
     ),
     *(
         Relation(
             shorter,
             f"watchdog.{phase}_seconds",
             f"watchdog.{phase}_seconds",
-            "the run would end as stuck before that deadline, which mends it, can",
+            "the run would end as stuck before that deadline can resolve the delay",
         )
         for shorter, phase in (
             ("server.start_deadline_seconds", "start"),
@@ -76,8 +76,8 @@ RELATIONS = (
 
 
 def broken_relations(config: Config) -> Iterator[tuple[str, str]]:
-    """(key to blame, what is wrong and what is valid) of each relation that does not hold. A deadline that is absent
-    breaks none.
+    """(key to blame, what is wrong and what is valid) of each relation that does not hold. An absent deadline
+    breaks no relation.
     """
     for relation in RELATIONS:
         shorter, longer = _value(config, relation.shorter), _value(config, relation.longer)

@@ -1,7 +1,7 @@
 """A run's YAML file and overrides to a checked `Config`: the one way in.
 
 Owns positions, the shorthands (`reward: name`) and the order of the checks: syntax, schema, then the rules
-between keys (`rules.py`). Everything wrong at one stage is reported at once, a line a problem.
+between keys (`rules.py`). Everything wrong at one stage is reported at once, one line per problem.
 Imports neither torch nor numpy: it runs on a login node.
 """
 

@@ -39,7 +39,7 @@ def _of_the_objective(config: Config) -> Iterator[str]:
         )
         yield (
             f"KL term {config.kl.coefficient:g} x {config.kl.estimator} to a frozen reference: a second model in"
-            f" memory, one more forward pass a step{vanishing if config.kl.estimator == 'k1' else ''}"
+            f" memory, one more forward pass per step{vanishing if config.kl.estimator == 'k1' else ''}"
         )
     elif config.kl.reference_path is not None:
         yield "kl.reference_path has no effect with kl.coefficient 0: no reference is loaded"
@@ -86,7 +86,7 @@ def _of_the_objective(config: Config) -> Iterator[str]:
         )
     elif config.batch.num_mini_batches == 1:
         yield (
-            "one mini-batch a step: old and current policy are the same, so the old log-prob pass is skipped and"
+            "one mini-batch per step: old and current policy are the same, so the old log-prob pass is skipped and"
             " nothing is clipped"
         )
 
@@ -113,7 +113,7 @@ def _of_sampling_and_precision(config: Config) -> Iterator[str]:
             f" {rollout.temperature:g}), on both engines"
         )
     if config.reward.permute_in_batch:
-        yield "reward.permute_in_batch: a control; rewards are dealt out anew, so accuracy is not expected to rise"
+        yield "reward.permute_in_batch: a control; rewards are permuted, so accuracy is not expected to rise"
     if rollout.filter_constant_groups and rollout.max_oversampling == 1:
         yield "filter_constant_groups with max_oversampling 1: dropped groups are not refilled, batches shrink"
 

@@ -1,7 +1,7 @@
 """`key.sub=value` from the command line, laid over a parsed document before it is validated.
 
-Values are read by the same YAML rules as files; `data.sources.0.path=x` addresses list entries. Whether a
-key exists and a value fits is said by the validation (`loader.py`), which then names the override.
+Values are read by the same YAML rules as files; `data.sources.0.path=x` addresses list entries. The
+validation (`loader.py`) checks that the key exists and the value fits, and names the override.
 """
 
 from __future__ import annotations

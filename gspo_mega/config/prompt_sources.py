@@ -27,8 +27,8 @@ HELD_OUT = "held-out prompts"
 
 
 def held_out_reward(config: Config) -> str | None:
-    """The reward of held-out prompts where that is not `reward`: `eval.reward`, or the one that all sources have as
-    their own.
+    """The reward of held-out prompts where it is not `reward`: `eval.reward`, or else the own reward that all sources
+    share.
     """
     if config.eval is not None and config.eval.reward is not None:
         return config.eval.reward
@@ -37,7 +37,7 @@ def held_out_reward(config: Config) -> str | None:
 
 
 def source_rewards(config: Config) -> dict[str, str]:
-    """The rewards of those sources, the held-out prompts among them, that have one of their own; by source."""
+    """The own reward of each source that has one, held-out prompts included; by source name."""
     own = {source.name: source.reward for source in data_sources(config)}
     if config.eval is not None:
         own[HELD_OUT] = held_out_reward(config)

@@ -131,7 +131,7 @@ def _optimizer_state(config: Config) -> Iterator[Violation]:
     if small and config.precision == "fp32":
         yield Violation(
             "optimizer.moments_dtype",
-            f"{optimizer.moments_dtype} with `precision: fp32`: the fused Adam that keeps such moments wants bf16"
+            f"{optimizer.moments_dtype} with `precision: fp32`: the fused Adam that keeps such moments needs bf16"
             " parameters; valid: fp32",
         )
     if small and offloaded:
@@ -260,8 +260,8 @@ def _initial_weights(config: Config, command: str | None) -> Iterator[Violation]
     if config.kl.coefficient > 0 and config.kl.reference_path is None:
         yield Violation(
             "kl.reference_path",
-            "missing; the policy starts from model.weights, and the reference would be model.path: name the one that is"
-            " meant",
+            "missing; the policy starts from model.weights, and the reference would be model.path. Name the"
+            " reference's folder",
         )
 
 

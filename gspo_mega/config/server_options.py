@@ -32,7 +32,7 @@ OWN = {
     "skip_tokenizer_init": "(token ids in, token ids out)",
     "disable_shared_experts_fusion": "(publishing names every expert)",
 }
-"""Arguments that follow from something else, and from what."""
+"""Arguments that this package sets, and the key or rule that they follow from."""
 
 _CODE = "runs code that a file, a module or a request names"
 _OPENS = "makes the server listen or answer beyond its one address with the run's API key"

@@ -105,11 +105,11 @@ def _explain_syntax(error: yaml.MarkedYAMLError, text: str) -> str:
     line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
     indentation = line[: len(line) - len(line.lstrip())]
     if "\t" in indentation or (error.problem and "'\\t'" in error.problem):
-        return "a tab where YAML wants spaces; indent with spaces"
+        return "a tab where YAML requires spaces; indent with spaces"
     if error.context == "expected a single document in the stream":
-        return "a second document starts here; one configuration a file (remove `---`)"
-    said = error.problem or "cannot be read"
-    return f"not YAML: {error.context}, {said}" if error.context else f"not YAML: {said}"
+        return "a second document starts here; one configuration per file (remove `---`)"
+    problem = error.problem or "cannot be read"
+    return f"not YAML: {error.context}, {problem}" if error.context else f"not YAML: {problem}"
 
 
 def _reader_reason(error: yaml.YAMLError) -> str:

@@ -1,4 +1,4 @@
-"""Every metric there is: name, unit, how a step's value comes about, meaning. One place.
+"""Every metric: name, unit, reduction to a step's one value, meaning. One place.
 
 Owns the names; computing values belongs to the parts that know them, writing to `writer.py`. A name with
 `<placeholder>` is a pattern: the placeholder stands for one or more of letters, digits, `.`, `_`, `-`.
@@ -35,7 +35,7 @@ PHASES = {
     "report": "adding up metrics over ranks and writing them",
     "publish": "sending weights to the servers and verifying them",
     "eval": "held-out evaluation",
-    "checkpoint": "saving after the step before",
+    "checkpoint": "saving after the previous step",
     "other": "the step's time outside every phase",
 }
 
@@ -96,23 +96,23 @@ _ROLLOUT_COUNTS = {
     "num_groups_missing": ("groups", "groups short of prompts_per_step: filtered or unscored and not replaced"),
     "num_truncated": ("trajectories", "responses that hit max_new_tokens"),
     "num_generated_tokens": ("tokens", "tokens in completed responses"),
-    "num_retries": ("requests", "requests tried again"),
+    "num_retries": ("requests", "requests that were retried"),
     "num_request_failures": ("requests", "requests that failed, all kinds"),
     "num_request_failures_<kind>": ("requests", "requests that failed, by kind"),
     "num_aborted_requests": ("requests", "requests cut short by their server, continued from their tokens"),
     "num_moved_responses": (
         "responses",
-        "responses taken from a slow server and continued, from their tokens, on another; each time it happens",
+        "times that a response left a slow server and continued, from its tokens, on another",
     ),
-    "num_continued_requests": ("requests", "requests that went on with a response from tokens it had, for any reason"),
+    "num_continued_requests": ("requests", "requests that continued a response from its tokens, for any reason"),
     "num_discarded_tokens": (
         "tokens",
         (
-            "tokens so far of responses that could not be continued exactly: of other weights, or their experts not"
-            " returned"
+            "tokens of responses that could not be continued exactly: sampled with other weights, or without their"
+            " experts"
         ),
     ),
-    "num_registration_errors": ("readings", "readings of a server's registration that the file system failed"),
+    "num_registration_errors": ("readings", "reads of a server's registration that failed in the file system"),
     "num_reward_failures": (
         "trajectories",
         "trajectories whose scoring failed (exception, NaN, deadline, crash) and that are not trained on",
@@ -243,7 +243,7 @@ def _entries() -> list[Metric]:
             "time/checkpoint/pause_seconds",
             "seconds",
             "value",
-            "how long training stood still for the save that was committed last",
+            "how long training paused for the save that was committed last",
         ),
         Metric("time/checkpoint/write_seconds", "seconds", "value", "from that save's start to its commit"),
         Metric("eval/accuracy", "fraction", "mean", "held-out samples that are correct, of those that could be scored"),
@@ -260,7 +260,7 @@ def _entries() -> list[Metric]:
             "run/num_restarts",
             "restarts",
             "value",
-            "times that the run was started again by itself after a failure, so far",
+            "automatic restarts of the run after a failure, so far",
         ),
         Metric(
             "metrics/num_non_finite",

@@ -32,9 +32,7 @@ _PHASE_ORDER = ("rollout", "old_log_probs", "train", "publish", "eval", "checkpo
 
 
 def progress_line(step: int, metrics: Mapping[str, float], num_steps: int | None = None) -> str:
-    """One line for a step: what is there of the usual curves, its time with the phases over 0.05 s, and failures if
-    any.
-    """
+    """One line for a step: the usual metrics that it has, its time with the phases over 0.05 s, and failures if any."""
     width = len(str(num_steps)) if num_steps is not None else 0
     parts = [f"step {step:>{width}}" + (f"/{num_steps}" if num_steps is not None else "")]
     for label, name, form in _PROGRESS:

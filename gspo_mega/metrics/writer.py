@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl`, one strict JSON object a line, and TensorBoard events.
+"""Where metrics go: `metrics.jsonl`, one strict JSON object per line, and TensorBoard events.
 
 Owns the two sinks of one run folder and their repair after a crash; rank 0 alone writes. Names are checked
 against the catalogue, values are not computed here.
@@ -36,7 +36,7 @@ class MetricsWriter:
         self._events: Any = None
 
     def resume_from(self, step: int) -> None:
-        """Drop what was written of steps after `step` (-1: everything); a continued run writes those anew.
+        """Drop what was written of steps after `step` (-1: everything); a continued run writes them again.
 
         Raises DataError for a line that is not one of this writer's, RuntimeError after the first `write`.
         """
@@ -47,7 +47,7 @@ class MetricsWriter:
             return
         kept = [line for line in self._whole_lines() if self._step_of(line) <= step]
         beside = self.path.with_suffix(".jsonl.new")
-        with self._told():
+        with self._folder_errors():
             with beside.open("wb") as file:
                 file.writelines(line for _, line in kept)
                 file.flush()
@@ -67,7 +67,7 @@ class MetricsWriter:
         if missing:
             values[NON_FINITE] = missing
         line = json.dumps({"step": step, "time": round(time.time(), 3)} | values, allow_nan=False)
-        with self._told():
+        with self._folder_errors():
             self._open()
             self._file.write(line.encode() + b"\n")
             self._file.flush()
@@ -79,11 +79,11 @@ class MetricsWriter:
                 self._events.flush()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _folder_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            # Closed here, for a buffer that cannot be written would fail once more at the end.
+            # Close now: a buffer that cannot be written would fail again at the end.
             with suppress(OSError):
                 self.close()
             self._file = self._events = None

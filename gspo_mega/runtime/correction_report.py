@@ -1,7 +1,7 @@
-"""Whether the correction of the engine gap acts: its metrics, and a word to the user where it never does.
+"""Whether the correction of the engine gap acts: its metrics, and a notice to the user where it never does.
 
-A bound that is never reached corrects nothing: the weights are then the ratios themselves, all close to 1. That is to
-be seen in a run, not to be believed.
+A bound that is never reached corrects nothing: the weights are then the ratios themselves, all close to 1. A run
+shows whether it acts.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from gspo_mega.algorithm.mismatch import acted_on
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Mismatch
 
-# After so many steps without acting it is said; at the end of a shorter run as well.
+# The notice comes after this many steps without effect, or at the end of a shorter run.
 NOTICE_AFTER_STEPS = 100
 _KEY = "mismatch_correction"
 
@@ -25,8 +25,8 @@ def is_on(config: Config) -> bool:
 
 
 def correction_metrics(config: Config, mean_log_ratio: torch.Tensor) -> dict[str, float]:
-    """Of the sequences of a step: `mean_log_ratio` [N] float64 nats, trainer - server, the logs of their weights before
-    the bound.
+    """Metrics of the sequences of a step. `mean_log_ratio` [N] float64 nats: trainer - server, the log of each
+    sequence's weight before the bound. Empty where there is no correction.
     """
     if not is_on(config) or mean_log_ratio.numel() == 0:
         return {}
@@ -38,7 +38,7 @@ def correction_metrics(config: Config, mean_log_ratio: torch.Tensor) -> dict[str
 
 
 def note_correction(summary: dict[str, Any], metrics: dict[str, float]) -> None:
-    """Keep, over all attempts of the run (the summary is in the checkpoint), whether it ever acted."""
+    """Record in the summary, which every checkpoint of the run keeps, whether the correction ever acted."""
     if "mismatch/acted_fraction" not in metrics:
         return
     kept = summary.setdefault(_KEY, {"num_steps": 0, "num_steps_acted": 0, "log_weight_abs_max": 0.0, "is_said": False})
@@ -47,10 +47,8 @@ def note_correction(summary: dict[str, Any], metrics: dict[str, float]) -> None:
     kept["log_weight_abs_max"] = max(kept["log_weight_abs_max"], metrics["mismatch/log_weight_abs_max"])
 
 
-def correction_notice(config: Config, summary: dict[str, Any], at_end: bool = False) -> str | None:
-    """The notice that the correction never acted, once a run, where it is due: after `NOTICE_AFTER_STEPS`, or
-    `at_end`.
-    """
+def correction_notice(mismatch: Mismatch, summary: dict[str, Any], at_end: bool = False) -> str | None:
+    """The notice that the correction never acted: once per run, after `NOTICE_AFTER_STEPS` or `at_end`; else None."""
     kept = summary.get(_KEY)
     if (
         kept is None
@@ -60,7 +58,7 @@ def correction_notice(config: Config, summary: dict[str, Any], at_end: bool = Fa
     ):
         return None
     kept["is_said"] = True
-    mismatch, furthest = config.mismatch, kept["log_weight_abs_max"]
+    furthest = kept["log_weight_abs_max"]
     what = "no weight reached" if mismatch.correction == "truncate" else "no sequence was dropped by"
     return (
         f"notice   mismatch.correction {mismatch.correction} has not acted in {kept['num_steps']} steps: {what} the cap"

@@ -1,4 +1,4 @@
-"""The table at the end of a training run: where it began, where it ended, what it cost."""
+"""The table at the end of a training run: accuracy before and after, and the time it took."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gspo_mega.runtime.session import Session
 
 
 def accuracy_text(value: list[float] | None) -> str:
-    """`0.412 +- 0.022` of [accuracy, standard error]."""
+    """[accuracy, standard error] as text, such as `0.412 +- 0.022`."""
     return "not measured" if value is None else f"{value[0]:.3f} +- {value[1]:.3f}"
 
 
@@ -41,9 +41,9 @@ def run_table(session: Session) -> tuple[str, dict[str, Any]]:
             rows.append([f"  {phase}", f"{spent:.1f} s  {spent / seconds:4.0%}"])
     rows += [
         ["clip fraction, mean", f"{mean('policy/clip_fraction'):.3f}"],
-        ["mismatch k3 (KL a token), mean", f"{mean('mismatch/k3'):.1e} nats"],
-        ["mismatch |d| a token, mean", f"{mean('mismatch/abs_log_ratio_mean'):.1e} nats"],
-        ["mismatch |d| a token, largest", f"{totals.get('mismatch/abs_log_ratio_max', 0.0):.1e} nats"],
+        ["mismatch k3 (KL per token), mean", f"{mean('mismatch/k3'):.1e} nats"],
+        ["mismatch |d| per token, mean", f"{mean('mismatch/abs_log_ratio_mean'):.1e} nats"],
+        ["mismatch |d| per token, largest", f"{totals.get('mismatch/abs_log_ratio_max', 0.0):.1e} nats"],
     ]
     text = ["", final_table(rows), ""]
     text += [f"notice   {notice}" for notice in session.context.notices]

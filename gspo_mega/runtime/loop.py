@@ -172,7 +172,7 @@ def finish(session: Session) -> dict[str, Any] | None:
     """Rank 0: show what never acted, then the final table; its numbers are the command's result."""
     if session.lead is None:
         return None
-    if notice := correction_notice(session.config, session.state.summary, at_end=True):
+    if notice := correction_notice(session.config.mismatch, session.state.summary, at_end=True):
         session.say(notice)
     table, result = run_table(session)
     session.say(table)

@@ -1,4 +1,4 @@
-"""From what the ranks report of a step to metrics: gathered on rank 0, computed once, written, shown.
+"""The metrics of a step from the reports of all ranks: gathered on rank 0, computed once, written, shown.
 
 Owns which number gets which name of the catalogue. The statistics themselves are `gspo_mega.algorithm`'s.
 """
@@ -113,7 +113,7 @@ class StepReport:
         add_to_summary(session.state.summary, metrics, tokens, step)
         session.say(progress_line(step, metrics, train_config(session.config).train.num_steps))
         note_correction(session.state.summary, metrics)
-        if notice := correction_notice(session.config, session.state.summary):
+        if notice := correction_notice(session.config.mismatch, session.state.summary):
             session.say(notice)
         budget = session.config.mismatch.budget
         if metrics.get("mismatch/budget_share", 0.0) > budget and "mismatch_warned_at" not in session.state.summary:

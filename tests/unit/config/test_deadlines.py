@@ -20,7 +20,7 @@ def refused(path, *overrides):
         (
             ["server.start_deadline_seconds=1200", "rollout.no_server_deadline_seconds=300"],
             "rollout.no_server_deadline_seconds",
-            "300 s is not longer than server.start_deadline_seconds 1200: a server that is started again",
+            "300 s is not longer than server.start_deadline_seconds 1200: a restarted server",
         ),
         (
             ["server.start_deadline_seconds=1500"],
@@ -40,7 +40,7 @@ def refused(path, *overrides):
         (
             ["rollout.request_deadline_seconds=120"],
             "rollout.request_deadline_seconds",
-            "120 s is not longer than rollout.progress_deadline_seconds 120: a response that stands",
+            "120 s is not longer than rollout.progress_deadline_seconds 120: a stalled response",
         ),
         (
             [

@@ -128,7 +128,7 @@ def refused(path, *overrides, command=None):
             ([f"server.host={json.dumps(host)}"], "server.host", "opens the server to every network")
             for host in WILDCARDS
         ),
-        (["server.host='127.1'"], "server.host", "'127.1' is 127.0.0.1 in other words; write that"),
+        (["server.host='127.1'"], "server.host", "'127.1' is another spelling of 127.0.0.1; write that"),
         (["server.host=224.0.0.1"], "server.host", "is no machine's address"),
         (["server.host=255.255.255.255"], "server.host", "is no machine's address"),
         (["server.host='[::1]'"], "server.host", "without brackets"),

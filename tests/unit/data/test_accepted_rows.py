@@ -91,7 +91,7 @@ def test_a_run_continues_on_its_repaired_file_when_it_is_told_so_and_only_then(t
     order = [before.next().prompt_id for _ in range(5)]
 
     repaired = [{**row, "answer": -1} if f"train:{k}" == order[0] else row for k, row in enumerate(rows)]
-    with pytest.raises(DataError, match="if that is a repair, continue with 'data.accept_changed=") as caught:
+    with pytest.raises(DataError, match="If that is a repair, continue with 'data.accept_changed=") as caught:
         stream(repaired).load_state_dict(state)
     (setting,) = re.findall(r"'(data\.accept_changed=.*)'", str(caught.value))
     accepted = load_config("configs/quickstart.yaml", [setting]).config.data.accept_changed

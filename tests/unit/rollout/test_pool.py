@@ -1,4 +1,4 @@
-"""The pool: who may work, who is in the way, and the publisher's handles."""
+"""The pool: which servers get work, which do not, and the publisher's controls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ import threading
 import time
 
 import pytest
+from waiting import until
 
 from gspo_mega.errors import PublishError, RolloutError
-
-
-def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.01)
 
 
 def acquire(pool):

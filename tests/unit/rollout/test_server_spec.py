@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from collector_support import make_config
+from collector_support import collector_config
 
 from gspo_mega.config.server_options import OWN, REFUSED
 from gspo_mega.errors import ConfigError, RolloutError
@@ -27,7 +27,7 @@ from gspo_mega.rollout.server.server_spec import (
 
 
 def spec_of(tmp_path, generation=1, index=0, attempt="0001", seed=1, rollout=None, **server):
-    config = make_config(**(rollout or {}))
+    config = collector_config(**(rollout or {}))
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     config = config.model_copy(update={"server": config.server.model_copy(update=server)})
     return spec_from_config(
@@ -89,7 +89,7 @@ def test_options_win_but_not_over_keys_of_ours(tmp_path):
 
 
 def test_every_refused_option_is_one_that_sglang_has():
-    """A list of names that nobody has would refuse nothing. ServerArgs is made of mixins of annotated fields."""
+    """The names are compared with SGLang's source: ServerArgs consists of mixins with annotated fields."""
     import importlib.util
 
     package = importlib.util.find_spec("sglang")
@@ -119,7 +119,7 @@ def test_a_cache_too_small_for_one_request_is_refused(tmp_path):
 
 
 def test_no_two_starts_sample_alike(tmp_path):
-    """Nor any of the attempts that a resumed run consists of, whose servers begin to count anew."""
+    """Also across the attempts of a resumed run, in which each server's generation begins at 1 again."""
     starts = [(g, i, a, s) for g in (1, 2, 3) for i in range(5) for a in ("0001", "0002", "0013") for s in (1, 2, 3)]
     seeds = [spec_of(tmp_path, generation=g, index=i, attempt=a, seed=s).seed for g, i, a, s in starts]
     assert len(set(seeds)) == len(starts) and all(0 <= seed < 2**31 for seed in seeds)

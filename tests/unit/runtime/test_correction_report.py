@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from run_configs import make_config
 
 from gspo_mega.algorithm.mismatch import acted_on, sequence_mismatch_weights
-from gspo_mega.config.schema import Config, Mismatch
+from gspo_mega.config.schema import Mismatch
 from gspo_mega.runtime.correction_report import (
     NOTICE_AFTER_STEPS,
     correction_metrics,
@@ -21,19 +22,7 @@ ORDINARY = torch.tensor([math.log(0.984), 0.0, math.log(1.007), -20 / 1000], dty
 @pytest.fixture
 def config():
     def make(old_log_probs="trainer", **mismatch):
-        return Config.model_validate(
-            dict(
-                run=dict(name="t"),
-                model=dict(path="m"),
-                optimizer=dict(lr=1e-3),
-                rollout=dict(max_new_tokens=32),
-                data=dict(path="x", max_prompt_tokens=8),
-                batch=dict(prompts_per_step=4, group_size=4, micro_batch_tokens=128),
-                reward=dict(functions=(dict(function="gsm8k"),)),
-                mismatch=Mismatch(**mismatch),
-                old_log_probs=old_log_probs,
-            )
-        )
+        return make_config(mismatch=Mismatch(**mismatch), old_log_probs=old_log_probs)
 
     return make
 
@@ -65,7 +54,7 @@ def run(config, num_steps, *ratios):
     summary, said = {}, []
     for step in range(num_steps):
         note_correction(summary, correction_metrics(config, ratios[min(step, len(ratios) - 1)]))
-        said.append(correction_notice(config, summary))
+        said.append(correction_notice(config.mismatch, summary))
     return summary, said
 
 
@@ -78,19 +67,19 @@ def test_that_it_never_acted_is_said_once_a_run(config):
         == "notice   mismatch.correction truncate has not acted in 100 steps: no weight reached the cap 2; all weights"
         " were between 0.980199 and 1.0202"
     )
-    assert correction_notice(config(), summary, at_end=True) is None
+    assert correction_notice(config().mismatch, summary, at_end=True) is None
 
 
 def test_a_shorter_run_says_it_at_its_end(config):
     summary, said = run(config(correction="mask"), 3, ORDINARY)
     assert said == [None] * 3
     assert "mask has not acted in 3 steps: no sequence was dropped by the cap 2" in correction_notice(
-        config(correction="mask"), summary, at_end=True
+        config(correction="mask").mismatch, summary, at_end=True
     )
 
 
 def test_nothing_is_said_of_one_that_acted_or_is_off(config):
     summary, said = run(config(), NOTICE_AFTER_STEPS, ORDINARY, torch.tensor([1.0], dtype=torch.float64), ORDINARY)
-    assert not any(said) and correction_notice(config(), summary, at_end=True) is None
+    assert not any(said) and correction_notice(config().mismatch, summary, at_end=True) is None
     summary, said = run(config(correction="none"), NOTICE_AFTER_STEPS, ORDINARY)
-    assert summary == {} and not any(said) and correction_notice(config(), summary, at_end=True) is None
+    assert summary == {} and not any(said) and correction_notice(config().mismatch, summary, at_end=True) is None
