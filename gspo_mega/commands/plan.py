@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _input_notices(loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify"] | None) -> list[str]:
-    """Data and rewards, which take a moment: only where the command that needs them is named."""
+    """Notices on data and rewards. The checks take a moment, so they need a named command."""
     if command is None:
         return []
     from gspo_mega.launcher.inputs import check_inputs
