@@ -14,14 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-<<<<<<< HEAD
 from chaos_server import EOS, MAX_NEW_TOKENS, VOCAB, ChaosServer, sample_of
-=======
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY / "tests" / folder) for folder in ("unit/rollout", "support")]
-
-from fake_server import EOS, PROMPT_TOKENS, VOCAB, FakeServer
->>>>>>> 1540cdf7f1a36219934b01854587f5c2c94ecc2a
 
 from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt

@@ -78,13 +78,8 @@ def test_a_recipe_that_the_chip_lacks_is_an_error(pretend):
 )
 def test_megatron_is_told_of_fp8_and_nothing_else_changes(pretend, recipe, number_format):
     pretend((9, 0))
-<<<<<<< HEAD
-    bf16 = settings_of(engine_config(precision="bf16"))
+    bf16 = settings_of(make_config(precision="bf16"))
     told = settings_of(fp8(recipe=recipe))
-=======
-    bf16 = precision.precision_settings(make_config(precision="bf16"))
-    told = precision.precision_settings(fp8(recipe=recipe))
->>>>>>> 1540cdf7f1a36219934b01854587f5c2c94ecc2a
     assert told["fp8"] == number_format and told["fp8_recipe"] == recipe and told["fp8_param"] is False
     assert {key: told[key] for key in bf16} == bf16 and bf16["params_dtype"] == torch.bfloat16 and bf16["bf16"]
     assert {key for key in told.keys() - bf16.keys() if not key.startswith("fp8")} == set()
@@ -116,30 +111,18 @@ def test_fp32_on_a_gpu_uses_plain_layers(pretend):
     pretend((9, 0))
     assert not precision.uses_transformer_engine(torch.float32)
     assert precision.uses_transformer_engine(torch.bfloat16)
-<<<<<<< HEAD
-    settings = settings_of(engine_config(precision="fp32"))
-=======
-    settings = precision.precision_settings(make_config(precision="fp32"))
->>>>>>> 1540cdf7f1a36219934b01854587f5c2c94ecc2a
+    settings = settings_of(make_config(precision="fp32"))
     assert settings == dict(params_dtype=torch.float32, pipeline_dtype=torch.float32, bf16=False)
 
 
 def test_apex_is_used_where_it_is_found(pretend):
     pretend((9, 0), fused_weight_gradient=True)
-<<<<<<< HEAD
-    assert settings_of(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is True
-=======
-    assert precision.precision_settings(make_config(precision="bf16"))["gradient_accumulation_fusion"] is True
->>>>>>> 1540cdf7f1a36219934b01854587f5c2c94ecc2a
+    assert settings_of(make_config(precision="bf16"))["gradient_accumulation_fusion"] is True
     assert (
         precision.describe_backends()[-1] == "Apex: weight gradients are added to their fp32 buffers inside the product"
     )
     pretend((9, 0))
-<<<<<<< HEAD
-    assert settings_of(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is False
-=======
-    assert precision.precision_settings(make_config(precision="bf16"))["gradient_accumulation_fusion"] is False
->>>>>>> 1540cdf7f1a36219934b01854587f5c2c94ecc2a
+    assert settings_of(make_config(precision="bf16"))["gradient_accumulation_fusion"] is False
     assert "not installed" in precision.describe_backends()[-1]
 
 

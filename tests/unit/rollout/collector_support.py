@@ -66,15 +66,9 @@ async def random_score(trajectory):
 
 
 def collector_of(pool, score=random_score, stream=None, **settings):
-<<<<<<< HEAD
-    config = make_config(**settings)
+    config = collector_config(**settings)
     decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
     return Collector(config.rollout, config.batch, config.reward, pool, stream or Stream(), score, decode, [EOS])
-=======
-    return Collector(
-        collector_config(**settings), pool, stream or Stream(), score, lambda ids: " ".join(map(str, ids)), [EOS]
-    )
->>>>>>> 1540cdf7f1a36219934b01854587f5c2c94ecc2a
 
 
 def check_whole(batch, stream, prompts=6, group_size=4, version=0):
