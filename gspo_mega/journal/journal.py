@@ -178,7 +178,7 @@ class Journal:
             return target
 
     def prune(self, keep_last: int) -> None:
-        """Remove the files of all but the newest `keep_last` steps, and those of the same steps that were moved aside."""
+        """Remove the files of all but the newest `keep_last` steps, and those moved aside of the same steps."""
         with _disk_errors(self.folder):
             steps = self.steps()
             for step in steps[:-keep_last]:
@@ -239,7 +239,7 @@ class StepWriter:
                 self._sync()
 
     def finish(self, batch: RolloutBatch, prompts: dict[str, Any]) -> None:
-        """Append the batch that the step trains on, and the prompt order's state after it. On disk when this returns."""
+        """Append the batch that the step trains on, and the order's state after it. On disk when this returns."""
         with _disk_errors(self._path):
             durable.append(self._descriptor, encode_batch(batch, prompts), at="journal.append")
             self._sync()

@@ -15,7 +15,7 @@ LEAST_FALL = 0.05
 
 
 def losses(shape: str, precision: str, steps: int, longest: int, fp8_parameters: bool) -> list[float]:
-    """Mean negative log-prob a token, nats, before each step."""
+    """Mean negative log-prob per token, nats, before each step."""
     spec = SHAPES[shape]
     extra = dict(fp8=dict(recipe=precision[4:], parameters=True)) if fp8_parameters else {}
     config = precision_config(precision, optimizer=dict(lr=3e-4, weight_decay=0.1), **extra)
