@@ -19,7 +19,7 @@ from gspo_mega.config import load_config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a run's YAML file; its section `certify` lists the cases")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="TARGET", type=Path, help="a run's folder, a Hugging Face folder, or a YAML file"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in the configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
     parser.add_argument(
         "--config",
         type=Path,

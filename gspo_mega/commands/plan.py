@@ -1,4 +1,4 @@
-"""Show what a configuration resolves to on how many ranks, or every reason why it cannot run.
+"""Show the resolved layout of a configuration, or every reason why it cannot run.
 
     gspo-mega plan my_run.yaml                       layout, memory, time; estimates are marked as such
     gspo-mega plan my_run.yaml --command train       also checks what `train` reads: data, rewards
@@ -25,7 +25,7 @@ from gspo_mega.plan.search import parse_grid, render_search, search_layouts
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="the run's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
     parser.add_argument(
         "--model", metavar="PATH", help="plan with this Hugging Face folder or config.json instead of model.path"
     )
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _input_notices(loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify"] | None) -> list[str]:
-    """Data and rewards, which take a moment: only where the command that needs them is named."""
+    """Notices on data and rewards. The checks take a moment, so they need a named command."""
     if command is None:
         return []
     from gspo_mega.launcher.inputs import check_inputs

@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import Any, TextIO
 
-# In supervisor.log, with the launcher's own lines.
+# Its lines go to supervisor.log with the launcher's.
 logger = logging.getLogger("gspo_mega.launcher.screen")
 
 # Lines kept for a reader that stands still: more than a day of steps prints.
@@ -80,7 +80,7 @@ def write_line(stream: TextIO | None, line: str) -> None:
         return
     try:
         descriptor = stream.fileno()
-    except OSError:  # no file behind it, as under a test
+    except OSError:  # a stream without a file, as in a test
         stream.write(line + "\n")
         return
     stream.flush()

@@ -30,7 +30,7 @@ from gspo_mega.weights.software import ask
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the run's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
     parser.add_argument(
         "--attempt", type=Path, metavar="DIR", help="attempt folder to register in (default: the running attempt)"
     )

@@ -15,7 +15,7 @@ from gspo_mega.launcher.local.launch_local import launch
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the run's YAML file; needs `sft` and `eval`")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
 
 
 def run(args: argparse.Namespace) -> int:

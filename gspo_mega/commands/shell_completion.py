@@ -1,9 +1,9 @@
 """Print a script that completes `gspo-mega` in a shell: commands, options, their choices, configuration keys, files.
 
-    source <(gspo-mega completion bash)                                  in this shell
-    gspo-mega completion bash > ~/.local/share/bash-completion/completions/gspo-mega     in every new one
+    source <(gspo-mega completion bash)                                                  in this shell
+    gspo-mega completion bash > ~/.local/share/bash-completion/completions/gspo-mega     in every new shell
 
-The script is complete in itself: a shell that completes a word starts no Python.
+The script contains all words: completion starts no Python.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from gspo_mega.launcher.slurm.launch_job import launch_slurm
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the run's YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
     parser.add_argument(
         "--from-rollouts", metavar="RUN", help="train on the rollouts recorded in this run folder, without servers"
     )

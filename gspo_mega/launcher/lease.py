@@ -45,7 +45,7 @@ _NUMBER = re.compile(r"\d{8}")
 @dataclass(frozen=True)
 class Holder:
     """The process that holds a folder. `boot` and `pid_space` identify its kernel and container, in which `pid` counts;
-    `process_start`: clock ticks since boot, because process numbers are reused. `beat` changes while it lives.
+    `process_start`: clock ticks since boot, because process numbers are reused. `beat` changes while the process lives.
     """
 
     host: str

@@ -101,7 +101,7 @@ def test_not_again_from_where_it_failed_before(start):
     code, _, err = run.finish()
     assert code == 7 and err.startswith("rank 1 was killed by SIGKILL")
     assert len(run.folder.attempts()) == 2
-    assert "it came no further than the start before" in status(run)["restarts"]
+    assert "the run came no further than the start before" in status(run)["restarts"]
 
 
 def test_not_more_often_than_allowed(start):

@@ -28,8 +28,7 @@ def wheel(tmp_path_factory):
     """Built from a copy, for a build writes beside its sources; no network."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).is_file():
-            shutil.copy(ROOT / name, source)
+        shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "gspo_mega", source / "gspo_mega", ignore=shutil.ignore_patterns("__pycache__"))
     built = run(
         *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"),
@@ -129,4 +128,8 @@ def test_metadata(wheel, tmp_path):
     assert declared(own) == {"pyyaml", "pydantic", "numpy"}
     assert {"torch", "megatron-core"} <= declared(own, "trainer") and "sglang" in declared(own, "server")
     assert "pytest" in declared(own, "dev")
-    assert {path.parts[0] for path in own.files} == {"gspo_mega", own.files[-1].parts[0]}
+    files = {str(path) for path in own.files}
+    assert {path.parts[0] for path in own.files} == {"gspo_mega", f"gspo_mega-{own.version}.dist-info"}
+    assert f"gspo_mega-{own.version}.dist-info/licenses/LICENSE" in files
+    # A folder without an __init__.py would be left out.
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "gspo_mega").rglob("*.py")} <= files

@@ -23,7 +23,12 @@ from pathlib import Path
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 _SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
-_TETHER = (sys.executable, "-I", "-S", str(Path(__file__).parents[2] / "gspo_mega/launcher/exec_tied_to_parent.py"))
+_TIED_TO_PARENT = (
+    sys.executable,
+    "-I",
+    "-S",
+    str(Path(__file__).parents[2] / "gspo_mega/launcher/exec_tied_to_parent.py"),
+)
 # With --kill-child, a node's process table ends with unshare itself.
 _OWN_TABLES = ("unshare", "--uts", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 
@@ -227,7 +232,7 @@ class MiniSlurm:
     def _spawn(self, name: str, command: list[str]) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                [*_TETHER, str(os.getpid()), str(int(signal.SIGKILL)), *command],
+                [*_TIED_TO_PARENT, str(os.getpid()), str(int(signal.SIGKILL)), *command],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

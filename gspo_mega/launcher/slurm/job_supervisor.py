@@ -110,7 +110,7 @@ class SlurmJob:
         Returns 0, or 75 when stopped; for a requeued job, as soon as Slurm ends it. Raises AttemptError for a failure,
         RankError for one that another attempt would not mend, each with one line. Call from the main thread.
         """
-        if self.stop.hear():
+        if self.stop.handle_signals():
             return self._ended_by_slurm()
         family = Family()
         starts = Starts(family, self._attempt, self._say)
@@ -138,14 +138,14 @@ class SlurmJob:
             self._console.pump()
             self._check_lease()
             self._keep_watch(starts)
-            if self.stop.hear():
+            if self.stop.handle_signals():
                 return self._ended_by_slurm()
             if fleet.ended:
                 time.sleep(_SETTLE_SECONDS)
                 with self._answers.or_later():
                     if not job_runs(self._allocation.job_id):
                         return self._ended_by_slurm()
-                    self._do_without_ended(fleet)
+                    self._drop_ended(fleet)
             if ranks.exit_code is not None:
                 with self._answers.or_later():
                     if (code := self._ranks_over(ranks, fleet)) is not None:
@@ -188,7 +188,7 @@ class SlurmJob:
     def _ranks_over(self, ranks: Child, fleet: Servers) -> int | None:
         """The exit code where the ranks' end is not their failure; None where it is, or where they never began."""
         if ranks.exit_code == 0:
-            self.stop.forget()  # finished before it could be stopped
+            self.stop.cancel_requeue()  # finished before it could be stopped
             return 0
         if ranks.exit_code == EXIT_STOPPED:
             return EXIT_STOPPED
@@ -215,11 +215,11 @@ class SlurmJob:
         return False
 
     def _ended_by_slurm(self) -> int:
-        self.stop.forget()
+        self.stop.cancel_requeue()
         self._say("Slurm ends this job.")
         return EXIT_STOPPED
 
-    def _do_without_ended(self, fleet: Servers) -> None:
+    def _drop_ended(self, fleet: Servers) -> None:
         fleet.drop_ended()
         if len(fleet) == 0:
             if fleet.gave_up is not None and not self.stop.is_asked_for:

@@ -94,11 +94,11 @@ class Stop:
         else:
             self._again_because = reason
 
-    def forget(self) -> None:
+    def cancel_requeue(self) -> None:
         """Cancel the requeue: the run is finished, or Slurm ends the job."""
         self._again_because = None
 
-    def hear(self) -> bool:
+    def handle_signals(self) -> bool:
         """Turn received signals into a stop request. Returns whether Slurm is ending the job, which leaves no time for
         a stop.
         """
