@@ -1,7 +1,7 @@
 """Replay reference vectors through the objective: `python tools/check_vectors.py FILE`.
 
-Prints a line for each case that does not agree and `N passed, M failed`. Exit code 0: all agree; 1: some do not;
-2: the file is not a file of vectors.
+Prints a line for each failed case, and `N passed, M failed`. Exit code 0: all passed; 1: some failed; 2: the file is
+not a file of vectors.
 """
 
 from __future__ import annotations

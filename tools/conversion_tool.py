@@ -1,4 +1,4 @@
-"""What the conversion tools share: arguments, a progress bar on stderr, errors as one text and an exit code.
+"""Shared parts of the conversion tools: arguments, a progress bar on stderr, errors as a text and an exit code.
 
 Not a tool itself: see hf_to_megatron, megatron_to_hf, inspect_checkpoint and verify_checkpoint.
 """
@@ -25,7 +25,7 @@ _SECONDS_BETWEEN = {True: 0.2, False: 10.0}  # on a terminal; in a log
 
 
 class ProgressBar:
-    """Called after every tensor with bytes done, bytes in all and its name."""
+    """Called after every tensor with bytes done, bytes in total and the tensor's name."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
@@ -52,13 +52,17 @@ def convert(name: str, text: str, into: Callable[..., None], arguments: list[str
     """One direction of conversion as a program. Returns the exit code."""
     parser = argparse.ArgumentParser(prog=name, description=text)
     parser.add_argument("source", type=Path, metavar="CHECKPOINT", help="what to convert")
-    parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder to make; it must not be there")
+    parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder to create; it must not exist")
     add_described_by(parser)
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="convert to this dtype (default: as it is, bit for bit)"
+        "--dtype", choices=("float32", "bfloat16"), help="convert to this dtype (default: keep the dtype, bit for bit)"
     )
     parser.add_argument(
-        "--file-bytes", type=int, default=FILE_BYTES, metavar="N", help=f"size of a file, about (default: {FILE_BYTES})"
+        "--file-bytes",
+        type=int,
+        default=FILE_BYTES,
+        metavar="N",
+        help=f"approximate size of a file (default: {FILE_BYTES})",
     )
     options = parser.parse_args(arguments)
 
@@ -77,18 +81,18 @@ def add_described_by(parser: argparse.ArgumentParser) -> None:
         "--described-by",
         type=Path,
         metavar="HF_DIR",
-        help="config.json and tokenizer, for a Megatron checkpoint that has none (a run's, say)",
+        help="folder with config.json and tokenizer, for a Megatron checkpoint that has none (for example a run's)",
     )
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Its exit code, or that of the error it ends with, after printing the error's text."""
+    """The exit code of `run`, or of its error after printing the error's text."""
     try:
         code = run()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
+        # The reader (`| head`) has closed the pipe. Python would report that again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except GspoMegaError as error:

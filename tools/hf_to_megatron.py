@@ -1,8 +1,9 @@
 """Convert a Hugging Face folder to Megatron: `python tools/hf_to_megatron.py HF_DIR OUT_DIR`.
 
 OUT_DIR/megatron is a `torch_dist` checkpoint that any tensor, pipeline and expert layout can load; config, tokenizer
-and a manifest lie beside it. No GPU and no model are needed, memory for a few of the largest tensors is. The same
-command goes on where it was stopped. Exit code 0: complete; 2: the source cannot be used; 6: it cannot be written.
+and a manifest are beside it. The tool builds no model and needs no GPU; it needs memory for a few of the largest
+tensors. The same command continues after an interruption. Exit code 0: complete; 2: the source cannot be used; 6:
+OUT_DIR cannot be written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Show what a checkpoint holds: `python tools/inspect_checkpoint.py DIR`.
+"""Describe a checkpoint: `python tools/inspect_checkpoint.py DIR`.
 
-Any format: a Hugging Face folder, a converted one, a run's checkpoints/step_N. Exit code 0; 2 and 6: it cannot be read.
+DIR: a Hugging Face folder, a converted folder, or a run's checkpoints/step_N. Exit code 0; 2 or 6: it cannot be read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gspo_mega.checkpoint.compare_checkpoints import describe
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="inspect_checkpoint", description="Show what a checkpoint holds.")
+    parser = argparse.ArgumentParser(prog="inspect_checkpoint", description="Describe a checkpoint.")
     parser.add_argument("folder", type=Path, metavar="DIR")
     add_described_by(parser)
     options = parser.parse_args(arguments)

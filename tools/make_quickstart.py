@@ -1,12 +1,12 @@
-"""Make what the quickstart starts from: `python tools/make_quickstart.py OUT_DIR`.
+"""Make the quickstart's model and data: `python tools/make_quickstart.py OUT_DIR`.
 
     OUT_DIR/model/               a tiny Qwen3-MoE (or, with --dense, Qwen3) of random weights, with its tokenizer,
-                                 as Hugging Face folders are; its shape is configs/models/quickstart_*.json
+                                 as a Hugging Face folder; its shape is configs/models/quickstart_*.json
     OUT_DIR/data/train.jsonl     additions with worked solutions
-    OUT_DIR/data/heldout.jsonl   others; no problem is in both
+    OUT_DIR/data/heldout.jsonl   other additions; no problem is in both files
 
-The same arguments make the same bytes. Files that are there already with another content are an error, never
-overwritten. Exit code 0: all files are there; 2: they cannot be made.
+The same arguments make the same bytes. Existing files with other content are an error and never overwritten. Exit
+code 0: all files exist; 2: they cannot be made.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="make_quickstart", description="Make the quickstart's model, tokenizer and data."
     )
-    parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder to make; created if missing")
-    parser.add_argument("--seed", type=int, default=1, help="of the weights and the problems (default: 1)")
+    parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="folder for the files; created if missing")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the weights and the problems (default: 1)")
     parser.add_argument("--num-train", type=int, default=40_000, help="train problems (default: 40000)")
     parser.add_argument("--num-heldout", type=int, default=512, help="held-out problems (default: 512)")
     parser.add_argument("--dense", action="store_true", help="a model without experts")
@@ -101,17 +101,15 @@ def write_data(folder: Path, num_problems: dict[Split, int], seed: int) -> None:
 
 
 def install(made: Path, out_dir: Path) -> None:
-    """Move files to where they belong, unless one with another content is there. Raises DataError, and moves nothing
-    then.
-    """
+    """Move files into place. Raises DataError, and moves nothing, if one exists with other content."""
     names = [path.relative_to(made) for path in sorted(made.rglob("*")) if path.is_file()]
     different = [
         str(out_dir / name) for name in names if (out_dir / name).exists() and not same(made / name, out_dir / name)
     ]
     if different:
         raise DataError(
-            f"already there with another content: {', '.join(different)}\n"
-            "They are not overwritten: name another folder, remove this one, or use the arguments it was made with."
+            f"these exist with other content: {', '.join(different)}\n"
+            "They are not overwritten. Name another folder, remove this one, or use the arguments that made it."
         )
     for name in names:
         (out_dir / name).parent.mkdir(exist_ok=True)

@@ -1,9 +1,9 @@
 """Convert a Megatron checkpoint to a Hugging Face folder: `python tools/megatron_to_hf.py CHECKPOINT_DIR OUT_DIR`.
 
-CHECKPOINT_DIR is what hf_to_megatron wrote, or a run's checkpoints/step_N with `--described-by` the Hugging Face folder
-that the run started from, or a bare torch_dist folder likewise; whatever layout saved it. Optimizer state stays behind.
-No GPU and no model are needed. The same command goes on where it was stopped. Exit code 0: complete; 2 and 6: it cannot
-be read or written.
+CHECKPOINT_DIR is a folder that hf_to_megatron wrote, or a run's checkpoints/step_N or bare torch_dist folder of any
+layout, with `--described-by` naming the Hugging Face folder that the run started from. Optimizer state is not
+converted. The tool builds no model and needs no GPU. The same command continues after an interruption. Exit code 0:
+complete; 2 or 6: it cannot be read or written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compare two checkpoints of any two formats, bit for bit: `python tools/verify_checkpoint.py A B`.
 
-Exit code 0: the same weights; 1: they differ, and the first differences are printed; 2 and 6: one cannot be read.
+Exit code 0: the same weights; 1: they differ, and the first differences are printed; 2 or 6: one cannot be read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("one", type=Path, metavar="A")
     parser.add_argument("other", type=Path, metavar="B")
     add_described_by(parser)
-    parser.add_argument(
-        "--most", type=int, default=10, metavar="N", help="stop after so many differences (default: 10)"
-    )
+    parser.add_argument("--most", type=int, default=10, metavar="N", help="stop after N differences (default: 10)")
     options = parser.parse_args(arguments)
 
     def run() -> int:

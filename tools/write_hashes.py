@@ -5,7 +5,7 @@ and from the indexes that pip is set up with, and writes the files' hashes to la
 nothing. A package that pip would take from somewhere else, such as another build of PyTorch, has another hash: write
 the file again there.
 
-Words after `--` are pip's own, e.g. `-- --isolated`. Exit code 0: written; 1: pip failed, with its words.
+Words after `--` are pip's own, e.g. `-- --isolated`. Exit code 0: written; 1: pip failed, with its error on stderr.
 """
 
 from __future__ import annotations

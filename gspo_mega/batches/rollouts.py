@@ -48,7 +48,16 @@ class Rollouts:
         except BaseException:
             self.pool.close()
             raise
-        self.collector = Collector(config, self.pool, self.prompts, self._score, self._decode, spec.eos_token_ids)
+        self.collector = Collector(
+            config.rollout,
+            config.batch,
+            config.reward,
+            self.pool,
+            self.prompts,
+            self._score,
+            self._decode,
+            spec.eos_token_ids,
+        )
 
     async def _score(self, trajectory: Trajectory) -> None:
         await self._scoring.score(trajectory)

@@ -1,6 +1,6 @@
-"""Two checkpoints of any two formats: the same weights, or where they differ first. And one of them in words.
+"""The differences between two checkpoints of any two formats, and a description of one checkpoint.
 
-Compared are Hugging Face tensors, bit for bit, so that a conversion is judged by what it would give back. Writes
+Compares Hugging Face tensors bit for bit, so that a conversion is judged by the tensors that it would return. Writes
 nothing.
 """
 
@@ -22,8 +22,7 @@ from gspo_mega.weights.hf_export import DTYPE_NAMES
 
 
 def differences(one: TensorSource, other: TensorSource, progress: Callable[[int, int, str], None]) -> Iterator[str]:
-    """Each difference in a line, as it is found: what the models are (then nothing more), then tensor by tensor in
-    table order.
+    """One line per difference, as it is found: between the models, or else between tensors in table order.
 
     Raises CheckpointError for files that cannot be read.
     """
@@ -49,12 +48,12 @@ def differences(one: TensorSource, other: TensorSource, progress: Callable[[int,
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """NaN equals itself here, and 0 is not -0."""
+    """Compares bytes: NaN equals itself, and 0 differs from -0."""
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 def describe(folder: Path, description: Path | None = None) -> list[str]:
-    """A checkpoint in lines: format, model, sizes, a run's counters, every tensor with shape and dtype.
+    """A checkpoint in lines: format, model, sizes, a run's counters, and every tensor with shape and dtype.
 
     A Megatron checkpoint without config.json is listed by its stored tensors. Raises CheckpointError or ModelError.
     """
@@ -77,7 +76,7 @@ def describe(folder: Path, description: Path | None = None) -> list[str]:
             f"model       {source.spec.family}: {source.spec.num_layers} layers, hidden {source.spec.hidden_size},"
             f" vocabulary {source.spec.vocab_size}"
         ),
-        f"parameters  {counts.total} ({counts.active} used a token)",
+        f"parameters  {counts.total} ({counts.active} used per token)",
         f"tensors     {len(entries)}, {size} bytes, {', '.join(dtypes)}",
     ]
     return lines + [f"  {entry.name}  {list(entry.shape)}  {DTYPE_NAMES[source.dtype(entry)]}" for entry in entries]

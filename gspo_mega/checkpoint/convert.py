@@ -1,8 +1,9 @@
 """Conversion between Hugging Face folders and Megatron's `torch_dist`, streamed: no model is built, no GPU is used.
 
-Owns the order of a conversion: written beside, file by file, each file synced and then recorded, so that the same
-command goes on where it was stopped; completed, then renamed. Peak memory is a few of the largest tensors. What the
-formats look like is `torch_dist.py` and `safetensors_stream.py`; how tensors become parameters `model/families.py`.
+Owns the order of a conversion. Files are written one by one to a staging folder; each is synced and then recorded, so
+that the same command continues after an interruption. The complete folder is renamed. Peak memory is a few of the
+largest tensors. `torch_dist.py` and `safetensors_stream.py` own the formats, `model/families.py` the mapping of tensors
+to parameters.
 """
 
 from __future__ import annotations
@@ -32,19 +33,17 @@ from gspo_mega.weights.names import table_by_parameter
 FILE_BYTES = 2 * 1024**3
 _PART_SUFFIX = ".converting"
 _RECORD_NAME = "progress.jsonl"
-_FREE_BYTES = 256 * 1024**2  # left over on the disk
+_FREE_BYTES = 256 * 1024**2  # stays free on the disk
 
-# What is written as one: a name and the tensors in it.
+# A unit of writing: a name and the tensors in it.
 _Item = tuple[str, list[TensorEntry]]
-# Told after every tensor: bytes done, bytes in all, the tensor's name.
+# Called after every tensor with bytes done, bytes in total, and the tensor's name.
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass
 class _Tally:
-    """What has been written, for progress and manifest. `dtype`: what tensors are converted to, None for as they
-    are.
-    """
+    """What has been written, for progress and manifest. `dtype`: the target dtype, None to keep the source's."""
 
     source: TensorSource
     dtype: torch.dtype | None
@@ -54,7 +53,7 @@ class _Tally:
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor in the wanted dtype, noted for the manifest."""
+        """The whole tensor in the target dtype, recorded for the manifest."""
         tensor = self.source.read(entry)
         tensor = tensor if self.dtype is None else tensor.to(entry_dtype(entry, self.dtype))
         self.tensors[entry.name] = {
@@ -68,7 +67,7 @@ class _Tally:
         return tensor
 
     def skip(self, tensors: dict[str, dict[str, Any]], size: int) -> None:
-        """Tensors that an earlier attempt has written."""
+        """Record tensors that an earlier attempt has written."""
         self.tensors |= tensors
         self.done += size
 
@@ -83,8 +82,8 @@ def to_megatron(
 ) -> None:
     """Write `source` to the new folder `out`: Megatron's files under `megatron/`, config and tokenizer, manifest.json.
 
-    Any tensor, pipeline and expert layout can load it. `dtype`: another than the source's. Raises CheckpointError or
-    ModelError, OSError; what was written so far stays beside, and the same call goes on from there.
+    Any tensor, pipeline and expert layout can load it. `dtype`: the target, by default the source's. Raises
+    CheckpointError, ModelError or OSError; the staging folder stays, and the same call continues from it.
     """
 
     def parameters(tally: _Tally, group: list[_Item]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,10 +111,9 @@ def to_huggingface(
     progress: Progress,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write `source` to the new folder `out` as Hugging Face has it: safetensors with an index, config, tokenizer,
-    manifest.json.
+    """Write `source` to the new Hugging Face folder `out`: safetensors with an index, config, tokenizer, manifest.json.
 
-    `dtype`, errors and going on are as with `to_megatron`.
+    `dtype`, errors and continuation are as in `to_megatron`.
     """
 
     def write(tally: _Tally, path: Path, group: list[_Item]) -> None:
@@ -141,7 +139,7 @@ def to_huggingface(
 
 
 def _fused(tally: _Tally, entries: list[TensorEntry]) -> torch.Tensor:
-    """The parameter that the tensors make up, whole, as on one rank; padding rows are zero."""
+    """The whole parameter that the tensors form, as on a single rank; padding rows are zero."""
     spec, shape = tally.source.spec, parameter_shape(tally.source.spec, entries[0], 1)
     tensor = tally.read(entries[0])
     if len(entries) == 1 and tuple(tensor.shape) == shape:
@@ -151,8 +149,8 @@ def _fused(tally: _Tally, entries: list[TensorEntry]) -> torch.Tensor:
         tensor = tensor if entry is entries[0] else tally.read(entry)
         if tensor.dtype != parameter.dtype:
             raise CheckpointError(
-                f"{entry.name} is {tensor.dtype}, others of {entry.parameter} are {parameter.dtype}; name one dtype to"
-                " convert to"
+                f"{entry.name} is {tensor.dtype}, other tensors of {entry.parameter} are {parameter.dtype}; name one"
+                " dtype to convert to"
             )
         for block in parameter_blocks(spec, entry, 1, 0):
             parameter.narrow(block.dim, block.local_start, block.length).copy_(
@@ -172,7 +170,7 @@ def _dtype(source: TensorSource, entry: TensorEntry, dtype: torch.dtype | None) 
 def _groups(
     source: TensorSource, items: Iterable[_Item], dtype: torch.dtype | None, file_bytes: int
 ) -> list[list[_Item]]:
-    """Consecutive items a file, of about `file_bytes` each and at least one."""
+    """Consecutive items per file: about `file_bytes`, and at least one item."""
     groups: list[list[_Item]] = [[]]
     room = file_bytes
     for name, entries in items:
@@ -195,9 +193,9 @@ def _convert(
     write: Callable[[_Tally, Path, list[_Item]], Any],
     complete: Callable[[Path, list[dict[str, Any]], Path, str], None],
 ) -> None:
-    """Every file that is not recorded yet, by `write`; then what completes the folder, by `complete`; then its name."""
+    """Write every file that is not recorded yet with `write`, complete the folder with `complete`, then rename it."""
     if out.exists():
-        raise CheckpointError(f"{out} is there already, and nothing is overwritten: name another folder, or remove it")
+        raise CheckpointError(f"{out} already exists and is not overwritten; name another folder, or remove it")
     entries = [entry for group in files.values() for _, fused in group for entry in fused]
     tally = _Tally(source, dtype, sum(_size(source, entry, dtype) for entry in entries), progress)
     part = out.with_name(out.name + _PART_SUFFIX)
@@ -211,18 +209,18 @@ def _convert(
     part.mkdir(parents=True, exist_ok=True)
     if not (part / _RECORD_NAME).exists() and any(part.iterdir()):
         raise CheckpointError(
-            f"{part} is there already and is no unfinished conversion: name another folder than {out.name}, or move it"
-            " away"
+            f"{part} already exists and is not an unfinished conversion; name another folder than {out.name}, or move"
+            " it away"
         )
     with (part / _RECORD_NAME).open("a+", encoding="utf-8") as record:
         try:
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"{part}: another process is at this conversion") from None
+            raise CheckpointError(f"{part}: another process runs this conversion") from None
         finished = _resume(part, record, identity)
         remaining, free = tally.total - sum(file["bytes"] for file in finished.values()), shutil.disk_usage(part).free
         if remaining + _FREE_BYTES > free:
-            raise CheckpointError(f"{part}: {remaining} bytes are to be written there, {free} are free")
+            raise CheckpointError(f"{part}: the conversion needs {remaining} bytes there, and {free} are free")
         if record.tell() == 0:
             _append(record, identity)
         for name, group in files.items():
@@ -232,15 +230,15 @@ def _convert(
             before_bytes, before = tally.done, set(tally.tensors)
             (part / name).parent.mkdir(exist_ok=True)
             written = write(tally, part / name, group)
-            tensors = {tensor: said for tensor, said in tally.tensors.items() if tensor not in before}
+            tensors = {tensor: noted for tensor, noted in tally.tensors.items() if tensor not in before}
             finished[name] = {"file": name, "bytes": tally.done - before_bytes, "tensors": tensors, "written": written}
             _append(record, finished[name] | {"file_bytes": (part / name).stat().st_size})
         in_order = [finished[name] for name in files]
         dtypes = {tally.tensors[entry.name]["dtype"] for entry in entries if not entry.is_buffer}
-        # Of a mixture the widest is what config.json can say without losing any.
+        # For a mixture config.json names the widest dtype, which loses nothing.
         complete(part, in_order, source.description, "float32" if "float32" in dtypes else min(dtypes))
         placed = {
-            tensor: said | {"file": file["file"]} for file in in_order for tensor, said in file["tensors"].items()
+            tensor: noted | {"file": file["file"]} for file in in_order for tensor, noted in file["tensors"].items()
         }
         atomic_write_json(
             part / MANIFEST_NAME,
@@ -259,13 +257,11 @@ def _append(record: TextIO, value: dict[str, Any]) -> None:
 
 
 def _resume(part: Path, record: TextIO, identity: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What an earlier attempt at the same conversion has finished, by file. Raises CheckpointError for another
-    conversion's folder.
-    """
+    """The finished files of an earlier attempt at the same conversion. Raises CheckpointError for another's folder."""
     record.seek(0)
     lines = record.read().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
-    if len(whole) < len(lines):  # the last line was cut off: its file is written again
+    if len(whole) < len(lines):  # the last line is incomplete: its file is written again
         record.truncate(sum(len(line.encode()) for line in whole))
         record.seek(0, os.SEEK_END)
     if not whole:  # stopped before anything was recorded
@@ -275,15 +271,15 @@ def _resume(part: Path, record: TextIO, identity: dict[str, Any]) -> dict[str, d
             elif leftover.name != _RECORD_NAME:
                 leftover.unlink()
         return {}
-    said, *files = map(json.loads, whole)
-    if said != identity:
+    recorded, *files = map(json.loads, whole)
+    if recorded != identity:
         raise CheckpointError(
-            f"{part} is left of another conversion, or its source has changed since: remove it to begin anew"
+            f"{part} belongs to another conversion, or its source has changed; remove it to start over"
         )
     finished = {}
     for entry in files:
         size = entry.pop("file_bytes")
         if not (part / entry["file"]).is_file() or (part / entry["file"]).stat().st_size != size:
-            raise CheckpointError(f"{part / entry['file']}: not as it was recorded; remove {part} to begin anew")
+            raise CheckpointError(f"{part / entry['file']}: differs from its record; remove {part} to start over")
         finished[entry["file"]] = entry
     return finished

@@ -1,7 +1,7 @@
-"""The checkpoints of a run as folders: which are complete, which may be believed, which are kept.
+"""The checkpoints of a run as folders: which are complete, which are intact, which are kept.
 
-Owns names, checksums and the order in which a folder appears and goes, so that at every moment one complete checkpoint
-is there. What is in it is `train_state.py`'s. Rank 0 alone changes folders; any rank may read.
+Owns names, checksums and the order of creating and removing folders, so that one complete checkpoint exists at every
+moment. `train_state.py` owns their content. Only rank 0 changes folders; any rank may read.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ _COMPLETE = re.compile(r"step_(\d{8})")
 
 
 def draft_folder(final: Path, token: str) -> Path:
-    """Where a checkpoint is written before it has its name. `token`: this process's, as what a killed one started may
-    still write.
+    """The folder in which a checkpoint is written before it gets its name.
+
+    `token` identifies this process, because writers that a killed process started may still write.
     """
     return final.with_name(f"{final.name}.{token}.part")
 
 
 def clear(run_folder: RunFolder) -> None:
-    """Remove drafts and half-removed folders that interrupted saves left."""
+    """Remove drafts and half-removed folders of interrupted saves."""
     for pattern in ("step_*.part", ".step_*.removed"):
         for leftover in run_folder.checkpoints_dir.glob(pattern):
             durable.remove_tree(leftover, at="save.clear")
 
 
 def put_in_place(run_folder: RunFolder, draft: Path, final: Path) -> None:
-    """Give a complete draft its name and make it `latest`. A checkpoint of the same step gives way only then."""
+    """Give a complete draft its name and make it `latest`. Only then replace an earlier checkpoint of the same step."""
     aside = _aside(final)
     durable.remove_tree(aside, at="save.drop")
     if final.exists():
@@ -47,12 +48,12 @@ def put_in_place(run_folder: RunFolder, draft: Path, final: Path) -> None:
 
 
 def make_latest(run_folder: RunFolder, folder: Path) -> None:
-    """Have `latest` name a checkpoint."""
+    """Make `latest` name a checkpoint."""
     durable.atomic_write_text(run_folder.latest_checkpoint_file, folder.name, at="save.latest")
 
 
 def repair(run_folder: RunFolder) -> None:
-    """Give a checkpoint that was put aside its name back, where the save that did so was cut short."""
+    """Give a checkpoint its name back if an interrupted save had moved it aside."""
     for aside in run_folder.checkpoints_dir.glob(".step_*.aside"):
         final = aside.with_name(aside.name.removeprefix(".").removesuffix(".aside"))
         if not final.exists():
@@ -60,9 +61,9 @@ def repair(run_folder: RunFolder) -> None:
 
 
 def prune(run_folder: RunFolder, step: int, keep_last: int, keep_every: int) -> None:
-    """Remove checkpoints up to `step` but the newest `keep_last` and, with `keep_every`, the multiples of it.
+    """Remove checkpoints up to `step`, except the newest `keep_last` and multiples of `keep_every` (unless 0).
 
-    Those of later steps belong to a future that was left, by hand or after damage, and are not touched.
+    Checkpoints of later steps stay: the run went back to an earlier one, by hand or after damage.
     """
     past = [folder for folder in complete(run_folder) if step_of(folder) <= step]
     for folder in past[:-keep_last]:
@@ -71,8 +72,9 @@ def prune(run_folder: RunFolder, step: int, keep_last: int, keep_every: int) -> 
 
 
 def candidates(run_folder: RunFolder) -> list[Path]:
-    """The folder that `latest` names, there or not, then the complete ones of earlier steps, newest first. None: a run
-    without checkpoint.
+    """The folder that `latest` names, existing or not, then complete ones of earlier steps, newest first.
+
+    Empty for a run without checkpoints. Raises CheckpointError if `latest` names something else.
     """
     try:
         named = run_folder.checkpoints_dir / run_folder.latest_checkpoint_file.read_text().strip()
@@ -80,7 +82,7 @@ def candidates(run_folder: RunFolder) -> list[Path]:
         return []
     if not _COMPLETE.fullmatch(named.name):
         raise CheckpointError(
-            f"{run_folder.latest_checkpoint_file} names {named.name!r}, which is no checkpoint's name"
+            f"{run_folder.latest_checkpoint_file} names {named.name!r}, which is not a checkpoint's name"
         )
     return [named, *(folder for folder in reversed(complete(run_folder)) if step_of(folder) < step_of(named))]
 
@@ -99,9 +101,7 @@ def step_of(folder: Path) -> int:
 
 
 def set_aside_damaged(folder: Path) -> None:
-    """Take a damaged checkpoint's name from it, so that it neither counts nor is met again; its files stay for
-    inspection.
-    """
+    """Rename a damaged checkpoint, so that it is not considered again; its files stay for inspection."""
     if folder.is_dir():
         names = (f"{folder.name}.damaged{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
         durable.rename(
@@ -110,27 +110,25 @@ def set_aside_damaged(folder: Path) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """`state.json`. Raises ValueError where it is missing or damaged, CheckpointError where a newer version wrote
-    it.
-    """
+    """`state.json`. Raises ValueError if it is missing or damaged, CheckpointError if a newer version wrote it."""
     record = read_json(folder / "state.json")
     if not isinstance(record, dict) or not isinstance(record.get("format_version"), int):
         raise ValueError("state.json is missing" if record is None else "state.json is not a checkpoint's")
     if record["format_version"] > FORMAT_VERSION:
         raise CheckpointError(
             f"{folder} was written by a newer gspo_mega (checkpoint format {record['format_version']}; this one reads"
-            f" up to {FORMAT_VERSION}); continue the run with that one"
+            f" up to {FORMAT_VERSION}); continue the run with the newer one"
         )
     return record
 
 
 def checksums(folder: Path, files: list[Path]) -> dict[str, list[Any]]:
-    """{name inside `folder`: [bytes, SHA-256 in hex]} of some of its files, read back."""
+    """{name inside `folder`: [size in bytes, SHA-256 in hex]} of the given files, read back."""
     return {str(file.relative_to(folder)): [file.stat().st_size, _digest(file)] for file in files}
 
 
 def damage(folder: Path, files: dict[str, list[Any]], share: int, num_shares: int) -> list[str]:
-    """What differs from the checksums in this share of the files; the shares of all ranks make up the whole."""
+    """Differences from the checksums in this share of the files; the ranks' shares together cover all files."""
     problems = []
     for name, (size, digest) in sorted(files.items())[share::num_shares]:
         file = folder / name
@@ -138,7 +136,7 @@ def damage(folder: Path, files: dict[str, list[Any]], share: int, num_shares: in
             if file.stat().st_size != size:
                 problems.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
             elif _digest(file) != digest:
-                problems.append(f"{name} holds other bytes than were written")
+                problems.append(f"{name} has other bytes than were written")
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
     return problems

@@ -1,10 +1,8 @@
-"""Megatron's checkpoint files without trusting them: an unpickler that knows a list of names, and checks before
-Megatron loads.
+"""Reading Megatron's checkpoint files without trusting them: an unpickler with a list of allowed names, and checks.
 
-A pickle is a program: it may call any function that it names. The format's index (`.metadata`) is one, and so is what
-lies in its byte entries. Here such a file may name what the formats themselves use (`ALLOWED`) and nothing else,
-whoever wrote it. Megatron's own loader has no such list; so what it is to load is read here first, and refused before
-the loader sees it.
+A pickle is a program: it may call any function that it names. The format's index (`.metadata`) is a pickle, and so are
+its byte entries. This unpickler allows the names that the formats themselves use (`ALLOWED`) and no others, whoever
+wrote the file. Megatron's own loader has no such list, so this module reads every file first and refuses unsafe ones.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from gspo_mega.checkpoint.error_text import first_cause
 from gspo_mega.errors import CheckpointError
 
 _DISTRIBUTED = "torch.distributed.checkpoint"
@@ -63,7 +62,7 @@ ALLOWED = {
 }
 # Transformer Engine's states name the recipe that made them: plain classes, all in one module.
 _RECIPES = "transformer_engine.common.recipe"
-# What Megatron's `metadata.json` says of the format read and written here; of the common part it may say nothing.
+# The format in Megatron's `metadata.json` that is read and written here; the entries of the common part are optional.
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -87,17 +86,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 def safe_loads(data: bytes) -> Any:
-    """What a pickle of `ALLOWED` names alone holds. Raises pickle.UnpicklingError for others, and anything for a
-    damaged one.
+    """The value of a pickle with `ALLOWED` names only.
+
+    Raises pickle.UnpicklingError for other names, and any exception for a damaged pickle.
     """
     return _Unpickler(io.BytesIO(data)).load()
 
 
 def read_index(folder: Path) -> Metadata:
-    """`.metadata` of a `torch_dist` folder: every entry of the types it should be, every file inside the folder. Runs
-    no code of it.
+    """`.metadata` of a `torch_dist` folder, with the types of all entries checked and every file inside the folder.
 
-    Raises CheckpointError.
+    Runs no code of the file. Raises CheckpointError.
     """
     _check_format(folder)
     file = folder / ".metadata"
@@ -112,10 +111,9 @@ def read_index(folder: Path) -> Metadata:
 
 
 def refuse_code(folder: Path, share: int = 0, num_shares: int = 1) -> list[str]:
-    """What in a `torch_dist` folder Megatron's loader must not be given, a line each; where there is none, it may load
-    the folder.
+    """One line per part of a `torch_dist` folder that Megatron's loader must not read; empty if the folder is safe.
 
-    Reads the index, the common part, and this share of the byte entries; the shares of all ranks make up the whole.
+    Reads the index, the common part, and this share of the byte entries; the ranks' shares together cover all entries.
     """
     try:
         index = read_index(folder)
@@ -125,9 +123,9 @@ def refuse_code(folder: Path, share: int = 0, num_shares: int = 1) -> list[str]:
     if share == 0:
         try:
             torch.load(folder / "common.pt", map_location="cpu", weights_only=True)
-        except Exception as error:  # what a damaged file makes of torch.load is anything
-            problems.append(f"{folder / 'common.pt'} cannot be read: {_first_line(error)}")
-    # What the index does not call a tensor, the loader takes for bytes.
+        except Exception as error:  # a damaged file can make torch.load raise anything
+            problems.append(f"{folder / 'common.pt'} cannot be read: {first_cause(error)}")
+    # The loader treats every entry that is not a tensor in the index as bytes.
     tensors = {name for name, kind in index.state_dict_metadata.items() if isinstance(kind, TensorStorageMetadata)}
     entries = sorted(
         (key.fqn, place.relative_path, place.offset, place.length)
@@ -139,15 +137,13 @@ def refuse_code(folder: Path, share: int = 0, num_shares: int = 1) -> list[str]:
             with (folder / relative).open("rb") as file:
                 file.seek(offset)
                 _look_inside(_safe_torch_load(file.read(length)))
-        except Exception as error:  # what a damaged file makes of torch.load is anything
-            problems.append(f"{folder / relative}: {name} cannot be read: {_first_line(error)}")
+        except Exception as error:  # a damaged file can make torch.load raise anything
+            problems.append(f"{folder / relative}: {name} cannot be read: {first_cause(error)}")
     return problems
 
 
 class _Module:
-    """What `torch.load` needs of a pickle module. torch's own list (`weights_only`) lacks the BytesIO that states come
-    in.
-    """
+    """The part of a pickle module that `torch.load` uses. torch's own list (`weights_only`) lacks BytesIO."""
 
     Unpickler = _Unpickler
     UnpicklingError = pickle.UnpicklingError
@@ -162,7 +158,7 @@ def _safe_torch_load(data: bytes) -> Any:
 
 
 def _look_inside(value: Any) -> None:
-    """Transformer Engine packs a pickle of its own into bytes, or a tensor of bytes, and opens it without a list."""
+    """Check nested pickles: Transformer Engine puts one into bytes, or a tensor of bytes, and loads it unchecked."""
     if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
         value = value.contiguous().numpy().tobytes()
     if isinstance(value, io.BytesIO):
@@ -184,9 +180,9 @@ def _check_format(folder: Path) -> None:
         found = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder}/metadata.json cannot be read: {type(error).__name__}: {error}") from error
-    # Another format would have Megatron choose another loader.
+    # With another format Megatron would choose another loader.
     if not isinstance(found, dict) or {"common_backend": "torch", "common_backend_version": 1} | found != FORMAT:
-        raise CheckpointError(f"{folder}/metadata.json: {found}; format torch_dist, version 1, is what is read here")
+        raise CheckpointError(f"{folder}/metadata.json: {found}; only format torch_dist, version 1, is supported")
 
 
 def _problem_of(index: Any) -> str | None:
@@ -212,11 +208,11 @@ def _problem_of(index: Any) -> str | None:
             or not isinstance(place, _StorageInfo)
             or not isinstance(place.relative_path, str)
         ):
-            return f"{key!r} is stored nowhere"
+            return f"{key!r} is in no file"
         if os.path.basename(place.relative_path) != place.relative_path or place.relative_path in ("", ".", ".."):
-            return f"{key.fqn!r} is said to be in {place.relative_path!r}; the name of a file in the folder is wanted"
+            return f"{key.fqn!r} has the file {place.relative_path!r}; it must be the name of a file in the folder"
         if not _are_sizes((place.offset, place.length)) or place.transform_descriptors:
-            return f"{key.fqn!r} is stored in a way that is not read here"
+            return f"{key.fqn!r} is stored in a way that is not supported"
     return None
 
 
@@ -232,7 +228,3 @@ def _fits(chunk: Any, size: Any) -> bool:
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

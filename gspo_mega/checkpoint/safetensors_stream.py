@@ -1,7 +1,8 @@
-"""Safetensors files one tensor at a time: plain reads and writes, so that no more than a tensor is in memory.
+"""Safetensors files with plain reads and writes, so that only one tensor at a time is in memory.
 
-The libraries map a file for reading (its pages then count as this process's memory) and want all of a file's tensors at
-once for writing. Owns the byte layout: 8 bytes of header length, little-endian; a JSON header; the tensors' bytes.
+The libraries memory-map a file for reading (its pages then count as this process's memory) and need all tensors of a
+file at once for writing. Owns the byte layout: 8 bytes of header length, little-endian; a JSON header; the tensors'
+bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gspo_mega.weights.hf_export import tensor_bytes
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
-_LONGEST_HEADER = 100_000_000  # what the format's own library accepts
+_LONGEST_HEADER = 100_000_000  # the limit of the format's own library
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Placed:
 
 
 class SafetensorsFile:
-    """One file, its header read; tensors are read when asked for. Raises CheckpointError when it is not such a file, or
-    cut short.
+    """One file with its header; tensors are read on request. Raises CheckpointError for another format or a cut
+    file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,39 +55,37 @@ class SafetensorsFile:
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: cannot be read as safetensors: {type(error).__name__}: {error}") from error
         if not isinstance(header, dict):
-            raise CheckpointError(f"{path}: cannot be read as safetensors: its header is no JSON object")
+            raise CheckpointError(f"{path}: cannot be read as safetensors: its header is not a JSON object")
         self.tensors = {
-            name: self._placed(name, said, _LENGTH_BYTES + length)
-            for name, said in header.items()
+            name: self._placed(name, described, _LENGTH_BYTES + length)
+            for name, described in header.items()
             if name != "__metadata__"
         }
         end = max((t.end for t in self.tensors.values()), default=0)
         if end > size:
-            raise CheckpointError(f"{path}: cut short: {size} bytes, its header promises {end}")
+            raise CheckpointError(f"{path}: cut short: it has {size} bytes, and its header names {end}")
 
-    def _placed(self, name: str, said: Any, base: int) -> Placed:
+    def _placed(self, name: str, described: Any, base: int) -> Placed:
         where = f"{self.path}: the header of {name!r}"
-        if not isinstance(said, dict) or not {"dtype", "shape", "data_offsets"} <= said.keys():
-            raise CheckpointError(f"{where}: dtype, shape and data_offsets are wanted")
-        kind, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+        if not isinstance(described, dict) or not {"dtype", "shape", "data_offsets"} <= described.keys():
+            raise CheckpointError(f"{where}: it must have dtype, shape and data_offsets")
+        kind, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
         if not isinstance(kind, str) or kind not in DTYPES:
             raise CheckpointError(f"{where}: dtype {kind!r} is not supported; supported: {', '.join(DTYPES)}")
         if not _are_sizes(shape):
-            raise CheckpointError(f"{where}: shape is {shape!r}, a list of sizes is wanted")
+            raise CheckpointError(f"{where}: shape is {shape!r}; it must be a list of sizes")
         if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise CheckpointError(
-                f"{where}: data_offsets is {offsets!r}, the beginning and the end in bytes are wanted"
-            )
+            raise CheckpointError(f"{where}: data_offsets is {offsets!r}; it must be the start and the end in bytes")
         placed = Placed(DTYPES[kind], tuple(shape), base + offsets[0], base + offsets[1])
         if math.prod(shape) * placed.dtype.itemsize != placed.end - placed.start:
             raise CheckpointError(
-                f"{where}: {kind} of shape {shape} does not take the {placed.end - placed.start} bytes that"
+                f"{where}: {kind} of shape {shape} does not fill the {placed.end - placed.start} bytes that"
                 " data_offsets give it"
             )
         return placed
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor in the file's dtype. Raises CheckpointError."""
+        """The whole tensor in the file's shape and dtype, on the host. Raises CheckpointError."""
         placed = self.tensors[name]
         flat = torch.empty(placed.end - placed.start, dtype=torch.uint8)
         try:
@@ -113,10 +112,10 @@ def _read_into(file, target: memoryview) -> None:
 def write_safetensors(
     path: Path, described: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterator[torch.Tensor]
 ) -> None:
-    """Write a file of the tensors in `described` (dtype and shape by name), which `tensors` brings in that order;
-    durable on return.
+    """Write a file of whole tensors; durable on return.
 
-    Raises CheckpointError for a tensor other than described, OSError.
+    `described` has their dtype and shape by name; `tensors` yields them in that order, local to this process. Raises
+    CheckpointError for a tensor that differs from its description, OSError.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -132,7 +131,7 @@ def write_safetensors(
         for (name, (dtype, shape)), tensor in zip(described.items(), tensors, strict=True):
             if tensor.dtype != dtype or tuple(tensor.shape) != shape:
                 raise CheckpointError(
-                    f"{path}: {name} came as {tensor.dtype} {list(tensor.shape)}, {dtype} {list(shape)} was announced"
+                    f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)} as described"
                 )
             file.write(tensor_bytes(tensor))
         file.flush()

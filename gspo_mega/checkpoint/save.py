@@ -1,7 +1,7 @@
-"""Saving a run's state: copy, write, commit; with training going on while it writes where that is asked for.
+"""Saving a run's state: copy, write, commit. With `checkpoint.asynchronous` training continues during the write.
 
-Owns the order of a save and what all ranks do together in it. Everything is written under a draft's name; only when
-every rank has written does the draft become a checkpoint (`folders.py`). Collectives run on the caller's thread alone.
+Owns the order of a save and its collective steps. Ranks write to a draft folder, which becomes a checkpoint
+(`folders.py`) after every rank has written. Collectives run on the caller's thread only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from gspo_mega import durable
 from gspo_mega.checkpoint import folders
-from gspo_mega.checkpoint.train_state import TrainState, first_cause, layout_of, model_of, random_state, sharded_state
+from gspo_mega.checkpoint.error_text import first_cause
+from gspo_mega.checkpoint.train_state import TrainState, layout_of, model_of, random_state, sharded_state
 from gspo_mega.config.schema import Checkpoint
 from gspo_mega.engine.megatron_versions import asynchronous_save
 from gspo_mega.engine.policy import PolicyEngine
@@ -34,16 +35,14 @@ from gspo_mega.errors import CheckpointError
 from gspo_mega.run_folder import RunFolder
 from gspo_mega.weights.collectives import all_gather_json, broadcast_json, raise_together
 
-# Beyond the tensors themselves: metadata, random state, state.json, and what a file system rounds up.
+# In addition to the tensors: metadata, random state, state.json, and the rounding of a file system.
 _SPACE_FACTOR, _SPACE_BYTES = 1.02, 16 * 1024**2
 _WAIT_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """One committed save. `pause_seconds`: how long training stood still for it. `write_seconds`: from its start to its
-    commit.
-    """
+    """One committed save. `pause_seconds`: how long training waited for it. `write_seconds`: from start to commit."""
 
     folder: Path
     pause_seconds: float
@@ -51,7 +50,7 @@ class SaveReport:
 
 
 class _Writing:
-    """A save that is under way: this rank's files are written by a thread, or were by the caller's."""
+    """An uncommitted save: a thread writes this rank's files, or the caller's thread has written them."""
 
     def __init__(self, final: Path, draft: Path, record: dict[str, Any], request: Any, started: float) -> None:
         self.final, self.draft, self.record, self.request, self.started = final, draft, record, request, started
@@ -65,7 +64,7 @@ class _Writing:
 
 
 class Saver:
-    """The saves of one run; one on every rank. At most one save is under way."""
+    """The saves of one run; every rank has one. At most one save is uncommitted."""
 
     def __init__(self, run_folder: RunFolder, engine: PolicyEngine, settings: Checkpoint) -> None:
         self._run_folder, self._engine, self._settings = run_folder, engine, settings
@@ -73,7 +72,8 @@ class Saver:
         self._writing: _Writing | None = None
 
     def tidy(self, step: int) -> None:
-        """Remove what an interrupted save left beside the checkpoint of `step`, which the run goes on from.
+        """Remove remains of interrupted saves, and prune; the run continues from the checkpoint of `step`.
+
         Collective.
         """
 
@@ -86,10 +86,10 @@ class Saver:
     def save(self, state: TrainState) -> list[SaveReport]:
         """Save the engine and `state` as `checkpoints/step_N`. Collective over all ranks.
 
-        Returns the saves that were committed meanwhile: this one, or with `checkpoint.asynchronous` at most the one
-        before, and this one is committed by `poll` or `finish`. Raises CheckpointError where it cannot be written or
-        the disk has no room for it, on every rank, or at once on the one that failed while the others wait in Megatron;
-        the checkpoints before it are untouched then.
+        Returns the saves that this call committed: this one, or with `checkpoint.asynchronous` at most the previous
+        one, while `poll` or `finish` commits this one. Raises CheckpointError if the checkpoint cannot be written or
+        does not fit on the disk: on every rank, or at once on the rank that failed while the others wait in Megatron.
+        Earlier checkpoints stay untouched.
         """
         reports = self.finish()
         started = time.monotonic()
@@ -100,14 +100,14 @@ class Saver:
         return [*reports, *self.finish()]
 
     def poll(self) -> list[SaveReport]:
-        """Commit the save under way if every rank has written its part; does not wait. Collective."""
+        """Commit the current save if every rank has written its part; does not wait. Collective."""
         if self._writing is None:
             return []
         done = all(all_gather_json(self._writing.is_written, self._groups.host))
         return self.finish() if done else []
 
     def finish(self) -> list[SaveReport]:
-        """Wait for the save under way, if any, and commit it. Collective. Raises CheckpointError as `save`."""
+        """Wait for the current save, if any, and commit it. Collective. Raises CheckpointError like `save`."""
         if self._writing is None:
             return []
         writing, self._writing = self._writing, None
@@ -124,7 +124,7 @@ class Saver:
     def _begin(self, state: TrainState, started: float) -> _Writing:
         groups, final = self._groups, self._run_folder.checkpoint_dir(state.step)
         tensors = sharded_state(self._engine, loading=False)
-        # A process that was killed may have left writers that still write into its draft: every process has its own.
+        # Writers of a killed process may still write to its draft, so every process has a draft of its own.
         draft = folders.draft_folder(final, broadcast_json(f"{os.getpid():x}", groups.host))
         self._check_room(tensors, final)
 
@@ -175,9 +175,7 @@ class Saver:
         return writing
 
     def _copies(self, request: Any) -> Any:
-        """What is to be written, on the host. On a CPU that is the parameters' own memory: copied where training goes
-        on.
-        """
+        """The data to write, on the host. On a CPU it is the parameters' own memory, copied if training continues."""
         if request.preload_fn is None:
             return None
         buckets = request.preload_fn()
@@ -203,8 +201,8 @@ class Saver:
             if free < needed:
                 raise OSError(
                     errno.ENOSPC,
-                    f"it needs {needed / 1024**3:.2f} GiB, and {free / 1024**3:.2f} GiB are free there; nothing was"
-                    " written and the checkpoints before it are untouched; make room, or lower checkpoint.keep_last,"
+                    f"it needs {needed / 1024**3:.2f} GiB, and {free / 1024**3:.2f} GiB are free there. Nothing was"
+                    " written, and earlier checkpoints are untouched. Free some space, or lower checkpoint.keep_last,"
                     " and start the same command again",
                 )
 
@@ -239,7 +237,7 @@ class Saver:
         self._together(commit, final, only_lead=True)
 
     def _own_files(self, draft: Path) -> list[Path]:
-        """The files this rank wrote; rank 0 also what belongs to none."""
+        """The files that this rank wrote; rank 0 also has those of no rank."""
         rank = self._groups.world.rank
         own = [draft / "rng" / f"rank_{rank:05d}.safetensors", *(draft / "megatron").glob(f"__{rank}_*.distcp")]
         if rank == 0:
@@ -247,9 +245,9 @@ class Saver:
         return own
 
     def _together(self, action: Callable[[], None], target: Path, *, only_lead: bool = False) -> None:
-        """Run `action`, on rank 0 alone with `only_lead`; what goes wrong on one rank is every rank's CheckpointError.
+        """Run `action`, on rank 0 only with `only_lead`; one rank's error becomes every rank's CheckpointError.
 
-        Ranks must not wait for each other within it.
+        Ranks must not wait for each other in `action`.
         """
         problems: list[str] = []
         rank = self._groups.world.rank
@@ -261,8 +259,10 @@ class Saver:
         raise_together(problems, self._groups.host, CheckpointError, f"{target} cannot be written")
 
     def _waiting_inside(self, action: Callable[[], None], target: Path) -> None:
-        """Run `action`, in which Megatron's ranks wait for each other: one that fails raises CheckpointError at once,
-        and its end is what ends the others, which never come to where it could tell them.
+        """Run `action`, in which Megatron's ranks wait for each other.
+
+        A rank that fails raises CheckpointError at once. The end of its process ends the others, which wait in Megatron
+        and cannot receive the error.
         """
         try:
             action()
@@ -273,9 +273,9 @@ class Saver:
 
 
 def _keep_results_here() -> None:
-    """Have Megatron hand over what its writer did in this process's memory, where the writer runs.
+    """Make Megatron pass its writer's results in this process's memory, in which the writer runs.
 
-    Its own queue is a process, for a writer that is one: that takes seconds to start, and lives on for ever after a
-    rank that is killed.
+    Megatron's own queue is a process, for writers in other processes. It takes seconds to start, and it survives a rank
+    that is killed.
     """
     filesystem_async._results_queue = queue.SimpleQueue()

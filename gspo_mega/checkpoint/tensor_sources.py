@@ -1,8 +1,7 @@
-"""A checkpoint of any format, read as Hugging Face tensors one at a time: what conversion and comparison are written
-in.
+"""A checkpoint of any format, read as Hugging Face tensors one at a time, for conversion and comparison.
 
 Formats: a Hugging Face folder of safetensors; a converted folder or a run's `checkpoints/step_N`, with Megatron's files
-under `megatron/`; a bare Megatron `torch_dist` folder, described by a Hugging Face folder besides.
+under `megatron/`; a bare Megatron `torch_dist` folder, described by a separate Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -26,7 +25,10 @@ _MOST_PROBLEMS = 20
 
 
 class TensorSource(Protocol):
-    """`description`: the folder with config.json and tokenizer. `files`: what holds the weights."""
+    """The tensors of one checkpoint, read in a single process.
+
+    `description`: the folder with config.json and tokenizer. `files`: the files with the weights.
+    """
 
     kind: str
     spec: ModelSpec
@@ -35,13 +37,16 @@ class TensorSource(Protocol):
 
     def dtype(self, entry: TensorEntry) -> torch.dtype: ...
 
-    def read(self, entry: TensorEntry) -> torch.Tensor: ...
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """The whole tensor: shape `entry.shape`, the stored dtype, on the host. Raises CheckpointError."""
+        ...
 
 
 def open_checkpoint(folder: Path, description: Path | None = None) -> TensorSource:
-    """The checkpoint in `folder`, all names and shapes checked. `description`: the Hugging Face folder that describes
-    it, where `folder` has no config.json. Raises CheckpointError or ModelError, listing what is missing or of another
-    shape.
+    """The checkpoint in `folder`, with all names and shapes checked.
+
+    `description`: the Hugging Face folder that describes it, if `folder` has no config.json. Raises CheckpointError or
+    ModelError, listing tensors that are missing or of another shape.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -60,12 +65,12 @@ def open_checkpoint(folder: Path, description: Path | None = None) -> TensorSour
     if (folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file():
         return HuggingFaceSource(folder)
     raise CheckpointError(
-        f"{folder}: no checkpoint; neither safetensors ({SINGLE_NAME}, {INDEX_NAME}) nor Megatron's .metadata is there"
+        f"{folder}: no checkpoint; it has neither safetensors ({SINGLE_NAME}, {INDEX_NAME}) nor Megatron's .metadata"
     )
 
 
 class HuggingFaceSource:
-    """A Hugging Face folder. Raises ModelError when config.json and the tensors disagree."""
+    """A Hugging Face folder. Raises ModelError if config.json and the tensors disagree."""
 
     kind = "Hugging Face safetensors"
 
@@ -83,7 +88,7 @@ class HuggingFaceSource:
             embedding = next(entry for entry in hf_tensors(self.spec) if entry.copies)
             if not torch.equal(self.read(embedding), self._read(_HEAD)):
                 raise ModelError(
-                    f"{folder}: config.json ties the embeddings, and {_HEAD} differs from them; set tie_word_embeddings"
+                    f"{folder}: config.json ties the embeddings, but {_HEAD} differs from them; set tie_word_embeddings"
                     " to false there"
                 )
 
@@ -91,6 +96,7 @@ class HuggingFaceSource:
         return self._open[self._file_of[entry.name]].tensors[entry.name].dtype
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
+        """The whole tensor: shape `entry.shape`, the file's dtype, on the host."""
         return self._read(entry.name)
 
     def _read(self, name: str) -> torch.Tensor:
@@ -98,14 +104,14 @@ class HuggingFaceSource:
 
 
 class MegatronSource:
-    """Megatron's `torch_dist` files, whatever layout wrote them. Optimizer state is passed over."""
+    """Megatron's `torch_dist` files, written by any layout. Optimizer state is ignored."""
 
     kind = "Megatron torch_dist"
 
     def __init__(self, folder: Path, description: Path | None) -> None:
         if description is None:
             raise CheckpointError(
-                f"{folder}: there is no config.json beside it; name the Hugging Face folder that the model came from"
+                f"{folder}: has no config.json; name the Hugging Face folder that the model came from"
             )
         self.spec, self.description = read_model_spec(description), description
         self._folder = TorchDistFolder(folder)
@@ -117,7 +123,7 @@ class MegatronSource:
                 key = self._folder.find(place)
                 stored = f"; {key} is {list(self._folder.tensors[key].size)}" if key else ""
                 problems.append(f"missing: {entry.parameter}{stored}")
-            # Megatron pads the vocabulary by settings of its own.
+            # Megatron pads the vocabulary by its own settings.
             elif found[1:] != want[1:] or (
                 found[0] < entry.shape[0] if entry.sharding == "vocabulary" else found != want
             ):
@@ -134,14 +140,15 @@ class MegatronSource:
         return self._folder.dtype(stored_place(self.spec, entry.parameter))
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        # Tensors of one parameter follow each other: read it once for all of them.
+        """The whole tensor: shape `entry.shape`, the stored dtype, on the host; may share memory with a later one."""
+        # Tensors of one parameter follow each other: read the parameter once for all of them.
         if self._last is None or self._last[0] != entry.parameter:
-            self._last = None  # before the next one is in memory
+            self._last = None  # frees its memory before the next one is read
             self._last = entry.parameter, self._folder.read(stored_place(self.spec, entry.parameter))
         parameter = self._last[1]
         blocks = parameter_blocks(self.spec, entry, 1, 0)
         parts = [parameter.narrow(b.dim, b.local_start, b.length) for b in blocks]
-        # On one rank the blocks of a tensor lie in its own order.
+        # On a single rank the blocks of a tensor are in the tensor's own order.
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=blocks[0].dim)
 
 

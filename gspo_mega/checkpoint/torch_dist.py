@@ -1,11 +1,11 @@
 """Megatron's `torch_dist` checkpoint format without Megatron's models or ranks: names, files, one parameter at a time.
 
-A stored tensor holds a parameter of all layers (and experts), stacked in front, where layers are alike:
+If layers are alike, a stored tensor holds a parameter of all layers (and experts), stacked in the first dimensions:
 `decoder.layers.mlp.linear_fc1.weight` is [layers, rows, columns], cut into chunks of any size. Megatron reads it into
-any tensor, pipeline and expert layout. Owns where a canonical parameter lies in it; how tensors are fused into
-parameters is `model/families.py`.
+any tensor, pipeline and expert layout. Owns the place of a canonical parameter in it; `model/families.py` owns how
+tensors are fused into parameters.
 
-The format's index (`.metadata`) is a pickle: it is read by `safe_pickle.py`, which runs nothing that is in it.
+The format's index (`.metadata`) is a pickle: `safe_pickle.py` reads it without running code.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from gspo_mega.run_folder import atomic_write_json
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _STACK = "decoder.layers."
-# Transformer Engine keeps a norm inside the linear layer after it, and stored names follow it, except before experts,
-# where only models without it do: there a checkpoint written here has both names for the norm.
+# Transformer Engine stores a norm inside the linear layer after it, and stored names follow that, except before
+# experts, where only models without Transformer Engine do. A checkpoint written here has both names for a norm before
+# experts.
 _NORMS = {
     "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight",),
     "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight",),
@@ -50,8 +51,8 @@ _BOTH_NORMS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
 @dataclass(frozen=True)
 class StoredPlace:
-    """Where a parameter lies: in the tensors `keys` (any one of them when reading, all when writing), at `index` of the
-    stacked dimensions, which have sizes `stack`."""
+    """The place of a parameter: in the tensors `keys` (any of them for reading, all for writing), at `index` of the
+    stacked dimensions, which have the sizes `stack`."""
 
     keys: tuple[str, ...]
     index: tuple[int, ...]
@@ -64,7 +65,7 @@ def stored_place(spec: ModelSpec, parameter: str) -> StoredPlace:
     if in_layer is None:
         return StoredPlace((parameter,), (), ())
     layer, rest = int(in_layer[1]), in_layer[2]
-    # Layers that differ (dense ones before those with experts) are stored each under its number, others stacked.
+    # If layers differ (dense ones before those with experts) each is stored under its number; otherwise stacked.
     apart = spec.moe is not None and spec.moe.num_dense_layers > 0
     prefix, index, stack = (f"{_STACK}{layer}.", (), ()) if apart else (_STACK, (layer,), (spec.num_layers,))
     if spec.moe is not None and (expert := _EXPERT.fullmatch(rest)):
@@ -84,7 +85,7 @@ def _stored_names(spec: ModelSpec, layer: int, name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WrittenChunk:
-    """A chunk in a file: of the stored tensor `key` of global shape `size`, at `offsets` with `sizes`."""
+    """A chunk in a file, of the stored tensor `key` of global shape `size`: the part of shape `sizes` at `offsets`."""
 
     key: str
     size: list[int]
@@ -97,9 +98,10 @@ class WrittenChunk:
 
 
 def write_chunks(path: Path, spec: ModelSpec, parameters: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
-    """Write whole parameters (canonical name, tensor as on one rank) to one file; durable on return.
+    """Write parameters to one file; durable on return.
 
-    Returns the chunks as JSON values for `write_index`. Raises OSError.
+    parameters: (canonical name, whole tensor of the shape on a single rank, any dtype), local to this process. Returns
+    the chunks as JSON values for `write_index`. Raises OSError.
     """
     written: list[dict[str, Any]] = []
     with path.open("wb") as file:
@@ -126,8 +128,9 @@ def write_chunks(path: Path, spec: ModelSpec, parameters: Iterator[tuple[str, to
 
 
 def write_index(folder: Path, chunks: list[dict[str, Any]]) -> None:
-    """Complete a folder of written chunks: index, common part, format. Raises CheckpointError when parts of one stored
-    tensor differ.
+    """Complete a folder of written chunks: index, common part, format.
+
+    Raises CheckpointError if parts of one stored tensor differ in shape or dtype.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     results = []
@@ -150,7 +153,7 @@ def write_index(folder: Path, chunks: list[dict[str, Any]]) -> None:
 
 
 class _FilePart(io.RawIOBase):
-    """Bytes [start, start + length) of a file as a file of its own."""
+    """Bytes [start, start + length) of a file, as a file object."""
 
     def __init__(self, file, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -177,14 +180,14 @@ class _FilePart(io.RawIOBase):
 
 
 class TorchDistFolder:
-    """A checkpoint's folder (the one with `.metadata`) for reading, one parameter at a time."""
+    """A checkpoint's folder with `.metadata`, read one parameter at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError when it is not one, or its index cannot be read."""
+        """Raises CheckpointError for another folder, or if the index cannot be read."""
         self.path = folder
         if not (folder / "metadata.json").is_file() or not (folder / ".metadata").is_file():
             raise CheckpointError(
-                f"{folder}: not a Megatron torch_dist checkpoint: metadata.json and .metadata are wanted"
+                f"{folder}: not a Megatron torch_dist checkpoint: it must have metadata.json and .metadata"
             )
         metadata = read_index(folder)
         self.tensors = {
@@ -196,11 +199,11 @@ class TorchDistFolder:
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
     def find(self, place: StoredPlace) -> str | None:
-        """The stored tensor's key among the place's, or None."""
+        """The first key of the place that is stored, or None."""
         return next((key for key in place.keys if key in self.tensors), None)
 
     def shape(self, place: StoredPlace) -> tuple[int, ...] | None:
-        """The parameter's whole shape; None where it is not stored, or stacked otherwise."""
+        """The parameter's whole shape; None if it is not stored, or stacked in another way."""
         key = self.find(place)
         if key is None or tuple(self.tensors[key].size[: len(place.stack)]) != place.stack:
             return None
@@ -217,7 +220,10 @@ class TorchDistFolder:
         return self.tensors[key].properties.dtype
 
     def read(self, place: StoredPlace) -> torch.Tensor:
-        """The whole parameter, in the stored dtype. Raises CheckpointError when a part is missing or damaged."""
+        """The whole parameter: its shape on a single rank, the stored dtype, on the host.
+
+        Raises CheckpointError if a part is missing or damaged.
+        """
         key, shape = self._stored(place)
         depth, whole, covered = len(place.stack), None, 0
         for chunk in self._chunks_at(key, place.index):
@@ -234,8 +240,8 @@ class TorchDistFolder:
         return whole
 
     def _chunks_at(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        """The chunks with something of the parameter at `index`; sorted by place once a stored tensor, which can have
-        many thousands.
+        """The chunks that contain a part of the parameter at `index`. A stored tensor can have thousands of chunks, so
+        they are indexed once.
         """
         if key not in self._chunks:
             by_index = self._chunks[key] = {}
@@ -248,17 +254,17 @@ class TorchDistFolder:
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
         info = self._storage.get(MetadataIndex(key, chunk.offsets))
         if info is None:
-            raise CheckpointError(f"{self.path}/.metadata: {key}{list(chunk.offsets)} is stored nowhere")
+            raise CheckpointError(f"{self.path}/.metadata: {key}{list(chunk.offsets)} is in no file")
         path = self.path / info.relative_path
         try:
             with path.open("rb") as file:
                 # It reads and seeks; its annotation also wants the writing half of a file.
                 part = cast(IO[bytes], _FilePart(file, info.offset, info.length))
                 tensor = torch.load(part, map_location="cpu", weights_only=True)
-        except Exception as error:  # what a damaged file makes of torch.load is anything
+        except Exception as error:  # a damaged file can make torch.load raise anything
             raise CheckpointError(
                 f"{path}: {key} cannot be read: {f'{type(error).__name__}: {error}'.splitlines()[0]}"
             ) from error
         if tuple(tensor.shape) != tuple(chunk.sizes):
-            raise CheckpointError(f"{path}: {key} is {list(tensor.shape)} there, the index says {list(chunk.sizes)}")
+            raise CheckpointError(f"{path}: {key} has shape {list(tensor.shape)}, but {list(chunk.sizes)} in the index")
         return tensor

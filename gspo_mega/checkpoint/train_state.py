@@ -1,9 +1,9 @@
-"""A run's state on disk: everything it needs to go on as if it had not stopped.
+"""A run's state on disk: everything that it needs to continue as if it had not stopped.
 
-One folder a checkpoint: `megatron/` (weights and optimizer in Megatron's `torch_dist` format), `rng/` (one file a rank)
-and `state.json` (counters, prompt order, what the run's progress depends on, the checksum of every file). Owns what is
-in it, choosing one and reading it; writing is `save.py`, the folders are `folders.py`. Weights for the outside world
-are `gspo_mega.weights`.
+One folder per checkpoint: `megatron/` (weights and optimizer in Megatron's `torch_dist` format), `rng/` (one file per
+rank) and `state.json` (counters, prompt order, all that the run's progress depends on, the checksum of every file).
+Owns this content, choosing a checkpoint and reading it. `save.py` writes it, `folders.py` owns the folders, and
+`gspo_mega.weights` exports weights for other programs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gspo_mega.checkpoint import folders
+from gspo_mega.checkpoint.error_text import first_cause
 from gspo_mega.checkpoint.safe_pickle import refuse_code
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.policy import PolicyEngine
@@ -35,9 +36,9 @@ class TrainState:
     """The counters and host-side state of a run.
 
     `step`: rollout batches trained on. `num_optimizer_steps`: applied optimizer steps, which drive the schedule.
-    `skipped_in_a_row`: non-finite gradients since the last applied one. `prompts`, `demonstrations`: the orders' own
-    state. `summary`: what the final table needs of earlier attempts. `history`: the fingerprint of the weights, of what
-    the run started from and of all that it trained on.
+    `skipped_in_a_row`: optimizer steps skipped since the last applied one. `prompts`, `demonstrations`: the state of
+    the data orders. `summary`: earlier attempts' part of the final table. `history`: the fingerprint of the weights, of
+    the run's start and of all data that it trained on.
     """
 
     step: int = 0
@@ -59,6 +60,7 @@ def _metadata(groups: ParallelGroups) -> dict[str, Any]:
 
 
 def sharded_state(engine: PolicyEngine, *, loading: bool) -> dict[str, Any]:
+    """Megatron's sharded state of weights and optimizer: this rank's shards, in their own memory."""
     metadata = _metadata(engine.groups)
     names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
     state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, engine.chunks)}
@@ -67,6 +69,7 @@ def sharded_state(engine: PolicyEngine, *, loading: bool) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, torch.Tensor]:
+    """This rank's random states by name: [number of bytes] uint8 each, on the host."""
     state = {"torch": torch.get_rng_state()}
     state |= {f"tracker/{name}": value.cpu() for name, value in _rng_tracker().get_states().items()}
     if not is_cpu_backend():
@@ -89,16 +92,18 @@ def _restore_rng(state: dict[str, torch.Tensor]) -> None:
 
 
 def layout_of(groups: ParallelGroups) -> dict[str, int]:
+    """The sizes of the parallel groups, as `state.json` records them."""
     names = ("world", "tensor", "pipeline", "context", "data", "expert", "expert_tensor")
     return {name: getattr(groups, name).size for name in names}
 
 
 def find_checkpoint(run_folder: RunFolder, groups: ParallelGroups) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, and a warning for every one that had to be passed over. Collective.
+    """The newest intact checkpoint, and a warning for every damaged one. Collective.
 
-    Begins with the one that `latest` names; every file's checksum is compared, by all ranks together. A damaged one is
-    renamed to `step_N.damaged` and the one before it tried. None for a run that saved none. Raises CheckpointError on
-    every rank for one of a newer format, and where a run saved some and none is whole: it does not quietly start over.
+    Starts with the one that `latest` names; all ranks together compare every file's checksum. A damaged checkpoint is
+    renamed to `step_N.damaged`, and the one before it is tried. None for a run without checkpoints. Raises
+    CheckpointError on every rank for a newer format, and if all checkpoints are damaged: the run does not silently
+    start over.
     """
     warnings: list[str] = []
     problems: list[str] = []
@@ -121,7 +126,7 @@ def find_checkpoint(run_folder: RunFolder, groups: ParallelGroups) -> tuple[Path
                     folders.make_latest(run_folder, folder)
             except OSError as error:
                 problems.append(f"{folder}: {error.strerror}")
-        raise_together(problems, groups.host, CheckpointError, "a damaged checkpoint cannot be put aside")
+        raise_together(problems, groups.host, CheckpointError, "a damaged checkpoint cannot be moved aside")
         if not damage:
             return folder, warnings
         warnings.append(f"warning  checkpoint {folder.name} is damaged and passed over: {'; '.join(damage[:3])}")
@@ -141,10 +146,10 @@ def _damage(folder: Path, groups: ParallelGroups) -> list[str]:
 def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
     """Fill the engine (weights, optimizer, schedule, RNG) from `folder` and return the run's state. Collective.
 
-    The layout may be another one than it was saved from; the ranks' random states are then those of a fresh start.
+    The layout may differ from the saved one; the ranks' random states are then those of a fresh start.
 
-    Raises CheckpointError for a newer format, another model, a layout it cannot be read into, damaged files, or files
-    that could run a program when Megatron loads them.
+    Raises CheckpointError for a newer format, another model, an incompatible layout, damaged files, or files that could
+    run a program when Megatron loads them.
     """
     record = folders.read_record(folder)
     if record["model"] != model_of(engine):
@@ -153,8 +158,8 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
     if (saved["expert"] > 1) != (here["expert"] > 1):
         raise CheckpointError(
             f"{folder} was saved with parallel.expert {saved['expert']}; its optimizer state cannot be read with"
-            f" parallel.expert {here['expert']} (Megatron keeps expert parameters apart only above 1): keep both above"
-            " 1 or both 1"
+            f" parallel.expert {here['expert']}, because Megatron stores expert parameters separately only above 1."
+            " Keep both above 1, or both at 1"
         )
     world, host = engine.groups.world, engine.groups.host
     raise_together(
@@ -186,18 +191,11 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
     return state
 
 
-def first_cause(error: BaseException) -> str:
-    """The error in a line. A CheckpointException (not even an Exception) carries those of all ranks."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
-
-
 def _separate_steps(engine: PolicyEngine) -> None:
     """Give every parameter its own Adam step count again.
 
-    Megatron's loader hands one tensor to all of them; torch's AdamW adds to it in place, once a parameter, and
-    the bias correction would be wrong from the first step after a resume.
+    Megatron's loader gives one tensor to all of them. torch's AdamW adds to it in place, once per parameter, and the
+    bias correction would be wrong from the first step after a resume.
     """
     for part in engine.optimizer.chained_optimizers:
         for state in part.optimizer.state.values():
@@ -205,12 +203,13 @@ def _separate_steps(engine: PolicyEngine) -> None:
                 state["step"] = state["step"].clone()
 
 
-# What checkpoints of the first format have of a spec whatever its value; later fields are left out at their defaults,
-# so that they still fit.
+# Fields that checkpoints of the first format always have. Later fields are left out at their defaults, so that old
+# checkpoints still match.
 _FIRST_EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_intermediate_size", "norm_topk_prob")
 
 
 def model_of(engine: PolicyEngine) -> dict[str, Any]:
+    """The model's spec and precision, as `state.json` records them."""
     spec = asdict(engine.spec)
     for name in ("raw", "num_ignored_layers", *(["latent"] if engine.spec.latent is None else [])):
         spec.pop(name)

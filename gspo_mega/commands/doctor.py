@@ -1,7 +1,8 @@
-"""What is wrong with this machine for a run: versions, GPUs, Transformer Engine, disks, addresses.
+"""Check this machine for a run: versions, GPUs, Transformer Engine, disks, addresses.
 
-Starts on the standard library alone: a torch that is missing or broken is a line of the answer. A Slurm job runs it on
-every node before anything else, with an all-reduce between all of them. Exit code 0: nothing is wrong; 1: something is.
+Needs the standard library alone: a torch that is missing or broken is a line of the report. A Slurm job runs it on
+every node before anything else, with an all-reduce between all of them. Exit code 0: nothing is wrong; 1: something is
+wrong.
 """
 
 from __future__ import annotations
@@ -18,35 +19,42 @@ from gspo_mega.doctor.machine_checks import check_machine
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--role", choices=("trainer", "server"), action="append", help="what will run here; both by default"
+        "--role", choices=("trainer", "server"), action="append", help="what will run on this machine (default: both)"
     )
     parser.add_argument(
         "--folder", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are (default: runs)"
     )
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs that must be here; as many as there are devices by default"
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of GPUs that must be usable (default: the number of /dev/nvidia devices)",
     )
-    parser.add_argument("--fp8", action="store_true", help="the run wants FP8 layers")
+    parser.add_argument("--fp8", action="store_true", help="the run uses FP8 layers")
     parser.add_argument(
         "--requests",
         type=int,
         default=1024,
         metavar="N",
-        help="requests open at once: servers x rollout.max_concurrent_requests (default: 1024)",
+        help="concurrent requests: servers x rollout.max_concurrent_requests (default: 1024)",
     )
-    parser.add_argument("--address", metavar="A", help="this machine's own address, to bind")
+    parser.add_argument("--address", metavar="A", help="this machine's own address, which ranks and servers bind")
     parser.add_argument(
         "--patience",
         type=float,
         default=DEADLINE_SECONDS,
         metavar="S",
-        help="seconds that all of it may take (default: %(default)g)",
+        help="time limit of all checks together, in seconds (default: %(default)g)",
     )
-    several = parser.add_argument_group("several machines, one doctor on each")
-    several.add_argument("--machines", type=int, metavar="N", help="how many")
-    several.add_argument("--index", type=int, metavar="I", help="which one this is, from 0")
-    several.add_argument("--master", metavar="ADDRESS:PORT", help="where the first one listens for the others")
-    several.add_argument("--meet", type=Path, metavar="DIR", help="a new folder that all see")
+    several = parser.add_argument_group("several machines, one doctor on each machine")
+    several.add_argument("--machines", type=int, metavar="N", help="number of machines")
+    several.add_argument("--index", type=int, metavar="I", help="index of this machine, from 0")
+    several.add_argument(
+        "--master", metavar="ADDRESS:PORT", help="address and port where the first machine listens for the others"
+    )
+    several.add_argument(
+        "--meet", type=Path, metavar="DIR", help="a new folder on a file system that all machines share"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

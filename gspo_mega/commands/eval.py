@@ -23,7 +23,7 @@ from gspo_mega.errors import ConfigError
 from gspo_mega.launcher.local.launch_local import launch
 from gspo_mega.run_folder import RunFolder, read_json
 
-# One process collects; nothing is trained, so nothing is laid out.
+# One process collects samples; without training there is no layout.
 _ONE_RANK = (
     "cluster.num_nodes=1",
     "cluster.num_rollout_nodes=0",
@@ -53,10 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in the configuration")
     parser.add_argument(
-        "--config", type=Path, metavar="CONFIG", help="configuration to evaluate with; needed for a Hugging Face folder"
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="configuration to evaluate with; required for a Hugging Face folder",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the result as one JSON object, and all else to standard error"
+        "--json", action="store_true", help="print the result as one JSON object and everything else to standard error"
     )
 
 
@@ -80,7 +83,7 @@ def find_target(path: Path, config: Path | None) -> Target:
     """Tell a run's folder, a Hugging Face folder and a configuration apart. Raises ConfigError for anything else."""
     if path.is_file():
         if config is not None:
-            raise ConfigError(f"gspo-mega eval: {path} is a configuration already; leave --config out")
+            raise ConfigError(f"gspo-mega eval: {path} is already a configuration; leave out --config")
         return Target(path, None, None, None)
     folder = RunFolder(path)
     if folder.config_file.is_file():
@@ -88,7 +91,8 @@ def find_target(path: Path, config: Path | None) -> Target:
     if (path / "config.json").is_file():
         if config is None:
             raise ConfigError(
-                f"gspo-mega eval: {path} is a Hugging Face folder; say with --config CONFIG on which prompts and reward"
+                f"gspo-mega eval: {path} is a Hugging Face folder. Name the configuration with its prompts and reward:"
+                " --config CONFIG"
             )
         return Target(config, path, None, None)
     what = (
@@ -100,7 +104,9 @@ def find_target(path: Path, config: Path | None) -> Target:
 
 
 def _newest_weights(folder: RunFolder) -> Path:
-    """By weight version: a run that was continued has an older result (`hf`) and newer published weights."""
+    """The exported or published folder of the highest weight version: a continued run may have an older result (`hf`)
+    and newer published weights.
+    """
     exported = [folder.huggingface_dir, *folder.huggingface_steps_dir.glob("step_*")]
     found = {path: _version_of(path) for path in exported if (path / "config.json").is_file()}
     published = read_json(folder.current_weights_file)
@@ -108,28 +114,28 @@ def _newest_weights(folder: RunFolder) -> Path:
         found.setdefault(Path(published["path"]), int(published["weight_version"]))
     if not found:
         raise ConfigError(
-            f"gspo-mega eval: the run {folder.path} has no result (hf/) and has published no weights that are still"
-            " there"
+            f"gspo-mega eval: the run {folder.path} has no result (hf/), and none of its published weights are left."
+            " Continue the run, or convert a checkpoint with tools/megatron_to_hf.py"
         )
-    newest = max(found, key=lambda path: found[path])  # of equals the first: the result
+    newest = max(found, key=lambda path: found[path])  # the result wins among equals: it comes first
     trained = _checkpoint_version(folder)
     if trained is not None and trained > found[newest]:
         raise ConfigError(
-            f"gspo-mega eval: the run {folder.path} has trained on to weight version {trained} (its last checkpoint),"
-            f" and the newest weights that a server can load are of version {found[newest]}, {newest}; convert the"
-            f" checkpoint (tools/megatron_to_hf.py) and evaluate that folder with --config {folder.config_file}, or"
-            f" evaluate {newest} so"
+            f"gspo-mega eval: the run {folder.path} has trained to weight version {trained} (its last checkpoint),"
+            f" but the newest weights that a server can load, {newest}, are of version {found[newest]}. Convert the"
+            f" checkpoint (tools/megatron_to_hf.py) and evaluate the result with --config {folder.config_file}, or"
+            f" evaluate {newest} in the same way"
         )
     return newest
 
 
 def _version_of(folder: Path) -> int:
-    """Of an exported folder; 0 where its manifest does not say."""
+    """The weight version of an exported folder; 0 where its manifest has none."""
     return int((read_json(folder / "manifest.json") or {}).get("weight_version", 0))
 
 
 def _checkpoint_version(folder: RunFolder) -> int | None:
-    """What the run's latest checkpoint holds, or None without one."""
+    """The weight version of the run's latest checkpoint, or None without a checkpoint."""
     if not folder.latest_checkpoint_file.is_file():
         return None
     name = folder.latest_checkpoint_file.read_text(encoding="utf-8").strip()
@@ -138,7 +144,7 @@ def _checkpoint_version(folder: RunFolder) -> int | None:
 
 
 def _overrides(target: Target) -> list[str]:
-    """A JSON string is a YAML string whatever is in the path."""
+    """The overrides of a target. Paths are quoted as JSON strings, which are YAML strings whatever they contain."""
     own: list[str] = list(_ONE_RANK)
     if target.model is not None:
         own += [f"model.path={json.dumps(str(target.model))}", "model.weights=null"]
@@ -166,8 +172,8 @@ def render_result(result: dict[str, Any]) -> str:
             (
                 "not scored",
                 (
-                    f"{result['num_reward_failures']} samples: the reward failed on them, and accuracy and reward are"
-                    " of the others"
+                    f"{result['num_reward_failures']} samples, on which the reward failed; accuracy and reward leave"
+                    " them out"
                 ),
             )
         )

@@ -1,7 +1,7 @@
-"""The recorded rollouts of a run: prompts, responses, rewards, advantages, log-probs of the server.
+"""Show the recorded rollouts of a run: prompts, responses, rewards, advantages, log-probs of the server.
 
-Without --step a line a step. Steps are counted as in metrics.jsonl, from 1. A step that was cut short shows what is
-there. A damaged or newer record is an error (exit code 8).
+Without --step, one line per step. Steps count from 1, as in metrics.jsonl. A step that was cut short shows the
+trajectories it has. A damaged record, or one of a newer version, is an error (exit code 8).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gspo_mega.run_folder import RunFolder
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", help="run folder")
     parser.add_argument("--step", type=int, metavar="N", help="show this step's trajectories")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    parser.add_argument("--kill-points", action="store_true", help="list the moments at which tests kill a run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--kill-points", action="store_true", help="list the points at which tests kill a run")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,11 +59,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(record: StepRecord, folder: RunFolder) -> dict[str, Any]:
-    """The step as JSON types. Advantages are those that training gives these rewards, where the step's batch is
-    complete.
+    """The step as JSON types. Where the step's batch is complete, it has the advantages that training computes from
+    these rewards.
     """
     if record.batch is not None:
-        # Imported here: they bring torch, which a look at an unfinished step does not need.
+        # Imported here: it imports torch, which an unfinished step does not need.
         from gspo_mega.batches.assemble import fill_advantages
 
         fill_advantages(record.batch.scored(), load_config(folder.config_file).config, record.step)

@@ -1,7 +1,7 @@
-"""The `gspo-mega` command line: which command, and how its errors reach a person.
+"""The `gspo-mega` command line: choose the command, show its errors to the user.
 
-Each command is a module of this package with `add_arguments(parser)` and `run(args) -> int`, imported only
-when it is asked for, so that `gspo-mega plan` does not wait for libraries it does not use.
+Each command is a module of this package with `add_arguments(parser)` and `run(args) -> int`. Only the module of the
+command in use is imported, so `gspo-mega plan` does not wait for libraries it does not use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from gspo_mega import __version__
-from gspo_mega.commands.screen import drop_standard_output, fill_standard_descriptors, tell_error
+from gspo_mega.commands.screen import drop_standard_output, fill_standard_descriptors, show_error
 from gspo_mega.errors import GspoMegaError
 
 COMMANDS = {
@@ -29,10 +29,10 @@ COMMANDS = {
     "doctor": "what is wrong with this machine for a run",
     "completion": "a script that completes this command line in a shell",
 }
-# These run something, whose end is their exit code whatever became of the lines that they showed.
+# Commands that run something: output that cannot be written does not change their exit code.
 RUNS = ("train", "sft", "eval", "serve", "certify")
 EXIT_USAGE = 2
-# Nobody reads any more: what a shell shows of a program that SIGPIPE ended.
+# The reader of the output is gone: the code that a shell reports for a program ended by SIGPIPE.
 EXIT_BROKEN_PIPE = 141
 
 
@@ -48,24 +48,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _flush(name)
         return code
     except GspoMegaError as error:
-        tell_error(error)
+        show_error(error)
         return error.exit_code
     except OSError as error:
         if name in RUNS or error.filename is not None:
             raise
-        # Of a command that is there to be read: its reader (`| head`) has seen enough, or the disk behind `> file` is
-        # full.
+        # A command that only prints: its reader (`| head`) has seen enough, or the disk behind `> file` is full.
         drop_standard_output()
         if isinstance(error, BrokenPipeError):
             return EXIT_BROKEN_PIPE
-        tell_error(f"gspo-mega {name}: standard output cannot be written: {error.strerror}")
+        show_error(f"gspo-mega {name}: standard output cannot be written: {error.strerror}")
         return GspoMegaError.exit_code
     except KeyboardInterrupt:
         return 130
 
 
 def _flush(name: str) -> None:
-    """What a library printed beside a run must not turn its exit code into another at Python's own end."""
+    """Flush standard output now: a failure at Python's exit would replace the exit code of a run."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -85,7 +84,7 @@ def _run(words: list[str]) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(COMMANDS)}"
-        tell_error(f"gspo-mega: {name!r} is not a command; {hint}")
+        show_error(f"gspo-mega: {name!r} is not a command; {hint}")
         return EXIT_USAGE
     command = importlib.import_module(module_of(name))
     parser = argparse.ArgumentParser(

@@ -1,8 +1,8 @@
-"""Lines for the user of a run, shown where its command was started, and never at the run's cost.
+"""Show a run's lines on the terminal of its command without ever holding up the run.
 
-Owns the standard descriptors and what their loss means. A reader that is gone (`| head`), a terminal that was closed, a
-full disk behind `> file` or a pager that stands still loses lines and nothing else: they are in the attempt's logs as
-well. For commands that run something; one that is there to be read, as `inspect`, prints as any program does.
+Owns the standard descriptors and the handling of their loss. A reader that is gone (`| head`), a closed terminal, a
+full disk behind `> file` or a stopped pager loses lines and nothing else: the attempt's logs have them too. Used by
+commands that run something; a command that only prints, such as `inspect`, uses `print`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, TextIO
 # In supervisor.log, with the launcher's own lines.
 logger = logging.getLogger("gspo_mega.launcher.screen")
 
-# More are kept for a reader that stands still than a day of steps makes.
+# Lines kept for a reader that stands still: more than a day of steps prints.
 _MOST_LINES = 100_000
-# So long the end of a command waits for a reader that stands still.
+# How long the end of a command waits for a reader that stands still.
 _DRAIN_SECONDS = 10.0
-# After these nobody will read any more; a full disk may have room again.
+# Errors that mean that the reader is gone for good; a full disk may have room again.
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET)
 
 
 class Screen:
-    """Shows lines on a stream, in order, from a thread of its own. A context manager; call it with a line. Never raises
+    """Show lines on a stream, in order, from a separate thread. A context manager; call it with a line. Never raises
     OSError.
     """
 
@@ -36,7 +36,7 @@ class Screen:
         """`stream`: standard output by default."""
         self._stream = sys.stdout if stream is None else stream
         self._lines: queue.Queue[str | None] = queue.Queue(_MOST_LINES)
-        self._is_gone = self._is_told = False
+        self._is_gone = self._is_reported = False
         self._thread = threading.Thread(target=self._show_all, name="screen", daemon=True)
 
     def __enter__(self) -> Screen:
@@ -48,13 +48,13 @@ class Screen:
             self._lines.put(None, timeout=_DRAIN_SECONDS)
             self._thread.join(_DRAIN_SECONDS)
         except queue.Full:
-            logger.warning("the reader of the output stands still; what it did not read is lost to it")
+            logger.warning("the reader of the output stands still; the lines that it did not read are not shown")
 
     def __call__(self, line: str) -> None:
         try:
             self._lines.put_nowait(line)
         except queue.Full:
-            return  # its reader has stood still for all of them; the attempt's logs have this one
+            return  # the reader stands still; the attempt's logs have this line
 
     def _show_all(self) -> None:
         while (line := self._lines.get()) is not None:
@@ -64,20 +64,18 @@ class Screen:
                 write_line(self._stream, line)
             except OSError as error:
                 self._is_gone = error.errno in _GONE
-                if not self._is_told:
+                if not self._is_reported:
                     logger.warning(
                         "output cannot be written: %s; the run goes on, and its lines are in console.log",
                         error.strerror,
                     )
-                self._is_told = True
+                self._is_reported = True
             except ValueError:  # the stream was closed
                 self._is_gone = True
 
 
 def write_line(stream: TextIO | None, line: str) -> None:
-    """Past Python's buffer, which would keep what could not be written and fail with it once more at exit. Raises
-    OSError.
-    """
+    """Write a line past Python's buffer, which would keep a failed line and fail again at exit. Raises OSError."""
     if stream is None:
         return
     try:
@@ -90,12 +88,12 @@ def write_line(stream: TextIO | None, line: str) -> None:
     while data:
         try:
             data = data[os.write(descriptor, data) :]
-        except BlockingIOError:  # somebody has set the terminal so; it is ready some time
+        except BlockingIOError:  # another program made the terminal non-blocking
             select.select([], [descriptor], [], 1.0)
 
 
-def tell_error(text: object) -> None:
-    """An error's text on standard error; where that is lost too, the exit code has to do."""
+def show_error(text: object) -> None:
+    """Write an error's text to standard error; where that is lost too, the exit code is all that is left."""
     try:
         write_line(sys.stderr, str(text))
     except (OSError, ValueError):
@@ -103,23 +101,23 @@ def tell_error(text: object) -> None:
 
 
 def fill_standard_descriptors() -> None:
-    """Have descriptors 0, 1 and 2 open, on nothing where they were closed (`>&-`).
+    """Open descriptors 0, 1 and 2 on /dev/null where they were closed (`>&-`).
 
-    The next file that is opened would else be standard output: a lock or a record, with lines for the user in it.
+    Otherwise the next file to be opened, a lock or a record, would become standard output and receive the user's lines.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest free number is given, which is this one.
+            # The kernel assigns the lowest free number, which is this one.
             os.open(os.devnull, os.O_RDWR)
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115  as long as the process
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115  stays open until the process ends
 
 
 def drop_standard_output() -> None:
-    """What could not be written is not tried once more at exit."""
+    """Point standard output at /dev/null, so that Python does not write the failed rest again at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

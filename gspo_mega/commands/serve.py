@@ -1,8 +1,9 @@
 """Own one SGLang server: start it, register it in the run folder, restart it with the run's current weights.
 
-`gspo-mega train` starts as many as `server.num_servers` says. Run by hand, on any machine that sees the run folder,
-this adds one to the attempt that runs, under the next free index; where none runs, the server has an attempt of its
-own. Ends the server and all its processes when it is told to stop, and when whoever started it is gone.
+`gspo-mega train` starts `server.num_servers` of these. Started by hand on any machine that sees the run folder, this
+command adds a server to the running attempt, under the next free index; without a running attempt, the server gets an
+attempt of its own. The command ends the server and all its processes when it receives a stop signal or when the process
+that started it is gone.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the run's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in it")
     parser.add_argument(
-        "--attempt", type=Path, metavar="DIR", help="attempt folder to register in; the one that runs by default"
+        "--attempt", type=Path, metavar="DIR", help="attempt folder to register in (default: the running attempt)"
     )
-    parser.add_argument("--index", type=int, metavar="K", help="which server of the attempt this is (server-K)")
+    parser.add_argument("--index", type=int, metavar="K", help="index of this server in the attempt (server-K)")
     parser.add_argument(
         "--host", metavar="ADDRESS", help="this machine's address to bind and register, instead of server.host"
     )
@@ -54,21 +55,21 @@ def run(args: argparse.Namespace) -> int:
         with hold(folder):  # unless a run is just starting
             attempt = folder.new_attempt()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    descriptors.raise_limit()  # the server's own processes inherit it: a connection for every open request
+    descriptors.raise_limit()  # the server's processes inherit it: each open request has a connection
     if config.publish.method == "distributed" and device_here() == "gpu":
-        # Beside the server's start, which takes longer.
-        threading.Thread(target=_say_software, args=(attempt, index), daemon=True, name="software").start()
+        # In parallel with the server's start, which takes longer.
+        threading.Thread(target=_record_software, args=(attempt, index), daemon=True, name="software").start()
     return ServerSupervisor(config, attempt, index).run()
 
 
 def record(folder: Path, server_id: str, software: Mapping[str, str | None]) -> None:
-    """A server's word of itself, for the trainer."""
+    """Write the versions of a server's software where the trainer reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write_json(folder / f"{server_id}.json", dict(software))
 
 
-def _say_software(attempt: Attempt, index: int) -> None:
-    """This Python's PyTorch and NCCL, which the trainer compares with its own before it publishes."""
+def _record_software(attempt: Attempt, index: int) -> None:
+    """Record this Python's PyTorch and NCCL, which the trainer compares with its own before it publishes."""
     try:
         record(attempt.software_dir, f"server-{index}", ask(sys.executable))
     except (PublishError, OSError) as error:
@@ -76,8 +77,8 @@ def _say_software(attempt: Attempt, index: int) -> None:
 
 
 def running_attempt(folder: RunFolder, now: float, patience_seconds: float) -> Attempt | None:
-    """The attempt whose supervisor shows signs of life, if one does. `now`: unix seconds; where by this clock it has
-    been silent, it is watched for `patience_seconds`, for its clock may be another's.
+    """The attempt whose supervisor shows signs of life, if there is one. `now`: unix seconds. A supervisor that is
+    silent by this clock is watched for `patience_seconds`, because its machine's clock may differ.
     """
     latest = folder.latest_attempt()
     state = read_state(latest) if latest is not None else None
@@ -87,8 +88,8 @@ def running_attempt(folder: RunFolder, now: float, patience_seconds: float) -> A
 
 
 def free_index(attempt: Attempt, num_servers: int) -> int:
-    """Taken by making its log, so that two servers started at once have one each. Below `num_servers` are the
-    supervisor's own.
+    """Reserve an index by creating its log file, so that two servers started at once get different ones. Indices below
+    `num_servers` belong to the supervisor.
     """
     index = num_servers
     while True:

@@ -1,7 +1,7 @@
 """Supervised cold start: train a model on demonstrations until its sampled accuracy is within the configured band.
 
-Runs through the same ranks, engine and servers as `gspo-mega train`. The result is a Hugging Face folder, `hf` in
-the run's folder <run.dir>/<run.name>. Ctrl-C stops after a checkpoint, Ctrl-C again at once.
+Uses the ranks, engine and servers of `gspo-mega train`. The result is a Hugging Face folder, `hf` in the run's folder
+<run.dir>/<run.name>. Ctrl-C stops after a checkpoint; a second Ctrl-C ends at once.
 """
 
 from __future__ import annotations

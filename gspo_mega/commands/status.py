@@ -1,6 +1,7 @@
-"""How a run is doing, from its folder alone: state, step, speed, last error, where the logs are.
+"""Show the state of a run from its folder alone: state, step, speed, last error, place of the logs.
 
-Works wherever the folder is seen, on a login node too; starts nothing, asks neither Slurm nor the run's processes.
+Works on every machine that sees the folder, also on a login node. Starts nothing and asks neither Slurm nor the run's
+processes.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
-    """What there is to say, in words; None where there is nothing. `now`: unix seconds. Raises ConfigError for a folder
-    that is no run's."""
+    """The report's texts by name, None for those that do not apply. `now`: unix seconds. Raises ConfigError for a
+    folder that is not a run's.
+    """
     attempt = folder.latest_attempt()
     if attempt is None:
         if not list(folder.path.glob("slurm-*.log")):
-            raise ConfigError(f"gspo-mega status: {folder.path} holds no run: no attempts/ and no log of a job")
+            raise ConfigError(
+                f"gspo-mega status: {folder.path} is not a run folder: it has neither attempts/ nor the log of a job"
+            )
         return dict.fromkeys((key for _, key in _SHOWN), None) | {
             "run": str(folder.path),
             "state": "no attempt yet; the job's log: slurm-*.log",
@@ -98,11 +102,11 @@ def _step(folder: RunFolder, last: dict[str, Any] | None, now: float) -> str | N
 def _speed(last: dict[str, Any] | None) -> str | None:
     if last is None or "speed/tokens_per_second" not in last:
         return None
-    return f"{last['speed/tokens_per_second']:.0f} tokens/s, {last['time/step_seconds']:.1f} s a step"
+    return f"{last['speed/tokens_per_second']:.0f} tokens/s, {last['time/step_seconds']:.1f} s per step"
 
 
 def _servers(attempt: Attempt) -> str | None:
-    """How many are in which state, and why those that were given up were; as the servers say."""
+    """The number of servers per state, and why servers gave up, from their registrations."""
     try:
         servers = read_registrations(attempt.servers_dir)
     except RolloutError as error:
@@ -120,18 +124,18 @@ def _servers(attempt: Attempt) -> str | None:
 
 
 def _error(folder: RunFolder) -> str | None:
-    """Of the newest attempt that has one: what its supervisor said, else its first rank to fail."""
+    """The error of the newest attempt that has one: its supervisor's, else that of the first rank that failed."""
     for attempt in reversed(folder.attempts()):
         state = read_state(attempt)
-        said = state.error if state is not None else None
-        text = said or _first_record(attempt)
+        recorded = state.error if state is not None else None
+        text = recorded or _first_record(attempt)
         if text is not None:
             return f"{text.strip().splitlines()[-1]} (attempt {attempt.number})"
     return None
 
 
 def _restarts(folder: RunFolder) -> str | None:
-    """How often the run was started again by itself, and what became of the last failure."""
+    """The number of automatic restarts, and the decision on the last failure."""
     record = last_restart(folder)
     if record is None:
         return None

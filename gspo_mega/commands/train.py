@@ -1,10 +1,10 @@
-"""Train a policy with the servers and ranks that a configuration asks for, on this machine.
+"""Train a policy on this machine with the servers and ranks that the configuration names.
 
-Checks and plans first, then starts `gspo-mega serve` and the ranks, shows a line a step, and ends everything it
-started however it ends. The run's folder is <run.dir>/<run.name>; the same command continues a run that was
-stopped. Ctrl-C stops after a checkpoint, Ctrl-C again at once. So does closing the terminal, once; under nohup the
-run goes on. Output that nobody reads (`| head`), or that has no room (`> file`), changes nothing: the lines are in
-the attempt's folder, too. A run that fails is started again from its last checkpoint (train.max_restarts).
+Checks and plans first, then starts `gspo-mega serve` and the ranks, shows one line per step, and ends all its processes
+however it ends. The run's folder is <run.dir>/<run.name>; the same command continues a stopped run. Ctrl-C stops the
+run after a checkpoint; a second Ctrl-C ends it at once. Closing the terminal also stops it after a checkpoint; under
+nohup the run continues. A lost reader (`| head`) or a full disk (`> file`) does not affect the run: the lines are also
+in the attempt's folder. A failed run restarts from its last checkpoint, up to train.max_restarts times.
 
 Exit code: 0 finished; 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by a closed terminal; 2 the configuration, model,
 data or reward is wrong; other codes name what failed.
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rollouts-only", action="store_true", help="sample and record the rollouts of every step, train nothing"
     )
     parser.add_argument(
-        "--slurm", action="store_true", help="run on the nodes of the Slurm job that this is the batch script of"
+        "--slurm", action="store_true", help="run on the nodes of the Slurm job whose batch script runs this command"
     )
 
 

@@ -1,1 +1,1 @@
-"""What is wrong with a machine before a run finds out: checks that start on the standard library alone."""
+"""Find out what is wrong with a machine before a run does: checks that need the standard library alone."""

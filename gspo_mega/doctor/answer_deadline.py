@@ -1,19 +1,19 @@
-"""How long a doctor may take in all. Standard library alone."""
+"""One deadline for all checks of a machine. Standard library alone."""
 
 from __future__ import annotations
 
 import time
 
-# A first import of torch by many nodes from one shared folder takes minutes; ranks wait as long for each other at their
-# start.
+# When many nodes import torch for the first time from one shared folder, it takes minutes. Ranks wait for each other
+# this long at their start.
 DEADLINE_SECONDS = 600.0
-# An import beyond this is told, though nothing is wrong: every start of every rank and server takes it too.
+# A slower import is reported, although nothing is wrong: every start of every rank and server takes as long.
 SLOW_SECONDS = 60.0
 _LEAST_SECONDS = 1.0
 
 
 class AnswerDeadline:
-    """One bound for all checks of a machine, in order: what one leaves, the next ones have."""
+    """One time limit for all checks of a machine, in order: each check gets the time that those before it left."""
 
     def __init__(self, seconds: float = DEADLINE_SECONDS) -> None:
         self.seconds = seconds
@@ -21,5 +21,5 @@ class AnswerDeadline:
 
     @property
     def left(self) -> float:
-        """Seconds, never none: a check whose answer is there at once is not refused for those before it."""
+        """Seconds left, at least one: a quick check still runs after slow ones."""
         return max(_LEAST_SECONDS, self._deadline - time.monotonic())

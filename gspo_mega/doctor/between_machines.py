@@ -1,6 +1,6 @@
-"""What several machines have together: a folder that all see, and an all-reduce between them. Standard library alone.
+"""Check what several machines share: a folder that all see, and an all-reduce between them. Standard library alone.
 
-One process a machine, numbered; they meet in the folder and, for the all-reduce, at the first one's address.
+One numbered process per machine. They meet in the folder and, for the all-reduce, at the first machine's address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gspo_mega.doctor.findings import Finding
 
 @dataclass(frozen=True)
 class Place:
-    """This machine among `num_machines`; `master`: address and port of the first one, where nothing listens yet."""
+    """This machine among `num_machines`. `master`: address and free port of the first machine."""
 
     index: int
     num_machines: int
@@ -25,11 +25,11 @@ class Place:
 
 
 def check_together(place: Place, folder: Path, gpus: int, deadline: AnswerDeadline) -> list[Finding]:
-    """`folder`: a new one in the shared folder, this check's own. `deadline`: what is left of it; another machine's own
-    checks, which come first, may take much of it.
+    """`folder`: a new folder of this check, on the shared file system. `deadline`: the checks of this machine have used
+    part of it, and those of another machine may take longer.
     """
     shared = _shared_folder(place, folder, deadline)
-    # Where some machine is missing, an all-reduce could only wait for it.
+    # With a machine missing, an all-reduce would only wait for it.
     return [shared] if shared.level == "wrong" else [shared, _all_reduce(place, gpus, deadline)]
 
 
@@ -79,6 +79,6 @@ def _all_reduce(place: Place, gpus: int, deadline: AnswerDeadline) -> Finding:
             f"an all-reduce with {place.num_machines} machines at {address}:{port} did not end within {seconds:.0f} s",
         )
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        return Finding("wrong", "network", f"all-reduce: {said[-1] if said else f'ended with {done.returncode}'}")
+        lines = done.stderr.strip().splitlines()
+        return Finding("wrong", "network", f"all-reduce: {lines[-1] if lines else f'ended with {done.returncode}'}")
     return Finding("ok", "network", done.stdout.strip().splitlines()[-1])

@@ -1,4 +1,4 @@
-"""A finding, and how a list of them reads. Standard library alone."""
+"""A finding of the doctor, and the text of a list of them. Standard library alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ Level = Literal["ok", "note", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`level`: ok; note: works, and a reader should know; wrong: a run would not start, or would not do what it
-    should.
-    """
+    """`level`: ok; note: works, but worth knowing; wrong: a run would not start or would not work as configured."""
 
     level: Level
     what: str
@@ -21,7 +19,7 @@ class Finding:
 
 
 def render(findings: Iterable[Finding], machine: str = "") -> str:
-    """A line a finding, what is wrong first."""
+    """One line per finding, those of level `wrong` first."""
     order = {"wrong": 0, "note": 1, "ok": 2}
     prefix = f"{machine}: " if machine else ""
     return "\n".join(

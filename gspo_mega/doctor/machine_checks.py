@@ -1,7 +1,7 @@
-"""What one machine has for ranks and servers. Standard library alone: a package that is missing or broken is a finding.
+"""Check one machine for ranks and servers. Standard library alone: a missing or broken package is a finding.
 
-Owns what is looked at. Heavy packages are imported in processes of their own, with a deadline: an import that hangs or
-dies takes nothing else along.
+Owns the list of checks. Heavy packages are imported in separate processes with a deadline, so an import that hangs or
+crashes does not end the doctor.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def check_machine(
     deadline: AnswerDeadline,
     requests: int = 1024,
 ) -> Iterator[Finding]:
-    """`roles`: trainer, server. `gpus`: expected here, 0 where none are used. `fp8`: the run wants it. `address`: this
-    machine's own, which servers and rank 0 bind. `deadline`: for this and what is looked at after it. `requests`: open
-    at once, of all servers.
+    """`roles`: trainer, server. `gpus`: expected number on this machine, 0 where none are used. `fp8`: the run uses FP8
+    layers. `address`: this machine's own, which servers and rank 0 bind. `deadline`: of these checks and those after
+    them. `requests`: concurrent requests to all servers together.
     """
     yield _python()
     for role in roles:
@@ -68,7 +68,7 @@ def check_machine(
 
 def _python() -> Finding:
     found = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):  # noqa: UP036  it may be asked before anything is installed
+    if sys.version_info < (3, 11):  # noqa: UP036  the doctor may run before anything is installed
         return Finding("wrong", "python", f"{found} at {sys.executable}; 3.11 or newer is needed")
     return Finding("ok", "python", f"{found} at {sys.executable}")
 
@@ -94,7 +94,7 @@ def _version(package: str) -> str | None:
 
 
 def _imports(what: str, code: str, deadline: AnswerDeadline) -> Finding:
-    """What a fresh interpreter prints when it runs `code`; wrong where it fails."""
+    """The output of a fresh interpreter that runs `code`; a finding of level `wrong` where it fails."""
     began = time.monotonic()
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline.left)
@@ -103,14 +103,14 @@ def _imports(what: str, code: str, deadline: AnswerDeadline) -> Finding:
             "wrong", what, f"its import did not end within {error.timeout:.0f} s (of --patience {deadline.seconds:.0f})"
         )
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        return Finding("wrong", what, said[-1] if said else f"its import ended with {done.returncode}")
+        lines = done.stderr.strip().splitlines()
+        return Finding("wrong", what, lines[-1] if lines else f"its import ended with {done.returncode}")
     took = time.monotonic() - began
     if took > SLOW_SECONDS:
         return Finding(
             "note",
             what,
-            f"{done.stdout.strip()}; its import took {took:.0f} s, as every start of a rank or server will: is it in a"
+            f"{done.stdout.strip()}; its import took {took:.0f} s, as every start of a rank or server will. Is it in a"
             " shared folder?",
         )
     return Finding("ok", what, done.stdout.strip())
@@ -126,7 +126,7 @@ def _gpus(expected: int, deadline: AnswerDeadline) -> Finding:
         return Finding(
             "wrong",
             "GPUs",
-            f"{expected} expected, {len(found)} there: {'; '.join(found) or listed.stderr.strip() or 'none'}",
+            f"{expected} expected, {len(found)} found: {'; '.join(found) or listed.stderr.strip() or 'none'}",
         )
     return Finding("ok", "GPUs", f"{len(found)}: {found[0].partition(': ')[2]}")
 
@@ -139,24 +139,22 @@ def _transformer_engine(fp8: bool, deadline: AnswerDeadline) -> Iterator[Finding
     )
     found = _imports("TE", code, deadline)
     lacking = found.level == "wrong" or "no FP8" in found.text
-    # Without it Megatron would run other layers, or silently BF16 where FP8 was asked for.
-    yield Finding("wrong", "TE", f"fp8 is asked for: {found.text}") if fp8 and lacking else found
+    # Without Transformer Engine Megatron runs other layers, and silently BF16 where FP8 is configured.
+    yield Finding("wrong", "TE", f"precision is fp8: {found.text}") if fp8 and lacking else found
     apex = _version("apex")
-    yield Finding("ok", "apex", apex) if apex else Finding("note", "apex", "not installed; Megatron does without")
+    yield Finding("ok", "apex", apex) if apex else Finding("note", "apex", "not installed; Megatron works without it")
 
 
 def _descriptors(requests: int) -> Finding:
-    """A run raises the soft limit itself; the hard one only an administrator can."""
+    """A run raises the soft limit itself; only an administrator can raise the hard limit."""
     limit = descriptors.allowed()
     text = (
-        f"{limit} may be open in one process (ulimit -Hn)"
+        f"one process may open {limit} files (ulimit -Hn)"
         if limit != resource.RLIM_INFINITY
-        else "any number may be open"
+        else "one process may open any number of files"
     )
     if not descriptors.enough_for(requests):
-        return Finding(
-            "wrong", "files", f"{text}; {requests} requests open at once need {requests + descriptors.SPARE}"
-        )
+        return Finding("wrong", "files", f"{text}; {requests} concurrent requests need {requests + descriptors.SPARE}")
     return Finding("ok", "files", text)
 
 
@@ -183,21 +181,21 @@ def _address(address: str) -> Finding:
 
 
 def _network(address: str) -> Finding:
-    """Who may reach what a run opens at `address`: torch's stores, gloo and NCCL know no password, so the network has
-    to keep others out.
+    """Whether strangers may reach the ports that a run opens at `address`: torch's stores, gloo and NCCL have no
+    password, so the network must keep others out.
     """
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:
-        ip = None  # a name; whose network it is, the user knows
+        ip = None  # a host name: the user knows its network
     if ip is not None and ip.is_loopback:
         return Finding(
             "ok",
             "network",
-            f"{address}: all is on this machine; its other users can reach the ranks' store (docs/security.md)",
+            f"{address}: reachable on this machine only, also by its other users (docs/security.md)",
         )
     unprotected = (
-        f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL know no password"
+        f"whoever reaches {address} can disturb or steer the ranks: their store, gloo and NCCL have no password"
         " (docs/security.md)"
     )
     if ip is not None and ip.is_global:

@@ -1,16 +1,16 @@
-"""Megatron's load-balancing loss and router z-loss in the training passes: their scale, and their values for a curve.
+"""Megatron's load-balancing loss and router z-loss in the training passes: their scale and their reported values.
 
-Of one pack of T positions (padding included) and one layer of E experts, k a token, with f_i the share of the T x k
-choices that went to expert i and P_i the mean softmax probability of expert i:
+For one pack of T positions (padding included) and one layer of E experts, k per token, let f_i be the share of the
+T x k choices that went to expert i, and P_i the mean softmax probability of expert i:
 
-    balance = E sum_i f_i P_i        (arXiv:2101.03961; 1 when even; of sigmoid scores P_i is the mean share of a
-    token's sum, and
-                                      f_i is counted without expert bias and groups)
+    balance = E sum_i f_i P_i                            (arXiv:2101.03961; 1 when even)
     z       = mean_t logsumexp(router logits_t)^2        (arXiv:2202.08906)
 
-What is added to the loss of a mini-batch is coefficient x sum over layers of the mean over its packs, weighed by T.
-That depends on the packs alone: not on how many micro-batches or data-parallel ranks they are dealt to, nor on tensor,
-context, expert or pipeline parallelism.
+With sigmoid scores P_i is the mean share of a token's sum, and f_i ignores expert bias and groups.
+
+The loss of a mini-batch gains coefficient x sum over layers of the mean over its packs, weighted by T. This depends on
+the packs alone: neither on the number of micro-batches or data-parallel ranks, nor on tensor, context, expert or
+pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from gspo_mega.records import MicroBatch
 
 
 class LoadBalancing:
-    """The router losses of one rank. `num_routers`: layers with experts on this rank. Does nothing where both are
-    off.
-    """
+    """The router losses of one rank. `num_routers`: layers with experts on this rank. Does nothing if both are off."""
 
     def __init__(
         self, settings: Moe, megatron_config: TransformerConfig, groups: ParallelGroups, num_routers: int
@@ -43,11 +41,12 @@ class LoadBalancing:
         return megatron_coefficient(self._settings) > 0 or self._settings.z_loss_coefficient > 0
 
     def start(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Before a training pass: set the scale for its mini-batch. Collective over data-parallel ranks where on.
+        """Set the scale for a mini-batch, before its training pass. Collective over data-parallel ranks if a loss is
+        on.
 
-        Each rank of a pack's T positions back-propagates its part of the pack's mean times the T / (tensor x context)
-        positions that it holds (Megatron counts on a later division by tokens, which this loss has had already).
-        Hence the factor tensor x context, where Megatron leaves it out, over the mini-batch's positions.
+        Each rank back-propagates its part of a pack's mean times the T / (tensor x context) positions that it holds:
+        Megatron expects a later division by tokens, which this loss has already had. The scale is therefore
+        tensor x context (in Megatron versions that leave this factor out) over the mini-batch's positions.
         """
         if not self.is_on:
             return
@@ -57,8 +56,8 @@ class LoadBalancing:
         if self._groups.data.size > 1:
             dist.all_reduce(num_positions, group=self._groups.data.group)
         scale = (1 if router_losses_know_their_parts() else self._parts) / float(num_positions)
-        # Routers read the coefficients at every forward, recomputed ones included; Megatron offers no other way to
-        # scale them.
+        # Routers read the coefficients in every forward, recomputed ones included. Megatron has no other way to scale
+        # them.
         self._config.moe_aux_loss_coeff = megatron_coefficient(self._settings) * scale
         if self._settings.z_loss_coefficient > 0:
             self._config.moe_z_loss_coeff = self._settings.z_loss_coefficient * scale
@@ -66,8 +65,10 @@ class LoadBalancing:
         clear_router_losses()
 
     def sums(self) -> dict[str, float]:
-        """After a training pass, this rank's part of: each loss (before its coefficient) summed over layers and packs,
-        and the number of those. Added over all ranks and divided, they are means."""
+        """This rank's part of each loss (before its coefficient), summed over layers and packs, and their number.
+
+        Valid after a training pass. Sums over all ranks, divided by the summed number, are means.
+        """
         if not self.is_on:
             return {}
         losses = router_losses()
@@ -86,5 +87,5 @@ class LoadBalancing:
 
 
 def megatron_coefficient(settings: Moe) -> float:
-    """The load-balancing coefficient in effect: 0 where the loss is off."""
+    """The load-balancing coefficient in effect: 0 if the loss is off."""
     return settings.load_balancing_coefficient if settings.load_balancing != "none" else 0.0

@@ -15,7 +15,10 @@ from gspo_mega.engine.process_groups import Group
 
 
 def local_positions(length: int, size: int, rank: int) -> torch.Tensor:
-    """Positions [length / size] int64 of one sequence that `rank` holds. `length` divides by 2 x size."""
+    """Positions of one sequence that `rank` holds: [length / size] int64, on the host, local to the context rank.
+
+    Raises ValueError unless 2 x size divides `length`, a number of tokens.
+    """
     if size == 1:
         return torch.arange(length)
     if length % (2 * size):
@@ -25,7 +28,10 @@ def local_positions(length: int, size: int, rank: int) -> torch.Tensor:
 
 
 def local_rows(cu_seqlens: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-    """Rows [T / size] int64 of a pack (offsets `cu_seqlens` [S+1]) that `rank` holds, in its own order."""
+    """Rows of a pack that `rank` holds, in its own order: [T / size] int64, on the host, local to the context rank.
+
+    cu_seqlens: [S+1] int32 or int64 offsets of the whole pack's sequences in tokens, the same on every rank.
+    """
     if size == 1:
         return torch.arange(int(cu_seqlens[-1]))
     bounds = cu_seqlens.tolist()
@@ -48,19 +54,20 @@ class _SumForward(torch.autograd.Function):
 
 
 def sum_over_context(values: torch.Tensor, context: Group) -> torch.Tensor:
-    """Sum of [S] partial sums over context-parallel ranks, identical on each of them.
+    """The sum over the context group, [S] of the dtype of `values`, identical on its ranks.
 
-    Every rank then computes the same per-sequence loss and back-propagates its own tokens only, so the
-    gradient is complete once gradients are summed over the group, which data-parallel reduction does.
-    Collective over the context group when its size is above 1.
+    values: [S] float32 or float64, this rank's partial sums per sequence, nats in the losses.
+    Every rank then computes the same per-sequence loss and back-propagates its own tokens only. The gradient is
+    complete once gradients are summed over the group, which data-parallel reduction does.
+    Collective over the context group if its size is above 1.
     """
     return values if context.size == 1 else _SumForward.apply(values, context.group)
 
 
 def with_known_sum(values: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """As `sum_over_context` where the sum over the ranks is known already: `total` [S], with the gradient of `values`
-    [S].
+    """`sum_over_context` without communication, for a sum that is already known: `total` with the gradient of `values`.
 
-    No communication. `values` must be finite.
+    values: [S] float32 or float64, this rank's partial sums per sequence, finite. total: [S] of the same dtype, their
+    sum over the context group, identical on its ranks. Returns [S] of that dtype.
     """
     return total + (values - values.detach())

@@ -1,12 +1,11 @@
 """The CPU backend: lets an unmodified Megatron-Core run over gloo on a machine without a GPU.
 
-Owns every difference between such a machine and a cluster, in memory and nowhere else: `install()` does
-nothing where CUDA is available, and no file of a dependency is touched. It must run before the first
-import of `megatron.core`; `gspo_mega.engine` sees to that.
+Owns every difference between such a machine and a cluster. It changes objects in memory and no file of a dependency;
+`install()` does nothing if CUDA is available. It must run before the first import of `megatron.core`, which importing
+`gspo_mega.engine` ensures.
 
-Three kinds of difference are covered: Megatron asks `torch.cuda` for devices, streams and RNG states; it
-compares tensor type names with CUDA's; and 0.16.1 has five places that need Transformer Engine or a GPU
-by oversight, each named below.
+It covers three kinds of difference: Megatron asks `torch.cuda` for devices, streams and RNG states; it compares tensor
+type names with CUDA's; and 0.16.1 has five places that need Transformer Engine or a GPU by oversight, each named below.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ _FACTORIES = (
 
 
 def is_cpu_backend() -> bool:
-    """True where this process has no CUDA device and so runs Megatron on the CPU."""
+    """True if this process has no CUDA device and therefore runs Megatron on the CPU."""
     return not torch.cuda.is_available()
 
 
 class _NoStream:
-    """Stands for torch.cuda.Stream and Event: everything has already happened."""
+    """Stands in for torch.cuda.Stream and Event: all work has already finished."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -87,7 +86,7 @@ def _wrap_factory(factory):
 
 
 def _stand_in_for_cuda() -> None:
-    """`torch.cuda`'s device, stream and RNG calls answer for the CPU; factories accept CUDA devices."""
+    """Make `torch.cuda`'s device, stream and RNG calls answer for the CPU, and let factories accept CUDA devices."""
     cuda = torch.cuda
     tensor_class: Any = torch.Tensor  # no type describes methods that are replaced by others
     stream = _NoStream()
@@ -104,8 +103,8 @@ def _stand_in_for_cuda() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *a, **k: None)
     tensor_class.cuda = lambda self, *a, **k: self
-    # `with torch.device(...)` recognises the factories by identity, from a set it makes once: have it made
-    # before they are wrapped, or it would no longer reach the functions that the wrappers call.
+    # `with torch.device(...)` recognises the factories by identity, from a set that it builds once. Build the set
+    # before they are wrapped; otherwise it no longer reaches the functions that the wrappers call.
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _wrap_factory(getattr(torch, name)))
@@ -124,17 +123,17 @@ def _stand_in_for_cuda() -> None:
 
 
 def _complete_megatron() -> None:
-    """What Megatron-Core 0.16 leaves undefined, or device-bound, without Transformer Engine and a GPU."""
+    """Define what Megatron-Core 0.16 leaves undefined, or bound to a device, without Transformer Engine and a GPU."""
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    # The router refers to this name even where the import of Transformer Engine failed.
+    # The router refers to this name even if the import of Transformer Engine failed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
-    # Recomputation asks Transformer Engine whether FP8 is on.
+    # Recomputation asks Transformer Engine if FP8 is on.
     if not hasattr(random, "FP8GlobalStateManager"):
 
         class _Fp8Off:
@@ -144,12 +143,12 @@ def _complete_megatron() -> None:
         random.activation_recompute_forward = lambda **k: contextlib.nullcontext()
         random.fp8_autocast = lambda **k: contextlib.nullcontext()
 
-    # Its RNG tracker goes to the CUDA generator directly.
+    # Megatron's RNG tracker uses the CUDA generator directly.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
 
-    # Without Transformer Engine its classes are stand-ins that latent attention must not ask `isinstance` about, and
-    # 0.19 does not know Megatron's own linear layer there.
+    # Without Transformer Engine its classes are stand-ins, which latent attention must not pass to `isinstance`; and
+    # 0.19 does not import Megatron's own linear layer there.
     import megatron.core.transformer.multi_latent_attention as multi_latent_attention
     from megatron.core.post_training.modelopt.layers import Linear
 
@@ -168,7 +167,7 @@ def _complete_megatron() -> None:
 
     DistributedOptimizer._set_main_param_and_optimizer_states = keep_step
 
-    # The dispatchers leave sizes as tensors when they are on the CPU already; gloo wants numbers.
+    # The dispatchers leave sizes that are already on the CPU as tensors; gloo needs numbers.
     def to_host(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -179,12 +178,12 @@ _installed = False
 
 
 def install() -> None:
-    """Make Megatron-Core usable on this machine. Idempotent; does nothing where there is a GPU."""
+    """Make Megatron-Core usable on this machine. Idempotent; does nothing on a machine with a GPU."""
     global _installed
     if _installed or not is_cpu_backend():
         return
     _installed = True
-    # Megatron's jit_fuser is torch.compile; without this every fused function would start a compiler.
+    # Megatron's jit_fuser is torch.compile; without this variable every fused function would start a compiler.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _stand_in_for_cuda()
     _complete_megatron()

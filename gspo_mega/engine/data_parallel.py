@@ -1,9 +1,9 @@
-"""Megatron's data parallelism around the model chunks, and the exchange of parameters that it may leave under way.
+"""Megatron's data parallelism around the model chunks, and the parameter gathers that it may leave unfinished.
 
-With `optimizer.overlap` gradients are reduced bucket by bucket during the backward pass, and with
-`optimizer.distributed` too parameters are gathered after the optimizer step while the next forward pass begins: a
-module waits for its own bucket when it is called. What reads parameters in any other way (the LM head in chunks,
-export, publish, checkpoints) calls `await_parameters` first.
+With `optimizer.overlap` gradients are reduced bucket by bucket during the backward pass. With `optimizer.distributed`
+as well, parameters are gathered after the optimizer step while the next forward pass begins: a module waits for its own
+bucket when it is called. Code that reads parameters in any other way (the LM head in chunks, export, publish,
+checkpoints) calls `await_parameters` first.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def wrap_data_parallel(
 ) -> list[DistributedDataParallel]:
     """Megatron's DDP around each chunk: fp32 gradient buffers, summed (not averaged) over data ranks.
 
-    With `settings.overlap` it also tells Megatron's schedules, in `megatron_config`, how to hold reductions back until
-    the last micro-batch, and gives every chunk its `await_parameters`.
+    With `settings.overlap` it also sets in `megatron_config` how Megatron's schedules delay reductions until the last
+    micro-batch, and gives every chunk its `await_parameters`.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=settings.distributed,
         overlap_grad_reduce=settings.overlap,
         overlap_param_gather=settings.overlap and settings.distributed,
-        # Gathers are started by `start_parameter_gathers`, all at once, and never by a module that finds its bucket
-        # missing: ranks whose experts got no token would start theirs in another order, and wait for each other.
+        # `start_parameter_gathers` starts all gathers at once. If modules started them on demand, ranks whose experts
+        # got no token would start theirs in another order, and the ranks would wait for each other.
         align_param_gather=settings.overlap and settings.distributed,
         average_in_collective=False,
         fp8_param_gather=bool(megatron_config.fp8 and megatron_config.fp8_param),
@@ -59,9 +59,9 @@ def wrap_data_parallel(
 
 
 def start_parameter_gathers(wrapped: Iterable[DistributedDataParallel]) -> None:
-    """After an optimizer step: start gathering what each data rank updated, where that overlaps. Does not wait.
+    """Start gathering what each data rank updated in an optimizer step, if gathers overlap. Does not wait.
 
-    Collective over the data-parallel groups, also after a skipped step: the buckets' state must stay alike.
+    Collective over the data-parallel groups, also after a skipped step: the buckets' state must stay the same.
     """
     for chunk in wrapped:
         if chunk.ddp_config.overlap_param_gather:

@@ -18,12 +18,12 @@ from gspo_mega.records import MicroBatch
 
 @dataclass
 class DeviceBatch:
-    """What one forward of one rank needs.
+    """The input of one forward pass on one rank, local to the rank's part of the context group.
 
-    `token_ids`, `position_ids` [1, t] int64 with t = T / context size; `packed` Megatron's packed-sequence
-    parameters; for the N active response tokens this rank holds: `rows` [N] int64 (position in t whose
-    next token it is), `labels` [N] int64, `sequence_ids` [N] int64 in [0, S), `rollout_log_probs` [N]
-    float32. `sequence` holds per-sequence tensors [S]; `trajectory_index` [S] stays on the host.
+    `token_ids`, `position_ids` [1, t] int64 with t = T / context size; `packed`: Megatron's packed-sequence parameters.
+    For the N active response tokens that this rank holds: `rows` [N] int64 (the position in t that predicts the token),
+    `labels` [N] int64, `sequence_ids` [N] int64 in [0, S), `rollout_log_probs` [N] float32 nats. `sequence`: tensors
+    [S], the same on all context ranks; `trajectory_index` [S] int64, rows of the rollout batch, on the host.
     """
 
     token_ids: torch.Tensor

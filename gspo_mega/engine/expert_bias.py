@@ -1,16 +1,16 @@
-"""Balance without a loss: the expert bias moves towards experts that were given too few tokens (arXiv:2408.15664).
+"""Balance without a loss: the expert bias favours experts that received too few tokens (arXiv:2408.15664).
 
-After an optimizer step, for each layer, with c_i the tokens of the mini-batch that went to expert i:
+After an optimizer step, for each layer, where c_i tokens of the mini-batch went to expert i:
 
     bias_i += rate x sign(mean(c) - c_i)
 
-Counted are positions that a trained log-prob depends on, in training passes alone: not padding and filler, not the old
-pass and not the reference's. So the bias is the same to the bit in every layout and packing in which the routes are the
-same. Where routes are replayed, those taken count. Under R2 the mini-batches of a step all follow the bias of the old
-pass, and answer it together; under R3 they follow the servers', which is the published one.
+The counts cover positions that a trained log-prob depends on, in training passes alone; they exclude padding, filler,
+the old pass and the reference's pass. The bias is therefore bitwise the same in every layout and packing with the same
+routes. Replayed routes count as taken. Under R2 all mini-batches of a step follow the bias of the old pass; under R3
+they follow the servers' bias, which is the published one.
 
-Megatron would move the bias with the gradients' reduction, before it is known whether the step is applied, and count
-padding; its own update is given a rate of zero.
+Megatron's own update moves the bias during gradient reduction, before it is known if the step is applied, and counts
+padding. It runs at a rate of zero.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from gspo_mega.records import MicroBatch
 
 
 class ExpertBias:
-    """The biases of this rank's routers. Does nothing where `rate` is 0."""
+    """The biases of this rank's routers. Does nothing if `rate` is 0."""
 
     def __init__(self, rate: float, routers: Routers, groups: ParallelGroups, num_layers: int) -> None:
         self._rate, self._routers, self._groups, self._num_layers = rate, routers, groups, num_layers
         self._counts: torch.Tensor | None = None
 
     def count(self, micro_batches: Sequence[MicroBatch], routes: Sequence[Routes]) -> None:
-        """Of one training pass over a mini-batch: the routes that each micro-batch took through this rank's routers."""
+        """Count the routes of one training pass over a mini-batch.
+
+        routes: for each micro-batch the routes taken through this rank's routers, [t, k] int16 expert ids per layer.
+        """
         if self._rate == 0:
             return
         assert self._routers.moe is not None
@@ -47,12 +50,15 @@ class ExpertBias:
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
-        """Move the biases by what was counted last. Returns this rank's part of: a layer's largest count over its mean,
-        summed over layers, and the number of those. Collective over all ranks where the rate is above 0."""
+        """Move the biases by the last counts. Collective over all ranks if the rate is above 0.
+
+        Returns this rank's part of the sum over layers of the largest count over the mean count, and of the number of
+        layers.
+        """
         if self._counts is None:
             return {}
         counts, self._counts = self._counts, None
-        # Each (position, layer) is on one rank.
+        # Each (position, layer) is on exactly one rank.
         dist.all_reduce(counts, group=self._groups.world.group)
         mean = counts.double().mean(dim=1, keepdim=True)
         direction = (mean - counts).sign().float()

@@ -1,7 +1,7 @@
-"""One pass of micro-batches through the pipeline, forward alone or with backward, of whatever model is led.
+"""One pass of micro-batches through the pipeline: forward only, or forward and backward.
 
-Owns the meeting of Megatron's schedule with the log-prob function; what becomes of a micro-batch's log-probs is the
-head's. The policy and the reference go through here alike.
+Connects Megatron's schedule with the log-prob function. The `Head` decides what to do with a micro-batch's log-probs.
+The policy and the reference both run through this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega import beats
-from gspo_mega.config.schema import Config
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.log_probs import token_log_probs
 from gspo_mega.engine.losses import PassOutput
@@ -24,28 +23,30 @@ from gspo_mega.engine.routing import RoutingPass
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import MicroBatch
 
-# From a batch, its log-probs and, where the head has `wants_entropy` true, its entropies.
+# From a batch, its log-probs [N] float32 nats and, if the head's `wants_entropy` is true, its entropies [N] float32
+# nats, all of this rank's active tokens.
 Head = Callable[[DeviceBatch, torch.Tensor, torch.Tensor | None], PassOutput]
 
 
 @dataclass
 class Pipeline:
-    """This rank's part of a model as Megatron's schedule leads it: `chunks` bare, `models` the same as they are called
-    (under data parallelism where they train)."""
+    """This rank's part of a model in Megatron's schedule. `chunks` are bare; `models` are the same chunks as the
+    schedule calls them (wrapped in data parallelism if they are trained)."""
 
-    config: Config
     spec: ModelSpec
     groups: ParallelGroups
     megatron_config: TransformerConfig
     chunks: Sequence[PolicyModel]
     models: Sequence[torch.nn.Module]
+    temperature: float
+    log_prob_chunk_tokens: int
 
     def run(
         self, micro_batches: list[MicroBatch], head: Head, forward_only: bool, routing: RoutingPass
     ) -> list[PassOutput]:
-        """Lead the micro-batches through the pipeline; outputs in order, on last-stage ranks only. Collective.
+        """Run the micro-batches through the pipeline. Returns outputs in order, on last-stage ranks only. Collective.
 
-        Without `forward_only` the gradients of the heads' losses are left in Megatron's buffers. `routing` is finished.
+        Without `forward_only` the gradients of the head's losses are left in Megatron's buffers. Finishes `routing`.
         """
         outputs: list[PassOutput] = []
         last_chunk = self.chunks[-1]
@@ -57,10 +58,10 @@ class Pipeline:
                 batch.rows,
                 batch.labels,
                 vocab_size=self.spec.vocab_size,
-                temperature=self.config.rollout.temperature,
+                temperature=self.temperature,
                 tensor_group=self.groups.tensor,
                 sequence_parallel=self.megatron_config.sequence_parallel,
-                chunk_rows=self.config.batch.log_prob_chunk_tokens,
+                chunk_rows=self.log_prob_chunk_tokens,
                 with_entropy=getattr(head, "wants_entropy", False),
             )
             output = head(batch, log_probs, entropies)

@@ -1,6 +1,6 @@
 """The frozen reference policy of a KL term: the same model in the same layout, never trained, never saved.
 
-Its log-probs come from the function, packs and precision of the policy's. Weights are loaded by the layer above.
+Its log-probs come from the same function, packs and precision as the policy's. Weights are loaded by the layer above.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gspo_mega.records import MicroBatch
 
 
 class ReferencePolicy:
-    """This rank's part of the reference. `chunks` have no gradients, no data parallelism around them and no optimizer;
-    they are untrained until loaded. Its routers choose for themselves, whatever the policy replays.
+    """This rank's part of the reference. `chunks` have no gradients, no data parallelism and no optimizer; they are
+    untrained until loaded. Its routers always choose freely, also if the policy replays routes.
 
     Constructing it is collective over all ranks.
     """
@@ -31,7 +31,15 @@ class ReferencePolicy:
         for chunk in self.chunks:
             chunk.requires_grad_(False)
             ends_with_groups(chunk)
-        self._pipeline = Pipeline(config, spec, groups, megatron_config, self.chunks, self.chunks)
+        self._pipeline = Pipeline(
+            spec,
+            groups,
+            megatron_config,
+            self.chunks,
+            self.chunks,
+            temperature=config.rollout.temperature,
+            log_prob_chunk_tokens=config.batch.log_prob_chunk_tokens,
+        )
         self._routers = Routers(
             self.chunks, spec.moe, groups, sequence_parallel=megatron_config.sequence_parallel, recompute=False
         )
@@ -42,9 +50,9 @@ class ReferencePolicy:
         return sum(p.numel() * p.element_size() for chunk in self.chunks for p in chunk.parameters())
 
     def log_probs(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """For each micro-batch [N] float32 nats of this rank's active tokens; empty but on last-stage ranks.
+        """Log-probs of this rank's active tokens, [N] float32 nats per micro-batch; empty except on last-stage ranks.
 
-        Raises NumericsError naming the trajectory with a non-finite one. Collective.
+        Raises NumericsError naming the trajectory with a non-finite log-prob. Collective.
         """
         routing = RoutingPass(self._routers, len(micro_batches))
         outputs = self._pipeline.run(micro_batches, _keep, forward_only=True, routing=routing)

@@ -15,9 +15,7 @@ from gspo_mega.model.spec import LatentAttention, ModelSpec, YarnScaling
 
 
 def latent_settings(spec: ModelSpec, latent: LatentAttention) -> dict:
-    """The part of Megatron's MLATransformerConfig that says how attention is computed; it takes the place of other
-    settings.
-    """
+    """The settings of Megatron's MLATransformerConfig that define attention. They override those of other models."""
     yarn = spec.rope_scaling if isinstance(spec.rope_scaling, YarnScaling) else None
     rope: dict = dict(rope_type="rope", rotary_scaling_factor=1.0)
     if yarn is not None:
@@ -38,16 +36,16 @@ def latent_settings(spec: ModelSpec, latent: LatentAttention) -> dict:
         qk_pos_emb_head_dim=latent.rotary_dim,
         v_head_dim=latent.value_dim,
         kv_channels=latent.value_dim,
-        # Megatron's fused kernel is for YaRN alone.
+        # Megatron's fused kernel supports YaRN only.
         apply_rope_fusion=False,
     )
 
 
 class LatentAttentionLayer(MLASelfAttention):
-    """Megatron's, with the norms and projections that the layer spec names."""
+    """Megatron's layer with the norms and projections that the layer spec names."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
-        # 0.19 asks here, and has no way to norm keys and values alone where queries have no latent; 0.16 does not ask.
+        # Only 0.19 calls this. Its own version cannot norm keys and values alone if queries have no latent.
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
@@ -58,7 +56,7 @@ def submodules_of(spec: ModuleSpec) -> Any:
 
 
 def name_latent_parts(attention: ModuleSpec) -> None:
-    """Complete the spec of a layer's attention as Megatron made it."""
+    """Complete the spec that Megatron made for a layer's attention."""
     attention.module = LatentAttentionLayer
     parts = submodules_of(attention)
     parts.q_layernorm = parts.kv_layernorm = LatentNorm

@@ -21,9 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from gspo_mega.engine.process_groups import Group
 
-# The entropy's scratch is this part of a chunk; numbers widened at once where no kernel accumulates bf16 in fp32.
-ENTROPY_PARTS = 8
-WIDENED_NUMBERS = 2**24
+ENTROPY_PARTS = 8  # the entropy's scratch memory is a chunk divided by this
+WIDENED_NUMBERS = 2**24  # numbers widened at once if no kernel accumulates bf16 in fp32
 
 
 def _accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -33,7 +32,7 @@ def _accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
 def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
     """out = beta * out + alpha * (a @ b) in place. a [m, k], b [k, n] of one dtype; out [m, n] accumulates in its own.
 
-    With beta = 0 what `out` held does not matter, NaN included.
+    With beta = 0 the previous content of `out` does not matter, NaN included.
     """
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
@@ -49,9 +48,9 @@ def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: 
 
 
 class _Head:
-    """This tensor rank's part of the LM head and the walk over its chunks of logits, one buffer for all of them.
+    """This tensor rank's part of the LM head, and the iteration over its chunks of logits, which share one buffer.
 
-    `weight` [v, H] is the part without vocabulary padding, v = 0 on a rank that holds padding only.
+    `weight` [v, H] is the part without vocabulary padding; v = 0 on a rank that holds padding only.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class _Head:
         self.columns = local.clamp(0, max(weight.size(0) - 1, 0))[:, None]
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(rows, logits [n, v] over the temperature) of each chunk; the next one overwrites it. None where v = 0."""
+        """(rows, logits [n, v] over the temperature) of each chunk; the next overwrites it. No chunks if v = 0."""
         num_rows, width = self.hidden.size(0), self.weight.size(0)
         if width == 0:
             return
@@ -82,7 +81,7 @@ class _Head:
 
 
 def _expected_logits(shifted: torch.Tensor) -> torch.Tensor:
-    """Sum of exp(x) x over each row of `shifted` [n, v], whose rows have maximum 0, with a scratch of n / 8 rows."""
+    """Sum of exp(x) x over each row of `shifted` [n, v], each with maximum 0, with n / 8 rows of scratch memory."""
     parts = shifted.split(-(-shifted.size(0) // ENTROPY_PARTS))
     return torch.cat([part.exp().mul_(part).sum(1) for part in parts])
 
@@ -108,9 +107,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 weighted[rows] = _expected_logits(logits)
             totals[rows] = logits.exp_().sum(1)
 
-        # Each rank has summed relative to its own maximum: two collectives a micro-batch, however many chunks. The sum
-        # has three rows with or without entropy, because where a number stands can decide the order of its addition,
-        # and the old pass (with entropy) equals the first training pass (without) bit for bit.
+        # Each rank has summed relative to its own maximum: two collectives per micro-batch for any number of chunks.
+        # The sum has three rows with or without entropy: the position of a number can decide the order of its addition,
+        # and the old pass (with entropy) must equal the first training pass (without) bit for bit.
         highest = peaks.clone()
         if tensor_group.size > 1 and peaks.numel():
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=tensor_group.group)
@@ -142,7 +141,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         for rows, logits in head.chunks():
             probabilities = logits.sub_(log_sums[rows, None]).exp_()
             difference = probabilities.scatter_add_(1, head.columns[rows], minus_owned[rows])
-            # d loss / d logits, rounded to the model's dtype for the products, as every linear layer does.
+            # d loss / d logits, rounded to the model's dtype for the products, as in every linear layer.
             grad_logits = (
                 difference if hidden.dtype == difference.dtype else torch.empty_like(difference, dtype=hidden.dtype)
             )
@@ -156,15 +155,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """Where the head's gradient is added up, `sum` [padded vocabulary / tensor, H] in the accumulation dtype.
+    """The accumulated gradient of the head, `sum` [padded vocabulary / tensor, H] in the accumulation dtype.
 
-    Under Megatron's DDP that is the parameter's main gradient itself; elsewhere a tensor that autograd receives.
+    Under Megatron's DDP it is the parameter's main gradient itself; otherwise a tensor that autograd receives.
     """
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
         main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
         self._weight: Any = weight  # DDP's attributes are not declared by torch's class
-        # The flag is DDP's: its hook then knows not to add the parameter's `grad` a second time.
+        # DDP's flag: it keeps DDP's hook from adding the parameter's `grad` a second time.
         if main_grad is not None and main_grad.dtype == dtype and hasattr(weight, "grad_added_to_main_grad"):
             self._is_main, self.sum = True, main_grad
         else:
@@ -176,10 +175,11 @@ class _WeightGradient:
             return self.sum.to(self._weight.dtype)
         self._weight.grad_added_to_main_grad = True
         if getattr(self._weight, "zero_out_wgrad", False):
-            # The embedding is the same parameter on this stage: DDP adds what autograd brings, which is its part alone.
+            # The embedding is the same parameter on this stage: DDP adds autograd's gradient, the embedding's part
+            # only.
             return None
-        # DDP's hook drops the gradient, but with overlapped reduction it insists on one, and a tensor of the
-        # parameter's device is what runs the hook on the backward thread. The parameter stands in without memory.
+        # DDP's hook drops the gradient. With overlapped reduction it still requires one, and only a tensor on the
+        # parameter's device runs the hook on the backward thread. The parameter itself serves without extra memory.
         return self._weight.detach()
 
 
@@ -198,14 +198,16 @@ def token_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of the tokens `labels` under softmax(logits / temperature), and on request the entropies there.
 
-    hidden_states: [t, 1, H], the last stage's output; with `sequence_parallel` t is this tensor rank's share.
-    head_weight: [padded vocabulary / tensor, H]; rows beyond `vocab_size` are padding and left out.
-    rows: [N] int64, positions in the (gathered) pack whose next token is active; labels: [N] int64.
-    chunk_rows: rows whose logits are held at once. Beyond tensors of N or t rows of H and less, the memory is about
-    chunk_rows x vocabulary / tensor x 4 bytes, half as much again in the backward pass of a bf16 head.
-    Returns two [N] float32 tensors in nats, the same on all tensor ranks, the second None unless `with_entropy`;
-    the first is differentiable with respect to hidden_states and head_weight, and bitwise the same with and without
-    entropy. Where head_weight is a parameter under Megatron's DDP, its gradient goes to `main_grad` only.
+    hidden_states: [t, 1, H] of the model's dtype, the last stage's output; with `sequence_parallel` t is this tensor
+    rank's share.
+    head_weight: [padded vocabulary / tensor, H] of that dtype, this tensor rank's part; rows beyond `vocab_size` are
+    padding and left out.
+    rows: [N] int64, positions in this context rank's (gathered) pack whose next token is active; labels: [N] int64.
+    chunk_rows: rows whose logits are in memory at once. Apart from tensors of N or t rows of at most H numbers, the
+    memory is about chunk_rows x vocabulary / tensor x 4 bytes, half as much again in the backward pass of a bf16 head.
+    Returns two [N] float32 tensors in nats, the same on all tensor ranks, the second None unless `with_entropy`. The
+    first is differentiable with respect to hidden_states and head_weight, and bitwise the same with and without
+    entropy. If head_weight is a parameter under Megatron's DDP, its gradient goes to `main_grad` only.
     Collective over the tensor group.
     """
     hidden = hidden_states

@@ -1,10 +1,9 @@
-"""What happens to a micro-batch's log-probs on the last pipeline stage: the old pass, the policy loss, the
-supervised loss.
+"""The losses of the last pipeline stage: the old pass, the policy loss, the supervised loss.
 
-Each is a callable from (batch, log-probs, entropies) to a `PassOutput`; entropies are computed only for one whose
-`wants_entropy` is true, and None otherwise. The maths is `gspo_mega.algorithm`; here it meets the context-parallel
-group and the report. Reports are this rank's part: sums over the tokens it holds, added up over context- and
-data-parallel ranks by whoever gathers them.
+Each is a callable from (batch, log-probs, entropies) to a `PassOutput`. Entropies are computed only for a callable
+whose `wants_entropy` is true, and are None otherwise. `gspo_mega.algorithm` owns the maths; this module adds the
+context-parallel group and the report. A report is this rank's part: sums over the tokens that it holds, which the
+runtime adds up over context- and data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from gspo_mega.errors import NumericsError
 class OldLogProbs:
     """What the old pass leaves for the training passes of one micro-batch, on last-stage ranks.
 
-    `log_probs` [N] float32 nats for this rank's active tokens; `weights` [S] float64 and `keep` [S] bool
-    correct the gap between the two engines (1 and True where no correction is asked for). `gap_sums` [S] float64
-    nats: that gap, trainer - rollout, added up over the whole of each sequence.
+    `log_probs` [N] float32 nats for this rank's active tokens. `weights` [S] float64 and `keep` [S] bool correct the
+    gap between the two engines (1 and True without a correction). `gap_sums` [S] float64 nats: the gap, trainer -
+    rollout, summed over each whole sequence. Tensors [S] are the same on all context ranks.
     """
 
     log_probs: torch.Tensor
@@ -44,8 +43,12 @@ class OldLogProbs:
 
 @dataclass
 class PassOutput:
-    """Of one micro-batch. `loss`: the scalar this rank back-propagates, None in a forward-only pass. `columns`:
-    per-sequence parts [S] or [S, K]; `totals`: parts of the whole [K]. `old`: of the old pass."""
+    """The output of one micro-batch, this rank's part.
+
+    `loss`: the 0-d float64 or float32 tensor that this rank back-propagates, None in a forward-only pass. `columns`:
+    per-sequence parts, [S] or [S, K] float64; reference log-probs are [N] float32 nats. `totals`: parts of sums over
+    the mini-batch, [K] float64. `old`: the result of the old pass.
+    """
 
     loss: torch.Tensor | None = None
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -54,7 +57,10 @@ class PassOutput:
 
 
 def require_finite(batch: DeviceBatch, **tensors: torch.Tensor) -> None:
-    """Raise NumericsError naming the trajectory of the first non-finite active token."""
+    """Raise NumericsError naming the trajectory of the first non-finite active token.
+
+    tensors: [N] of a float dtype, one value per active token of this rank, in nats.
+    """
     bad = check_finite(torch.ones_like(batch.sequence_ids), batch.sequence_ids, **tensors)
     if bad is not None:
         raise NumericsError(
@@ -65,13 +71,16 @@ def require_finite(batch: DeviceBatch, **tensors: torch.Tensor) -> None:
 
 def _wanted(entropies: torch.Tensor | None) -> torch.Tensor:
     if entropies is None:
-        raise ValueError("the entropies were not computed; the loss has to say `wants_entropy`")
+        raise ValueError("the entropies were not computed; set `wants_entropy` on this loss")
     return entropies
 
 
 @dataclass
 class OldPass:
-    """Trainer log-probs at the start of a rollout batch, and the correction of the gap to the server's."""
+    """Trainer log-probs at the start of a rollout batch, and the correction of their gap to the server's.
+
+    Called with a batch, `log_probs` [N] float32 nats and `entropies` [N] float32 nats of this rank's active tokens.
+    """
 
     groups: ParallelGroups
     correction: Correction
@@ -85,7 +94,11 @@ class OldPass:
     def measure(
         self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None
     ) -> tuple[dict[str, torch.Tensor], OldLogProbs]:
-        """The columns and what the training passes need, in tensors as `OldLogProbs` and `PassOutput` have them."""
+        """The columns of the report, and what the training passes need. Collective over the context group.
+
+        log_probs, entropies: [N] float32 nats of this rank's active tokens. Columns: [S] or [S, K] float64, this rank's
+        parts. Raises NumericsError for a non-finite active token.
+        """
         require_finite(batch, old_log_probs=log_probs, rollout_log_probs=batch.rollout_log_probs)
         active = torch.ones_like(batch.sequence_ids)
         sums, maxima = mismatch_sums(
@@ -105,8 +118,8 @@ class OldPass:
 
 @dataclass
 class KlTerm:
-    """A KL term to a reference policy, added to the loss. `reference`: for each micro-batch [N] float32 nats of this
-    rank's active tokens under it."""
+    """A KL term to a reference policy, added to the loss. `reference`: for each micro-batch the log-probs of this
+    rank's active tokens under that policy, [N] float32 nats."""
 
     coefficient: float
     estimator: Estimator
@@ -115,11 +128,14 @@ class KlTerm:
 
 @dataclass
 class PolicyLoss:
-    """The clipped objective of one mini-batch, with the KL term to a reference policy where there is one.
+    """The clipped objective of one mini-batch, with the KL term to a reference policy if there is one.
 
-    `old` holds the old pass of its micro-batches in order, or None where it was skipped because old is current
-    (one optimizer step a rollout batch). With `use_rollout` the server's log-probs are taken for old, and the
-    engine gap is part of the ratio instead of being corrected.
+    `old` has the old pass of its micro-batches in order, or is None if the old pass was skipped because old is current
+    (one optimizer step per rollout batch). With `use_rollout` the server's log-probs serve as old ones, and the engine
+    gap is part of the ratio instead of being corrected.
+
+    Called with the micro-batches in order: a batch, `log_probs` [N] float32 nats and, if `wants_entropy`, `entropies`
+    [N] float32 nats of this rank's active tokens. Collective over the context group.
     """
 
     groups: ParallelGroups
@@ -133,7 +149,7 @@ class PolicyLoss:
 
     @property
     def wants_entropy(self) -> bool:
-        """Where the old pass was skipped, its metrics come from here."""
+        """If the old pass was skipped, this loss reports its metrics."""
         return self.old is None
 
     def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
@@ -144,7 +160,7 @@ class PolicyLoss:
             old, known = self.old[index], None
         else:
             columns, old = self.old_pass.measure(batch, log_probs.detach(), entropies)
-            # Old is current, or the server's: what the log-ratio sums to is 0, or the gap that has just been shared.
+            # Old is current or the server's, so the log-ratio sums to 0 or to the gap that `measure` has just shared.
             known = old.gap_sums if self.use_rollout else torch.zeros_like(old.gap_sums)
         if self.use_rollout:
             old = OldLogProbs(
@@ -155,7 +171,7 @@ class PolicyLoss:
             }
 
         def reduce_sequences(sums: torch.Tensor) -> torch.Tensor:
-            """With an old pass or without, one all-reduce over the context ranks a micro-batch."""
+            """With or without an old pass: one all-reduce over the context ranks per micro-batch."""
             return sum_over_context(sums, self.groups.context) if known is None else with_known_sum(sums, known)
 
         shared = dict(
@@ -199,7 +215,10 @@ class PolicyLoss:
 
 @dataclass
 class SupervisedLoss:
-    """Mean negative log-prob of the demonstration tokens of one mini-batch (`denominator`: their global number)."""
+    """Mean negative log-prob of the demonstration tokens of one mini-batch (`denominator`: their global number).
+
+    Called with a batch, `log_probs` [N] float32 nats and `entropies` [N] float32 nats of this rank's active tokens.
+    """
 
     denominator: float
     wants_entropy: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Megatron's optimizer and schedule, and one step that never applies a non-finite gradient."""
+"""Megatron's optimizer and schedule, and an optimizer step that never applies a non-finite gradient."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`grad_norm` before clipping (infinite when `skipped`); `lr` that the step used, or would have."""
+    """`grad_norm` before clipping (infinite if `skipped`); `lr`: the rate of the step, applied or skipped."""
 
     grad_norm: float
     lr: float
     skipped: bool
 
 
-MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}  # FP8 numbers and scales in bytes
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}  # FP8 numbers and scales are bytes
 
 
 def require_optimizer(settings: Optimizer) -> None:
-    """Raises ModelError, a line for every setting that this machine cannot follow."""
+    """Raise ModelError with a line for every setting that this machine does not support."""
     problems = check_optimizer(settings, has_gpu=not is_cpu_backend(), has_fused_adam=_has_fused_adam())
     if problems:
         raise ModelError("\n".join(f"{key}: {text}" for key, text in problems))
@@ -58,7 +58,7 @@ def _has_fused_adam() -> bool:
 def build_optimizer(settings: Optimizer, precision: str, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
     """AdamW over fp32 main parameters, sharded over data ranks when `settings.distributed`. Collective.
 
-    Weight decay is on matrices alone, or on everything with `settings.decay_norms_and_biases`.
+    Weight decay applies to matrices only, or to all parameters with `settings.decay_norms_and_biases`.
     """
     megatron_config = chunks[0].config
     offload = settings.cpu_offload_fraction > 0
@@ -72,16 +72,15 @@ def build_optimizer(settings: Optimizer, precision: str, chunks: list[Distribute
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
         bf16=DTYPES[precision] == torch.bfloat16,
-        # Says how FP8 parameters are written from the fp32 ones; without such parameters it has nothing to say.
+        # How FP8 parameters are written from the fp32 ones; meaningless without FP8 parameters.
         fp8_recipe=megatron_config.fp8_recipe if megatron_config.fp8_param else None,
         params_dtype=DTYPES[precision],
         use_distributed_optimizer=settings.distributed,
         overlap_param_gather=settings.overlap and settings.distributed,
-        # Offloading goes the same way through Megatron: fp32 parameters are then the inner optimizer's, which alone
-        # knows on which side they live.
+        # Megatron uses the same path for offloading: the fp32 parameters then belong to the inner optimizer, which
+        # alone knows if they are on the host or on the device.
         use_precision_aware_optimizer=settings.moments_dtype != "fp32" or offload,
-        # fp32, as the plan counts them, and not bf16 beside the 16 bits that it lacks: that saves, and cannot be read
-        # back.
+        # Whole fp32 parameters, as the plan counts them. bf16 beside the 16 missing bits can be saved but not loaded.
         store_param_remainders=False,
         exp_avg_dtype=MOMENT_DTYPES[settings.moments_dtype],
         exp_avg_sq_dtype=MOMENT_DTYPES[settings.moments_dtype],
@@ -96,7 +95,7 @@ def build_optimizer(settings: Optimizer, precision: str, chunks: list[Distribute
     return cast("ChainedOptimizer", get_megatron_optimizer(config, [*chunks], config_overrides=overrides))
 
 
-# Query and key norms among them.
+# Includes query and key norms.
 NORMS_AND_BIASES = ParamKey(
     name="*.bias", predicate=ParamPredicate(name="one_dimensional", fn=lambda parameter: parameter.dim() == 1)
 )
@@ -118,7 +117,7 @@ def build_scheduler(
         end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # The YAML file says what the schedule is; a checkpoint only says how far it has come.
+        # The YAML file defines the schedule; a checkpoint only defines the position in it.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -126,12 +125,12 @@ def build_scheduler(
 
 @torch.no_grad()
 def apply_gradients(optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler, clip_grad: float) -> StepResult:
-    """One optimizer step from the reduced gradients, or none where one of them is not finite.
+    """One optimizer step from the reduced gradients, or none if one of them is not finite.
 
-    All ranks decide alike. A skipped step leaves parameters, moments and schedule untouched, bit for bit. Collective.
+    All ranks decide alike. A skipped step leaves parameters, moments and schedule bitwise unchanged. Collective.
     """
     lr = optimizer.param_groups[0]["lr"]
-    optimizer.prepare_grads()  # copies them to where the inner optimizer looks; without a loss scale it judges nothing
+    optimizer.prepare_grads()  # copies them for the inner optimizer; without a loss scale it checks nothing
     grad_norm, finite = gradient_norm(optimizer)
     if finite:
         if clip_grad > 0.0:
@@ -146,13 +145,12 @@ def apply_gradients(optimizer: ChainedOptimizer, scheduler: OptimizerParamSchedu
 
 
 def gradient_norm(optimizer: ChainedOptimizer) -> tuple[float, bool]:
-    """(global L2 norm, is every gradient on every rank finite; the norm is infinite where not). Collective over all
-    ranks.
+    """(global L2 norm, is every gradient on every rank finite). The norm is infinite if one is not.
 
-    Waits for the device once.
+    Waits for the device once. Collective over all ranks.
 
-    Each parameter counts once in the norm, copies on other tensor ranks and tied embeddings left out, as Megatron does.
-    Those copies are looked at too: one that went astray alone would pass through Megatron's own norm unseen.
+    As in Megatron, each parameter counts once in the norm; copies on other tensor ranks and tied embeddings are left
+    out. The finiteness check covers these copies too: Megatron's own norm would miss one that is non-finite alone.
     """
     device = torch.cuda.current_device()
     squares: dict[int, torch.Tensor] = {}
@@ -184,5 +182,5 @@ def gradient_norm(optimizer: ChainedOptimizer) -> tuple[float, bool]:
 
 
 def _decoupled(part: MegatronOptimizer) -> bool:
-    """Are the gradients in `decoupled_grad`, where those of another dtype than the parameters' are kept?"""
+    """Are the gradients in `decoupled_grad`, which has those of another dtype than the parameters'?"""
     return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8

@@ -1,5 +1,6 @@
-"""Where Megatron-Core 0.16 and 0.19 differ in what is used here. Told apart by what a version has, not by its
-number.
+"""The differences between Megatron-Core 0.16 and 0.19 that matter here.
+
+Each function asks which feature the installed version has, never for its number.
 """
 
 from __future__ import annotations
@@ -15,35 +16,38 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 def counted_gradients(part: MegatronOptimizer) -> list[torch.Tensor]:
-    """The gradients that Megatron counts in the norm. 0.19 names the method anew."""
+    """The gradients that Megatron counts in the norm: float32, each in its parameter's local shape (or a flat shard of
+    it).
+
+    The two versions have different names for the method.
+    """
     names = ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
     return next(getattr(part, name) for name in names if hasattr(part, name))()
 
 
 def router_losses() -> dict[str, torch.Tensor]:
-    """What the routers' losses came to since they were last cleared, by name: [layers] float32, before coefficients."""
+    """The routers' losses since they were last cleared, by name: [layers] float32, before coefficients, this rank's."""
     return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
 
 
 def clear_router_losses() -> None:
-    """Forget them. 0.16 hands out its own dictionary; 0.19 a copy, and has a tracker to clear."""
+    """Clear the routers' losses. 0.16 returns its own dictionary; 0.19 returns a copy and has a tracker to clear."""
     tracker = getattr(moe_utils, "get_moe_metrics_tracker", moe_utils.get_moe_layer_wise_logging_tracker)()
     tracker.clear()
 
 
 def router_losses_know_their_parts() -> bool:
-    """Does Megatron multiply a router loss by all positions of a pack (0.19), or by this rank's part of them alone
-    (0.16)?
+    """Does Megatron multiply a router loss by all positions of a pack (0.19), or by this rank's part of them (0.16)?
 
-    With a loss that is divided by tokens later it means the former, and 0.16 forgot the tensor and context ranks.
+    For a loss that is later divided by tokens the former is right; 0.16 leaves out the tensor and context ranks.
     """
     return "needs_dp_avg" in inspect.signature(TopKRouter.attach_and_log_load_balancing_loss).parameters
 
 
 def asynchronous_save() -> dict[str, Any]:
-    """Arguments with which `dist_checkpointing.save` hands back a request instead of waiting.
+    """Arguments with which `dist_checkpointing.save` returns a request instead of waiting.
 
-    0.19 would do it through NVIDIA's resiliency extension, and its own way, the only one of 0.16, has a name there.
+    0.19 uses NVIDIA's resiliency extension unless Megatron's own way, the only one of 0.16, is named.
     """
     named = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
     return {"async_sharded_save": True} | ({"async_strategy": "mcore"} if named else {})

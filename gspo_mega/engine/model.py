@@ -1,4 +1,4 @@
-"""From a ModelSpec and a layout to Megatron GPT chunks that return hidden states.
+"""Megatron GPT chunks that return hidden states, built from a ModelSpec and a layout.
 
 Owns the translation into Megatron's `TransformerConfig` and layer spec. Weights come from
 `gspo_mega.weights`; the LM head is applied by `log_probs.py`, in chunks, not here.
@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Moe
 from gspo_mega.engine.balancing import megatron_coefficient
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.latent import latent_settings, name_latent_parts, submodules_of
@@ -41,19 +41,20 @@ from gspo_mega.model.spec import ModelSpec, MoeSpec, RopeScaling
 
 
 class PolicyModel(GPTModel):
-    """A Megatron GPT whose last stage returns hidden states [t, 1, H] instead of logits.
+    """A Megatron GPT whose last stage returns hidden states [t, 1, H] of the model's dtype instead of logits.
 
-    With sequence parallelism t is this tensor rank's share. `output_layer` still owns the LM head weight.
+    t counts this context rank's tokens; with sequence parallelism, this tensor rank's share of them. `output_layer`
+    still owns the LM head weight.
     """
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return hidden_states
 
     def await_parameters(self) -> None:
-        """Wait for parameters that are still on their way from other ranks; data parallelism replaces it where there
-        are any.
+        """Wait for parameters that other ranks are still sending; data parallelism replaces this method if there are
+        any.
 
-        For whoever reads parameters without calling the module that holds them.
+        Call it before reading parameters without calling the module that owns them.
         """
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -61,7 +62,9 @@ class PolicyModel(GPTModel):
         return super().sharded_state_dict(*args, **kwargs)
 
     def head_weight(self) -> torch.Tensor:
-        """The LM head [padded vocabulary / tensor, H] of the last stage: its own, or the tied embedding."""
+        """The LM head of the last stage, its own or the tied embedding: [padded vocabulary / tensor, H] of the model's
+        dtype, this tensor rank's part. Raises ValueError on other stages.
+        """
         self.await_parameters()
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
@@ -73,13 +76,13 @@ class PolicyModel(GPTModel):
 def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
     """Megatron's configuration of this model in this layout and precision.
 
-    Raises ModelError where this machine cannot compute in that precision.
+    Raises ModelError if this machine cannot compute in that precision.
     """
     log_backends()
     require_precision(config)
     parallel = config.parallel
     settings: dict = dict(
-        **precision_settings(config),
+        **precision_settings(config.precision, config.fp8),
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads,
@@ -108,10 +111,10 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
         moe_token_dispatcher_type=parallel.expert_dispatcher,
         # Packs differ in length, so pipeline stages announce shapes.
         variable_seq_lengths=parallel.pipeline > 1,
-        # The schedules may not free outputs that gloo has not finished sending.
+        # The schedules must not free outputs that gloo has not finished sending.
         deallocate_pipeline_outputs=not is_cpu_backend(),
-        # Interleaved stages exchange with their only neighbour in both directions at once; batched
-        # transfers then mix the two up on gloo.
+        # Two interleaved stages exchange tensors in both directions at once. Batched transfers then confuse the two on
+        # gloo.
         overlap_p2p_comm=parallel.virtual_pipeline is not None,
         batch_p2p_comm=parallel.virtual_pipeline is None,
     )
@@ -120,7 +123,7 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
             recompute_granularity="full", recompute_method="uniform", recompute_num_layers=config.recompute.num_layers
         )
     if spec.moe is not None:
-        settings |= _expert_settings(config, spec, spec.moe) | {
+        settings |= _expert_settings(config.moe, spec, spec.moe) | {
             "moe_grouped_gemm": uses_transformer_engine(settings["params_dtype"])
         }
     if spec.latent is None:
@@ -128,13 +131,13 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
     return MLATransformerConfig(**settings | latent_settings(spec, spec.latent))
 
 
-def _expert_settings(config: Config, spec: ModelSpec, moe: MoeSpec) -> dict:
+def _expert_settings(routing: Moe, spec: ModelSpec, moe: MoeSpec) -> dict:
     grouped = moe.groups_per_token < moe.num_groups
     return dict(
         num_moe_experts=moe.num_experts,
         moe_router_topk=moe.experts_per_token,
         moe_ffn_hidden_size=moe.expert_intermediate_size,
-        # Given as a list even for one dense layer, and not at all without: the list changes the names in checkpoints.
+        # A list, set only if there are dense layers: the list changes the names in checkpoints.
         **(
             dict(moe_layer_freq=[int(spec.has_experts(layer)) for layer in range(spec.num_layers)])
             if moe.num_dense_layers
@@ -143,19 +146,19 @@ def _expert_settings(config: Config, spec: ModelSpec, moe: MoeSpec) -> dict:
         moe_shared_expert_intermediate_size=moe.shared_intermediate_size or None,
         moe_router_dtype="fp32",
         moe_router_score_function=moe.score_function,
-        # `expert_bias.py` moves the bias; Megatron would before the optimizer step, and for padding too.
+        # `expert_bias.py` moves the bias. Megatron would do so before the optimizer step, and count padding.
         moe_router_enable_expert_bias=moe.expert_bias,
         moe_router_bias_update_rate=0.0,
         moe_router_num_groups=moe.num_groups if grouped else None,
         moe_router_group_topk=moe.groups_per_token if grouped else None,
         moe_router_topk_scaling_factor=moe.scaling_factor if moe.scaling_factor != 1.0 else None,
-        # Softmax over the chosen k is softmax over all, renormalised; without renormalisation the
+        # Softmax over the chosen k equals the renormalised softmax over all experts. Without renormalisation the
         # softmax comes first.
         moe_router_pre_softmax=moe.score_function == "softmax" and not moe.norm_topk_prob,
-        moe_router_load_balancing_type=config.moe.load_balancing,
-        moe_aux_loss_coeff=megatron_coefficient(config.moe),
-        moe_z_loss_coeff=config.moe.z_loss_coefficient or None,
-        # Routes are recorded always, and replayed where asked for; a fused router would pass the replay by.
+        moe_router_load_balancing_type=routing.load_balancing,
+        moe_aux_loss_coeff=megatron_coefficient(routing),
+        moe_z_loss_coeff=routing.z_loss_coefficient or None,
+        # Routes are always recorded, and replayed if configured. A fused router would bypass the replay.
         moe_enable_routing_replay=True,
         moe_router_fusion=False,
     )
@@ -167,7 +170,7 @@ def _layer_specs(
     first = get_transformer_layer_offset(megatron_config, vp_stage=virtual_stage)
     count = get_num_layers_to_build(megatron_config, vp_stage=virtual_stage)
     make = _transformer_engine_layer if uses_transformer_engine(megatron_config.params_dtype) else _plain_layer
-    # One spec for all layers of a kind.
+    # All layers of a kind share one spec.
     kinds = {
         kind: make(megatron_config, spec, kind)
         for kind in {spec.has_experts(layer) for layer in range(first, first + count)}
@@ -190,7 +193,7 @@ def _plain_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_expert
     attention = submodules_of(parts.self_attention)
     attention.core_attention = PackedAttention
     if spec.latent is not None:
-        # Whole on every tensor rank, as Transformer Engine's: then a checkpoint fits both.
+        # Replicated on every tensor rank, as in Transformer Engine, so that a checkpoint fits both.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
         name_latent_parts(parts.self_attention)
     elif megatron_config.qk_layernorm:
@@ -211,9 +214,9 @@ def _transformer_engine_layer(megatron_config: TransformerConfig, spec: ModelSpe
 
 
 def build_chunks(megatron_config: TransformerConfig, spec: ModelSpec, groups: ParallelGroups) -> list[PolicyModel]:
-    """This rank's model chunks: one, or one a virtual pipeline stage. Parameters are untrained.
+    """This rank's model chunks: one, or one per virtual pipeline stage. Parameters are untrained.
 
-    Collective over the embedding group when embeddings are tied over several pipeline stages.
+    Collective over the embedding group if embeddings are tied over several pipeline stages.
     """
     virtual = megatron_config.virtual_pipeline_model_parallel_size
     chunks = []

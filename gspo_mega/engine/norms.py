@@ -1,4 +1,4 @@
-"""Which norm a layer is built with: Transformer Engine's, or this package's where its layers are not used."""
+"""The norm of a layer: Transformer Engine's, or this package's if Transformer Engine's layers are not used."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def norm_class(config: TransformerConfig) -> type:
     """The class that makes norms of this configuration."""
     if not uses_transformer_engine(config.params_dtype):
         return TorchNorm
-    # Needs Transformer Engine from its first line on; `require_precision` has seen to it.
+    # This module imports Transformer Engine; `require_precision` has checked that it is installed.
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
 
 
 class LatentNorm:
-    """The norm of a latent. Its epsilon is not the other norms', so it is not fused into the projection after it."""
+    """The norm of a latent. It has an epsilon of its own, so it is not fused into the projection after it."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float, **unused: object) -> torch.nn.Module:
         return norm_class(config)(config=config, hidden_size=hidden_size, eps=LATENT_NORM_EPS)

@@ -1,7 +1,7 @@
 """Core attention and norm without Transformer Engine: packed sequences on torch's SDPA.
 
-Stands where `TEDotProductAttention` and `TENorm` stand in half precision on a GPU, with the same packed (`thd`) input
-and context-parallel layout, so that everything above them is the same code. Knows nothing of the loss.
+Replaces `TEDotProductAttention` and `TENorm`, which half precision on a GPU uses. It takes the same packed (`thd`)
+input and context-parallel layout, so that all code above it is the same. Knows nothing of the loss.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class TorchNorm:
-    """RMSNorm or LayerNorm whose parameters say that they see sequence-parallel activations.
+    """RMSNorm or LayerNorm whose parameters are marked as seeing sequence-parallel activations.
 
-    Megatron all-reduces the gradients of parameters so marked over the tensor group; torch's own norms
-    carry no mark, and Megatron refuses them under sequence parallelism.
+    Megatron all-reduces the gradients of marked parameters over the tensor group. torch's own norms carry no mark, and
+    Megatron refuses them under sequence parallelism.
     """
 
     def __new__(
@@ -42,11 +42,11 @@ class TorchNorm:
 
 @dataclass
 class _PaddedLayout:
-    """Where packed rows sit in a [S, longest] rectangle.
+    """The place of each packed row in a [S, longest] rectangle; all tensors are this rank's.
 
-    `query_rows` [S, Lq] and `key_rows` [S, Lk] index packed rows (0 where there is none); `mask`
-    [S, 1, Lq, Lk] is True where a query may look, or None for plain causal; `packed` [t] picks this
-    rank's rows back from the flattened query rectangle.
+    `query_rows` [S, Lq] and `key_rows` [S, Lk] int64 are indices of packed rows (0 for padding). `mask` [S, 1, Lq, Lk]
+    bool is True if the query attends to the key, or None for plain causal attention. `packed` [t] int64 selects this
+    rank's rows from the flattened query rectangle.
     """
 
     query_rows: torch.Tensor
@@ -88,7 +88,7 @@ def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _Padd
             key_rows.append(rows)
             own = local_positions(length, cp_size, cp_rank)
             mask[s, 0, : local[s], :length] = own[:, None] >= torch.arange(length)[None]
-            mask[s, 0, local[s] :, 0] = True  # padding rows look somewhere, so that no row is all masked
+            mask[s, 0, local[s] :, 0] = True  # padding rows attend to one key, so that no row is fully masked
         layout = _PaddedLayout(queries, _pad(key_rows), mask, packed)
     holder.padded_layout = layout = layout.to(params.cu_seqlens_q.device)
     return layout
@@ -97,10 +97,10 @@ def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _Padd
 class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed sequences.
 
-    query [t, heads, d], key [t, kv_heads, d], value [t, kv_heads, v] (v is d but with latent attention) with t this
-    rank's share of the packed tokens; returns [t, heads * v]. Under context parallelism each rank holds the two chunks
-    of every sequence that `context_parallel.local_positions` names; keys and values are gathered over the context
-    group. Collective over the context group when its size is above 1.
+    query [t, heads, d], key [t, kv_heads, d], value [t, kv_heads, v] of one float dtype, where t is this rank's share
+    of the packed tokens and v equals d except in latent attention. Returns [t, heads * v] of that dtype. Under context
+    parallelism each rank holds the two chunks of every sequence that `context_parallel.local_positions` names; keys and
+    values are gathered over the context group. Collective over the context group if its size is above 1.
     """
 
     def __init__(

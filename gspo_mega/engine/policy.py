@@ -1,7 +1,7 @@
 """PolicyEngine: the policy of one run on one rank. Old pass, training step, supervised step.
 
-Owns the schedule of micro-batches through Megatron's pipeline and the reports that come out of it. What a
-micro-batch's log-probs mean is `losses.py`; loading and saving weights is above this layer.
+Owns the order of the passes and the reports of each. `forward_backward.py` runs one pass, `losses.py` defines the
+losses; higher layers load and save weights.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from gspo_mega.records import MicroBatch
 
 @dataclass
 class PassReport:
-    """What one pass over a mini-batch has to tell, this rank's part; empty where the rank reports nothing.
+    """This rank's part of the report of one pass over a mini-batch; empty on ranks that report nothing.
 
-    `trajectory_index` [n] int64 rows of the rollout batch; `columns` per sequence, [n] or [n, K] float64; `totals` [K]
-    float64. Parts of context-parallel ranks name the same rows. `routing`: sums over this rank's layers with experts
-    and its positions, from every rank; added up over all of them they are whole.
+    `trajectory_index` [n] int64: rows of the rollout batch; `columns` per sequence, [n] or [n, K] float64; `totals` [K]
+    float64. Context-parallel ranks name the same rows and add up. `routing`, from every rank: sums over this rank's
+    layers with experts and its positions; the sum over all ranks is complete.
     """
 
     trajectory_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -53,8 +53,8 @@ class PassReport:
 
 @dataclass
 class OldState:
-    """The old pass of one mini-batch: for each micro-batch what its training pass needs (last stage only), and the
-    routes it took through this rank's layers."""
+    """The old pass of one mini-batch, this rank's part: for each micro-batch the input of its training pass (last stage
+    only), and the routes through this rank's layers."""
 
     micro_batches: list[OldLogProbs]
     routes: list[Routes]
@@ -64,8 +64,8 @@ class OldState:
 class PolicyEngine:
     """A Megatron policy with optimizer and schedule on this rank.
 
-    `chunks` are the bare model chunks (weights layers load and export them), `wrapped` the same under data
-    parallelism. Constructing it is collective over all ranks; weights are untrained until loaded, and
+    `chunks` are the bare model chunks, which the weights package loads and exports; `wrapped` are the same under data
+    parallelism. Construction is collective over all ranks. Weights are untrained until loaded, and
     `after_weights_loaded` must follow every load.
     """
 
@@ -75,7 +75,15 @@ class PolicyEngine:
         self.megatron_config = transformer_config(config, spec)
         self.chunks = build_chunks(self.megatron_config, spec, groups)
         self.wrapped = wrap_data_parallel(self.megatron_config, self.chunks, config.optimizer)
-        self.pipeline = Pipeline(config, spec, groups, self.megatron_config, self.chunks, self.wrapped)
+        self.pipeline = Pipeline(
+            spec,
+            groups,
+            self.megatron_config,
+            self.chunks,
+            self.wrapped,
+            temperature=config.rollout.temperature,
+            log_prob_chunk_tokens=config.batch.log_prob_chunk_tokens,
+        )
         self.routers = Routers(
             self.chunks,
             spec.moe,
@@ -94,7 +102,7 @@ class PolicyEngine:
         )
 
     def after_weights_loaded(self) -> None:
-        """Take the parameters just loaded into the optimizer's fp32 copies."""
+        """Copy the loaded parameters into the optimizer's fp32 copies."""
         self.optimizer.reload_model_params()
 
     def parameter_dtype(self) -> torch.dtype:
@@ -103,7 +111,7 @@ class PolicyEngine:
     # --- passes --------------------------------------------------------------------------------------------
 
     def old_pass(self, micro_batches: list[MicroBatch]) -> OldState:
-        """Log-probs of one mini-batch's packs under the current weights, no gradient. Collective."""
+        """Log-probs of one mini-batch's packs under the current weights, without gradients. Collective."""
         replay = self._replay(micro_batches, None) if self.config.moe.routing_replay == "R3" else None
         routing = RoutingPass(self.routers, len(micro_batches), replay)
         outputs = self.pipeline.run(micro_batches, self._old_pass(), forward_only=True, routing=routing)
@@ -122,10 +130,10 @@ class PolicyEngine:
     ) -> tuple[StepResult, PassReport]:
         """One optimizer step of the policy objective on one mini-batch.
 
-        `denominator` is the global count the aggregation averages over; `old` is None when old is current; `reference`:
-        what `ReferencePolicy.log_probs` gave for these packs, where there is a KL term.
-        Raises NumericsError naming the trajectory with a non-finite active log-prob, and where replayed routes were not
-        followed. Collective.
+        `denominator`: the global count that the aggregation averages over. `old`: None if old is current. `reference`:
+        what `ReferencePolicy.log_probs` returned for these packs, if there is a KL term: [N] float32 nats of this
+        rank's active tokens per micro-batch. Raises NumericsError naming the trajectory with a non-finite active
+        log-prob, or layers that did not follow replayed routes. Collective.
         """
         report = self.policy_gradients(micro_batches, settings, denominator, old, reference)
         return self._apply(report), report
@@ -138,7 +146,10 @@ class PolicyEngine:
         old: OldState | None,
         reference: list[torch.Tensor] | None = None,
     ) -> PassReport:
-        """As `train_mini_batch` without the step: leaves the reduced gradients in Megatron's buffers. Collective."""
+        """`train_mini_batch` without the step: leaves the reduced gradients in Megatron's buffers. Collective.
+
+        `reference`: [N] float32 nats of this rank's active tokens per micro-batch, as in `train_mini_batch`.
+        """
         replay = self._replay(micro_batches, old)
         routing = RoutingPass(self.routers, len(micro_batches), replay)
         outputs = self.accumulate_gradients(
@@ -162,7 +173,7 @@ class PolicyEngine:
     def accumulate_gradients(
         self, micro_batches: list[MicroBatch], head: Head, routing: RoutingPass | None = None
     ) -> list[PassOutput]:
-        """Forward and backward of a mini-batch; leaves the reduced gradients in Megatron's buffers. Collective."""
+        """Forward and backward pass of a mini-batch; leaves the reduced gradients in Megatron's buffers. Collective."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -184,7 +195,7 @@ class PolicyEngine:
         kl = self.config.kl
         if (kl.coefficient > 0) != (reference is not None):
             raise ValueError(
-                f"kl.coefficient is {kl.coefficient:g}, and reference log-probs were"
+                f"kl.coefficient is {kl.coefficient:g}, but reference log-probs were"
                 f" {'not ' if reference is None else ''}given"
             )
         return PolicyLoss(
@@ -201,7 +212,7 @@ class PolicyEngine:
         return OldPass(self.groups, self.config.mismatch.correction, self.config.mismatch.cap)
 
     def _apply(self, report: PassReport | None = None) -> StepResult:
-        """The optimizer step; then, unless it was skipped, the expert bias's, which adds to the report."""
+        """The optimizer step and, unless it was skipped, the update of the expert bias, which adds to the report."""
         result = apply_gradients(self.optimizer, self.scheduler, self.config.optimizer.clip_grad)
         if not result.skipped:
             loads = self.expert_bias.update()
@@ -210,13 +221,13 @@ class PolicyEngine:
         return result
 
     def _replay(self, micro_batches: list[MicroBatch], old: OldState | None) -> list[Routes] | None:
-        """The routes this pass has to take, or None where the routers choose."""
+        """The routes that this pass must take, or None if the routers choose."""
         mode = self.config.moe.routing_replay
         if mode == "R3":
             return [self.routers.of_rollout(m) for m in micro_batches]
         if mode == "R2":
             if old is None:
-                raise ValueError("routing_replay R2 replays the routes of the old pass, and there was none")
+                raise ValueError("moe.routing_replay R2 replays the routes of the old pass, but there was no old pass")
             return old.routes
         return None
 
@@ -228,7 +239,7 @@ class PolicyEngine:
     def _changed(
         self, since: str, micro_batches: list[MicroBatch], before: list[Routes], after: list[Routes]
     ) -> dict[str, float]:
-        """Of (token, layer) pairs held here: how many there are, and how many go to another set of experts."""
+        """The number of (token, layer) pairs on this rank, and of those that go to another set of experts."""
         if not self.routers.all():
             return {}
         counts = [

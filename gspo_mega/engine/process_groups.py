@@ -1,6 +1,6 @@
 """The process groups of a layout. The only file that reads Megatron's `parallel_state`.
 
-Owns making Megatron's groups from a `Layout`, handing them out as plain values, and ending them; knows nothing of
+Owns creating Megatron's groups for a layout, returning them as plain values, and destroying them. Knows nothing of
 models or batches.
 """
 
@@ -34,9 +34,8 @@ class Group:
 class ParallelGroups:
     """All groups of this rank. `data` excludes context parallelism, `data_context` includes it.
 
-    `host` is a gloo group of all ranks for small host-side traffic (shards, metrics); on a machine
-    without GPU it is distinct from the default group as well, so that its traffic never interleaves with
-    collectives of the model.
+    `host` is a gloo group of all ranks for small host-side traffic (shards, metrics). It is distinct from the default
+    group on a machine without GPU too, so that its traffic never interleaves with collectives of the model.
     """
 
     world: Group
@@ -60,14 +59,14 @@ class ParallelGroups:
 
     @property
     def reports(self) -> bool:
-        """True on the ranks whose part of a report counts: the last stage, once a tensor group."""
+        """True on the ranks whose part of a report counts: one rank per tensor group of the last stage."""
         return self.is_last_stage and self.tensor.rank == 0
 
 
 def _group(group: object) -> Group:
-    """`group`: what Megatron or torch returned for it; their annotations allow no group, a number and a list too."""
+    """`group`: what Megatron or torch returned; their annotations also allow None, a number and a list."""
     if not isinstance(group, dist.ProcessGroup):
-        raise RuntimeError(f"this rank is in no such process group: {group!r} was returned instead of one")
+        raise RuntimeError(f"this rank is in no such process group: got {group!r} instead of one")
     ranks = tuple(dist.get_process_group_ranks(group))
     return Group(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), ranks=ranks)
 
@@ -83,13 +82,12 @@ def create_groups(
     seed: int = 1,
     timeout_seconds: float = COLLECTIVE_SECONDS,
 ) -> ParallelGroups:
-    """Make Megatron's groups for a layout over the default process group and seed its RNG trackers.
+    """Create Megatron's groups for a layout over the default process group and seed its RNG trackers.
 
-    Collective over all ranks. Ranks follow Megatron's order tensor, context, expert, data, pipeline
-    (fastest first). Raises RuntimeError from Megatron if the sizes do not divide the world, which `plan`
-    has refused before.
+    Collective over all ranks. Ranks follow Megatron's order tensor, context, expert, data, pipeline (fastest first).
+    Raises Megatron's RuntimeError if the sizes do not divide the world; `plan` refuses such a layout earlier.
     """
-    gc.collect()  # groups of an earlier layout that its last user has let go of by now
+    gc.collect()  # frees groups of an earlier layout that are no longer in use
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
@@ -115,29 +113,29 @@ def create_groups(
     )
 
 
-# Modules that `destroy_groups` takes apart.
+# Modules that `destroy_groups` dismantles.
 _users: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def ends_with_groups(module: torch.nn.Module) -> None:
-    """Say that `module` is of no use without the groups of now: `destroy_groups` takes it apart."""
+    """Register a module that is useless without the current groups: `destroy_groups` dismantles it."""
     _users.add(module)
 
 
 def destroy_groups() -> None:
-    """End every group but the default one, so that another layout can be made in the same processes. Collective.
+    """Destroy every group but the default one, so that the same processes can use another layout. Collective.
 
-    What `ends_with_groups` named is unusable afterwards. A gloo group's connections and its three threads end when
-    nothing refers to the group any more. Megatron's data parallelism, its token dispatchers and its rotary embeddings
-    would refer to theirs for good, so they are taken apart here. The last threads end when the caller's own references
-    do.
+    Modules registered by `ends_with_groups` are unusable afterwards. A gloo group's connections and its three threads
+    end when nothing refers to the group any more. Megatron's data parallelism, token dispatchers and rotary embeddings
+    would refer to their groups for ever, so they are dismantled here. The last threads end with the caller's own
+    references.
     """
     for module in list(_users):
-        _take_apart(module)
+        _dismantle(module)
     _users.clear()
     parallel_state.destroy_model_parallel()
     for name, value in list(vars(parallel_state).items()):
-        if isinstance(value, dist.ProcessGroup):  # it forgets some
+        if isinstance(value, dist.ProcessGroup):  # Megatron does not reset all of them
             setattr(parallel_state, name, None)
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
@@ -145,11 +143,11 @@ def destroy_groups() -> None:
     gc.collect()
 
 
-def _take_apart(module: torch.nn.Module) -> None:
-    """Cut the references that Python's collector cannot see or that live as long as the process.
+def _dismantle(module: torch.nn.Module) -> None:
+    """Cut references that Python's garbage collector cannot see or that live as long as the process.
 
-    A gradient hook refers to the data parallelism around its parameter, through autograd's C++ nodes that the collector
-    does not look into, and a cache around a method refers to every object that the method was called on.
+    A gradient hook refers to the data parallelism around its parameter through autograd's C++ nodes, which the
+    collector does not inspect. A cache around a method refers to every object that the method was called on.
     """
     for kind in {kind for part in module.modules() for kind in type(part).__mro__}:
         for member in vars(kind).values():

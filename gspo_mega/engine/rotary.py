@@ -1,6 +1,6 @@
-"""Rotary frequencies of models whose positions were stretched after training, as Llama 3.1 and later were.
+"""Rotary frequencies of models whose positions were stretched after training, such as Llama 3.1.
 
-Megatron has the same formula with three of its four numbers fixed; here they are the checkpoint's.
+Megatron has the same formula with three of its four numbers fixed; this one takes all four from the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from gspo_mega.model.spec import RopeScaling
 
 
 def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """`frequencies` [head_dim / 2] float32, radians a token, after Llama 3's scaling; same shape and dtype.
+    """`frequencies` after Llama 3's scaling: [head_dim / 2] float32, radians per token, the same on all ranks, as
+    given.
 
-    With w = 2 pi / f and o = original_positions: f / factor where w > o / low_frequency_factor, f where
+    With w = 2 pi / f and o = original_positions: f / factor if w > o / low_frequency_factor, f if
     w < o / high_frequency_factor, and between them (1 - m) f / factor + m f with
     m = (o / w - low_frequency_factor) / (high_frequency_factor - low_frequency_factor).
     """
@@ -29,5 +30,5 @@ def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch
 
 
 def scale_rotary(embedding: RotaryEmbedding, scaling: RopeScaling) -> None:
-    """Put the model's scaling into a fresh rotary embedding."""
+    """Apply the model's scaling to a fresh rotary embedding, in place."""
     embedding.inv_freq = scaled_frequencies(embedding.inv_freq, scaling)

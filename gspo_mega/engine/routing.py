@@ -1,11 +1,11 @@
-"""Which experts each token goes to: recorded in every pass, replayed where asked for, compared.
+"""The experts of each token: recorded in every pass, replayed if configured, compared.
 
-Owns this rank's routers and Megatron's `RouterReplay` of each. R2 replays in the training passes what the old pass
-recorded; R3 replays in all passes what the rollout engine chose. Load-balancing losses are `balancing.py`'s.
+Owns this rank's routers and Megatron's `RouterReplay` of each. R2 replays the routes of the old pass in the training
+passes; R3 replays the rollout engine's routes in all passes. `balancing.py` owns load-balancing losses.
 
-A rank's router sees the pack's positions that this context rank holds and, under sequence parallelism, this tensor
-rank's equal share of them. Only positions up to a sequence's last active label are compared: no log-prob that is
-trained on depends on the routes of later ones (the last token, padding, filler), because attention is causal.
+A rank's router sees the pack's positions on this context rank and, under sequence parallelism, this tensor rank's equal
+share of them. Comparisons cover positions up to a sequence's last active label: attention is causal, so no trained
+log-prob depends on the routes of later positions (the last token, padding, filler).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from gspo_mega.errors import NumericsError
 from gspo_mega.model.spec import MoeSpec
 from gspo_mega.records import MicroBatch
 
-# Of one micro-batch on one rank: zero-based layer of the model -> experts [t, k] int16 of the router's t positions.
+# One micro-batch on one rank: zero-based layer of the model -> expert ids [t, k] int16 of the router's t positions.
 Routes = dict[int, torch.Tensor]
 
 
 class Routers:
-    """The routers of this rank's chunks, in order. A model without experts has none, and nothing here does anything."""
+    """The routers of this rank's chunks, in order. Without experts there are none, and every method does nothing."""
 
     def __init__(
         self,
@@ -52,32 +52,32 @@ class Routers:
         self._followed: list[tuple[int, torch.Tensor]] = []
         for layer, router in self.all():
             router.register_forward_hook(self._check(layer))
-        # Megatron lists every router of the process for its own static helpers; each is led by itself here, and the
-        # list would keep models alive.
+        # Megatron lists every router of the process for its static helpers. This class controls each router directly,
+        # and the list would keep models alive.
         RouterReplay.clear_global_router_replay_instances()
 
     def all(self) -> list[tuple[int, TopKRouter]]:
         return [entry for chunk in self.chunks for entry in chunk]
 
     def rows(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Positions [t] int64 of the pack that this rank's routers see, in their order."""
+        """Positions of the pack that this rank's routers see, in their order: [t] int64, on the host."""
         held = local_rows(
             torch.from_numpy(micro_batch.cu_seqlens), self._groups.context.size, self._groups.context.rank
         )
         return held.chunk(self._split)[self._groups.tensor.rank] if self._split > 1 else held
 
     def compared(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Which of the routers' positions count in a comparison, [t] bool on this rank's device."""
+        """True for positions of this rank's routers that count in a comparison: [t] bool, on this rank's device."""
         return torch.from_numpy(influential_positions(micro_batch))[self.rows(micro_batch)].to(device())
 
     def of_rollout(self, micro_batch: MicroBatch) -> Routes:
-        """The rollout engine's routes of this rank's layers and positions.
+        """The rollout engine's routes for this rank's layers and positions: [t, k] int16 per layer.
 
-        Where it returned none (-1) the token influences nothing, and is spread evenly over the experts. Raises
-        ValueError for a micro-batch without routes.
+        A token without a route (-1) influences nothing and is spread evenly over the experts. Raises ValueError for a
+        micro-batch without routes.
         """
         if micro_batch.routed_experts is None or self.moe is None:
-            raise ValueError("the micro-batch holds no routes of the rollout engine")
+            raise ValueError("the micro-batch has no routes of the rollout engine")
         rows = self.rows(micro_batch)
         routes = torch.from_numpy(micro_batch.routed_experts)[rows]
         k = self.moe.experts_per_token
@@ -86,7 +86,7 @@ class Routers:
         return {layer: routes[:, layer].contiguous() for layer, _ in self.all()}
 
     def reset(self) -> None:
-        """Forget every action and every index, whatever an interrupted pass left behind."""
+        """Clear every action and every index, including those of an interrupted pass."""
         self._followed.clear()
         for _, router in self.all():
             replay = _replay_of(router)
@@ -94,7 +94,9 @@ class Routers:
             replay.clear_indices()
 
     def take_followed(self) -> list[tuple[int, torch.Tensor]]:
-        """(layer, 0-d bool: it used exactly the experts it was told) of every replayed forward since the last call."""
+        """(layer, 0-d bool: the router used exactly the replayed experts) of every replayed forward on this rank since
+        the last call.
+        """
         followed, self._followed = self._followed, []
         return followed
 
@@ -102,15 +104,15 @@ class Routers:
         def hook(router: TopKRouter, _inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
             replay = _replay_of(router)
             if replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-                told, used = replay.target_topk_idx, outputs[1]
-                assert told is not None, "Megatron replays a router without indices"
-                self._followed.append((layer, used.gather(1, told).all() & (used.sum() == told.numel())))
+                prescribed, used = replay.target_topk_idx, outputs[1]
+                assert prescribed is not None, "Megatron replays a router without indices"
+                self._followed.append((layer, used.gather(1, prescribed).all() & (used.sum() == prescribed.numel())))
 
         return hook
 
 
 def expert_bias_of(router: TopKRouter) -> torch.Tensor:
-    """The router's expert bias, [num_experts] float32, on this rank; the parameter's own memory."""
+    """The router's expert bias, [num_experts] float32, the same on all ranks of the layer; shares its memory."""
     # A buffer that Megatron registers by name; the class declares only the None of routers without one.
     return cast(torch.Tensor, router.expert_bias)
 
@@ -129,7 +131,7 @@ def _layer_of(router: TopKRouter) -> int:
 
 
 class RoutingPass:
-    """The routes of one pass over micro-batches: `recorded` as it goes, or led by `replay`, one entry a micro-batch."""
+    """The routes of one pass over micro-batches: recorded in `recorded`, or prescribed by `replay`; one entry each."""
 
     def __init__(self, routers: Routers, num_micro_batches: int, replay: list[Routes] | None = None) -> None:
         self._routers, self._replay = routers, replay
@@ -138,12 +140,12 @@ class RoutingPass:
 
     @property
     def taken(self) -> list[Routes]:
-        """The routes that the pass took, after it."""
+        """The routes that the finished pass took: per micro-batch [t, k] int16 for each layer of this rank."""
         return self.recorded if self._replay is None else self._replay
 
     @contextlib.contextmanager
     def forward(self, chunk: int, micro_batch: int, forward_only: bool) -> Iterator[None]:
-        """Around one forward of one chunk. Its backward comes later, when other micro-batches went forward too."""
+        """Context of one chunk's forward pass. Those of other micro-batches may follow before its backward pass."""
         recomputed = self._routers.recompute and not forward_only
         routers = self._routers.chunks[chunk]
         for layer, router in routers:
@@ -151,7 +153,7 @@ class RoutingPass:
             if self._replay is None:
                 replay.set_router_replay_action(RouterReplayAction.RECORD)
             else:
-                # Also queued for the layer's recomputations, which follow in the order of the forwards.
+                # Also queued for the layer's recomputations, which run in the order of the forward passes.
                 replay.set_target_indices(self._replay[micro_batch][layer].long())
                 replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         yield
@@ -161,7 +163,7 @@ class RoutingPass:
                 recorded = replay.get_recorded_indices()
                 assert recorded is not None, "Megatron recorded no routes of a router that ran"
                 self.recorded[micro_batch][layer] = recorded.to(torch.int16)
-                replay.clear_router_replay_action()  # what is recomputed chooses as it did
+                replay.clear_router_replay_action()  # a recomputed router chooses as before
             elif recomputed:
                 replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
             else:
@@ -169,7 +171,7 @@ class RoutingPass:
                 replay.clear_indices()
 
     def finish(self) -> None:
-        """Raises NumericsError where a layer did not go through the experts it was told, or left some unused."""
+        """Raise NumericsError if a layer did not use exactly the replayed experts in every forward pass."""
         followed = self._routers.take_followed()
         left = [
             layer
@@ -193,7 +195,7 @@ class RoutingPass:
 
 
 def influential_positions(micro_batch: MicroBatch) -> np.ndarray:
-    """[T] bool: positions at or before their sequence's last active label."""
+    """True for positions at or before their sequence's last active label: [T] bool of the whole pack, on the host."""
     result = np.zeros(micro_batch.num_tokens, bool)
     for start, end in zip(micro_batch.cu_seqlens, micro_batch.cu_seqlens[1:]):
         active = np.flatnonzero(micro_batch.loss_mask[start:end])
@@ -203,7 +205,10 @@ def influential_positions(micro_batch: MicroBatch) -> np.ndarray:
 
 
 def count_changed(before: Routes, after: Routes, compared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pairs of token and layer whose set of experts differs, pairs compared), 0-d int64. `compared`: [t] bool."""
+    """(pairs of token and layer whose set of experts differs, pairs compared): 0-d int64 each, this rank's.
+
+    before, after: [t, k] int16 per layer. compared: [t] bool, the positions that count.
+    """
     if not before:
         zero = torch.zeros((), dtype=torch.int64)
         return zero, zero
@@ -216,11 +221,11 @@ def count_changed(before: Routes, after: Routes, compared: torch.Tensor) -> tupl
 
 @torch.no_grad()
 def choice_margins(router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
-    """[t] float64: by how little the router, given `hidden` [t, 1, H], passed over what it passed over.
+    """The margin between the router's last choice and the best rejected one: [t] float64, this rank's positions.
 
-    The last choice minus the best one left, in what the choice goes by: logits, or sigmoid scores with the expert bias;
-    with groups also of groups (each its two best experts' sum), and the smaller of the two. Infinite where nothing was
-    left.
+    hidden: [t, 1, H] of the model's dtype. The unit is that of the scores that decide: logits, or sigmoid scores with
+    the expert bias. With groups it is the smaller of the margins between experts and between groups (each the sum of
+    its best experts). Infinite if nothing was rejected.
     """
     scores = router.gating(hidden).flatten(0, -2).double()
     if router.score_function == "sigmoid":

@@ -1,6 +1,6 @@
-"""Where the lines of one attempt go: rank 0's console.log to the user, the launcher's own to supervisor.log.
+"""The output of one attempt: rank 0's console.log goes to the user, the launcher's log lines to supervisor.log.
 
-Owns no process. What is shown on a screen, and how, is `commands/screen.py`'s.
+Owns no process. `commands/screen.py` writes to the terminal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class ConsoleTail:
-    """Hands on the lines that rank 0 appends to console.log, each once, whole lines only."""
+    """Pass on the lines that rank 0 appends to console.log, each one once and whole."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
@@ -23,7 +23,7 @@ class ConsoleTail:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 new = file.read()
-        except OSError:  # not there yet; or the disk does not answer, and a later look shows more
+        except OSError:  # the file does not exist yet, or the disk does not answer: a later call reads it
             return
         whole, newline, _ = new.rpartition(b"\n")
         self._offset += len(whole) + len(newline)
@@ -34,7 +34,7 @@ class ConsoleTail:
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """The launcher's log lines of one attempt go to its supervisor.log, and nowhere else."""
+    """Send the launcher's log lines to `path`, an attempt's supervisor.log, and nowhere else."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     launcher = logging.getLogger("gspo_mega.launcher")

@@ -1,6 +1,7 @@
-"""attempts/NNNN/state.json: what the supervisor says of its run, for whoever sees the folder and nothing else.
+"""attempts/NNNN/state.json: the supervisor's record of its run, for readers who see only the folder.
 
-Owns the record and its heartbeat. `gspo-mega status` reads it; what the ranks do is in console.log and metrics.jsonl.
+Owns the record and its heartbeat. `gspo-mega status` reads it; the progress of the ranks is in console.log and
+metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ SILENCE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RunState:
-    """`heartbeat`, `started`: unix seconds. `error`: why it failed; `note`: what else a reader should know of the
-    state. `without_progress`: it was queued again for its time limit, with the checkpoint it had begun with.
+    """`heartbeat`, `started`: unix seconds. `error`: why the attempt failed; `note`: a remark on the state.
+    `without_progress`: the job was requeued for its time limit and had saved no new checkpoint.
     """
 
     state: State
@@ -44,7 +45,7 @@ class RunState:
         return self.state not in ("running", "stopping")
 
     def is_silent(self, now: float) -> bool:
-        """It should beat, and does not: the supervisor was killed, or its machine was."""
+        """Whether an expected heartbeat is missing: the supervisor or its machine died."""
         return not self.is_over and now - self.heartbeat > SILENCE_SECONDS
 
 
@@ -55,8 +56,8 @@ def read_state(attempt: Attempt) -> RunState | None:
 
 
 def beats(attempt: Attempt, patience_seconds: float) -> bool:
-    """Does the attempt's supervisor live? Watches for a heartbeat that changes, so no clock is compared with another
-    machine's.
+    """Whether the attempt's supervisor lives. Watches for a changing heartbeat up to `patience_seconds`, so no clock is
+    compared with another machine's.
     """
     before = read_state(attempt)
     deadline = time.monotonic() + patience_seconds
@@ -69,9 +70,9 @@ def beats(attempt: Attempt, patience_seconds: float) -> bool:
 
 
 class StateKeeper:
-    """Keeps an attempt's record up to date while the `with` block runs.
+    """Keep an attempt's record up to date while the `with` block runs.
 
-    However the block ends, the record says so: `failed` with an exception's text, else what was last told.
+    The record shows how the block ended: `failed` with the text of an exception, else the last state given to `tell`.
     """
 
     def __init__(self, attempt: Attempt, slurm_job: str | None = None) -> None:
@@ -111,5 +112,5 @@ class StateKeeper:
         try:
             atomic_write_json(self._attempt.state_file, asdict(self._state))
         except OSError as error:
-            # What is said of a run must not end it; where the disk is full, what it saves will.
+            # A lost record must not end the run. On a full disk, saving a checkpoint will.
             logger.warning("%s cannot be written: %s", self._attempt.state_file, error.strerror)

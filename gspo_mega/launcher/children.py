@@ -1,6 +1,6 @@
-"""The processes of one run on this machine: starting them tied to us, and ending all of them with all they started.
+"""Start the processes of one run on this machine, tied to this process, and end them with all that they started.
 
-Owns processes, sessions and signals. It does not know what a rank or a server does, nor why they must end.
+Owns processes, sessions and signals. Knows neither what a rank or server does nor why it must end.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One process to start. `kind` and `index` name it: rank 3, server 0. `environment` is added to ours.
+    """One process to start. `kind` and `index` name it: rank 3, server 0. `environment` is added to this process's.
 
-    Under Slurm a process is an srun: `ranks` are all of them, `watch` looks after the supervisor's own node, `doctor`
-    at one.
+    Under Slurm a process is an srun: `ranks` runs all ranks, `watch` watches the supervisor's node, `doctor` checks one
+    node.
     """
 
     kind: Literal["rank", "server", "ranks", "watch", "doctor"]
@@ -40,12 +40,15 @@ class ChildSpec:
 
 
 class Child:
-    """A started process, head of its own session. Standard output and error go to the end of its log."""
+    """A started process, the leader of its own session. Its standard output and error are appended to its log."""
 
     def __init__(self, spec: ChildSpec) -> None:
-        """Start it. Call from the main thread: the kernel's parent is the thread, and the child would die with it."""
+        """Start the process. Call from the main thread: to the kernel the parent is a thread, and the child dies with
+        it.
+        """
         self.spec = spec
-        # A server is asked to end, for its own children must end before it; a rank may sit in a collective, deaf.
+        # A server gets SIGTERM, because it must end its own children first; a rank in a collective would not react to
+        # it.
         on_our_death = signal.SIGKILL if spec.kind in ("rank", "ranks") else signal.SIGTERM
         tied = [sys.executable, "-I", "-S", str(_EXEC_TIED_TO_PARENT), str(os.getpid()), str(int(on_our_death))]
         with spec.log.open("ab") as output:
@@ -67,12 +70,12 @@ class Child:
         return self._process.pid
 
     def send_signal(self, number: int) -> None:
-        """To the process alone, if it still runs."""
+        """Send a signal to this process alone, if it still runs."""
         self._process.send_signal(number)
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: ended by that signal."""
+        """None while the process runs; -N if signal N ended it."""
         return self._process.poll()
 
     @property
@@ -84,15 +87,15 @@ class Child:
 
 
 class Family:
-    """All processes of one run: those we start, all they start, and all that those leave behind.
+    """All processes of one run: those started here, their descendants, and the orphans that these leave behind.
 
-    While it is open this process adopts orphans below it (PR_SET_CHILD_SUBREAPER), so that a grandchild in a
-    session of its own is found even after its parent is gone. `close` returns when none of them is left.
+    While the family is open, this process adopts orphaned descendants (PR_SET_CHILD_SUBREAPER), so that a grandchild in
+    its own session is found even after its parent is gone. `close` returns when no process is left.
     """
 
     def __init__(self) -> None:
         self.children: list[Child] = []
-        # Whatever this process had started before is none of our business.
+        # Processes started before are not part of the run.
         self._strangers = process_death.children()
         self._reaper = process_death.Reaper()
         process_death.adopt_orphans()
@@ -104,15 +107,15 @@ class Family:
         return child
 
     def reap(self) -> None:
-        """Collect what ended of that which the children left behind; to be called now and then."""
+        """Collect adopted orphans that have ended. Call it regularly."""
         self._reaper.look({*self._strangers, *self._own()})
 
     def close(self, grace_seconds: float) -> None:
-        """SIGTERM to the children that run, up to `grace_seconds`, SIGKILL to everything that is left, in whatever
+        """Send SIGTERM to the running children, wait up to `grace_seconds`, then SIGKILL whatever is left in any
         session.
         """
         for child in self.children:
-            # The heads alone: a server ends its own processes in order, a rank takes its own along.
+            # Session leaders only: a server ends its own processes in order, those of a rank end with it.
             if child.exit_code is None:
                 process_death.send_signal(child.pid, signal.SIGTERM)
         deadline = time.monotonic() + grace_seconds

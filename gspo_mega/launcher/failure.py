@@ -1,7 +1,7 @@
-"""What to tell the user when a run fails: one cause, once.
+"""Name the one cause of a failed run.
 
-Owns the choice of the cause among everything that broke (one failure breaks every rank's collectives) and its
-text. Reads the ranks' error records and logs; ends nothing.
+Owns the choice of the cause among all failures (one failure breaks the collectives of every rank) and its text. Reads
+the ranks' error records and logs; ends nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_mega.errors import RankError, RolloutError
+from gspo_mega.errors import GspoMegaError, RankError, RolloutError
 from gspo_mega.launcher.children import Child
 from gspo_mega.run_folder import Attempt, read_json
 
 _TAIL_LINES = 20
-# What srun says of tasks, one or several (`task 3`, `tasks 0-1,4`), in the order in which they ended.
+_SIGKILL_HINT = ". The usual reason for a SIGKILL from outside is that the machine ran out of memory"
+# srun's lines about ended tasks, one or several (`task 3`, `tasks 0-1,4`), in the order in which they ended.
 _TASK_END = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)$", re.MULTILINE)
 _KILLED = (
     "Killed",
@@ -31,10 +32,9 @@ _KILLED = (
 def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
     """The error of the run.
 
-    `failed`: the children, at least one, that ended otherwise than they should, before anything was asked to end. The
-    cause is, in this order: a rank that a signal killed (it leaves no record; its peers' records are the echo), the
-    earliest error record, a rank without a record, a server that gave up. `exit_code` of the returned error is the
-    cause's own.
+    `failed`: the children, at least one, that ended unexpectedly before anything was asked to end. The cause is, in
+    this order: a rank killed by a signal (it leaves no record, its peers' records are consequences), the earliest error
+    record, a rank without a record, a server that gave up. The returned error has the `exit_code` of the cause.
     """
     ranks = [child for child in failed if child.spec.kind == "rank"]
     records = sorted(_records(attempt), key=lambda record: record["time"])
@@ -44,8 +44,8 @@ def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
     if killed:
         return _from_log(killed[0], attempt)
     steps = [child for child in failed if child.spec.kind == "ranks"]
-    if steps and (told := _killed_task(steps[0], recorded)) is not None:
-        return _error(told + _tail(steps[0].spec.log), RankError.exit_code)
+    if steps and (killed_task := _killed_task(steps[0], recorded)) is not None:
+        return _error(killed_task + _tail(steps[0].spec.log), RankError.exit_code)
     if records:
         return _from_record(records[0], attempt)
     if steps:
@@ -55,6 +55,15 @@ def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
     return _from_server(failed[0], attempt)
 
 
+def one_line(error: GspoMegaError) -> str:
+    """A failure in one line: its first line, and for a traceback also the last, which names the error."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    first = lines[0].strip().rstrip(":") if lines else type(error).__name__
+    if "Traceback" not in str(error):
+        return first
+    return f"{first}: {[line for line in lines if not line.startswith(('(', ' '))][-1]}"
+
+
 def _records(attempt: Attempt) -> list[dict]:
     return [
         record for path in sorted(attempt.errors_dir.glob("rank_*.json")) if (record := read_json(path)) is not None
@@ -62,18 +71,18 @@ def _records(attempt: Attempt) -> list[dict]:
 
 
 def _killed_task(step: Child, recorded: set[int]) -> str | None:
-    """The rank that a signal killed before any other ended, of a Slurm step of all ranks; it leaves no record."""
+    """The text about the first rank of a Slurm step to end, if a signal killed it; such a rank leaves no record."""
     try:
-        said = step.spec.log.read_text(encoding="utf-8", errors="replace")
+        output = step.spec.log.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
-    first = _TASK_END.search(said)
+    first = _TASK_END.search(output)
     if first is None or int(first[2]) in recorded or not first[3].startswith(_KILLED):
         return None
     node, rank, how = first.groups()
-    text = f"rank {rank} on {node} ended without a word of its own: {how}"
+    text = f"rank {rank} on {node} ended without an error report: {how}"
     if how.startswith("Killed"):
-        text += "; SIGKILL from outside is most often the machine running out of memory"
+        text += _SIGKILL_HINT
     return text
 
 
@@ -94,18 +103,18 @@ def _from_record(record: dict, attempt: Attempt) -> RankError:
 
 
 def _from_log(child: Child, attempt: Attempt) -> RankError:
-    text = f"{child.name} {child.end_described} without a word of its own"
+    text = f"{child.name} {child.end_described} without an error report"
     if child.exit_code == -9:
-        text += "; SIGKILL from outside is most often the machine running out of memory"
+        text += _SIGKILL_HINT
     return _error(text + _tail(child.spec.log), RankError.exit_code)
 
 
 def _from_server(child: Child, attempt: Attempt) -> RankError:
     registration = read_json(attempt.server_file(f"server-{child.spec.index}")) or {}
-    said = registration.get("error")
-    text = f"server {child.spec.index} gave up: {said}" if said else f"{child.name} {child.end_described}"
-    # Its own account holds the end of the log already where that explains anything.
-    text += f"\n(all of its output: {child.spec.log})" if said and "\n" in said else _tail(child.spec.log)
+    reason = registration.get("error")
+    text = f"server {child.spec.index} gave up: {reason}" if reason else f"{child.name} {child.end_described}"
+    # A reason of several lines already contains the end of the log.
+    text += f"\n(all of its output: {child.spec.log})" if reason and "\n" in reason else _tail(child.spec.log)
     code = child.exit_code
     return _error(text, code if code is not None and code > 0 else RolloutError.exit_code)
 

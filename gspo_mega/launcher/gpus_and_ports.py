@@ -1,6 +1,6 @@
-"""Where each rank and server of this machine runs: the variables that srun and torchrun would set, and the GPUs.
+"""The GPUs, ports and environment variables of the ranks and servers of one machine.
 
-Owns environment variables of children and the choice of a port. Starts nothing.
+Owns the variables that srun or torchrun would set for a rank, and the choice of a free port. Starts nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Literal
 
 from gspo_mega.errors import PlanError
 
-# Below the range that the kernel hands out to outgoing connections, and apart from the one servers choose from.
+# Below the kernel's range for outgoing connections, and apart from the range of the servers.
 _PORTS = range(14_000, 20_000)
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs that children may use, as values for CUDA_VISIBLE_DEVICES. Asks no driver."""
+    """The GPUs that children may use, as values for CUDA_VISIBLE_DEVICES. Does not ask the driver."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
@@ -29,12 +29,12 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
 
 
 def device_here() -> Literal["cpu", "gpu"]:
-    """What ranks of this machine run on."""
+    """The kind of device that ranks on this machine use."""
     return "gpu" if visible_gpus(os.environ) else "cpu"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` that nothing listens on now."""
+    """A port of `host` that is free now. Raises PlanError without one."""
     candidates = random.Random(os.urandom(8)).sample(_PORTS, len(_PORTS))
     for port in candidates:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -47,10 +47,10 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def rank_environments(num_ranks: int, gpus: list[str], threads: int = 1) -> list[dict[str, str]]:
-    """One environment a rank of a single machine, as torchrun or srun would give it.
+    """One environment per rank of a single machine, as torchrun or srun would set it.
 
-    `gpus`: those of the ranks, one each; empty on a machine without. `threads`: OMP_NUM_THREADS there: ranks that
-    each take every core hinder each other by far more than they gain.
+    `gpus`: one per rank, or empty on a machine without GPUs. `threads`: OMP_NUM_THREADS on such a machine, where ranks
+    that each use all cores slow each other down.
     """
     port = free_port()
     common = {
@@ -68,10 +68,10 @@ def rank_environments(num_ranks: int, gpus: list[str], threads: int = 1) -> list
 
 
 def share_gpus(gpus: list[str], num_ranks: int, num_servers: int, tensor: int) -> tuple[list[str], list[list[str]]]:
-    """GPUs of the ranks, and of each server (`tensor` of them): apart, in the order they are visible. Without GPUs both
+    """Distinct GPUs for the ranks and for each server (`tensor` per server), in the order of `gpus`. Without GPUs both
     are empty.
 
-    Raises PlanError when there are some, and fewer than ranks and servers need.
+    Raises PlanError when there are GPUs but fewer than ranks and servers need.
     """
     servers = [[] for _ in range(num_servers)]
     if not gpus:
@@ -80,7 +80,7 @@ def share_gpus(gpus: list[str], num_ranks: int, num_servers: int, tensor: int) -
     if needed > len(gpus):
         raise PlanError(
             f"{num_ranks} ranks and {num_servers} servers of server.tensor {tensor} need {needed} GPUs,"
-            f" and {len(gpus)} are visible; lower cluster.ranks_per_node, server.num_servers or server.tensor"
+            f" and {len(gpus)} are visible. Lower cluster.ranks_per_node, server.num_servers or server.tensor"
         )
     shares = [gpus[num_ranks + k * tensor : num_ranks + (k + 1) * tensor] for k in range(num_servers)]
     return gpus[:num_ranks], shares

@@ -1,8 +1,7 @@
-"""What a command reads besides its configuration and model, looked at before anything starts: data, rewards, recorded
-rollouts.
+"""Check the inputs of a command before anything starts: data, rewards, recorded rollouts.
 
-Of data only the first rows, and not yet tokenised: it answers at once on a login node, without torch. What is wrong
-further down is found by the run itself when it opens its files.
+Reads only the first rows of data, without tokenising them, so it answers at once on a login node without torch. The run
+itself reports errors in later rows when it opens its files.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ NUM_ROWS_CHECKED = 100
 
 
 def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify"]) -> list[str]:
-    """Notices of where the command will have to run. Raises DataError or JournalError with the place of the key, or
+    """Notices about where the command must run. Raises DataError or JournalError with the place of the key, or
     RewardError.
     """
-    if command == "certify":  # which makes its own batch, and samples and scores nothing
+    if command == "certify":  # it makes its own batch, and neither samples nor scores
         return []
     check_rewards(loaded)
     if not is_replay(loaded, command):
@@ -49,8 +48,7 @@ def check_rewards(loaded: LoadedConfig) -> None:
 def is_replay(loaded: LoadedConfig, command: str) -> bool:
     """Whether the run trains on recorded rollouts and so has no servers.
 
-    Raises ConfigError where the record is the run's own, JournalError where it is too short, or lacks what the run
-    needs of it.
+    Raises ConfigError where the record is the run's own, JournalError where it is too short or incomplete.
     """
     train, run = loaded.config.train, loaded.config.run
     if command != "train" or train is None or train.from_rollouts is None:
@@ -58,7 +56,7 @@ def is_replay(loaded: LoadedConfig, command: str) -> bool:
     if Path(train.from_rollouts).resolve() == (Path(run.dir) / run.name).resolve():
         raise ConfigError(
             f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} is this run's own"
-            " folder, whose journal it would write over; choose another run.name"
+            " folder, whose journal the run would overwrite. Choose another run.name"
         )
     journal = Journal(RunFolder(train.from_rollouts).journal_dir)
     present = journal.steps()
@@ -76,8 +74,8 @@ def is_replay(loaded: LoadedConfig, command: str) -> bool:
     if pruned:
         raise JournalError(
             f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no routed experts"
-            f" of step {pruned[0] + 1} any more (its journal.prune_routes took them out), and moe.routing_replay: R3"
-            " needs them; replay with R2 or none"
+            f" of step {pruned[0] + 1} (journal.prune_routes removed them), which moe.routing_replay: R3 needs. Use R2"
+            " or none"
         )
     return True
 
@@ -94,7 +92,7 @@ def _check_data(loaded: LoadedConfig, command: str) -> None:
 
 
 def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Callable[[Row], str | None]]]:
-    """(its key, the file, what is wrong with a row) of each file that the command reads."""
+    """(its key, the file, a check that returns what is wrong with a row) of each file that the command reads."""
     config = loaded.config
     data = config.data
 

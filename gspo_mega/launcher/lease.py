@@ -1,15 +1,15 @@
-"""The run folder held by one supervisor, on whatever file system and from whatever machine.
+"""Make sure that only one supervisor uses a run folder, on any file system and from any machine.
 
-Two fences. An flock, which the kernel lets go of however its holder ends; it does nothing between machines where locks
-are local to a node, and fails where there are none. And a lease, files alone:
+Two fences. The first is an flock, which the kernel releases however its holder ends; it does nothing between machines
+where locks are local to a node, and fails on file systems without locks. The second is a lease, made of files alone:
 
     lease/<8 digits>    a holder's record: host, boot, process, and a heartbeat that it changes every few seconds
 
-The highest number is the holder's. To take the folder is to make the next number, which only one can (`link` refuses a
-name that is there); it may be done once the holder has released it, is seen to be dead (its process, on this machine),
-or has not changed its heartbeat for `LEASE_SECONDS` of our own watching: no clock is compared with another machine's.
-Numbers only grow, so nobody takes from a new holder what was an old one's; whoever finds a higher number than its own
-has lost the folder, and stops.
+The record with the highest number is the holder's. A process takes the folder by creating the next number, which only
+one process can do (`link` refuses an existing name). It may do so once the holder has released the folder, its process
+on this machine is dead, or this process has seen no change of the heartbeat for `LEASE_SECONDS`: no clock is compared
+with another machine's. Numbers only grow, so a late taker cannot displace a new holder. A supervisor that finds a
+higher number than its own has lost the folder and stops.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ BEAT_SECONDS = 5.0
 # Shared folders show a change late, some by half a minute.
 LEASE_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
-# Always so long, so that it is written in place, on a full disk too.
+# Fixed length, so that a record is rewritten in place, also on a full disk.
 _RECORD_BYTES = 1024
 _NUMBER = re.compile(r"\d{8}")
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a folder. `boot`, `pid_space`: of its kernel and its container, without which a process number says
-    nothing; `process_start`: clock ticks since boot, for numbers are used again. `beat` changes while it lives.
+    """The process that holds a folder. `boot` and `pid_space` identify its kernel and container, in which `pid` counts;
+    `process_start`: clock ticks since boot, because process numbers are reused. `beat` changes while it lives.
     """
 
     host: str
@@ -67,7 +67,7 @@ class Holder:
         return f"process {self.pid} on {self.host}"
 
     def is_alive(self) -> bool | None:
-        """Whether its process lives; None where it is not to be seen from here."""
+        """Whether the process lives; None where it cannot be seen from this machine or container."""
         here = Holder.this_process()
         if (self.boot, self.pid_space) != (here.boot, here.pid_space):
             return None
@@ -75,17 +75,17 @@ class Holder:
 
 
 class Lease:
-    """The folder's lease as its holder has it, with the thread that keeps it up."""
+    """The lease of a folder in its holder, with the thread that renews it."""
 
     def __init__(self, folder: Path, number: int, holder: Holder, beat_seconds: float) -> None:
         self._folder, self._number, self._holder, self._beat_seconds = folder, number, holder, beat_seconds
         self._lost: str | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep_up, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
     def raise_if_lost(self) -> None:
-        """Raises FolderError once another supervisor holds the folder: nothing may be written any more."""
+        """Raises FolderError once another supervisor holds the folder: this one may not write to it any more."""
         if self._lost is not None:
             raise FolderError(self._lost)
 
@@ -95,7 +95,7 @@ class Lease:
         if self._lost is None:
             self._write(replace(self._holder, is_released=True))
 
-    def _keep_up(self) -> None:
+    def _renew(self) -> None:
         while not self._over.wait(self._beat_seconds):
             try:
                 newest = _newest(self._folder)
@@ -106,7 +106,7 @@ class Lease:
                 other = _read(self._folder, newest)
                 self._lost = (
                     f"{self._folder.parent} was taken over by {other.described if other else 'another supervisor'},"
-                    f" which saw no sign of life from this one ({self._holder.described}); this one ends, and writes"
+                    f" which saw no sign of life from this one ({self._holder.described}). This one ends and writes"
                     " nothing more"
                 )
                 return
@@ -127,8 +127,9 @@ def hold(
     lease_seconds: float = LEASE_SECONDS,
     beat_seconds: float = BEAT_SECONDS,
 ) -> Iterator[Lease]:
-    """Hold the run folder for this process, making it if need be. Raises ConfigError while another process does,
-    FolderError where the folder cannot be written. `say` tells when that takes long.
+    """Hold the run folder for this process; creates the folder where it is missing. `say` announces a long wait.
+
+    Raises ConfigError while another process holds the folder, FolderError where it cannot be written.
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -142,8 +143,8 @@ def hold(
             newest = _newest(folder.lease_dir)
             raise _in_use(folder, None if newest is None else _read(folder.lease_dir, newest)) from None
         except OSError as error:
-            # No locks on this file system, or no room for one in its server: the lease is a fence of its own.
-            logger.warning("%s: no lock: %s; the lease alone keeps others out", folder.lock_file, error.strerror)
+            # The file system has no locks, or no room for another: the lease is enough.
+            logger.warning("%s: no lock: %s; only the lease keeps others out", folder.lock_file, error.strerror)
         lease = _take(folder, say, lease_seconds, beat_seconds)
         try:
             yield lease
@@ -161,7 +162,7 @@ def _take(folder: RunFolder, say: Callable[[str], None], lease_seconds: float, b
             number, holder = (newest or 0) + 1, Holder.this_process()
             if _make(folder.lease_dir, number, holder):
                 break
-            # Another one was faster; now it is the holder to look at.
+            # Another process was faster and is the holder now.
         for old in folder.lease_dir.iterdir():
             if _NUMBER.fullmatch(old.name) and int(old.name) < number:
                 old.unlink(missing_ok=True)
@@ -171,8 +172,8 @@ def _take(folder: RunFolder, say: Callable[[str], None], lease_seconds: float, b
 
 
 def _wait_until_free(folder: RunFolder, number: int, say: Callable[[str], None], lease_seconds: float) -> None:
-    """Return once that holder is certain to be no more. Raises ConfigError when it lives."""
-    first, since, is_told = _read(folder.lease_dir, number), time.monotonic(), False
+    """Return once the holder of record `number` is certain to be gone. Raises ConfigError when it lives."""
+    first, since, is_announced = _read(folder.lease_dir, number), time.monotonic(), False
     while True:
         now = _read(folder.lease_dir, number)
         if now is not None:
@@ -186,17 +187,17 @@ def _wait_until_free(folder: RunFolder, number: int, say: Callable[[str], None],
             first = first or now
         if time.monotonic() - since > lease_seconds:
             return
-        if not is_told:
-            who = now.described if now is not None else "somebody who did not say who"
+        if not is_announced:
+            who = now.described if now is not None else "an unknown process"
             say(f"run folder {folder.path} was held by {who}; waiting {lease_seconds:.0f} s for a sign of life")
-            is_told = True
+            is_announced = True
         time.sleep(min(_LOOK_SECONDS, lease_seconds / 10))
 
 
 def _in_use(folder: RunFolder, holder: Holder | None) -> ConfigError:
-    who = holder.described if holder is not None else "a process that has not said which it is"
+    who = holder.described if holder is not None else "an unknown process"
     return ConfigError(
-        f"run folder {folder.path} is in use by another run ({who}); stop that one, or choose another run.name"
+        f"run folder {folder.path} is in use by another run ({who}). Stop that run, or choose another run.name"
     )
 
 
@@ -216,7 +217,7 @@ def _read(folder: Path, number: int) -> Holder | None:
 
 
 def _make(folder: Path, number: int, holder: Holder) -> bool:
-    """Make the record of that number; False where it is there. Raises OSError."""
+    """Create the record of that number; False where it exists already. Raises OSError."""
     final = folder / f"{number:08d}"
     beside = folder / f".{number:08d}.{holder.host}.{holder.pid}"
     try:
@@ -226,9 +227,8 @@ def _make(folder: Path, number: int, holder: Holder) -> bool:
             os.link(beside, final)
         except FileExistsError:
             return False
-        except (
-            OSError
-        ):  # a file system without links: whoever makes the file has it, and its record comes a moment later
+        except OSError:
+            # A file system without links: the process that creates the file holds it, and its record follows.
             try:
                 _write(final, holder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
@@ -240,7 +240,7 @@ def _make(folder: Path, number: int, holder: Holder) -> bool:
 
 
 def _write(path: Path, holder: Holder, flags: int) -> None:
-    # Opened anew each time: closing is what has a shared file system show it elsewhere.
+    # Opened anew each time: a shared file system shows the change elsewhere after a close.
     descriptor = os.open(path, flags, 0o644)
     try:
         os.pwrite(descriptor, json.dumps(asdict(holder)).encode().ljust(_RECORD_BYTES - 1) + b"\n", 0)
@@ -249,7 +249,7 @@ def _write(path: Path, holder: Holder, flags: int) -> None:
 
 
 def _process_start(pid: int) -> int | None:
-    """Clock ticks from boot to that process's start; None where it is gone, or a zombie."""
+    """Clock ticks from boot to the start of the process; None where it is gone or a zombie."""
     try:
         fields = (
             Path("/proc", str(pid), "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()

@@ -1,8 +1,7 @@
-"""The run folder before a process starts: of one configuration, with a new attempt.
+"""Prepare the run folder before a process starts: check its configuration, create a new attempt.
 
-Owns the question whether a folder may be continued with a configuration, and putting aside what an earlier start
-recorded there. Starts nothing, and deletes nothing that a run recorded; that one supervisor alone has the folder is
-`lease.py`'s.
+Owns the decision whether a folder may be continued with a configuration, and moves aside what an earlier start recorded
+there. Starts nothing and deletes no record of a run. Exclusive use of the folder is the business of `lease.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 
 @contextlib.contextmanager
-def _told(folder: RunFolder) -> Iterator[None]:
+def _disk_errors_named(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -39,7 +38,7 @@ def new_attempt(
     `old-NNNN` beside it, which `--from-rollouts` and `gspo-mega inspect` take, and `say` names it. Raises
     FolderError where the disk refuses.
     """
-    with _told(folder):
+    with _disk_errors_named(folder):
         return _new_attempt(folder, loaded, command, say)
 
 
@@ -48,7 +47,7 @@ def _new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str, say: Cal
         _check_same_run(folder, loaded, command)
     else:
         if not _is_same_start(folder, loaded, command):
-            _put_aside(folder, say)
+            _move_aside(folder, say)
         folder.current_weights_file.unlink(missing_ok=True)
     atomic_write_text(folder.config_file, render_config(loaded.config))
     attempt = folder.new_attempt()
@@ -56,9 +55,9 @@ def _new_attempt(folder: RunFolder, loaded: LoadedConfig, command: str, say: Cal
     return attempt
 
 
-def _put_aside(folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Move what another configuration recorded to a folder of its own. One that was killed at it has the rest moved by
-    the next start.
+def _move_aside(folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Move the records of another configuration to a separate folder. If this process dies during the move, the next
+    start moves the rest.
     """
     recorded = [
         folder.journal_dir,
@@ -80,7 +79,7 @@ def _put_aside(folder: RunFolder, say: Callable[[str], None]) -> None:
         durable.sync(touched)
     names = ", ".join(path.name for path in found)
     say(
-        f"notice   {folder.path} was recorded with another configuration, and has no checkpoint to continue: {names}"
+        f"notice   {folder.path} was recorded with another configuration and has no checkpoint to continue: {names}"
         f" moved to {old}"
     )
 
@@ -95,8 +94,8 @@ def _is_same_start(folder: RunFolder, loaded: LoadedConfig, command: str) -> boo
 
 
 def _last_command(folder: RunFolder) -> str | None:
-    """What was last started here. A server that was started by hand has an attempt without a command, which says
-    nothing.
+    """The last command started in this folder. The attempt of a server started by hand has no command and does not
+    count.
     """
     files = [attempt.command_file for attempt in folder.attempts() if attempt.command_file.exists()]
     return files[-1].read_text(encoding="utf-8").strip() if files else None
@@ -106,19 +105,19 @@ def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> No
     before = _last_command(folder)
     if before not in (None, command):
         raise ConfigError(
-            f"run folder {folder.path} holds a `gspo-mega {before}` run; choose another run.name for {command}"
+            f"run folder {folder.path} holds a `gspo-mega {before}` run. Choose another run.name for {command}"
         )
     if not folder.config_file.exists():
         raise ConfigError(
-            f"run folder {folder.path} holds checkpoints and no {folder.config_file.name}; choose another run.name"
+            f"run folder {folder.path} holds checkpoints but no {folder.config_file.name}. Choose another run.name"
         )
     before_config = load_config(folder.config_file).config
     saved, here = before_config.parallel.expert, loaded.config.parallel.expert
     if (saved > 1) != (here > 1):
         raise ConfigError(
             f"{loaded.where('parallel.expert')}: parallel.expert: {here} here, {saved} in the folder {folder.path}:"
-            " optimizer state does not pass between 1 and more (Megatron keeps expert parameters apart only above 1);"
-            " keep both above 1 or both 1, or start another run from this one's Hugging Face folder"
+            " optimizer state cannot move between 1 and more (Megatron separates expert parameters only above 1)."
+            " Keep both 1 or both above 1, or start another run from this one's Hugging Face folder"
         )
     differing = differing_keys(before_config, loaded.config)
     if differing:
@@ -127,12 +126,12 @@ def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> No
             f"{loaded.where(key)}: {key}: {now!r} here, {before!r} in the folder"
             for key, (before, now) in differing.items()
         ]
-        lines.append("choose another run.name, or give these keys the folder's values to continue it")
+        lines.append("choose another run.name, or continue this run with the folder's values of these keys")
         raise ConfigError("\n".join(lines))
 
 
 def differing_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with both, but for those that may change in a continued run."""
+    """Dotted keys whose values differ, with both values, except for keys that may change in a continued run."""
     flat_before, flat_now = _flatten(before.model_dump()), _flatten(now.model_dump())
     keys = sorted(flat_before.keys() | flat_now.keys())
     return {

@@ -1,7 +1,7 @@
-"""Collect the signals that a supervisor receives instead of ending by them.
+"""Collect the signals that a supervisor receives.
 
-Owns the handlers while they are installed. What a signal means is the business of `local/supervisor.py` and
-`slurm/stop_request.py`.
+Owns the handlers while they are installed. `local/supervisor.py` and `slurm/stop_request.py` decide what a signal
+means.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextmanager
 def signals_taken(numbers: Iterable[int], received: list[int]) -> Iterator[None]:
-    """While this lasts, each of these signals is noted at the end of `received` and does nothing else. Main thread
-    only.
-    """
-    before = {number: signal.signal(number, lambda heard, _: received.append(heard)) for number in numbers}
+    """Within this context each of these signals is only appended to `received`. Main thread only."""
+    before = {number: signal.signal(number, lambda arrived, _: received.append(arrived)) for number in numbers}
     try:
         yield
     finally:
@@ -28,8 +26,8 @@ def signals_taken(numbers: Iterable[int], received: list[int]) -> Iterator[None]
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The signals that ask for a stop, as they come, while this lasts. One that was ignored at our start stays so:
-    `nohup`, and jobs a script puts in the background. Main thread only.
+    """The list of stop signals, filled while they arrive within this context. Signals that were ignored before stay
+    ignored: `nohup`, and background jobs of a script. Main thread only.
     """
     received: list[int] = []
     with signals_taken([number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN], received):

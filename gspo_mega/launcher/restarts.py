@@ -1,15 +1,16 @@
-"""Whether a run that failed is started again by itself, and the record of that; on one machine and under Slurm alike.
+"""Decide whether a failed run restarts by itself, and record the decision; on one machine and under Slurm.
 
-Owns the decision and `attempts/NNNN/restart.json`. Starting the next attempt is the caller's:
+Owns the decision and `attempts/NNNN/restart.json`. The caller starts the next attempt:
 
-    restarts = Restarts.begin(folder, config.train.max_restarts)     # one command on one machine: a budget of its own
-    restarts = Restarts.carry_on(folder, config.train.max_restarts)  # a job that was queued again: the budget of the
-    attempts before ...the attempt fails with `error`, and nobody asked for a stop... decision = restarts.decide(error,
-    furthest(folder), time.time()) restarts.record(attempt, decision)                               # whatever was
-    decided; `status` shows it if decision.again: a new attempt of the same command, else raise `error`
+    restarts = Restarts.begin(folder, max_restarts)     # a command on one machine: a new budget
+    restarts = Restarts.carry_on(folder, max_restarts)  # a requeued job: the budget of earlier attempts
+    ...                                                 # the attempt fails, and nobody asked for a stop
+    decision = restarts.decide(error, furthest(folder), time.time())
+    restarts.record(attempt, decision)                  # `gspo-mega status` shows it
+    if decision.again: ...                              # a new attempt; else raise `error`
 
-A restart is a new attempt: it continues from the last checkpoint, or from the start where there is none, and the
-journal spares it what was sampled before.
+A restart is a new attempt. It continues from the last checkpoint, or from the start without one, and takes earlier
+rollouts from the journal.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_mega.config.schema import Train
 from gspo_mega.errors import (
     CheckpointError,
     ConfigError,
@@ -33,12 +35,13 @@ from gspo_mega.errors import (
     PlanError,
     RewardError,
 )
+from gspo_mega.launcher.failure import one_line
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_json, read_json
 
-# Restarts that are older count no more: a run of weeks may fail now and then.
+# Older restarts do not count: a run of weeks may fail now and then.
 WINDOW_SECONDS = 24 * 3600.0
-# What comes back whoever starts the run, until a person changes something. 2 is the code of several.
-_PERSONS = (
+# Failures that come back until a person changes something. Several share exit code 2.
+_LASTING = (
     ConfigError,
     PlanError,
     ModelError,
@@ -49,15 +52,15 @@ _PERSONS = (
     JournalError,
     FolderError,
 )
-_LASTING_CODES = {error.exit_code for error in _PERSONS}
+_LASTING_CODES = {error.exit_code for error in _LASTING}
 _CHECKPOINT_NAME = re.compile(r"step_(\d{8})")
 _TAIL_BYTES = 65_536
 
 
 @dataclass(frozen=True)
 class Furthest:
-    """How far a run ever came. `saved`: step of its last checkpoint; `trained`: its last step with metrics; `sampled`:
-    complete steps in its journal. 0: none.
+    """How far a run has ever come. `saved`: step of its last checkpoint; `trained`: its last step with metrics;
+    `sampled`: number of complete steps in its journal. 0: none.
     """
 
     saved: int = 0
@@ -65,11 +68,11 @@ class Furthest:
     sampled: int = 0
 
     def is_beyond(self, other: Furthest) -> bool:
-        """Something is there that was not there before."""
+        """Whether this run came further than `other` in any respect."""
         return self.saved > other.saved or self.trained > other.trained or self.sampled > other.sampled
 
     def joined(self, other: Furthest) -> Furthest:
-        """The further of each: a start from an older checkpoint takes lines of metrics back."""
+        """The larger of each value: a start from an older checkpoint removes lines of metrics."""
         return Furthest(
             max(self.saved, other.saved), max(self.trained, other.trained), max(self.sampled, other.sampled)
         )
@@ -98,22 +101,27 @@ class RestartRecord:
 
 
 class Restarts:
-    """The budget of one run. `max_restarts` within `WINDOW_SECONDS`; none where nothing is there that the start before
-    had not.
+    """The restart budget of one run: `max_restarts` within `WINDOW_SECONDS`, and none after an attempt that came no
+    further than the one before.
     """
 
     def __init__(self, max_restarts: int, furthest: Furthest, restarted_at: Sequence[float] = ()) -> None:
-        """`furthest`: how far the run had come when the attempt that runs now was begun."""
+        """`furthest`: how far the run had come when the current attempt began."""
         self._max_restarts, self._furthest, self._restarted_at = max_restarts, furthest, list(restarted_at)
+
+    @staticmethod
+    def allowed(command: str, train: Train | None) -> int:
+        """The `max_restarts` of a command: only `train` restarts by itself."""
+        return train.max_restarts if command == "train" and train is not None else 0
 
     @classmethod
     def begin(cls, folder: RunFolder, max_restarts: int) -> Restarts:
-        """A person started the run. To be called before its attempt begins."""
+        """The budget of a run that a person started. Call it before the attempt begins."""
         return cls(max_restarts, furthest(folder))
 
     @classmethod
     def carry_on(cls, folder: RunFolder, max_restarts: int) -> Restarts:
-        """The run was started again by itself, in another process. To be called before its attempt begins."""
+        """The budget of a run that restarts in another process. Call it before the attempt begins."""
         record = last_restart(folder)
         if record is None or not record.again:
             return cls.begin(folder, max_restarts)
@@ -121,28 +129,27 @@ class Restarts:
 
     @property
     def count(self) -> int:
-        """Restarts that count, the one decided last included."""
+        """Restarts that count, including the last decision."""
         return len(self._restarted_at)
 
     def decide(self, error: GspoMegaError, furthest: Furthest, now: float) -> Decision:
-        """Of a failure that nobody asked for. `furthest`: where the run is now; `now`: unix seconds. Counts the restart
-        it decides on.
+        """Decide on a failure that nobody asked for, and count the restart. `furthest`: how far the run is now; `now`:
+        unix seconds.
         """
-        cause = _one_line(error)
+        cause = one_line(error)
         if self._max_restarts == 0:
-            return Decision(False, "not started again by itself: train.max_restarts is 0", cause)
+            return Decision(False, "no automatic restart: train.max_restarts is 0", cause)
         if error.exit_code in _LASTING_CODES:
             return Decision(
-                False, "not started again by itself: the same would come of it until somebody changes something", cause
+                False, "no automatic restart: the failure would repeat until somebody changes something", cause
             )
         if not furthest.is_beyond(self._furthest):
-            return Decision(False, "not started again by itself: it came no further than the start before", cause)
+            return Decision(False, "no automatic restart: the run came no further than the start before", cause)
         self._restarted_at = [moment for moment in self._restarted_at if now - moment < WINDOW_SECONDS]
         if len(self._restarted_at) >= self._max_restarts:
             return Decision(
                 False,
-                f"not started again by itself: {self.count} restarts in {WINDOW_SECONDS / 3600:.0f} h"
-                " (train.max_restarts)",
+                f"no automatic restart: {self.count} restarts in {WINDOW_SECONDS / 3600:.0f} h (train.max_restarts)",
                 cause,
             )
         self._furthest = furthest.joined(self._furthest)
@@ -150,15 +157,15 @@ class Restarts:
         begin = (
             f"from the checkpoint of step {furthest.saved}"
             if furthest.saved
-            else "from its start, for there is no checkpoint"
+            else "from its start, without a checkpoint"
         )
         return Decision(
             True, f"started again {begin} (restart {self.count} of {self._max_restarts}, train.max_restarts)", cause
         )
 
     def record(self, attempt: Attempt, decision: Decision) -> bool:
-        """Note a decision in the attempt that failed. Returns whether another attempt begins: what cannot be recorded,
-        on a full disk, is not done either.
+        """Record a decision in the failed attempt. Returns whether another attempt begins: without a record, as on a
+        full disk, there is no restart.
         """
         record = RestartRecord(decision.again, decision.why, decision.cause, self._restarted_at, self._furthest)
         try:
@@ -175,14 +182,14 @@ def furthest(folder: RunFolder) -> Furthest:
         named = _CHECKPOINT_NAME.fullmatch(folder.latest_checkpoint_file.read_text(encoding="utf-8").strip())
     except FileNotFoundError:
         named = None
-    # Steps count from 0 here: the newest file may be half of its step, those before it are whole.
+    # File names count steps from 0. The newest file may hold part of its step; those before it are complete.
     files = folder.journal_dir.iterdir() if folder.journal_dir.is_dir() else ()
     steps = [int(match[1]) for file in files if (match := _CHECKPOINT_NAME.fullmatch(file.name))]
     return Furthest(int(named[1]) if named else 0, int(last["step"]) if last else 0, max(steps, default=0))
 
 
 def last_restart(folder: RunFolder) -> RestartRecord | None:
-    """What was decided of the newest attempt that failed and has a record."""
+    """The decision on the newest failed attempt that has a record."""
     for attempt in reversed(folder.attempts()):
         value = read_json(attempt.restart_file)
         if value is not None:
@@ -199,12 +206,3 @@ def last_line(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return json.loads(lines[-1]) if lines else None
-
-
-def _one_line(error: GspoMegaError) -> str:
-    """The line of a failure that says most: the first, and of a traceback the last of it too."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0].rstrip(":") if lines else type(error).__name__
-    if "Traceback" not in str(error):
-        return first
-    return f"{first}: {[line for line in lines if not line.startswith('(')][-1]}"

@@ -1,4 +1,4 @@
-"""What a run was started with: the project's commit and the versions of the packages it stands on, as text."""
+"""The software of a run as text: the project's commit and the versions of the packages that it uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def versions_text() -> str:
-    """A line a package of this process's environment, `-` for one that is not there."""
+    """One line per package of this process's environment, with `-` for a missing one."""
     lines = [f"python {platform.python_version()}", f"commit {_commit()}"]
     return "\n".join([*lines, *(f"{package} {_version(package)}" for package in PACKAGES)]) + "\n"
 
@@ -36,9 +36,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the sources this process runs, marked when they differ from it; `-` where they are no
-    repository.
-    """
+    """The commit of this process's sources, marked when they differ from it; `-` outside a repository."""
     try:
         done = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"],

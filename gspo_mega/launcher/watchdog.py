@@ -1,7 +1,7 @@
-"""Notices ranks that are stuck, says which and where they are; on one machine and under Slurm alike.
+"""Notice ranks that are stuck, and name them and their place in the code; on one machine and under Slurm.
 
-Owns the verdict. What may last how long is `plan/watchdog_bounds.py`'s, what a rank writes of itself
-`runtime/beat_writer.py`'s. Reads files of the attempt alone, and /proc for ranks of this machine; ends nothing.
+Owns the verdict. The time limits come from `plan/watchdog_bounds.py`, the signs of life from
+`runtime/beat_writer.py`. Reads only the attempt's files, and /proc for ranks on this machine; ends nothing.
 
     watchdog = Watchdog(attempt, num_ranks, patience(config, figures))
     while ...: if (error := watchdog.look()) is not None: the run failed with `error`, a RankError
@@ -29,10 +29,10 @@ _STATES = {
     "S": "sleeps (S)",
 }
 _STOPPED = ("T", "t")
-# A gap between two looks counts for so many intervals at most: a supervisor that was stopped, with all its ranks, saw
-# nothing.
+# A gap between two checks counts as at most this many intervals: a supervisor that was stopped together with its ranks
+# saw nothing.
 _GAP_INTERVALS = 4
-# Whose main thread is here waits for another rank.
+# A rank whose main thread is in one of these files waits for another rank.
 _WAITING = (
     "torch/distributed/",
     "gspo_mega/runtime/exchange.py",
@@ -45,8 +45,8 @@ _MOST_SHOWN = 3
 
 @dataclass
 class _Rank:
-    """What was seen of a rank; `still`, `silent`: seconds of watching since anything got done, since its process wrote
-    at all.
+    """The observations of a rank. `still`: seconds of watching since its last progress; `silent`: since its last sign
+    of life.
     """
 
     phase: str = beats.START
@@ -63,8 +63,8 @@ class _Rank:
 
 
 class Watchdog:
-    """Over all ranks of one attempt. Every rank that works waits for the others sooner or later, so they are stuck when
-    nothing gets done in any of them for as long as the most patient of their phases allows; or when one gives no sign
+    """The watchdog of all ranks of one attempt. Every working rank sooner or later waits for the others. So the ranks
+    are stuck when none makes progress for the longest time that any of their phases allows, or when one shows no sign
     of life.
     """
 
@@ -76,7 +76,7 @@ class Watchdog:
         pids: Mapping[int, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pids`: of ranks that are processes of this machine, by rank."""
+        """`pids`: process numbers, by rank, of the ranks on this machine."""
         self._attempt, self._patience, self._clock = attempt, patience, clock
         self._pids = pids or {}
         self._interval = patience.interval(num_ranks)
@@ -84,7 +84,7 @@ class Watchdog:
         self._last = clock()
 
     def look(self) -> RankError | None:
-        """The error of the run, once ranks are stuck. May be called as often as one likes."""
+        """The error of the run once ranks are stuck, else None. Call it at any rate; most calls return at once."""
         now = self._clock()
         if now - self._last < self._interval:
             return None
@@ -107,7 +107,7 @@ class Watchdog:
         if number in self._pids and state in (None, "Z"):
             rank.phase = beats.DONE  # its exit code says the rest
         elif record is None:
-            # Python starts, from a slow disk perhaps: the bound of the start holds for that.
+            # Python is starting, perhaps from a slow disk; the time limit of the start phase covers that.
             if state not in _STOPPED:
                 rank.silent = 0.0
         elif record["tick"] != rank.tick:
@@ -120,7 +120,7 @@ class Watchdog:
     def _read(self, number: int) -> dict | None:
         try:
             return read_json(self._attempt.beat_file(number))
-        except (OSError, ValueError):  # the next look sees it
+        except (OSError, ValueError):  # the next call reads it
             return None
 
     def _are_still(self, at_work: Mapping[int, _Rank]) -> bool:
@@ -128,7 +128,7 @@ class Watchdog:
         bound = max((self._patience.bound(rank.phase) for rank in busy), default=self._patience.longest)
         return min(rank.still for rank in at_work.values()) > bound
 
-    # --- what is said --------------------------------------------------------------------------------------
+    # --- texts ---------------------------------------------------------------------------------------------
 
     def _silence_text(self, silent: list[int]) -> str:
         lines = [
@@ -136,8 +136,8 @@ class Watchdog:
             f" (watchdog.silence_seconds); {self._state_text(number)}, in phase {self._ranks[number].phase}"
             for number in silent[:_MOST_SHOWN]
         ]
-        # Of one that is stopped there may be stacks of another time; of one whose interpreter is held they came after
-        # its last sign.
+        # A stopped rank may have left old stacks. A rank with a blocked interpreter writes them after its last sign of
+        # life.
         recent = [
             number
             for number in silent[:_MOST_SHOWN]
@@ -149,7 +149,7 @@ class Watchdog:
         stacks = {number: _main_stack(self._attempt.stacks_file(number)) for number in at_work}
         working = [number for number, stack in stacks.items() if stack and not _is_waiting(stack)]
         unseen = [number for number, stack in stacks.items() if not stack]
-        # Where all wait, they wait for the one that came least far.
+        # If all ranks wait, they wait for the one with the least progress.
         least = min(rank.count for rank in at_work.values())
         blamed = working or unseen or [number for number, rank in at_work.items() if rank.count == least]
         still = min(rank.still for rank in at_work.values())
@@ -204,7 +204,7 @@ def _and_more(numbers: list[int]) -> list[str]:
 
 
 def _written(file: Path) -> float:
-    """When a file was last written, by its file system's clock; 0 where it is not there."""
+    """When a file was last written, by its file system's clock; 0 for a missing file."""
     try:
         return file.stat().st_mtime
     except OSError:
@@ -212,7 +212,7 @@ def _written(file: Path) -> float:
 
 
 def _state(pid: int) -> str | None:
-    """The state letter of a process of this machine."""
+    """The state letter of a process on this machine, or None if it is gone."""
     try:
         return (
             Path("/proc", str(pid), "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]

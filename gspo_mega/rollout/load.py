@@ -1,9 +1,8 @@
-"""How much each server has to do and how fast it does it: where the next request goes, and which ones leave a slow
-server.
+"""Each server's load and speed: which server gets the next request, and which requests leave a slow server.
 
-Owns the measure of speed and both choices, as functions of what was measured; it moves nothing itself. A response never
-races another for the same place in a group: the one that ends first would be the shorter one. It is moved, with its
-tokens.
+Owns the measure of speed and both choices, as functions of the measurements; it moves nothing itself. Two responses
+never race for the same place in a group, because the first to end would be the shorter one. A response is moved
+instead, with its tokens.
 """
 
 from __future__ import annotations
@@ -15,22 +14,23 @@ from collections.abc import Collection, Mapping, Sequence
 from gspo_mega.rollout.client.flight import Flight
 
 SLOW_RATIO = 3.0
-"""A server is slow where its requests get their tokens so many times slower than the fastest server's do."""
+"""A server is slow if its requests get their tokens this many times slower than those of the fastest server."""
 DWELL_SECONDS = 2.0
-"""A request stays where it is for so long at least: what it has must be read again elsewhere."""
+"""Shortest time a request stays on a server: another server would have to read all of its tokens again."""
 
 _REPORT_SECONDS = 10.0
 _UNKNOWN_REPORT_TOKENS = 32
 _MOST_REPORT_TOKENS = 512
-_MEMORY = 63 / 64  # what is left of a measurement when the next one is added
+_MEMORY = 63 / 64  # weight that a measurement keeps when the next one is added
 
 
 class Load:
-    """What one server has open.
+    """The open requests of one server, and their speed.
 
-    `num_tokens`: tokens in flight, the prompts and the tokens so far of all its open requests. `speed`: tokens per
-    second of one of its requests, by the last `measure`; None until something is known. `is_measured`: not a mere upper
-    bound.
+    Attributes:
+        flights: the open requests.
+        num_tokens: tokens in flight: the prompts and the tokens so far of all open requests.
+        speed: tokens per second of one request, by the last `measure`; None until something is known.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,12 @@ class Load:
 
     @property
     def is_measured(self) -> bool:
+        """Whether `speed` is measured, and not only an upper bound."""
         return self._seconds > 0
 
     def note(self, num_tokens: int, seconds: float, first: bool) -> None:
-        """One of its requests got so many tokens, after so long. The first report waits for the prompt to be read,
-        too.
+        """One request got `num_tokens` new tokens, `seconds` after its last report. `first`: its first report, whose
+        time includes reading the prompt.
         """
         self.num_tokens += num_tokens
         if not first or num_tokens > 1:
@@ -53,17 +54,15 @@ class Load:
             self._seconds = self._seconds * _MEMORY + max(seconds, 1e-6)
 
     def measure(self, now: float, progress_deadline_seconds: float) -> None:
-        """Bring `speed` up to date. Silence counts: a request that still has not reported cannot be faster than its
-        next report would be, coming now.
-        """
+        """Update `speed`. Silence counts: a request cannot be faster than if its next report arrived now."""
         known = self._tokens / self._seconds if self.is_measured else None
         silent = [now - flight.last_report for flight in self.flights]
         bound = self.report_tokens(progress_deadline_seconds) / max(statistics.median(silent), 1e-6) if silent else None
         self.speed = min((value for value in (known, bound) if value is not None), default=None)
 
     def report_tokens(self, progress_deadline_seconds: float) -> int:
-        """After how many tokens a request reports: seldom, for a report has its cost, and often enough before the
-        deadline.
+        """The number of tokens per report of a request: large, because a report has a cost, but small enough for
+        several reports before the deadline.
         """
         if not self.is_measured:
             return _UNKNOWN_REPORT_TOKENS
@@ -72,8 +71,8 @@ class Load:
 
 
 def least_loaded(servers: Mapping[str, Load], avoid: Collection[str]) -> str:
-    """Of these servers, rather none of `avoid`: where the tokens in flight are the fewest for the speed at which they
-    move. A server whose speed is not known yet counts as a fast one.
+    """The server with the fewest tokens in flight relative to its speed; one of `avoid` only if there is no other. A
+    server whose speed is not known yet counts as fast.
     """
     fastest = max((load.speed for load in servers.values() if load.speed), default=1.0)
 
@@ -85,9 +84,9 @@ def least_loaded(servers: Mapping[str, Load], avoid: Collection[str]) -> str:
 
 
 def to_move(servers: Sequence[Load], room: Mapping[int, int], now: float) -> list[Flight]:
-    """Requests that a slow server has beyond its share by speed, as many as others have room for.
+    """The requests that slow servers have beyond their share by speed, at most as many as other servers have room for.
 
-    `room`: of those servers that may take requests, by place in `servers`, how many more.
+    `room`: how many more requests a server may take, by its index in `servers`; only servers that may take any.
     """
     fastest = max((load.speed for load in servers if load.is_measured and load.speed), default=0.0)
     slow = {i for i, load in enumerate(servers) if load.speed is not None and load.speed * SLOW_RATIO <= fastest}
@@ -103,9 +102,8 @@ def to_move(servers: Sequence[Load], room: Mapping[int, int], now: float) -> lis
         able = [
             flight for flight in servers[i].flights if flight.cause is None and now - flight.started >= DWELL_SECONDS
         ]
-        able.sort(
-            key=lambda flight: flight.num_tokens
-        )  # the fewest tokens to be read again; which ones is all the same to lengths
+        # The fewest tokens to be read again. The number of tokens so far says nothing about a response's final length.
+        able.sort(key=lambda flight: flight.num_tokens)
         chosen = able[: max(0, min(excess, left))]
         left -= len(chosen)
         moves += chosen

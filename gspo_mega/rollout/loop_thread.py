@@ -1,7 +1,7 @@
 """One thread with one asyncio event loop, for everything that talks to servers.
 
-Owns the thread. The trainer's own threads hand coroutines to it and wait for results; a thread that has ended is their
-error, for nothing would ever answer.
+Owns the thread. The trainer's own threads submit coroutines to it and wait for results; if the thread has ended, they
+get an error, because no result would ever come.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOOK_SECONDS = 1.0
 
 
 class LoopThread:
-    """Starts at construction; `close()` ends it, cancelling what still runs."""
+    """The thread starts at construction; `close()` cancels its tasks and ends it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -34,7 +34,7 @@ class LoopThread:
             self._error = error
 
     def check(self) -> None:
-        """Raises RolloutError where the thread has ended."""
+        """Raise RolloutError if the thread has ended."""
         if not self._thread.is_alive():
             raise RolloutError(f"the thread {self._name!r} has ended: {self._error!r}") from self._error
 
@@ -50,7 +50,9 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run `coroutine` on the loop and wait. The coroutine brings its own deadline. Never call it from the loop."""
+        """Run `coroutine` on the loop and wait for its result; the deadline is the coroutine's own. Never call this
+        from the loop. Raises what the coroutine raises, and RolloutError if the thread has ended.
+        """
         future = self.submit(coroutine)
         while True:
             try:
@@ -61,13 +63,14 @@ class LoopThread:
                 self.check()
 
     def close(self) -> None:
+        """Cancel all tasks and end the thread."""
         if self._loop.is_closed():
             return
         if self._thread.is_alive():
             self.run(self._cancel_rest())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        else:  # what it left behind is ended here
+        else:  # the thread has ended with tasks left: cancel them on this thread
             self._loop.run_until_complete(self._cancel_rest())
         self._loop.close()
 

@@ -1,7 +1,7 @@
-"""servers/<server_id>.json: how a server makes itself known to the run, and how the pool reads it.
+"""servers/<server_id>.json: how a server registers with the run, and how the pool reads it.
 
-Owns the record's fields and their meaning. `gspo-mega serve` is the one writer of its file; readers may see
-any earlier state of it, never a torn one.
+Owns the record's fields and their meaning. Only the server's own `gspo-mega serve` writes its file; readers may see any
+earlier state of the file, but never a part of one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
 @dataclass(frozen=True)
 class Registration:
-    """One server as it sees itself.
+    """One server's own state.
 
-    `generation` counts its starts in the attempt; a new one means that it holds the weights it was started with,
-    whatever it was told before. Their version is `weight_version`: None where the run has committed no version of what
-    it started from, as with `model.path`. `heartbeat` is unix seconds. `error` says why it failed, or why it last had
-    to be started again.
+    Attributes:
+        generation: counts the server's starts in the attempt. After a new start the server holds the weights that it
+            was started with; earlier updates are lost.
+        weight_version: the version of the weights it was started with; None where the run has committed no version of
+            them, as with `model.path`.
+        heartbeat: when the file was last written, in Unix seconds.
+        error: why the server failed, or why it was last restarted.
     """
 
     server_id: str
@@ -40,21 +43,23 @@ class Registration:
     error: str | None = None
 
     def write(self, servers_dir: Path) -> None:
+        """Write the server's file in `servers_dir`, atomically. Raises OSError."""
         atomic_write_json(servers_dir / f"{self.server_id}.json", asdict(self))
 
 
 def read_registrations(
     servers_dir: Path, on_error: Callable[[Path, OSError], object] | None = None
 ) -> list[Registration]:
-    """All registrations of an attempt, by server id. Raises RolloutError for a file that is none.
+    """All registrations of an attempt, in the order of their server ids. Raises RolloutError for a file that is not
+    one.
 
-    A file that the file system does not give is handed to `on_error` and left out; without it, and for the folder,
+    `on_error` gets each file that cannot be read, which is then left out. Without it, and for the folder itself, raises
     OSError.
     """
     found = []
     names = sorted(os.listdir(servers_dir)) if servers_dir.exists() else []
     for path in (servers_dir / name for name in names if name.endswith(".json")):
-        if path.name.startswith("."):  # a half-written neighbour of an atomic write
+        if path.name.startswith("."):  # the temporary file of an atomic write
             continue
         try:
             found.append(Registration(**json.loads(path.read_text(encoding="utf-8"))))

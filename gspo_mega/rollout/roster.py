@@ -1,6 +1,6 @@
-"""The servers' registrations as the pool reads them, again and again: who is there, who was heard of lately.
+"""The servers' registrations as the pool reads them repeatedly: which servers exist, and which have a live heartbeat.
 
-Owns what a file system's failure means: nothing is concluded from a file that cannot be read. What it said before holds
+Owns how failures of the file system are treated: a file that cannot be read changes nothing. Its last content holds
 until its heartbeat is too old.
 """
 
@@ -15,43 +15,46 @@ from gspo_mega.rollout.registration import Registration, read_registrations
 logger = logging.getLogger(__name__)
 
 STALE_SECONDS = 60.0
+"""A server whose heartbeat has not changed for this time gets no work."""
 
 
 class Roster:
-    """Read it from one thread at a time.
+    """Call `read` from one thread at a time.
 
-    `registrations`: the latest of every server. `num_errors`: readings that failed for the file system, one a file and
-    time; `last_error`: what the latest reading could not read, or None.
+    Attributes:
+        registrations: the latest registration of every server.
+        num_errors: how many reads of a file failed in the file system.
+        last_error: what the latest `read` could not read, or None.
     """
 
     def __init__(self, servers_dir: Path) -> None:
         self._servers_dir = servers_dir
-        self._heard: dict[
-            str, tuple[float, float]
-        ] = {}  # server: its latest heartbeat, and our monotonic time when it came
-        self._told: set[tuple[str, str]] = set()
+        # By server: its latest heartbeat, and our monotonic time when that heartbeat was first seen.
+        self._heartbeats: dict[str, tuple[float, float]] = {}
+        self._logged_errors: set[tuple[str, str]] = set()
         self.registrations: list[Registration] = []
         self.num_errors = 0
         self.last_error: str | None = None
 
     def read(self) -> list[Registration]:
-        """Read all files; returns the ready servers whose heartbeat goes on. Raises RolloutError for a file that is no
+        """Read all files; returns the ready servers with a live heartbeat. Raises RolloutError for a file that is no
         registration.
         """
         errors: dict[Path, OSError] = {}
         try:
             found = read_registrations(self._servers_dir, on_error=errors.__setitem__)
-        except OSError as error:  # of the folder itself
+        except OSError as error:  # the folder itself cannot be read
             errors[self._servers_dir] = error
             found = list(self.registrations)
         unread = {path.stem for path in errors}
         found += [r for r in self.registrations if r.server_id in unread and r not in found]
         self._note(errors)
         self.registrations = sorted(found, key=lambda r: r.server_id)
-        return [r for r in self.registrations if self._is_heard(r) and r.state == "ready"]
+        return [r for r in self.registrations if self._is_alive(r) and r.state == "ready"]
 
     def silent_seconds(self, server_id: str) -> float:
-        return time.monotonic() - self._heard[server_id][1]
+        """Seconds since the server's heartbeat last changed."""
+        return time.monotonic() - self._heartbeats[server_id][1]
 
     def _note(self, errors: dict[Path, OSError]) -> None:
         self.num_errors += len(errors)
@@ -59,17 +62,16 @@ class Roster:
         for path, error in errors.items():
             text = f"{path}: cannot be read: {error.strerror or error}"
             self.last_error = text
-            if (str(path), text) not in self._told:  # once, not every quarter of a second
-                self._told.add((str(path), text))
+            if (str(path), text) not in self._logged_errors:  # once, not every quarter of a second
+                self._logged_errors.add((str(path), text))
                 logger.warning("%s; tried again until it can be", text)
-        self._told = {(path, text) for path, text in self._told if Path(path) in errors}
+        self._logged_errors = {(path, text) for path, text in self._logged_errors if Path(path) in errors}
 
-    def _is_heard(self, registration: Registration) -> bool:
-        """Whether the server's heartbeat goes on. Clocks of two machines differ, and one may be set: its changes count,
-        by our own monotonic time; only a heartbeat that is seen for the first time is compared with the clock on the
-        wall.
+    def _is_alive(self, registration: Registration) -> bool:
+        """Whether the server's heartbeat still changes, by our own monotonic time: the clocks of two machines differ,
+        and a clock may be set. Only a heartbeat that is seen for the first time is compared with the system clock.
         """
         now, beat = time.monotonic(), registration.heartbeat
-        last = self._heard.get(registration.server_id, (beat, now - max(0.0, time.time() - beat)))
-        self._heard[registration.server_id] = last if last[0] == beat else (beat, now)
-        return now - self._heard[registration.server_id][1] < STALE_SECONDS
+        last = self._heartbeats.get(registration.server_id, (beat, now - max(0.0, time.time() - beat)))
+        self._heartbeats[registration.server_id] = last if last[0] == beat else (beat, now)
+        return now - self._heartbeats[registration.server_id][1] < STALE_SECONDS

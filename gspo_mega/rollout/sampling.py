@@ -1,10 +1,9 @@
-"""One sample, whatever happens to servers: try, go on elsewhere with the tokens so far, and say why if it cannot be
-had.
+"""One sample, even if servers fail: try, continue elsewhere with the tokens so far, and report why if that fails.
 
-Owns retries and their counts. Which prompts are sampled and what becomes of the responses is the collector's.
+Owns retries and their counts. The collector decides which prompts are sampled and what is done with the responses.
 
-Nothing here prefers short responses: no request is ended for being long, and one that is ended early, by a slow,
-stalled or dying server, goes on from the tokens that were sampled, which are a draw from the policy like any others.
+Nothing here prefers short responses: no request is ended for being long. A request that ends early, on a slow, stalled
+or dying server, continues from the tokens sampled so far, which are a draw from the policy like any others.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class Sampler:
         self.counts: collections.Counter[str] = collections.Counter()
 
     async def sample(self, prompt: Prompt, params: SamplingParams, request_id: str) -> Completion:
-        """One complete response, all of it from the committed weights.
+        """One complete response, all of it from weights that the pool's `freshness` admits.
 
-        A request that fails, stalls, is cut short by the server or taken from a slow one is continued, on another
-        server if there is one; one that comes back wrong is tried again. Raises RolloutError after
+        A request that fails, stalls, is cut short by the server or moved away from a slow one is continued, on another
+        server if there is one. A request with a wrong answer is tried again. Raises RolloutError after
         `rollout.max_attempts` tries in a row that brought no token, if no server is left, or at
         `rollout.request_deadline_seconds` where that is set.
         """
@@ -55,7 +54,7 @@ class Sampler:
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: no whole response within {self._settings.request_deadline_seconds:g} s"
                 f" (rollout.request_deadline_seconds), {len(response)} of at most {params.max_new_tokens} tokens so"
-                " far. To leave such responses out would train on short ones only: raise it, or leave it out, for"
+                " far. Without such responses the run would train on short ones only. Raise the deadline or remove it:"
                 " rollout.progress_deadline_seconds alone finds servers that hang"
             ) from None
         self.counts["num_generated_tokens"] += len(response)
@@ -64,7 +63,7 @@ class Sampler:
     async def _complete(
         self, response: Response, prompt: Prompt, params: SamplingParams, request_id: str, limit: asyncio.Timeout
     ) -> None:
-        """Sample until the response is whole. `limit` begins to count when a server takes it."""
+        """Sample until the response is complete. `limit` starts when a server takes the first request."""
         avoid: frozenset[str] = frozenset()
         tries, last_error, total = 0, "", self._settings.request_deadline_seconds
         while response.whole.finish_reason == "abort":
@@ -81,17 +80,17 @@ class Sampler:
             server = await self._pool.acquire(avoid, len(prompt.token_ids) + before)
             if total is not None and limit.when() is None:
                 limit.reschedule(asyncio.get_running_loop().time() + total)
-            what = await self._go_on(response, server, prompt, params, request_id)
+            problem = await self._continue_on(server, response, prompt, params, request_id)
             avoid = frozenset({server.server_id})
-            if what is None or len(response) > before:
+            if problem is None or len(response) > before:
                 tries = 0
             else:
-                last_error, tries = what, tries + 1
+                last_error, tries = problem, tries + 1
 
-    async def _go_on(
-        self, response: Response, server: PooledServer, prompt: Prompt, params: SamplingParams, request_id: str
+    async def _continue_on(
+        self, server: PooledServer, response: Response, prompt: Prompt, params: SamplingParams, request_id: str
     ) -> str | None:
-        """One request to `server`'s server, for what the response lacks. Returns what went wrong, if something did."""
+        """One request to `server` for the rest of the response. Returns what went wrong, or None."""
         before = len(response)
         self.counts["num_continued_requests"] += before > 0
         flight = Flight(self._settings.progress_deadline_seconds, server.load)
@@ -122,13 +121,13 @@ class Sampler:
             self.counts["num_request_failures"] += 1
             self.counts[f"num_request_failures_{error.kind}"] += 1
             if error.kind != "nonsense":
-                self._keep(response, flight, server)
+                self._keep(response, flight)
             return str(error)
         finally:
             server.load.flights.discard(flight)
             await self._pool.release(server, failure, len(prompt.token_ids) + before + flight.num_tokens)
 
-    def _keep(self, response: Response, flight: Flight, server: PooledServer) -> None:
+    def _keep(self, response: Response, flight: Flight) -> None:
         """Keep what a failed request had reported, if its weights are admitted: its tokens are as good as any."""
         part = flight.so_far()
         if self._pool.freshness.admits_all(part.weight_versions, self._pool.committed_version):
@@ -152,7 +151,7 @@ class Sampler:
 
 
 def make_trajectory(group: Group, request_id: str, completion: Completion, text: str) -> Trajectory:
-    """The record of one response; its reward is still to come."""
+    """The record of one response, before it is scored."""
     return Trajectory(
         trajectory_id=request_id,
         group_id=group.group_id,

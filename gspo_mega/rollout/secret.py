@@ -1,7 +1,7 @@
-"""The API key of an attempt: made, read, and kept out of every log.
+"""The API key of an attempt: created, read, and kept out of every log.
 
-Owns the file format (one line, mode 0600) and the string type that never shows itself. SGLang logs all of its
-arguments and prints them in tracebacks by `repr`; a `Secret` survives copies and pickling and shows `'***'`.
+Owns the file format (one line, mode 0600) and the string type whose `repr` hides the key. SGLang logs all of its
+arguments by `repr`, also in tracebacks; a `Secret` shows `'***'` there, and survives copies and pickling.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def read_secret(path: Path) -> Secret:
 
 
 def ensure_secret(path: Path) -> Secret:
-    """Read the key at `path`, making one (mode 0600) if there is none. Several processes may call it at once."""
+    """Read the key at `path`; create one (mode 0600) if there is none. Several processes may call it at the same
+    time. Raises ConfigError as `read_secret`.
+    """
     if not path.exists():
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:

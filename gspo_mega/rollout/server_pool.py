@@ -100,6 +100,7 @@ class ServerPool:
 
     @property
     def returns_routed_experts(self) -> bool:
+        """Whether responses come with the experts that sampled them (`rollout.return_routed_experts`)."""
         return self._routing is not None
 
     @property

@@ -1,8 +1,8 @@
 """Sending tensors to servers through process groups that the servers join: method `distributed`.
 
-Owns which groups there are, and what goes through them when. Each server has one of its own with the trainer's rank 0
-(`link.py`): a server that refuses, hangs or dies in the middle leaves only its own broadcast unfinished, and the others
-go on. The price is that rank 0 sends the model once per server.
+Owns the groups and the order of what they carry. Each server shares one group with the trainer's rank 0 (`link.py`). A
+server that refuses, hangs or dies leaves only its own broadcast unfinished, and the others continue. The price is that
+rank 0 sends the model once per server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gspo_mega.weights.link import Link, stream_beside
 from gspo_mega.weights.server_tensors import loads_with
 from gspo_mega.weights.servers import Fleet, ServerControl
 
-# A healthy server joins in well under a second; one that does not must not use up the whole deadline.
+# A healthy server joins in well under a second; an unhealthy one must not consume the whole deadline.
 _JOIN_SECONDS = 60.0
 _CLEAN_UP_SECONDS = 5.0
 
@@ -29,9 +29,10 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 def buckets(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Consecutive tensors in lists of at most `bucket_bytes`, a single larger tensor by itself.
+    """Consecutive tensors in lists of at most `bucket_bytes`; a larger tensor is in a list of its own.
 
-    A tensor that the server loads only together with the one before it is in that one's bucket, whatever their size.
+    tensors: (name, whole tensor of any shape and dtype), on rank 0 only. A tensor that the server loads only together
+    with the one before it is in the same bucket, at any size.
     """
     bucket: Bucket = []
     size = 0
@@ -47,7 +48,7 @@ def buckets(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> I
 
 
 class GroupSender:
-    """Rank 0's side of sending through groups. Links last from publish to publish, as long as the server does."""
+    """Rank 0's side of sending through groups. A link lasts until its server ends, over many publishes."""
 
     def __init__(self, address: str, backend: str, bucket_bytes: int, timeout_seconds: float) -> None:
         """`address`: this machine, as the servers reach it. `backend`: gloo, or nccl between GPUs."""
@@ -64,9 +65,10 @@ class GroupSender:
         tensors: Iterator[tuple[str, torch.Tensor]],
         weight_version: int,
     ) -> None:
-        """Send all tensors to `servers`, as one update session each; servers that fail leave the fleet.
+        """Send all tensors to `servers`, in one update session each; servers that fail leave the fleet.
 
-        `tensors` is always run to its end: other ranks take part in making them.
+        tensors: (name, whole tensor of any shape, in the dtype that servers hold), on rank 0 only. The iterator always
+        runs to its end: other ranks take part in producing it.
         """
         try:
             self._connect(fleet, servers)
@@ -81,7 +83,7 @@ class GroupSender:
         self._abandon([server for server in servers if server.server_id in fleet.failed])
 
     def close(self) -> None:
-        _at_once([link.close for link in self._links.values()])
+        _run_in_parallel([link.close for link in self._links.values()])
         self._links.clear()
 
     def _connect(self, fleet: Fleet, servers: list[ServerControl]) -> None:
@@ -108,8 +110,8 @@ class GroupSender:
         stream = stream_beside(contents[0])
 
         def update(server: ServerControl, seconds: float) -> None:
-            """The request and the broadcasts that it asks for, side by side: a server enters a broadcast only inside of
-            the request, and a first broadcast of NCCL returns only when the server is in it.
+            """Run the request and its broadcasts in parallel: a server enters a broadcast only within the request, and
+            NCCL's first broadcast returns only when the server has entered it.
             """
             link, until = links[server.server_id], time.monotonic() + seconds
             sending = link.broadcast(contents, stream)
@@ -119,8 +121,8 @@ class GroupSender:
                     sending.wait(until - time.monotonic())
                 except PublishError as error:
                     raise PublishError(
-                        f"{server.server_id}: says that it has received {names[0]} and following, and did not take"
-                        f" them: {error}"
+                        f"{server.server_id}: reports that it received {names[0]} and following tensors, but the"
+                        f" broadcast did not finish: {error}"
                     ) from error
             except BaseException:
                 link.abort()
@@ -129,20 +131,20 @@ class GroupSender:
         fleet.each(update, servers)
 
     def _abandon(self, servers: list[ServerControl]) -> None:
-        """Clear up on both sides, so that a server can be published to again if it recovers by itself."""
-        _at_once([partial(self._clear, server, self._links.pop(server.server_id, None)) for server in servers])
+        """Clean up on both sides, so that a server which recovers by itself can be published to again."""
+        _run_in_parallel([partial(self._clear, server, self._links.pop(server.server_id, None)) for server in servers])
 
     @staticmethod
     def _clear(server: ServerControl, link: Link | None) -> None:
-        with contextlib.suppress(GspoMegaError):  # the session may not be open, the server may be gone
+        with contextlib.suppress(GspoMegaError):  # the session may not be open; the server may be dead
             server.end_update(deadline_seconds=_CLEAN_UP_SECONDS)
         if link is not None:
             link.close()
 
 
-def _at_once(acts: list[Callable[[], None]]) -> None:
-    """All of them side by side, until the last is done: each that meets a server which hangs takes its time."""
-    threads = [threading.Thread(target=act, daemon=True) for act in acts]
+def _run_in_parallel(actions: list[Callable[[], None]]) -> None:
+    """Run all actions in threads and wait for the last. A server that hangs delays only its own action."""
+    threads = [threading.Thread(target=action, daemon=True) for action in actions]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,6 +1,6 @@
 """Small agreements between ranks: JSON values over the host (gloo) group.
 
-Owns how ranks tell each other names, digests and problems; tensors of the model travel elsewhere. No pickle.
+Ranks exchange names, digests and problems with these functions; tensors of the model take other paths. No pickle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
 
 
 def broadcast_json(value: Any, group: Group) -> Any:
-    """The value of the group's first rank, on every rank; what others pass is not used. Collective over `group`."""
+    """The value of the group's first rank, on every rank; other values are ignored. Collective over `group`."""
     payload = (
         torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         if group.rank == 0
@@ -44,7 +44,7 @@ def broadcast_json(value: Any, group: Group) -> Any:
 
 
 def raise_together(problems: list[str], group: Group, error: type[Exception], title: str, limit: int = 20) -> None:
-    """Raise `error` on every rank when any rank has a problem, naming the (distinct) problems of all. Collective."""
+    """Raise `error` on every rank if any rank has a problem, naming the distinct problems of all. Collective."""
     found = list(dict.fromkeys(problem for part in all_gather_json(problems, group) for problem in part))
     if found:
         more = [f"... and {len(found) - limit} more"] if len(found) > limit else []

@@ -1,7 +1,7 @@
-"""Gather: from the policy's shards back to whole Hugging Face tensors, one at a time.
+"""Gather: from the policy's shards to whole Hugging Face tensors, one at a time.
 
-Owns putting tensors together over tensor-parallel groups and bringing them to rank 0; writing files is
-`hf_export.py`, sending to servers `broadcast.py`. Holds one parameter at a time, never the model.
+Owns assembling tensors over tensor-parallel groups and sending them to rank 0. `hf_export.py` writes files,
+`broadcast.py` sends to servers. Holds one parameter in memory at a time, never the model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class PolicyTensors:
     """The whole model as Hugging Face tensors, spread over ranks: each tensor has one owner.
 
-    The owner of a tensor is rank 0 of its tensor (or expert-tensor) group, on the pipeline stage and
-    expert-parallel rank that hold it, in the first of the data-parallel replicas.
+    The owner of a tensor is rank 0 of its tensor (or expert-tensor) group, on the pipeline stage and expert-parallel
+    rank that hold it, in the first data-parallel replica.
     """
 
     def __init__(
@@ -40,11 +40,12 @@ class PolicyTensors:
         chunks: Sequence[PolicyModel],
         values: Callable[[nn.Parameter], torch.Tensor] | None = None,
     ) -> None:
-        """`chunks` are this rank's unwrapped GPT chunks; `values` picks what to gather of a parameter (its gradient,
-        say, in the parameter's shape), which leaves out buffers. Collective over all ranks.
+        """`chunks` are this rank's unwrapped GPT chunks. `values` selects what to gather instead of a parameter's
+        values, for example its gradient: a tensor of the parameter's local shape. Buffers are then left out. Collective
+        over all ranks.
 
-        Raises ModelError, the same on every rank, when the chunks do not fit the family table, or a parameter
-        has no owner or two.
+        Raises ModelError, the same on every rank, if the chunks do not match the family table, or if a parameter has no
+        owner or two.
         """
         self.spec = spec
         self.groups = groups
@@ -80,11 +81,11 @@ class PolicyTensors:
         return tensor_group(self.groups, entry).rank == 0
 
     def owned(self, dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """(entry, whole tensor in `dtype`, a buffer in fp32, on the parameter's device) of what this rank owns, in
-        table order.
+        """(entry, tensor) of the tensors that this rank owns, in table order.
 
-        A tensor may share memory with a parameter: read it, do not keep it. Collective over the tensor groups:
-        every rank must run the iterator to its end.
+        A tensor has the whole shape `entry.shape`, is in `dtype` (a buffer in fp32) and on the parameter's device. It
+        may share memory with a parameter: read it, do not keep it. Collective over the tensor groups: every rank must
+        run the iterator to its end.
         """
         for chunk in self._chunks:
             chunk.await_parameters()
@@ -120,16 +121,16 @@ class PolicyTensors:
         return whole
 
     def stream(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor in `dtype`, a buffer in fp32) of the whole model, in table order, on rank 0; nothing
-        elsewhere.
+        """(name, tensor) of the whole model in table order on rank 0; nothing on other ranks.
 
-        Collective over all ranks: every rank must run the iterator to its end, rank 0 also after an error of
-        what it does with the tensors. A tensor may share memory with a parameter.
+        A tensor has its whole Hugging Face shape and is in `dtype` (a buffer in fp32). It may share memory with a
+        parameter. Collective over all ranks: every rank must run the iterator to its end, rank 0 also if its own use of
+        a tensor fails.
         """
         device = next(iter(self._parameters.values())).device
         if device.type == "cuda" and self.groups.world.size > 1:
-            # NCCL connects a group in its first operation, which all ranks must take part in; sends between two come
-            # after.
+            # NCCL connects a group in its first operation, in which all ranks must take part. Sends between two ranks
+            # follow.
             dist.all_reduce(torch.zeros(1, device=device), group=self.groups.world.group)
         if self.groups.world.rank != 0:
             for _, tensor in self.owned(dtype):
@@ -148,22 +149,24 @@ class PolicyTensors:
                 yield entry.name, tensor
 
     def _move(self, operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> None:
-        """Send to, or receive from, rank `peer` of all ranks. As a batch of one: a plain send would have NCCL connect
-        the two ranks by themselves, with buffers for every owner of tensors on rank 0's GPU.
+        """Send to, or receive from, global rank `peer`, as a batch of one.
+
+        A plain send would make NCCL connect the two ranks separately, with buffers for every owner on rank 0's GPU.
         """
         for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.groups.world.group)]):
             work.wait()
 
 
 def entry_dtype(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor is in a checkpoint of `dtype`."""
+    """The dtype of a tensor in a checkpoint of `dtype`: a buffer stays fp32."""
     return torch.float32 if entry.is_buffer else dtype
 
 
 def gather_stream(
     spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every tensor of the model on rank 0, in table order; see `PolicyTensors.stream`.
-    Collective.
+    """(name, whole tensor in `dtype`) of the whole model on rank 0; see `PolicyTensors.stream` for shape and memory.
+
+    Collective over all ranks.
     """
     return PolicyTensors(spec, groups, chunks).stream(dtype)

@@ -1,7 +1,7 @@
 """Export: the policy as a Hugging Face folder, written by all ranks that own tensors.
 
-Owns files, index and manifest of one folder, and that it appears whole or not at all. Which versions a run
-keeps is `published_versions.py`.
+Owns files, index and manifest of one folder, and that the folder appears complete or not at all.
+`published_versions.py` owns the versions that a run keeps.
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ MAX_FILE_BYTES = 4 * 1024**3
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 (hex) of a tensor's bytes in row-major order, as they lie in a safetensors file."""
+    """SHA-256 (hex) of the bytes of a local tensor, of any shape and dtype, in row-major order as in safetensors."""
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes in row-major order. Copies from a device, or if not contiguous; else shares its memory."""
+    """The bytes of a local tensor, of any shape and dtype, in row-major order.
+
+    Copies from a device, or if not contiguous; otherwise shares the tensor's memory.
+    """
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def policy_digests(policy: PolicyTensors, dtype: torch.dtype) -> dict[str, str]:
-    """SHA-256 of every tensor in `dtype`, by name, on every rank; each owner hashes its own. Collective."""
+    """SHA-256 of every whole tensor in `dtype`, by name, on every rank; each owner hashes its own. Collective."""
     mine = {entry.name: tensor_digest(tensor) for entry, tensor in policy.owned(dtype)}
     return {name: digest for part in all_gather_json(mine, policy.groups.host) for name, digest in part.items()}
 
@@ -76,14 +79,14 @@ def export_policy(
 ) -> dict[str, Any]:
     """Write the policy to `out_dir`, with config and tokenizer files of `source_folder`; return the manifest.
 
-    Each owner of tensors writes its own files of at most about `max_file_bytes` and holds no more than that in
-    host memory. Files are written beside, synced, read back against the digests taken from memory, and then
-    renamed at once; a folder that is there is replaced. `out_dir` lies on a file system that all ranks share.
+    Each owner of tensors writes its own files of at most about `max_file_bytes` and uses no more host memory than that.
+    Files are written to a staging folder, synced, and compared with the digests taken from memory; then the folder is
+    renamed. An existing folder is replaced. `out_dir` lies on a file system that all ranks share.
 
-    The manifest (also in the folder): `weight_version`, `dtype`, and for every tensor its `shape`, `sha256` of
-    what the owner held in memory, and `file`. Collective over all ranks.
+    The manifest (also in the folder): `weight_version`, `dtype`, and for every tensor its `shape`, `file`, and `sha256`
+    of the owner's memory. Collective over all ranks.
 
-    Raises PublishError, the same on every rank, when a file cannot be written or reads back differently.
+    Raises PublishError, the same on every rank, if a file cannot be written or reads back differently.
     """
     out_dir = Path(out_dir)
     staging = out_dir.with_name(out_dir.name + ".writing")
@@ -96,7 +99,7 @@ def export_policy(
 
     writer = _Writer(staging, groups.world.rank, max_file_bytes)
     for entry, tensor in policy.owned(dtype):
-        # After a failure the iterator still runs to its end: other ranks wait in its collectives.
+        # After a failure the iterator still runs to its end, because other ranks wait in its collectives.
         if not problems:
             problems = _attempt(writer.add, entry.name, tensor)
     if not problems:
@@ -123,7 +126,7 @@ def export_policy(
 
 
 def _attempt(action, *arguments: object) -> list[str]:
-    """Run something that touches files; what went wrong, for all ranks to hear of."""
+    """Run an action on files. Returns its problem, if any, for all ranks to report."""
     try:
         action(*arguments)
     except (OSError, SafetensorError, PublishError, ModelError) as error:
@@ -132,7 +135,7 @@ def _attempt(action, *arguments: object) -> list[str]:
 
 
 class _Writer:
-    """One rank's files: fills one, writes it, checks it, goes on to the next."""
+    """One rank's files, one after the other: filled, written, checked."""
 
     def __init__(self, folder: Path, rank: int, max_file_bytes: int) -> None:
         self.folder = folder
@@ -165,7 +168,7 @@ class _Writer:
         with safe_open(self.folder / file, framework="pt") as saved:
             for name in self._pending:
                 if tensor_digest(saved.get_tensor(name)) != self.tensors[name]["sha256"]:
-                    raise PublishError(f"{self.folder / file}: {name} reads back other bytes than were written")
+                    raise PublishError(f"{self.folder / file}: {name} reads back with other bytes than were written")
         self.files.append(file)
         self._pending, self._pending_bytes = {}, 0
 
@@ -187,14 +190,15 @@ def _start(staging: Path, source: Path, dtype_name: str) -> None:
 
 
 def copy_description(source: Path, target: Path, dtype_name: str) -> None:
-    """Copy what describes a model (configuration, generation configuration, tokenizer) and none of its weights; durable
-    on return. In the copy config.json says `dtype_name`, and that there are no layers for multi-token prediction. No
-    code is copied, and no link is followed out of the folder. Raises OSError, and ModelError for such a link.
+    """Copy the files that describe a model (configuration, generation configuration, tokenizer); durable on return.
+
+    The copied config.json names `dtype_name` and no layers for multi-token prediction. Weights and code are not copied,
+    and no link is followed out of the folder. Raises OSError, and ModelError for such a link.
     """
     for file in description_files(source):
         durable.copy_file(file, target / file.name, at="publish.copy")
     config = json.loads((source / "config.json").read_text())
-    # Both spellings are in use; the one that is there says what the files hold.
+    # Both spellings are in use.
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype_name

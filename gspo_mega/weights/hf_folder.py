@@ -1,6 +1,6 @@
-"""Reading a Hugging Face folder of safetensors: which tensor is in which file, its shape, and slices of it.
+"""Reading a Hugging Face folder of safetensors: the file and shape of each tensor, and slices of it.
 
-Owns the folder as it lies on disk, one file or sharded with an index; knows nothing of models or ranks.
+Owns the folder on disk, a single file or sharded with an index. Knows nothing of models or ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ SINGLE_NAME = "model.safetensors"
 
 
 class HuggingFaceFolder:
-    """The tensors of one folder. Files are opened when first needed and mapped, so a slice reads only its bytes."""
+    """The tensors of one folder. Files are opened on first use and memory-mapped, so a slice reads only its bytes."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises ModelError when there are no safetensors or the index cannot be read."""
+        """Raises ModelError if there are no safetensors or the index cannot be read."""
         self.path = Path(folder)
         self._open: dict[str, safe_open] = {}
         index = self.path / INDEX_NAME
@@ -32,7 +32,7 @@ class HuggingFaceFolder:
             self.files = dict.fromkeys(self._file(SINGLE_NAME).keys(), SINGLE_NAME)
         else:
             raise ModelError(
-                f"{self.path}: neither {INDEX_NAME} nor {SINGLE_NAME} is there; only safetensors checkpoints are read"
+                f"{self.path}: has neither {INDEX_NAME} nor {SINGLE_NAME}; only safetensors checkpoints are supported"
             )
 
     def __enter__(self) -> HuggingFaceFolder:
@@ -50,7 +50,7 @@ class HuggingFaceFolder:
         return self._open[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor that the index names. Raises ModelError when its file lacks it."""
+        """Shape of a tensor that the index names. Raises ModelError if its file lacks it."""
         return tuple(self._slice(name).get_shape())
 
     def _slice(self, name: str):
@@ -62,8 +62,9 @@ class HuggingFaceFolder:
             ) from error
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """[start, start + length) of the tensor along `dim` (0 or 1), in the file's dtype; all of it without
-        `length`.
+        """The slice [start, start + length) along `dim` (0 or 1) of a whole stored tensor; all of it without `length`.
+
+        Returns the tensor's shape but for `dim`, in the file's dtype, on the host, local to this rank.
         """
         part = self._slice(name)
         stop = part.get_shape()[dim] if length is None else start + length
@@ -71,9 +72,7 @@ class HuggingFaceFolder:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """{tensor: file beside the index}. Raises ModelError: a folder that was downloaded may name any path of this
-    machine.
-    """
+    """{tensor: file beside the index}. Raises ModelError for other paths, which a downloaded folder may name."""
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(found, dict):
@@ -85,8 +84,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     for tensor, file in found.items():
         if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
             raise ModelError(
-                f"{index}: weight_map: {tensor!r} is said to be in {file!r}; the name of a file beside the index is"
-                " wanted"
+                f"{index}: weight_map: {tensor!r} has the file {file!r}; it must be the name of a file beside the index"
             )
     return found
 
@@ -94,9 +92,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 def check_names_and_shapes(
     folder: HuggingFaceFolder, shapes: dict[str, tuple[int, ...]], may_be_there: Callable[[str], bool]
 ) -> list[str]:
-    """What is wrong with the folder for a model of these tensors: missing, unexpected or of another shape.
+    """The folder's problems for a model of these tensors: names that are missing, unexpected or of another shape.
 
-    `may_be_there` says of a name whether it is one to pass over.
+    `may_be_there`: true for names to ignore.
     """
     problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in folder.files]
     for name in folder.files:

@@ -1,6 +1,6 @@
-"""Import: from a Hugging Face folder into the policy's chunks, whatever the layout.
+"""Import: from a Hugging Face folder into the policy's chunks, in any layout.
 
-Owns filling parameters; where each tensor lies is `model/families.py`. Every rank reads only its own slices.
+Owns filling parameters; `model/families.py` owns the place of each tensor. Every rank reads only its own slices.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def import_huggingface(
 ) -> None:
     """Fill every parameter of this rank's chunks from the folder, cast to the parameter's dtype.
 
-    `chunks` are unwrapped GPT chunks. Padding rows of the vocabulary become zero. Call it before the optimizer
-    copies the parameters. Collective over all ranks.
+    `chunks` are unwrapped GPT chunks. Padding rows of the vocabulary become zero. Call it before the optimizer copies
+    the parameters. Collective over all ranks.
 
-    Raises ModelError, the same on every rank, listing tensors that are missing, unexpected or of another shape;
-    also when embeddings are tied and the folder holds a head that differs from them.
+    Raises ModelError, the same on every rank, listing tensors that are missing, unexpected or of another shape. It also
+    raises one if embeddings are tied and the folder has a head that differs from them.
     """
     names = {entry.name: entry.shape for entry in hf_tensors(spec)}
     problems: list[str] = []
@@ -44,7 +44,7 @@ def import_huggingface(
     try:
         parameters = canonical_parameters(spec, groups, chunks)
         source = HuggingFaceFolder(folder)
-        # One rank reads all headers; the others open only the files that they need.
+        # Rank 0 reads all headers; the others open only the files that they need.
         if groups.world.rank == 0:
             problems = check_names_and_shapes(source, names, lambda name: may_be_there(spec, name))
     except ModelError as error:
@@ -86,6 +86,6 @@ def _fill_from_tensor(
             and not torch.equal(values, source.read(_HEAD, block.dim, block.start, block.length))
         ):
             raise ModelError(
-                f"config.json ties the embeddings, and {_HEAD} differs from {entry.name}; set tie_word_embeddings to"
+                f"config.json ties the embeddings, but {_HEAD} differs from {entry.name}; set tie_word_embeddings to"
                 " false there"
             )

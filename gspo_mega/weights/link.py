@@ -1,8 +1,9 @@
-"""The process group of the trainer's rank 0 and one server, and broadcasts through it that nobody has to wait out.
+"""The process group of the trainer's rank 0 and one server, and broadcasts through it that can be abandoned.
 
-Owns making such a group, sending through it, and leaving it. A broadcast may never end: NCCL's first one connects and
-returns only when the server is in it, too, which a server that refused or died never will be; and a group's timeout
-applies to none of that. So a broadcast runs in a thread of its own, which is left behind when it does not end.
+Owns creating such a group, sending through it, and leaving it. A broadcast may never end: NCCL's first broadcast
+connects the group and returns only when the server has entered it, which a server that refused or died never does. A
+group's timeout does not cover this. A broadcast therefore runs in a thread of its own, which is abandoned if it does
+not end.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 _LEAVE_SECONDS = 5.0
-# What is left of a broadcast when the server says that it has received everything.
+# Time for the end of a broadcast after the server has confirmed that it received everything.
 _LEAST_WAIT_SECONDS = 1.0
 
 
 class Broadcast:
-    """Tensors on their way through one group."""
+    """An unfinished broadcast of tensors through one group."""
 
     def __init__(
         self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None
     ) -> None:
-        """Returns at once. `tensors` stay as they are until `wait` has returned; on a GPU what fills them is done
-        before `stream` goes on.
+        """Returns at once. The caller must not change `tensors` before `wait` returns; on a GPU, `stream` must run
+        after the work that fills them.
         """
         self._ended = threading.Event()
         self._problem: Exception | None = None
@@ -53,30 +54,30 @@ class Broadcast:
 
     def _run(self, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
         try:
-            # The stream brings its device along, which a new thread does not have; and only it waits for a broadcast
-            # that does not end, not the trainer's own.
+            # The stream sets the device, which a new thread does not have. Only this stream waits for a broadcast that
+            # does not end, never the trainer's own stream.
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 for work in [group.broadcast(tensor, 0) for tensor in tensors]:
                     work.wait()
             if stream is not None:
                 stream.synchronize()
-        except Exception as error:  # whatever it is: `wait` raises it
+        except Exception as error:  # `wait` raises any error
             self._problem = error
         finally:
             self._ended.set()
 
     def wait(self, seconds: float) -> None:
-        """Until all is sent. Raises PublishError when it is not within `seconds`, or was cut off."""
+        """Wait until all tensors are sent. Raises PublishError if that takes over `seconds`, or the group failed."""
         if not self._ended.wait(max(seconds, _LEAST_WAIT_SECONDS)):
             raise PublishError(f"the broadcast has not ended after {seconds:g} s")
-        if isinstance(self._problem, RuntimeError):  # torch's own, for what goes wrong in a group
+        if isinstance(self._problem, RuntimeError):  # torch's error for any failure in a group
             raise PublishError(str(self._problem)) from self._problem
         if self._problem is not None:
             raise self._problem
 
 
 def stream_beside(tensor: torch.Tensor) -> torch.cuda.Stream | None:
-    """A stream on the tensor's GPU that goes on from where the current one is; None without a GPU."""
+    """A new stream on the GPU of a local tensor of any shape and dtype, after the current one; None on a CPU."""
     if not tensor.is_cuda:
         return None
     stream = torch.cuda.Stream(tensor.device)
@@ -85,17 +86,17 @@ def stream_beside(tensor: torch.Tensor) -> torch.cuda.Stream | None:
 
 
 class Link:
-    """The group of the trainer's rank 0 and one start of one server; rank 0 is its first rank."""
+    """The group of the trainer's rank 0 and one server process (generation); rank 0 is its first rank."""
 
     def __init__(
         self, server: ServerControl, address: str, backend: str, timeout_seconds: float, seconds: float
     ) -> None:
-        """`timeout_seconds` bounds one broadcast of gloo. Raises GspoMegaError when the server does not join within
+        """`timeout_seconds` limits one gloo broadcast. Raises GspoMegaError if the server does not join within
         `seconds`.
         """
         self.server = server
         self.generation = server.generation
-        # Servers remember groups by name, and may outlive a trainer.
+        # Servers identify groups by name and may outlive a trainer, so the name is random.
         self.name = f"weights-{secrets.token_hex(8)}"
         self._aborted = False
         until = time.monotonic() + seconds
@@ -129,43 +130,41 @@ class Link:
         except RuntimeError as error:
             making.give_up()
             raise PublishError(
-                f"{server.server_id}: says that it joined the weight group, and is not in it: {error}"
+                f"{server.server_id}: reports that it joined the weight group, but is not in it: {error}"
             ) from error
         except BaseException:
             making.give_up()
             raise
 
     def broadcast(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> Broadcast:
-        """Begin to send `tensors`, in this order, to all ranks of the server."""
+        """Send `tensors` (whole, any shape and dtype, on rank 0), in this order, to all ranks of the server."""
         return Broadcast(self._group, tensors, stream)
 
     def abort(self) -> None:
-        """End what is under way through the group, as far as its backend can; the link is of no more use then."""
+        """Cut the group's unfinished work, as far as its backend can; the link is unusable afterwards."""
         if not self._aborted:
             self._aborted = True
-            # It may wait for what it is to end.
+            # In a thread: aborting may itself wait for the broadcast.
             threading.Thread(target=_abort, args=(self._group,), daemon=True, name="abort").start()
 
     def close(self) -> None:
-        """Leave the group on both sides; a server that is gone or hangs keeps nobody waiting for long."""
+        """Leave the group on both sides; a server that is dead or hangs delays this by a few seconds at most."""
         if self.generation == self.server.generation:
-            with contextlib.suppress(GspoMegaError):  # it may be why the link is closed
+            with contextlib.suppress(GspoMegaError):  # the server's failure may be why the link is closed
                 self.server.destroy_group(self.name, deadline_seconds=_LEAVE_SECONDS)
         if not self._aborted:
             self._aborted = True
             leaving = threading.Thread(target=_leave, args=(self._group,), daemon=True, name="leave")
             leaving.start()
             leaving.join(_LEAVE_SECONDS)
-        # Letting go of a group waits for its unfinished broadcasts.
+        # Dropping the last reference waits for the group's unfinished broadcasts: do it in a thread.
         last_reference = [self._group]
         del self._group
         threading.Thread(target=last_reference.clear, daemon=True).start()
 
 
 class _Making:
-    """Our side of a new group, made in a thread: gloo waits there for the server, which may answer that it will not
-    come.
-    """
+    """The trainer's side of a new group, created in a thread: gloo waits for the server, which may refuse to join."""
 
     def __init__(self, name: str, size: int, backend: str, store: Store, timeout_seconds: float) -> None:
         self._lock = threading.Lock()
@@ -179,8 +178,8 @@ class _Making:
 
     def _run(self, name: str, size: int, backend: str, store: Store, timeout_seconds: float) -> None:
         try:
-            # SGLang makes its side with the same function, so both agree on the store's keys. There is no public
-            # way to make a group with processes outside this one's world.
+            # SGLang creates its side with the same function, so both agree on the store's keys. torch has no public
+            # way to create a group with processes outside this process's world.
             with errors_left_to_us(backend):
                 group, _ = _new_process_group_helper(
                     size,
@@ -204,14 +203,14 @@ class _Making:
             self._ended.set()
 
     def result(self, seconds: float) -> dist.ProcessGroup:
-        """Raises RuntimeError where there is none after so long."""
+        """The group. Raises RuntimeError if there is none after `seconds`."""
         self._ended.wait(max(0.0, seconds))
         if self._group is None:
             raise self._problem or RuntimeError("no answer")
         return self._group
 
     def give_up(self) -> None:
-        """Nobody will use the group: leave it, now or when it is there."""
+        """Leave the group, now or as soon as it exists."""
         with self._lock:
             self._is_wanted = False
             group, self._group = self._group, None
@@ -221,10 +220,10 @@ class _Making:
 
 @contextlib.contextmanager
 def errors_left_to_us(backend: str) -> Iterator[None]:
-    """NCCL groups made meanwhile end nothing but themselves when a server dies in a broadcast.
+    """NCCL groups created inside this context do not end the process if a server dies in a broadcast.
 
-    torch's watchdog of a group takes the whole process down for an error or a timeout in it: right among the trainer's
-    ranks, wrong towards a server. It is told when a group is made, by the environment alone.
+    torch's watchdog of a group ends the whole process on an error or a timeout. That is right among the trainer's ranks
+    and wrong towards a server. Only the environment, read when a group is created, can change it.
     """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     if backend != "nccl":
@@ -244,7 +243,7 @@ def errors_left_to_us(backend: str) -> Iterator[None]:
 def _abort(group: dist.ProcessGroup) -> None:
     with contextlib.suppress(
         RuntimeError, ValueError
-    ):  # it may have met the server's end itself, or have been left meanwhile
+    ):  # the group may have failed with the server, or may already have been left
         _abort_process_group(group)
 
 

@@ -1,7 +1,7 @@
 """From a model chunk's own parameter names to canonical ones.
 
-Owns the differences between layer specs (plain and Transformer Engine) and between layouts (local layer and
-expert numbers); the names themselves are declared in `model/families.py`.
+Owns the differences between layer specs (plain and Transformer Engine) and between layouts (local layer and expert
+numbers). `model/families.py` declares the names themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BUFFER = ".router.expert_bias"
 
 
 def table_by_parameter(spec: ModelSpec) -> dict[str, list[TensorEntry]]:
-    """The tensors fused in each parameter, by canonical name, in table order."""
+    """The tensors that each parameter fuses, by canonical name, in table order."""
     table: dict[str, list[TensorEntry]] = {}
     for entry in hf_tensors(spec):
         table.setdefault(entry.parameter, []).append(entry)
@@ -41,7 +41,7 @@ def table_by_parameter(spec: ModelSpec) -> dict[str, list[TensorEntry]]:
 
 
 def tensor_group(groups: ParallelGroups, entry: TensorEntry) -> Group:
-    """The group over which the tensor is cut."""
+    """The group over which the tensor is sharded."""
     return groups.tensor if entry.expert is None else groups.expert_tensor
 
 
@@ -55,8 +55,9 @@ def canonical_parameters(
 ) -> dict[str, torch.Tensor]:
     """This rank's parameters, and the buffers that are weights, by canonical name, checked against the family table.
 
-    `chunks` are unwrapped GPT chunks whose layers know their global `layer_number` (from 1). Raises ModelError
-    when a parameter is in no table or has another shape than the table gives it: weights would be lost silently.
+    Each has this rank's local shape `parameter_shape(...)` and the model's dtype (buffers fp32). `chunks` are unwrapped
+    GPT chunks whose layers know their global `layer_number` (from 1). Raises ModelError if a parameter is in no table
+    or has another shape than in the table, because weights would be lost silently.
     """
     table = table_by_parameter(spec)
     expected = {parameter: entries[0] for parameter, entries in table.items()}

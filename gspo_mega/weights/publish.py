@@ -1,11 +1,11 @@
 """Publish: the trainer's weights to the rollout servers, as one transaction under one deadline.
 
 announce -> pause -> send -> verify -> commit -> resume. A server that fails stays paused, is named in the result, and
-gets no work until it holds a committed version; the others go on; with none left the publish has failed. The trainer
-never goes back.
+gets no work until it holds a committed version; the others continue. The publish fails if no server is left. The
+trainer never goes back to earlier weights.
 
-Owns what all ranks do together: preparing the content, and gathering it as often as rank 0 sends. The steps on the
-servers are `transaction.py`, sending through groups `broadcast.py`, writing files `hf_export.py`.
+Owns the collective part: preparing the content, and gathering it for every send of rank 0. `transaction.py` owns the
+steps on the servers, `broadcast.py` sending through groups, `hf_export.py` writing files.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = ["PublishResult", "Publisher", "ServerControl"]
 
 @dataclass(frozen=True)
 class PublishResult:
-    """One committed version. `path` is its folder, None when it went through groups and is not on disk.
+    """One committed version. `path` is its folder, or None if it was sent through groups and is not on disk.
 
-    `verified` has (server_id, generation) of every server that holds it and serves it; `failed` the reason for each of
-    the others. `phase_seconds` account for `seconds`.
+    `verified`: (server_id, generation) of every server that serves the version. `failed`: the reason for each other
+    server. `phase_seconds` add up to `seconds`.
     """
 
     weight_version: int
@@ -56,11 +56,11 @@ class PublishResult:
 
 
 class Publisher:
-    """Publishes one policy. One on every rank; only rank 0 talks to servers.
+    """Publishes one policy. Every rank has one; only rank 0 talks to servers.
 
-    `chunks` are this rank's unwrapped GPT chunks, `weights_dir` the run's folder of versions (seen by all nodes),
-    `address` rank 0's machine as the servers reach it (method distributed; `server.host` when not given). Servers hold
-    the trainer's precision; configuration and tokenizer come from `model.path`. Construction is collective.
+    `chunks`: this rank's unwrapped GPT chunks. `weights_dir`: the run's folder of versions, visible to all nodes.
+    `address`: rank 0's machine as the servers reach it (method distributed; default `server.host`). Servers have the
+    trainer's precision; configuration and tokenizer come from `model.path`. Construction is collective.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Publisher:
         )
 
     def publish(self, weight_version: int, servers: Sequence[ServerControl] = ()) -> PublishResult:
-        """Bring `servers` (given on rank 0) to the trainer's present weights, as `weight_version`. Collective.
+        """Bring `servers` (given on rank 0) to the trainer's current weights, as `weight_version`. Collective.
 
-        Returns on every rank what was committed, servers that failed included. Raises PublishError on every rank when
+        Returns the committed version on every rank, with the servers that failed. Raises PublishError on every rank if
         no server holds the version, or it cannot be written.
         """
         deadline = Deadline(self._settings.deadline_seconds)
@@ -104,11 +104,11 @@ class Publisher:
         return result
 
     def publish_again(self, weight_version: int, servers: Sequence[ServerControl] = ()) -> PublishResult:
-        """Bring servers that came back, or failed before, to the committed version. Collective; `servers` on rank 0.
+        """Bring servers that restarted, or failed before, to the committed version. Collective; `servers` on rank 0.
 
-        The trainer's weights must still be those that were published. Servers are verified against what was committed
-        then. None of them may hold it in the end: the version stays committed on the others. Raises PublishError, the
-        same on every rank, when another version is the committed one.
+        The trainer's weights must still be the published ones. Servers are verified against the committed content. The
+        version stays committed on the other servers even if all of these fail. Raises PublishError, the same on every
+        rank, if another version is the committed one.
         """
         problem = None
         committed = self._memory.committed
@@ -124,22 +124,22 @@ class Publisher:
         return self._lead_or_follow(content, servers, Deadline(self._settings.deadline_seconds), _nothing)
 
     def check_servers(self, software_dir: Path) -> None:
-        """On rank 0, before anything is published: raises PublishError when a server has said that it has another
-        PyTorch or NCCL than this process, and weights go through NCCL. `software_dir`: what the servers said.
+        """Check on rank 0, before the first publish, that servers have this process's PyTorch and NCCL, if NCCL is
+        used.
+
+        `software_dir`: the versions that the servers recorded. Raises PublishError naming the servers that differ.
         """
         if self._settings.method == "distributed" and self._backend == "nccl":
             check_same(software_dir, here())
 
     def close(self) -> None:
-        """Leave the servers' groups. Rank 0 waits for them a little; nothing to do elsewhere."""
+        """Leave the servers' groups. Rank 0 waits a few seconds at most; other ranks have nothing to do."""
         self._sender.close()
 
     # --- parts that are collective -------------------------------------------------------------------------
 
     def _prepare(self, weight_version: int) -> Content:
-        """The content's checksums from the trainer's memory, independent of what servers are sent; its files, if
-        any.
-        """
+        """The content's checksums from the trainer's memory, independent of what is sent, and its files, if any."""
         digests = None
         if self._settings.method == "disk":
             manifest = self._export(weight_version)
@@ -159,8 +159,8 @@ class Publisher:
     def _lead_or_follow(
         self, content: Content, servers: Sequence[ServerControl], deadline: Deadline, commit: Callable[[int], None]
     ) -> PublishResult:
-        """Rank 0 runs the transaction; the others gather as often as it sends. The result, or rank 0's error, on
-        all.
+        """Rank 0 runs the transaction; the others gather once per send. Returns its result, or raises its error, on all
+        ranks.
         """
         if self._groups.world.rank != 0:
             while (order := broadcast_json(None, self._groups.host))["do"] == "send":
@@ -220,4 +220,4 @@ class Publisher:
 
 
 def _nothing(weight_version: int) -> None:
-    """Nothing on disk changes with this commit."""
+    """A commit that changes nothing on disk."""

@@ -1,6 +1,6 @@
 """The published versions of a run: folders `v<8 digits>` and `current.json`, which names the committed one.
 
-Owns that folder's layout and what is kept of it. Writing a version's content is `hf_export.py`.
+Owns that folder's layout and which versions it keeps. `hf_export.py` writes a version's content.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class CommittedVersion:
 
 
 class PublishedVersions:
-    """The versions under one folder, which all nodes see. Only rank 0 commits and prunes."""
+    """The versions in one folder, visible to all nodes. Only rank 0 commits and prunes."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).absolute()
 
     def path(self, weight_version: int) -> Path:
-        """Where a version lies, or will lie."""
+        """The folder of a version, existing or not."""
         return weight_version_folder(self.folder, weight_version)
 
     def current(self) -> CommittedVersion | None:
-        """The committed version, or None before the first. Raises PublishError when the file cannot be read."""
+        """The committed version, or None before the first. Raises PublishError if the file cannot be read."""
         file = self.folder / CURRENT_WEIGHTS_NAME
         try:
             value = json.loads(file.read_text())
@@ -44,14 +44,14 @@ class PublishedVersions:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PublishError(
-                f"{file}: cannot be read ({error!r}); it holds weight_version and path of the committed weights"
+                f"{file}: cannot be read ({error!r}); it must have weight_version and path of the committed weights"
             ) from error
 
     def commit(self, weight_version: int) -> None:
-        """Make a version that is there in full the current one, at once. Raises PublishError when that fails."""
+        """Make a complete version the current one, atomically. Raises PublishError if that fails."""
         path = self.path(weight_version)
         if not path.is_dir():
-            raise PublishError(f"{path}: cannot be committed, there is no such folder")
+            raise PublishError(f"{path}: cannot be committed: there is no such folder")
         file = self.folder / CURRENT_WEIGHTS_NAME
         try:
             durable.atomic_write_json(file, {"weight_version": weight_version, "path": str(path)}, at="publish.commit")
@@ -59,9 +59,9 @@ class PublishedVersions:
             raise PublishError(f"{file}: version {weight_version} cannot be committed: {error}") from error
 
     def prune(self, keep_last: int) -> list[Path]:
-        """Remove all but the newest `keep_last` versions, and what unfinished writes left; never the current one.
+        """Remove all but the newest `keep_last` versions, and remains of unfinished writes; never the current version.
 
-        Returns what was removed. Raises PublishError when a folder cannot be removed.
+        Returns the removed folders. Raises PublishError if a folder cannot be removed.
         """
         current = self.current()
         found = sorted(path for path in self.folder.iterdir() if _VERSION.fullmatch(path.name))

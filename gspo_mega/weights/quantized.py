@@ -1,7 +1,7 @@
-"""Parameters that Transformer Engine keeps in FP8 (`fp8.parameters`): written from, and read as, plain tensors.
+"""Parameters that Transformer Engine stores in FP8 (`fp8.parameters`), read and written as plain tensors.
 
-Such a parameter is a tensor of another class. A slice of it is a copy, so that writing into the slice changes nothing
-and says nothing: it is filled whole.
+Such a parameter is a tensor of another class. A slice of it is a copy: writing into the slice silently changes nothing.
+It must therefore be filled whole.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ class _Quantized(Protocol):
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
-    """Is it kept in FP8 blocks beside their scales?"""
+    """True if the parameter, this rank's part of any shape and nominal dtype, is stored as FP8 blocks with scales."""
     return type(parameter) not in (torch.Tensor, nn.Parameter) and hasattr(parameter, "quantize_")
 
 
 def plain_values(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's values in its (nominal) dtype, detached; they share memory with it unless it is quantized."""
+    """The parameter's values: its local shape and (nominal) dtype, detached; shared memory unless it is quantized."""
     return parameter.detach().dequantize() if is_quantized(parameter) else parameter.detach()
 
 
 @contextmanager
 def filled(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A zeroed plain tensor to fill slice by slice; what it then holds is the parameter."""
+    """A zeroed plain tensor of the parameter's local shape and (nominal) dtype, to fill slice by slice.
+
+    On leaving the context, its content is the parameter's.
+    """
     values = (
         torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         if is_quantized(parameter)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder of random weights in a model's shape: something to certify a layout with, or to measure on.
+"""A Hugging Face folder of random weights in a model's shape, for certifying a layout or measuring.
 
 Written tensor by tensor from the family table; no torch module is built.
 """
@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from gspo_mega.model.families import TensorEntry, hf_tensors
 from gspo_mega.model.huggingface import read_model_spec
 
-# So large that experts are told apart and log-probs differ from those of a uniform distribution.
+# Large enough that experts are distinguishable and log-probs differ from those of a uniform distribution.
 _MATRIX_STD, _VECTOR_STD = 0.08, 0.1
 _FILE_BYTES = 2 * 1024**3
 
@@ -23,8 +23,7 @@ _FILE_BYTES = 2 * 1024**3
 def make_random_folder(shape_file: str | Path, folder: Path, seed: int) -> Path:
     """Write `folder` with the config.json in `shape_file` and fp32 weights drawn from `seed`; returns it.
 
-    A folder that is there already with the same shape and seed is kept. Raises ModelError for a shape that is not
-    supported.
+    An existing folder with the same shape and seed is kept. Raises ModelError for a shape that is not supported.
     """
     spec = read_model_spec(shape_file)
     stamp = json.dumps({"shape": spec.raw, "seed": seed}, sort_keys=True)

@@ -1,7 +1,7 @@
-"""What an SGLang server holds after an update: its own fused tensors, their names and checksums.
+"""The fused tensors of an SGLang server after an update: their names and checksums.
 
-Owns the mapping from a checkpoint's tensors to SGLang's parameters (0.5.23, tensor-parallel size 1 for checksums;
-names hold for any size). `/weights_checker` reports the same on the server's side. Talks to no server.
+Owns the mapping from a checkpoint's tensors to SGLang's parameters (0.5.23; names are valid for any tensor-parallel
+size, checksums for size 1). The server's `/weights_checker` reports the same. Talks to no server.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gspo_mega.weights.hf_export import tensor_bytes
 
 # SGLang pads the rows of its embedding and head to this, with zeros.
 _VOCABULARY_MULTIPLE = 64
-# Latent attention's, of queries and of keys and values: one matrix where both are there.
+# Latent attention's projections of queries, and of keys and values: one matrix if the model has both.
 _DOWN_PROJECTIONS = (".q_a_proj", ".kv_a_proj_with_mqa")
 # SGLang shows the first 8 bytes of the SHA-256, on CPU.
 _DIGITS = 16
 
 
 def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
-    """The SGLang parameter that the tensor becomes (a part of)."""
+    """The SGLang parameter that contains the tensor."""
     owner, _, kind = entry.name.rpartition(".")  # model.layers.0.self_attn.q_proj, weight
     if entry.expert is not None:
         return f"{owner.partition('.experts.')[0]}.experts.{'w2' if entry.role == 'whole' else 'w13'}_{kind}"
@@ -39,22 +39,23 @@ def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
 
 
 def server_tensor_names(spec: ModelSpec) -> dict[str, str]:
-    """From every tensor of the checkpoint to the SGLang parameter that holds it."""
+    """From every tensor of the checkpoint to the SGLang parameter that contains it."""
     return {entry.name: server_tensor_name(spec, entry) for entry in hf_tensors(spec)}
 
 
 def loads_with(name: str, before: str) -> bool:
-    """Does SGLang load this tensor only in one request with `before`, the tensor before it? (It forgets a lone one, and
-    says success.)
+    """True if SGLang loads this tensor only in one request with `before`, the tensor before it.
+
+    SGLang drops such a tensor if it comes alone, and still reports success.
     """
     return before.endswith(f"{_DOWN_PROJECTIONS[0]}.weight") and name.endswith(f"{_DOWN_PROJECTIONS[1]}.weight")
 
 
 class ExpectedChecksums:
-    """What a server of tensor-parallel size 1 on CPU must report, computed as the tensors come by.
+    """The checksums that a server of tensor-parallel size 1 on a CPU must report, computed tensor by tensor.
 
-    Table order is the order of the rows in every fused parameter ([q; k; v], [gate; up], expert by expert), so a
-    running hash a parameter is enough and nothing is put together.
+    Table order is the order of the rows in every fused parameter ([q; k; v], [gate; up], expert by expert), so one
+    running hash per parameter is enough and no fused tensor is built.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -63,7 +64,7 @@ class ExpectedChecksums:
         self._hashes: dict[str, Any] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """The next tensor, in table order, in the dtype that the server holds."""
+        """Add the next tensor in table order: the whole tensor of the table's shape, local, in the server's dtype."""
         entry = self._entries[name]
         running = self._hashes.setdefault(server_tensor_name(self._spec, entry), hashlib.sha256())
         running.update(tensor_bytes(tensor))
@@ -76,9 +77,9 @@ class ExpectedChecksums:
 
 
 def differences(found: Mapping[str, str], expected: Mapping[str, str], limit: int = 5) -> str | None:
-    """How a server's checksums differ from what is expected, in words; None when they are the same.
+    """How a server's checksums differ from the expected ones, in words; None if they are equal.
 
-    No name is exempt: SGLang leaves its rotary caches out of the report itself.
+    No name is exempt: SGLang itself leaves its rotary caches out of the report.
     """
     parts = []
     for words, names in (
@@ -91,7 +92,7 @@ def differences(found: Mapping[str, str], expected: Mapping[str, str], limit: in
             parts.append(f"{words}: {', '.join(sorted(names)[:limit])}{more}")
     if parts and expected.keys() == found.keys() and all(expected[n] != found[n] for n in expected):
         parts.append(
-            "every single one: a server on a GPU, or with another dtype, reports other checksums; with such servers set"
-            " publish.verify: replicas"
+            "all of them: a server on a GPU, or with another dtype, reports other checksums; set publish.verify:"
+            " replicas for such servers"
         )
     return "; ".join(parts) or None

@@ -1,6 +1,7 @@
-"""What publishing needs of a rollout server, and how several are told the same thing at once.
+"""What publishing needs from a rollout server, and how one operation runs on several servers at the same time.
 
-Owns the protocol that runtime's SGLang client fulfils, deadlines, and gathering the servers' failures. No HTTP here.
+Owns the protocol that a server's control fulfils (`gspo_mega.rollout.client.server_control` for SGLang), deadlines, and
+collecting the servers' failures. No HTTP here.
 """
 
 from __future__ import annotations
@@ -15,25 +16,46 @@ from gspo_mega.errors import GspoMegaError, PublishError
 
 class ServerControl(Protocol):
     """One server. Methods block, and raise PublishError (or another GspoMegaError) naming the server when it refuses,
-    fails, or does not answer within `deadline_seconds`. They are called from several threads, one call a server at a
+    fails, or does not answer within `deadline_seconds`. They are called from several threads, one call per server at a
     time.
-
-    `generation` counts the server's starts: weights, groups and sessions of an earlier one are gone.
     """
 
     @property
     def server_id(self) -> str: ...
     @property
-    def tensor_parallel(self) -> int: ...
-    @property
-    def generation(self) -> int: ...
+    def tensor_parallel(self) -> int:
+        """The number of ranks of the server."""
+        ...
 
-    def pause(self, *, deadline_seconds: float) -> None: ...
-    def resume(self, *, deadline_seconds: float) -> None: ...
-    def flush_cache(self, *, deadline_seconds: float) -> None: ...
-    def update_from_disk(self, path: str, weight_version: int, *, deadline_seconds: float) -> None: ...
-    def begin_update(self, *, deadline_seconds: float) -> None: ...
-    def end_update(self, *, deadline_seconds: float) -> None: ...
+    @property
+    def generation(self) -> int:
+        """Counts the server's starts. A new start loses the weights, groups and sessions of the earlier one."""
+        ...
+
+    def pause(self, *, deadline_seconds: float) -> None:
+        """End running requests early, with their tokens so far, and let new requests wait."""
+        ...
+
+    def resume(self, *, deadline_seconds: float) -> None:
+        """Serve requests again."""
+        ...
+
+    def flush_cache(self, *, deadline_seconds: float) -> None:
+        """Forget all cached prefixes."""
+        ...
+
+    def update_from_disk(self, path: str, weight_version: int, *, deadline_seconds: float) -> None:
+        """Load the Hugging Face folder `path`, and report `weight_version` from then on."""
+        ...
+
+    def begin_update(self, *, deadline_seconds: float) -> None:
+        """Open the session that `update_from_distributed` needs."""
+        ...
+
+    def end_update(self, *, deadline_seconds: float) -> None:
+        """Close the session."""
+        ...
+
     def init_group(
         self,
         *,
@@ -44,9 +66,16 @@ class ServerControl(Protocol):
         group_name: str,
         backend: str,
         deadline_seconds: float,
-    ) -> None: ...
+    ) -> None:
+        """Have the server's ranks join a process group, as its ranks from `rank_offset` on. Returns when all
+        `world_size` members have joined.
+        """
+        ...
 
-    def destroy_group(self, group_name: str, *, deadline_seconds: float) -> None: ...
+    def destroy_group(self, group_name: str, *, deadline_seconds: float) -> None:
+        """Have the server's ranks leave the group."""
+        ...
+
     def update_from_distributed(
         self,
         names: Sequence[str],
@@ -55,18 +84,39 @@ class ServerControl(Protocol):
         group_name: str,
         *,
         deadline_seconds: float,
-    ) -> None: ...
+    ) -> None:
+        """Receive these tensors, in this order, as broadcasts from rank 0 of the group, which the caller sends
+        meanwhile from another thread. `dtypes` are names such as "float32".
+        """
+        ...
 
-    def set_weight_version(self, weight_version: int, *, deadline_seconds: float) -> None: ...
-    def weight_version(self, *, deadline_seconds: float) -> int: ...
-    def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]: ...
-    def snapshot(self, *, deadline_seconds: float) -> None: ...
-    def reset_tensors(self, *, deadline_seconds: float) -> None: ...
-    def compare(self, *, deadline_seconds: float) -> None: ...
+    def set_weight_version(self, weight_version: int, *, deadline_seconds: float) -> None:
+        """Report `weight_version` from now on."""
+        ...
+
+    def weight_version(self, *, deadline_seconds: float) -> int:
+        """The version that the server reports."""
+        ...
+
+    def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]:
+        """The hash of every tensor by its name, as the server holds it (fused, sharded): one mapping per rank."""
+        ...
+
+    def snapshot(self, *, deadline_seconds: float) -> None:
+        """Remember all weights, for `compare`."""
+        ...
+
+    def reset_tensors(self, *, deadline_seconds: float) -> None:
+        """Overwrite every weight with random numbers."""
+        ...
+
+    def compare(self, *, deadline_seconds: float) -> None:
+        """Raise PublishError naming the tensors that differ from the snapshot."""
+        ...
 
 
 class Deadline:
-    """The point in time by which a whole transaction must be over."""
+    """The time by which a whole transaction must end."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -77,7 +127,7 @@ class Deadline:
         return time.monotonic() - self._start
 
     def left(self, server_id: str) -> float:
-        """Seconds that are left for that server. Raises PublishError when there are none."""
+        """Seconds left, for a call of that server. Raises PublishError when none are left."""
         left = self.seconds - self.passed()
         if left <= 0:
             raise PublishError(f"{server_id}: the deadline of {self.seconds:g} s (publish.deadline_seconds) has passed")
@@ -85,7 +135,9 @@ class Deadline:
 
 
 class Fleet:
-    """The servers of one transaction: those that still take part, and why the others do not. Used by one thread."""
+    """The servers of one transaction: those that still take part (`active`), and why others do not (`failed`). Used by
+    one thread.
+    """
 
     def __init__(self, servers: Iterable[ServerControl], deadline: Deadline) -> None:
         self.active: list[ServerControl] = list(servers)
@@ -94,7 +146,7 @@ class Fleet:
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(self.active)), thread_name_prefix="publish")
 
     def close(self) -> None:
-        """Calls still running end by their own deadlines."""
+        """End the threads. Calls that still run end by their own deadlines."""
         self._pool.shutdown(wait=False)
 
     def fail(self, server: ServerControl, why: str) -> None:
@@ -105,10 +157,11 @@ class Fleet:
     def each(
         self, action: Callable[[ServerControl, float], object], servers: Iterable[ServerControl] | None = None
     ) -> dict[str, object]:
-        """`action(server, seconds)` on all active servers (or some of them) at once; results by server id.
+        """Run `action(server, seconds)` on all active servers, or on those of `servers`, at the same time; results by
+        server id.
 
-        A call gets half of the time that is left, so that a server which hangs leaves the others time to go on. A
-        server whose action raises a GspoMegaError has failed; any other exception is a defect and is raised.
+        A call gets half of the time left, so that the others still have time after a server that hangs. A server whose
+        action raises a GspoMegaError has failed; any other exception is a defect and is raised.
         """
         targets = self.active if servers is None else [s for s in servers if s in self.active]
         calls: list[tuple[ServerControl, Future]] = [(s, self._pool.submit(self._call, action, s)) for s in targets]

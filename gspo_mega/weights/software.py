@@ -1,8 +1,7 @@
-"""Have the servers the trainer's PyTorch and NCCL? Weights that go through NCCL's groups need it.
+"""Do the servers have the trainer's PyTorch and NCCL? Weights sent through NCCL's groups require it.
 
-Owns what a Python says of itself, and the comparison with what servers left in the attempt's folder, made before
-anything is published: NCCL's own refusal ("Mismatched NCCL version") comes in the middle of the first publish, after a
-whole step.
+Owns a Python's report of its versions, and its comparison with those that servers recorded in the attempt's folder. The
+check runs before the first publish; NCCL's own refusal ("Mismatched NCCL version") would come only after a whole step.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ _ASK = "import json; from gspo_mega.weights.software import here; print(json.dum
 
 
 def ask(python: str) -> dict[str, str | None]:
-    """`torch` and `NCCL` as that Python has them. Raises PublishError where it cannot say."""
+    """The versions `torch` and `NCCL` of another Python. Raises PublishError if it cannot report them."""
     try:
-        said = subprocess.run(
+        answer = subprocess.run(
             [python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, stdin=subprocess.DEVNULL
         )
-        return dict(json.loads(said.stdout.splitlines()[-1]))
+        return dict(json.loads(answer.stdout.splitlines()[-1]))
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        raise PublishError(f"{python} does not say which PyTorch and NCCL it has: {error!r}") from error
+        raise PublishError(f"{python} does not report its PyTorch and NCCL versions: {error!r}") from error
 
 
 def here() -> dict[str, str | None]:
-    """The same of this process."""
+    """The versions `torch` and `NCCL` of this process."""
     import torch
     from torch.cuda import nccl
 
@@ -40,7 +39,7 @@ def here() -> dict[str, str | None]:
 
 
 def check_same(folder: Path, trainer: Mapping[str, str | None]) -> None:
-    """Compare the trainer with every server that has spoken. Builds of one release, as `+cu130`, are the same.
+    """Compare the trainer with every server that recorded its versions. Builds of one release (`+cu130`) are equal.
 
     Raises PublishError naming each server that has another PyTorch or NCCL.
     """

@@ -1,7 +1,7 @@
 """One publish as rank 0 leads it: pause -> send -> prove -> verify -> commit -> resume.
 
-Owns the order of these steps over the servers, and that a server which fails one takes no further part while the
-others go on. How weights are sent is given to it; ranks and collectives are `publish.py`.
+Owns the order of these steps over the servers, and that a server which fails one step takes no further part while the
+others go on. `publish.py` owns ranks and collectives, and passes in how weights are sent.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Send = Callable[[Fleet, list[ServerControl]], None]
 
 @dataclass(frozen=True)
 class Content:
-    """What is published. `expected`: checksums a server must report, by its tensor names (verify: tensors).
-    `digests`: the trainer's own, by checkpoint name (verify: replicas). The one not needed is None."""
+    """The content of a publish. `expected`: checksums that a server must report, by its tensor names (verify: tensors).
+    `digests`: the trainer's checksums by checkpoint name (verify: replicas). The one not needed is None."""
 
     weight_version: int
     expected: dict[str, str] | None = None
@@ -30,10 +30,10 @@ class Content:
 
 @dataclass
 class Memory:
-    """What rank 0 remembers from publish to publish.
+    """Rank 0's state between publishes.
 
-    `proved` holds the generation of each server that an update is known to reach in full; `committed` and `baseline`
-    are of the last verified publish.
+    `proved`: the generation of each server for which an update is known to reach every tensor. `committed` and
+    `baseline` are those of the last verified publish.
     """
 
     proved: dict[str, int] = field(default_factory=dict)
@@ -42,9 +42,7 @@ class Memory:
 
 
 class Transaction:
-    """Brings servers to `content` by `send`, which updates some of a fleet in full and lets those that fail leave
-    it.
-    """
+    """Brings servers to `content`. `send` updates servers in full; servers that fail leave the fleet."""
 
     def __init__(self, spec: ModelSpec, memory: Memory, content: Content, deadline: Deadline, send: Send) -> None:
         self._spec = spec
@@ -57,10 +55,10 @@ class Transaction:
     def run(
         self, servers: Sequence[ServerControl], commit: Callable[[], None]
     ) -> tuple[tuple[tuple[str, int], ...], dict[str, str]]:
-        """(server_id, generation) of those that hold the content, verified and serving; and why the others do not.
+        """(server_id, generation) of servers that serve the verified content, and the reasons of the others.
 
-        `commit` is called once, when a server holds the verified content and before any serves it. Servers that fail
-        stay paused. Raises what `commit` raises.
+        Calls `commit` once, after a server holds the verified content and before any serves it. Servers that fail stay
+        paused. Raises the errors of `commit`.
         """
         fleet = Fleet(servers, self._deadline)
         generations = {s.server_id: s.generation for s in servers}
@@ -92,13 +90,13 @@ class Transaction:
     def _update(self, fleet: Fleet, servers: list[ServerControl]) -> None:
         if servers:
             self._send(fleet, servers)
-            # What the old weights left in the cache must not be continued by the new ones.
+            # The new weights must not continue from the old weights' cache.
             fleet.each(lambda s, left: s.flush_cache(deadline_seconds=left), servers)
 
     def _prove(self, fleet: Fleet, generations: dict[str, int]) -> None:
-        """Once a start of a server: destroy every tensor, send the same again, and all must be as before.
+        """Once per server start: destroy every tensor, send the same weights again, and compare with before.
 
-        A tensor that updates do not reach stays random, so this also holds where checksums cannot be foretold.
+        A tensor that updates do not reach stays random, so this works without knowing the server's checksums.
         """
         new = [s for s in fleet.active if self._memory.proved.get(s.server_id) != generations[s.server_id]]
         fleet.each(lambda s, left: s.snapshot(deadline_seconds=left), new)

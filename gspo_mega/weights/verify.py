@@ -1,7 +1,7 @@
 """Verification: does every server hold what the trainer holds?
 
-Owns the comparison of what servers report. SGLang answers success to names that it does not know and changes
-nothing, so an answer proves nothing; only what the server holds afterwards does.
+Owns the comparison of the servers' reports. SGLang reports success for unknown names and changes nothing, so an answer
+proves nothing; only the server's tensors after the update do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Baseline:
 
 
 def read_reports(fleet: Fleet, weight_version: int) -> dict[str, Reported]:
-    """Every server's checksums, by server id; a server that reports another version fails."""
+    """Every server's checksums, by server id; servers that report another version leave the fleet."""
     for server_id, version in fleet.each(lambda s, left: s.weight_version(deadline_seconds=left)).items():
         if version != weight_version:
             fleet.fail(
@@ -39,14 +39,14 @@ def read_reports(fleet: Fleet, weight_version: int) -> dict[str, Reported]:
 
 
 def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str, str]) -> None:
-    """Every tensor of every server has the checksum of what was sent: none missing, none besides. Others fail."""
+    """Check that every server has exactly the expected tensors and checksums; others leave the fleet."""
     for server_id, reported in reports.items():
         found = reported[0] if len(reported) == 1 else {}
         wrong = differences(found, expected)
         if len(reported) != 1:
             wrong = (
-                f"it has {len(reported)} ranks; checksums can be foretold for one (publish.verify: auto, or replicas,"
-                " is for the others)"
+                f"it has {len(reported)} ranks, and checksums can be predicted for one only; set publish.verify: auto"
+                " or replicas"
             )
         if wrong:
             fleet.fail(_server(fleet, server_id), f"{server_id}: does not hold the weights that were sent: {wrong}")
@@ -55,14 +55,13 @@ def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str
 def check_replicas(
     fleet: Fleet, spec: ModelSpec, reports: dict[str, Reported], digests: dict[str, str], baseline: Baseline
 ) -> Baseline:
-    """Servers hold the same as each other, and since the last verified publish exactly what changed in the trainer
-    changed.
+    """Check that servers agree, and that exactly the trainer's changed tensors changed since the last verified publish.
 
-    What this cannot see is a part of a fused tensor that did not arrive on any server while the rest of it did; that
-    updates reach every part at all is proved once a server start (`transaction.py`).
+    This cannot detect a part of a fused tensor that reached no server while the rest did. `transaction.py` proves once
+    per server start that updates reach every part.
 
-    `digests` are the trainer's, by checkpoint name. Servers that fail leave the fleet. Returns the new baseline,
-    which holds if a server is left.
+    `digests` are the trainer's, by checkpoint name. Servers that fail leave the fleet. Returns the new baseline, which
+    is valid if a server is left.
     """
     names = server_tensor_names(spec)
     expected_names = set(names.values())
@@ -76,7 +75,7 @@ def check_replicas(
         if problem:
             fleet.fail(server, f"{server_id}: {problem}")
     _check_agreement(fleet, reports)
-    # Of sizes without a server here, what was reported holds on as long as the weights are the same.
+    # Reports of sizes without a server here stay valid while the weights are unchanged.
     kept = baseline.reported if digests == baseline.digests else {}
     return Baseline(digests, {**kept, **{s.tensor_parallel: reports[s.server_id] for s in fleet.active}})
 
@@ -90,7 +89,7 @@ def _names_problem(reported: Reported, expected: set[str]) -> str | None:
 
 
 def _change_problem(reported: Reported, before: Reported, changed_here: set[str]) -> str | None:
-    """A tensor that changed must change on some rank (one rank's share may be as it was), any other on none."""
+    """A changed tensor must change on at least one rank of the server; any other tensor on none."""
     changed_there = {
         name for now, then in zip(reported, before, strict=True) for name in now if now[name] != then[name]
     }
@@ -106,7 +105,7 @@ def _change_problem(reported: Reported, before: Reported, changed_here: set[str]
 
 
 def _check_agreement(fleet: Fleet, reports: dict[str, Reported]) -> None:
-    """Servers of one tensor-parallel size hold the same; those apart from the majority fail, all when there is none."""
+    """Servers of one tensor-parallel size must agree. Those outside the majority fail; all fail if there is none."""
     for size in {s.tensor_parallel for s in fleet.active}:
         alike = {
             s.server_id: json.dumps(reports[s.server_id], sort_keys=True)

@@ -153,7 +153,7 @@ def test_damaged_files_are_named_and_the_checkpoint_before_is_taken(rank_pools, 
     assert all(
         t.startswith("CheckpointError")
         and "no checkpoint is whole" in t
-        and "rank_00001.safetensors holds other bytes" in t
+        and "rank_00001.safetensors has other bytes" in t
         for t in texts
     ), texts
 
@@ -195,7 +195,7 @@ def test_a_save_that_would_not_fit_is_refused_before_anything_is_written(rank_po
     common = dict(run_dir=str(tmp_path), folder=str(models[False][0]), parallel={}, optimizer=dict(lr=1e-3))
     texts = pool.run("checkpoint_jobs:refused", plan=["start", "train", "save", "train", "save without room"], **common)
     assert all(
-        "cannot be written" in t and "it needs 0.02 GiB, and 0.02 GiB are free there; nothing was written" in t
+        "cannot be written" in t and "it needs 0.02 GiB, and 0.02 GiB are free there. Nothing was written" in t
         for t in texts
     ), texts
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]

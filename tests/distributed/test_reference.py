@@ -74,4 +74,4 @@ def test_the_term_pulls_towards_the_reference(rank_pools, folders, alone):
 def test_what_cannot_be_a_reference_is_refused(rank_pools, folders):
     text = rank_pools(1).run("reference_jobs:refused", folder=folders["policy"], reference=folders["deeper"])[0]
     assert "ModelError: kl.reference_path" in text and "num_layers 2 instead of 4" in text
-    assert "ValueError: kl.coefficient is 0.1, and reference log-probs were not given" in text
+    assert "ValueError: kl.coefficient is 0.1, but reference log-probs were not given" in text

@@ -168,7 +168,9 @@ class Trainer:
         message = [None]
         trajectories: list[Trajectory] = []
         if self.pool is not None:
-            collector = Collector(config, self.pool, self.prompts, random_reward, str, END_TOKENS)
+            collector = Collector(
+                config.rollout, config.batch, config.reward, self.pool, self.prompts, random_reward, str, END_TOKENS
+            )
             batch = collector.take(step)
             fill_advantages(batch, config, step)
             trajectories, message = batch.trajectories, [assemble(batch, config, self.layout, step)]
@@ -210,7 +212,7 @@ class Trainer:
 
     def _set_temperature(self, temperature: float) -> None:
         """A run has one temperature, given to the engine when it is made; these tests have two."""
-        self.engine.config = self.engine.pipeline.config = self._at(temperature)
+        self.engine.config, self.engine.pipeline.temperature = self._at(temperature), temperature
 
     def _at(self, temperature: float) -> Config:
         return self.config.model_copy(

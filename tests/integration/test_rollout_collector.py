@@ -37,7 +37,9 @@ async def score(trajectory):
 
 
 def collector_of(config, pool, stream):
-    return Collector(config, pool, stream, score, byte_tokenizer().decode, [EOS_TOKEN_ID])
+    return Collector(
+        config.rollout, config.batch, config.reward, pool, stream, score, byte_tokenizer().decode, [EOS_TOKEN_ID]
+    )
 
 
 def check_whole(batch, stream, config, version):
@@ -76,9 +78,9 @@ def test_samples_of_one_prompt_differ(dense_server):
 
 @pytest.mark.parametrize("behind", [False, True], ids=["weights on disk", "weights published over"])
 def test_kill_in_the_middle_of_a_rollout(dense_model, tmp_path, behind):
-    """SGLang is killed with requests open. It comes back with the current weights and every prompt comes back once.
+    """SGLang is killed with open requests. It restarts with the current weights, and every prompt comes back once.
 
-    With `behind` the newest weights are not what it starts from, and the runtime's part is to publish them to it.
+    With `behind`, it starts from older weights, and the test publishes the newest ones to it, as the runtime does.
     """
     moved = perturb(dense_model, tmp_path / "v4", seed=4)
     path = run_config(

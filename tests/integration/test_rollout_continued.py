@@ -1,4 +1,4 @@
-"""Responses that change servers in the middle, on the real server: cut by its abort, continued from their tokens."""
+"""Responses that change servers, on the real server: cut by an abort and continued from their tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = tuple(range(40, 52))
 
 
 async def cut_after(entry, response: Response, num_tokens: int) -> None:
-    """One request for what the response lacks, ended early after `num_tokens`."""
+    """One request for the rest of the response, ended early after `num_tokens`."""
     flight = Flight(60.0)
     flight._meter = type(
         "Meter",
@@ -43,9 +43,7 @@ async def cut_after(entry, response: Response, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("which", ["dense_server", "moe_server"])
 def test_a_response_in_parts_is_one_response(request, which):
-    """Cut twice and continued: every token's log-prob, and the experts it was sampled with, are what the model
-    computes.
-    """
+    """Cut twice and continued: every token's log-prob and experts are those that the model computes."""
     server = request.getfixturevalue(which)
 
     async def in_parts(pool):
@@ -105,7 +103,7 @@ def read_again(server, whole):
 
 
 def test_a_response_goes_on_at_another_server(dense_server, tmp_path):
-    """Two real servers of one run; the one that has the request gives it up, and the other ends it."""
+    """Two real servers of one run: a request moves from one to the other, which completes it."""
     second = Serve(
         dense_server.config_path, dense_server.attempt.run_folder.path, index=1, attempt=dense_server.attempt
     )

@@ -1,4 +1,4 @@
-"""The real SGLang server behind `gspo-mega serve`: what it answers, what it hides, and how it dies."""
+"""The real SGLang server behind `gspo-mega serve`: its answers, its secrets, and its end."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_scheduler_and_detokenizer_begin_as_copies_of_the_process_that_imported_
     assert len(children) == 2
 
     def places(pid: int) -> set[str]:
-        """Where PyTorch's library lies in the memory of a process: drawn anew for each one that loads it itself."""
+        """The addresses of PyTorch's library in a process: random for each process that loads it itself."""
         return {
             line.split()[0]
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines()

@@ -99,7 +99,7 @@ def test_a_run_on_recorded_rollouts_needs_no_servers(submit_stand_ins, tmp_path)
         f"server.num_servers={many}",
     )
     assert job.finish() == "COMPLETED", job.log
-    assert len(job.nodes("ranks")) == 2 and ", no servers: it trains on recorded rollouts\n" in job.log
+    assert len(job.nodes("ranks")) == 2 and ", no servers: the run trains on recorded rollouts\n" in job.log
     assert not list(job.run.latest_attempt().path.glob("gpus_server_*"))
 
 
@@ -125,7 +125,7 @@ def test_a_rollout_node_crashes_and_scancel_leaves_nothing(submit_stand_ins):
     ("what", "last"),
     [
         ("raise 1", "error: rank 1 failed: ValueError: of a test (logs: "),
-        ("kill 1", "error: rank 1 on {node} ended without a word of its own: Killed"),
+        ("kill 1", "error: rank 1 on {node} ended without an error report: Killed"),
     ],
 )
 def test_the_first_error_of_any_rank_is_the_last_line(submit_stand_ins, what, last):

@@ -1,11 +1,11 @@
-"""Every fault that is known, against the collector: nothing may be lost, doubled, swapped, cut shorter, or hang.
+"""Runs the collector under every known fault: no sample may be lost, doubled, swapped or cut short, none may hang.
 
     python tests/soak/chaos.py [--trajectories 400] [--only NAME ...] [--kinds server registration process] [--seed 0]
     [--seconds 120]
 
-Servers are fakes that speak as SGLang does, over real HTTP. What each sample has to be, its length, tokens and
-log-probs, follows from its name, however many servers it has been on: whatever comes out otherwise is found. A fault is
-an entry of FAULTS in `chaos_faults.py`; new ones go there. Exit code 0 where all held, 1 where one did not.
+The servers are fakes that speak SGLang's protocol over real HTTP. The length, tokens and log-probs of each sample
+follow from its name, however many servers it has been on, so that every deviation is found. A fault is an entry of
+FAULTS in `chaos_faults.py`; add new ones there. Exit code 0 if all properties held under all faults, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from chaos_faults import (
     FAULTS,
     GROUP_SIZE,
     NUM_SERVERS,
-    REPOSITORY,
     SETTINGS,
     Broken,
-    ChaosServer,
     Fault,
     Scene,
     falls_silent,
-    sample_of,
 )
+from chaos_server import REPOSITORY, ChaosServer, sample_of
 from collector_support import SPEC, Stream, collector_of, make_config
 from fake_server import EOS
 
@@ -44,7 +42,7 @@ from gspo_mega.run_folder import RunFolder, atomic_write_text
 
 
 def drive(name: str, fault: Fault, num_trajectories: int, seed: int, limit_seconds: float) -> Counter:
-    """One batch under the fault, from servers that are new. Returns its figures; raises Broken."""
+    """Run one batch under the fault, with new servers. Returns its counts; raises Broken."""
     if fault.command:
         done = subprocess.run(fault.command, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit_seconds * 10)
         if done.returncode != 0:
@@ -59,7 +57,7 @@ def drive(name: str, fault: Fault, num_trajectories: int, seed: int, limit_secon
         servers = [ChaosServer(f"server-{i}", attempt.servers_dir, delay=0.02) for i in range(NUM_SERVERS)]
         rng = random.Random(f"{seed} {name}")
         for server in servers:
-            if fault.answers is None:  # a batch that lasts until something happens
+            if fault.answers is None:  # the batch must last until something happens
                 server.token_seconds = 0.02
             if fault.answers is not None:
                 server.fault = lambda call, ids: fault.answers if rng.random() < fault.share else None
@@ -94,7 +92,7 @@ def take(
             raise Broken(f"hung: not done after {limit_seconds:g} s")
         if fault.during is not None:
             fault.during(scene)
-        for behind in pool.servers_behind():  # as the runtime does: published to anew
+        for behind in pool.servers_behind():  # stands in for the runtime, which publishes to them again
             pool.commit(0, [(behind.server_id, behind.generation)])
 
     try:
@@ -108,7 +106,7 @@ def take(
 
 
 def check(batch, stream: Stream, num_prompts: int) -> None:
-    """Every prompt once, each of its samples once, and each sample what it has to be, to the token."""
+    """Raise Broken unless every prompt and each of its samples came back once, each sample with exactly its tokens."""
     if [g.prompt.prompt_id for g in batch.groups] != [p.prompt_id for p in stream.drawn[:num_prompts]] or len(
         batch.groups
     ) != num_prompts:
@@ -130,7 +128,7 @@ def check(batch, stream: Stream, num_prompts: int) -> None:
 
 
 def hurry() -> None:
-    """Times that are right for a cluster are long for fakes that answer at once."""
+    """Shorten waiting times that are meant for a cluster: the fakes answer at once."""
     load.DWELL_SECONDS = 0.05
     pool_module._POLL_SECONDS = 0.05
 
@@ -144,8 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="after which a batch counts as hung")
     args = parser.parse_args(arguments)
     hurry()
-    logging.disable(logging.WARNING)  # of hundreds of faults; what was found is shown
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the fakes', whose clients hang up on them
+    logging.disable(logging.WARNING)  # hundreds of warnings; the findings are printed
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the fakes' clients hang up
     total, broken, started = Counter(), {}, time.monotonic()
     chosen = {
         name: fault

@@ -1,7 +1,4 @@
-"""What goes wrong in `chaos.py`: an entry of FAULTS each, and the fake server that every sample is known of.
-
-What a sample has to be, its length, tokens and log-probs, follows from its name.
-"""
+"""The faults of `chaos.py`: one entry of FAULTS each."""
 
 from __future__ import annotations
 
@@ -11,23 +8,18 @@ import os
 import random
 import sys
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "tests" / "unit" / "rollout"))
-
-from fake_server import EOS, PROMPT_TOKENS, VOCAB, FakeServer
+from chaos_server import EOS, MAX_NEW_TOKENS, VOCAB, ChaosServer, sample_of
 
 from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
 
 NUM_SERVERS = 4
-MAX_NEW_TOKENS = 24
 GROUP_SIZE = 4
 SETTINGS = dict(
     max_new_tokens=MAX_NEW_TOKENS, progress_deadline_seconds=0.5, no_server_deadline_seconds=30.0, max_attempts=60
@@ -35,41 +27,7 @@ SETTINGS = dict(
 
 
 class Broken(Exception):
-    """What does not hold, in words."""
-
-
-# --- what every sample has to be ------------------------------------------------------------------------------
-
-
-def sample_of(name: str) -> tuple[list[int], list[float]]:
-    """The response of the sample `name`: token ids and log-probs, which no other sample has."""
-    rng = random.Random(zlib.crc32(name.encode()))
-    length = min(MAX_NEW_TOKENS, 1 + int(rng.expovariate(1 / 9)))
-    token_ids = [rng.randint(3, VOCAB - 1) for _ in range(length)]
-    if length < MAX_NEW_TOKENS:
-        token_ids[-1] = EOS
-    return token_ids, [-rng.random() * 3 for _ in range(length)]
-
-
-class ChaosServer(FakeServer):
-    """Answers every sample with what it has to be, from where the request goes on."""
-
-    def answer(self, rid: str, ids: list[int], params: dict, experts: tuple | None) -> dict:
-        token_ids, log_probs = sample_of(rid.rpartition(".")[0])
-        start = len(ids) - PROMPT_TOKENS
-        token_ids, log_probs = token_ids[start:], log_probs[start:]
-        count = len(token_ids)
-        finish = {"type": "stop", "matched": EOS} if token_ids[-1] == EOS else {"type": "length", "length": count}
-        meta = {
-            "id": rid,
-            "finish_reason": finish,
-            "prompt_tokens": len(ids),
-            "completion_tokens": count,
-            "weight_version": str(self.version),
-            "weight_versions": [{"version": str(self.version), "start": 0, "end": count}],
-            "output_token_logprobs": [[value, token, None] for value, token in zip(log_probs, token_ids, strict=True)],
-        }
-        return {"output_ids": token_ids, "meta_info": meta}
+    """The text says which property did not hold."""
 
 
 # --- faults -----------------------------------------------------------------------------------------------------
@@ -79,8 +37,9 @@ class ChaosServer(FakeServer):
 class Fault:
     """One way in which something goes wrong.
 
-    `answers`: what a server does with a share of its requests. `during`: called while the batch runs, with the scene.
-    `check`: what holds beside what always has to. `command`: a scenario of its own, which ends with 0 where it held.
+    `answers`: what a server does with a `share` of its requests. `before`: called before the pool starts. `during`:
+    called repeatedly while the batch runs. `check`: further properties that must hold afterwards. `command`: a scenario
+    of its own instead, whose exit code is 0 if everything held.
     """
 
     kind: Literal["server", "registration", "process"]
@@ -95,7 +54,7 @@ class Fault:
 
 @dataclass
 class Scene:
-    """What a fault can get at while a batch runs. `restore` undoes what was changed outside it."""
+    """What a fault can change while a batch runs. `restore` undoes its changes outside the scene."""
 
     attempt: Attempt
     servers: list[ChaosServer]
@@ -105,7 +64,7 @@ class Scene:
     restore: Callable[[], None] = lambda: None
 
     def once(self, name: str, after_seconds: float = 0.05) -> bool:
-        """True once, when the batch has run for so long."""
+        """True once, when the batch has run for `after_seconds`."""
         if name in self.done or time.monotonic() - self.started < after_seconds:
             return False
         self.done.add(name)
@@ -113,7 +72,7 @@ class Scene:
 
 
 def changed(**meta: object) -> Callable[[dict], dict]:
-    """An answer whose `meta_info` says something else."""
+    """An answer with other entries in `meta_info`."""
 
     def change(answer: dict) -> dict:
         answer = copy.deepcopy(answer)
@@ -124,7 +83,7 @@ def changed(**meta: object) -> Callable[[dict], dict]:
 
 
 def tokens(change: Callable[[list[int]], list]) -> Callable[[dict], dict]:
-    """An answer with other tokens, all counts as if they were right."""
+    """An answer with other tokens, and all counts consistent with them."""
 
     def apply(answer: dict) -> dict:
         ids = change(list(answer["output_ids"]))
@@ -199,7 +158,7 @@ def deaf(scene: Scene) -> None:
 
 
 def unreadable(number: int, share: float = 0.5) -> Callable[[Scene], None]:
-    """A share of all readings of registrations fails with this errno, while the batch runs."""
+    """While the batch runs, this share of all reads of registrations fails with this errno."""
 
     def start(scene: Scene) -> None:
         rng, read_text = random.Random(number), Path.read_text
@@ -253,7 +212,7 @@ def joins_late(scene: Scene) -> None:
 
 
 def pytest_of(*selection: str) -> tuple[str, ...]:
-    """A scenario that is a test of its own: run as such, of real processes."""
+    """A scenario that is a test of its own, with real processes."""
     return (sys.executable, "-m", "pytest", "-q", "-x", *selection)
 
 

@@ -140,7 +140,7 @@ def test_nothing_different_is_overwritten(make, made, capsys):
     assert make(made, *SMALL, "--seed", 2) == 2
     error = capsys.readouterr().err
     assert (
-        "already there with another content" in error
+        "these exist with other content" in error
         and str(made / "data" / "train.jsonl") in error
         and "tokenizer.json" not in error
     )

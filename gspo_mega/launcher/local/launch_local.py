@@ -1,6 +1,6 @@
 """From a loaded configuration to a supervised attempt on this machine: plan, run folder, servers, ranks.
 
-Owns which processes a command needs and their command lines. Under Slurm, srun starts the same two commands.
+Owns the list of processes that a command needs and their command lines. Under Slurm, srun starts the same two commands.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def launch(
     serve_command: Sequence[str] | None = None,
     stop_grace_seconds: float = STOP_GRACE_SECONDS,
 ) -> int:
-    """Run `command` with as many ranks and servers as the configuration says; returns the exit code.
+    """Run `command` with the ranks and servers of the configuration; returns the exit code.
 
-    `say` shows a line to the user. `worker_command`, `serve_command`: what a rank and a server are, before their own
-    arguments; a server is `gspo-mega serve` in the Python that `server.python` names. Call from the main thread. Raises
-    a GspoMegaError with its exit code: ConfigError, ModelError, PlanError before anything starts, RankError for what
-    failed after.
+    `say` shows a line to the user. `worker_command`, `serve_command`: the commands of a rank and of a server without
+    their arguments; the default server is `gspo-mega serve` in the Python of `server.python`. Call from the main
+    thread. Raises a GspoMegaError with its exit code: ConfigError, ModelError, PlanError before anything starts,
+    RankError for a later failure.
     """
     config = loaded.config
     for key, value, here in (
@@ -58,12 +58,12 @@ def launch(
     ):
         if value != here:
             raise PlanError(
-                f"{loaded.where(f'cluster.{key}')}: cluster.{key}: {value}: `gspo-mega {command}` runs on one machine;"
-                " on several, Slurm starts the ranks and the servers: sbatch launch/slurm/train.sbatch CONFIG"
+                f"{loaded.where(f'cluster.{key}')}: cluster.{key}: {value}: `gspo-mega {command}` runs on one machine."
+                " For several, submit a Slurm job: launch/slurm/train.sbatch CONFIG"
             )
     gpus = visible_gpus(os.environ)
     plan = plan_run(loaded, "gpu" if gpus else "cpu")
-    if command != "certify":  # which samples and scores nothing
+    if command != "certify":  # it neither samples nor scores
         check_rewards(loaded)
     num_servers = 0 if command == "certify" or is_replay(loaded, command) else config.server.num_servers
     rank_gpus, server_gpus = share_gpus(gpus, config.cluster.ranks_per_node, num_servers, config.server.tensor)
@@ -84,9 +84,7 @@ def launch(
         ).run()
 
     with hold(folder, say) as lease, stop_signals() as signals:
-        restarts = Restarts.begin(
-            folder, config.train.max_restarts if command == "train" and config.train is not None else 0
-        )
+        restarts = Restarts.begin(folder, Restarts.allowed(command, config.train))
         while True:
             attempt = new_attempt(folder, loaded, command, say)
             try:

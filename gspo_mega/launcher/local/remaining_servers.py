@@ -1,8 +1,8 @@
-"""Which servers of an attempt are left: one that is gone for good ends no other and no run; the last one does.
+"""Track the servers that are left in an attempt: the run continues without a lost server and ends with the last one.
 
-Owns telling that a server is gone, once each: to the user, and to the pool by the server's registration where the
-server could not write it itself. Restarting servers is `gspo-mega serve`'s; by the time its process ends, or registers
-`failed`, it has.
+Owns the report of each lost server, once: to the user, and to the pool through the server's registration where the
+server did not write it itself. `gspo-mega serve` restarts servers; when its process ends or registers `failed`, it has
+given up.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from gspo_mega.run_folder import Attempt, read_json
 logger = logging.getLogger(__name__)
 
 
-class ServersLeft:
-    """`children`: the processes of an attempt, of which those of the kind `server` count."""
+class RemainingServers:
+    """`children`: the processes of an attempt; only those of the kind `server` count."""
 
     def __init__(self, attempt: Attempt, children: Iterable[Child], say: Callable[[str], None]) -> None:
         self._attempt, self._say = attempt, say
         self._servers = [child for child in children if child.spec.kind == "server"]
         self._gone: list[Child] = []
 
-    def look(self) -> list[Child]:
-        """Tell of each server that is gone since the last look. Returns all of them, the first that went first, once
-        none is left; until then, and where there are none, nothing.
+    def lost(self) -> list[Child]:
+        """Report each server lost since the last call. Once no server is left, returns all of them in the order of
+        their loss; before that, and in an attempt without servers, an empty list.
         """
         for child in self._servers:
             if child not in self._gone and (why := self._end_of(child)) is not None:
                 self._gone.append(child)
-                self._tell(child, why)
+                self._report(child, why)
         return list(self._gone) if len(self._gone) == len(self._servers) else []
 
     def _end_of(self, child: Child) -> str | None:
-        """Why this server will not serve any more, or None while it may."""
+        """Why this server has ended for good, or None while it has not."""
         record = self._record(child)
         if record.get("state") == "failed":
             return str(record.get("error"))
         if child.exit_code is None:
             return None
-        # Whatever its code: the run asked for no end. Nobody is left to write its registration, and the pool would wait
+        # Whatever its exit code: nobody asked it to end. Nothing else writes its registration, and the pool would wait
         # for it.
         why = f"its process {child.end_described}"
         server_id = f"server-{child.spec.index}"
@@ -62,7 +62,7 @@ class ServersLeft:
     def _record(self, child: Child) -> dict:
         return read_json(self._attempt.server_file(f"server-{child.spec.index}")) or {}
 
-    def _tell(self, child: Child, why: str) -> None:
+    def _report(self, child: Child, why: str) -> None:
         num_left, total = len(self._servers) - len(self._gone), len(self._servers)
         left = {0: f"no server of {total} is left", 1: f"1 of {total} servers is left"}.get(
             num_left, f"{num_left} of {total} servers are left"

@@ -1,7 +1,7 @@
-"""The Python that servers of one machine run in, where `server.python` names another than the ranks'.
+"""The Python of the servers on one machine, where `server.python` names another one than that of the ranks.
 
-Owns the command and the variables of `gspo-mega serve` there, and refusing a Python in which it could not start. Under
-Slurm `site_settings.py` says what a server's Python is, in its container, and this key replaces the site's.
+Owns the command and the variables of `gspo-mega serve` in that Python, and refuses a Python in which it cannot start.
+Under Slurm `site_settings.py` defines the server's Python, and this key replaces it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gspo_mega.config import LoadedConfig
 from gspo_mega.errors import PlanError
 
 _LOOK_SECONDS = 120.0
-# Run by the server's Python: what `gspo-mega serve` and the server import, found and not imported.
+# Runs in the server's Python: looks for the imports of `gspo-mega serve` and the server without importing them.
 _LOOK = """
 import importlib.util, json, sys
 needed = ["gspo_mega", "sglang", "torch", "pydantic", "yaml", "safetensors", "numpy", "aiohttp", "psutil"]
@@ -30,9 +30,9 @@ print(json.dumps([list(sys.version_info[:2]), [name for name in needed if import
 def serve_command(
     loaded: LoadedConfig, environment: Mapping[str, str] = os.environ
 ) -> tuple[list[str], dict[str, str]]:
-    """`gspo-mega serve` in the servers' Python, and the variables that it needs besides `environment`.
+    """The command `gspo-mega serve` in the servers' Python, and the variables that it needs besides `environment`.
 
-    Raises PlanError, with the place of the key, where `server.python` is no Python that could serve.
+    Raises PlanError, with the place of the key, where `server.python` is not a Python that can serve.
     """
     chosen = loaded.config.server.python
     if chosen is None:
@@ -41,7 +41,7 @@ def serve_command(
     place = f"{loaded.where('server.python')}: server.python: {chosen}"
     found = shutil.which(chosen)
     if found is None:
-        raise PlanError(f"{place}: there is no such program; the path of a Python, as /opt/sglang/bin/python")
+        raise PlanError(f"{place}: no such program. Give the path of a Python, such as /opt/sglang/bin/python")
     try:
         looked = subprocess.run(
             [found, "-c", _LOOK],
@@ -55,7 +55,7 @@ def serve_command(
     except subprocess.TimeoutExpired:
         raise PlanError(f"{place}: did not answer within {_LOOK_SECONDS:.0f} s") from None
     except (OSError, ValueError, TypeError) as error:
-        raise PlanError(f"{place}: is no Python that runs here: {error}") from None
+        raise PlanError(f"{place}: is not a Python that runs on this machine: {error}") from None
     if tuple(version) < (3, 11):
         raise PlanError(f"{place}: is Python {version[0]}.{version[1]}; 3.11 or newer is needed")
     if missing:
@@ -66,8 +66,8 @@ def serve_command(
 
 
 def _found_there(environment: Mapping[str, str]) -> dict[str, str]:
-    """Where another Python finds this very gspo_mega: its repository. One that is installed among other packages must
-    not bring those along; the other Python then has a gspo_mega of its own.
+    """The variable by which another Python finds this gspo_mega in its repository. An installed gspo_mega gets none:
+    its folder would bring other packages along, so the other Python must have its own.
     """
     root = Path(gspo_mega.__file__).resolve().parents[1]
     if not (root / "pyproject.toml").is_file():

@@ -1,13 +1,12 @@
-"""Watches over the processes of one attempt until they are done, fail, or are asked to stop; then none is left.
+"""Watch the processes of one attempt until they finish, fail, or are asked to stop; then end all of them.
 
-Owns the life of the children and what signals mean. What they are is `launch_local.py`'s choice, how they are ended
-`children.py`'s, what a failure is called `failure.py`'s.
+Owns the life of the children and the meaning of signals. `launch_local.py` chooses the children, `children.py` ends
+them, `failure.py` names a failure.
 
-Signals. The first SIGINT (Ctrl-C), SIGTERM, SIGHUP (a closed terminal) or SIGUSR1 makes a stop request: the ranks
-finish what they are at, save a checkpoint and end. A second SIGINT or SIGTERM, or the end of the grace period, ends
-everything now; SIGHUP and SIGUSR1 never count as the second or the first of two, for a terminal that is closed sends
-several signals of its own. Exit code 128 + the first signal's number: 130 for Ctrl-C, 143 for SIGTERM; the same command
-continues the run.
+Signals. The first SIGINT (Ctrl-C), SIGTERM, SIGHUP (a closed terminal) or SIGUSR1 becomes a stop request: the ranks
+finish their current work, save a checkpoint and end. A second SIGINT or SIGTERM, or the end of the grace period, ends
+everything at once. SIGHUP and SIGUSR1 do not count for that, because a closed terminal sends several signals. Exit code
+128 + the number of the first signal: 130 for Ctrl-C, 143 for SIGTERM. The same command continues the run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gspo_mega.errors import RankError
 from gspo_mega.launcher.attempt_output import ConsoleTail
 from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.failure import describe_failure
-from gspo_mega.launcher.local.remaining_servers import ServersLeft
+from gspo_mega.launcher.local.remaining_servers import RemainingServers
 from gspo_mega.launcher.watchdog import Watchdog
 from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
@@ -29,17 +28,17 @@ from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 300.0
-# Somebody insists with these.
-_PERSONS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A second one of these ends everything at once.
+_INSISTING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.1
-# After a first failure: long enough for the rank that caused it to have left its record, if another was seen first.
+# Time after a first failure in which the rank that caused it writes its record, if another rank was seen first.
 _SETTLE_SECONDS = 0.7
-# A server ends its own group within 2 s. With the settling the whole run is gone well within 10 s.
+# A server ends its process group within 2 s. Together with the settling the whole run ends well within 10 s.
 _END_GRACE_SECONDS = 3.0
 
 
 class Supervisor:
-    """One attempt's processes. `say` shows a line to the user."""
+    """The supervisor of one attempt's processes. `say` shows a line to the user."""
 
     def __init__(
         self,
@@ -51,8 +50,8 @@ class Supervisor:
         signals: list[int] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`patience`: how long ranks may be stuck; None: nobody looks. `signals`: where the caller's `stop_signals`
-        notes them. `check` is called all the time; what it raises ends the run.
+        """`patience`: how long ranks may be stuck; None disables the watchdog. `signals`: the list of the caller's
+        `stop_signals`. `check` is called repeatedly; an exception from it ends the run.
         """
         self._attempt, self._specs, self._say, self._patience = attempt, specs, say, patience
         self._stop_grace_seconds = stop_grace_seconds
@@ -67,7 +66,7 @@ class Supervisor:
         """Start everything, watch, end everything. Returns 0, or 128 + signal after a stop (75 when nobody signalled).
 
         Call from the main thread, inside `stop_signals`. Raises RankError with the text for the user and the exit code
-        when something failed. However it ends, none of the processes, nor of theirs, is left.
+        when something failed. However it ends, no process and no descendant is left.
         """
         family = Family()
         self._children = family.children
@@ -86,7 +85,7 @@ class Supervisor:
         ranks = [child for child in self._children if child.spec.kind == "rank"]
         pids = {child.spec.index: child.pid for child in ranks}
         watchdog = Watchdog(self._attempt, len(ranks), self._patience, pids) if self._patience is not None else None
-        self._servers_left = ServersLeft(self._attempt, self._children, self._say)
+        self._remaining_servers = RemainingServers(self._attempt, self._children, self._say)
         while True:
             self._console.pump()
             family.reap()
@@ -109,13 +108,13 @@ class Supervisor:
     # --- failure -------------------------------------------------------------------------------------------
 
     def _failed(self) -> list[Child]:
-        """Ranks that ended otherwise than they should, and all servers once none of them is left."""
+        """Ranks that ended unexpectedly, and all servers once none of them is left."""
         ranks = [
             child
             for child in self._children
             if child.spec.kind == "rank" and child.exit_code not in (None, 0, EXIT_STOPPED)
         ]
-        return [*ranks, *self._servers_left.look()]
+        return [*ranks, *self._remaining_servers.lost()]
 
     def _settle(self) -> None:
         deadline = time.monotonic() + _SETTLE_SECONDS
@@ -138,11 +137,11 @@ class Supervisor:
             logger.info("%s: stop requested", name)
             self._stop_deadline = time.monotonic() + self._stop_grace_seconds
             self._say(
-                f"{name}: stopping after a checkpoint, within {self._stop_grace_seconds:.0f} s. Once more ends the run"
-                " now, and loses the steps since the last checkpoint."
+                f"{name}: stopping after a checkpoint, within {self._stop_grace_seconds:.0f} s. A second signal ends"
+                " the run now and loses the steps since the last checkpoint."
             )
         self._request_stop(name)
-        if sum(number in _PERSONS_SIGNALS for number in self._signals) > 1:
+        if sum(number in _INSISTING_SIGNALS for number in self._signals) > 1:
             self._say("Ended at once. The same command continues the run from its last checkpoint.")
             return True
         if time.monotonic() > self._stop_deadline:
@@ -154,7 +153,7 @@ class Supervisor:
         return False
 
     def _request_stop(self, name: str) -> None:
-        """Until it is written: on a full disk there may be room again before the grace period ends."""
+        """Write the stop request, again on each call until it succeeds: a full disk may have room again later."""
         if not self._stop_is_requested:
             try:
                 self._attempt.request_stop(name)

@@ -17,7 +17,7 @@ _LOOK_SECONDS = 2.0
 # The supervisor writes its file every few seconds; a shared folder may show that late.
 _SILENCE_SECONDS = 20.0
 _ASK_SECONDS = 60.0
-# Slurm's controller may be restarted or moved; so long it is asked again.
+# How long to ask again while Slurm's controller is restarted or moved.
 _NO_ANSWER_SECONDS = 600.0
 
 
@@ -30,20 +30,21 @@ def main() -> None:
         if now != seen:
             seen, since, unanswered = now, time.monotonic(), None
         elif time.monotonic() - since > _SILENCE_SECONDS:
-            # Slurm is asked only in silence, and its word counts: a slow folder is no lost node.
+            # Only a silent supervisor is a reason to ask Slurm, and Slurm's answer decides: a slow folder is not a lost
+            # node.
             try:
                 if _requeued_if_lost(job, batch_node, log):
                     return
             except (OSError, subprocess.SubprocessError) as error:
                 if unanswered is None:
                     unanswered = time.monotonic()
-                    _tell(
+                    _log(
                         log,
-                        f"Slurm does not answer, and is asked again for {_NO_ANSWER_SECONDS / 60:.0f} min"
+                        f"Slurm does not answer; asking again for {_NO_ANSWER_SECONDS / 60:.0f} min"
                         f" ({_described(error)})",
                     )
                 elif time.monotonic() - unanswered > _NO_ANSWER_SECONDS:
-                    _tell(
+                    _log(
                         log,
                         f"Slurm did not answer for {_NO_ANSWER_SECONDS / 60:.0f} min ({_described(error)}): the watch"
                         f" over {batch_node} ends",
@@ -54,26 +55,24 @@ def main() -> None:
 
 
 def _requeued_if_lost(job: str, batch_node: str, log: str) -> bool:
-    """Whether the batch node had left the job, which is queued again then. Raises what a call of Slurm's programs
-    raises.
-    """
+    """Whether the batch node has left the job; if so, requeues the job. Raises the errors of the calls of Slurm."""
     if batch_node in _nodes_of(job):
         return False
-    # Before it is: Slurm ends this process with the rest of the job.
-    _tell(log, f"{batch_node}, where the supervisor ran, is lost: job {job} is queued again")
+    # Log first: Slurm ends this process with the rest of the job.
+    _log(log, f"{batch_node}, where the supervisor ran, is lost: job {job} is queued again")
     _output("scontrol", "requeue", job)
     return True
 
 
-def _tell(log: str, line: str) -> None:
-    """Each line once. Not to the output, which srun on that very node would write."""
+def _log(log: str, line: str) -> None:
+    """Append a line to the log unless it is there. Not standard output: srun on the lost node would write that."""
     try:
         with open(log, "a+", encoding="utf-8") as file:
             file.seek(0)
             if line + "\n" not in file.read():
                 file.write(line + "\n")
     except OSError:
-        pass  # a word that is lost must not keep the job from being queued again
+        pass  # a lost line must not prevent the requeue
 
 
 def _changed(path: str) -> float:

@@ -1,6 +1,6 @@
-"""How long a run does without Slurm's answer: ranks and servers need its controller only to be started and to be ended.
+"""Bridge the time in which Slurm's controller does not answer: ranks and servers need it only to start and to end.
 
-Owns that patience, of all questions of a job together. What is asked is `scontrol.py`'s.
+Owns the time limit, one for all questions of a job. The questions themselves are in `scontrol.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TypeVar
 from gspo_mega.launcher.slurm.scontrol import NoAnswerError
 
 _T = TypeVar("_T")
-# So long a run goes on without an answer: the controller may be restarted or moved.
+# How long a run continues without an answer: the controller may be restarted or moved.
 NO_ANSWER_SECONDS = 600.0
 ASK_AGAIN_SECONDS = 5.0
 
 
 class Answers:
-    """`say` shows a line in the job's log."""
+    """The answers of Slurm's controller. `say` shows a line in the job's log."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -32,8 +32,8 @@ class Answers:
 
     @contextmanager
     def or_later(self) -> Iterator[None]:
-        """Around questions that are asked again later: without an answer the block is left, with one warning for all of
-        them. Raises NoAnswerError when Slurm has not answered for `NO_ANSWER_SECONDS`.
+        """Wrap questions that are repeated later: without an answer the block ends, with one warning for all of them.
+        Raises NoAnswerError when Slurm has not answered for `NO_ANSWER_SECONDS`.
         """
         try:
             yield
@@ -42,7 +42,7 @@ class Answers:
             if self._missing_since is None:
                 self._missing_since = now
                 self._say(
-                    f"warning  Slurm does not answer; the run goes on for {NO_ANSWER_SECONDS / 60:.0f} min without"
+                    f"warning  Slurm does not answer; the run continues without it for {NO_ANSWER_SECONDS / 60:.0f} min"
                     f" ({error})"
                 )
             elif now - self._missing_since > NO_ANSWER_SECONDS:
@@ -53,14 +53,14 @@ class Answers:
                 self._say("Slurm answers again.")
 
     def demand(self, question: Callable[[], _T]) -> _T:
-        """The answer, however often it has to be asked for. Raises NoAnswerError as `or_later` does."""
+        """Ask until there is an answer. Raises NoAnswerError as `or_later` does."""
         while True:
             with self.or_later():
                 return question()
             time.sleep(ASK_AGAIN_SECONDS)
 
     def insist(self, question: Callable[[], _T], unless: Callable[[], bool]) -> _T | None:
-        """The same; None once `unless`. Raises NoAnswerError as `or_later` does."""
+        """As `demand`; None once `unless` is true. Raises NoAnswerError as `or_later` does."""
         while not unless():
             with self.or_later():
                 return question()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gspo_mega.config import Config, LoadedConfig, load_config
+from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.inputs import is_replay
 from gspo_mega.launcher.slurm.site_settings import Site, words_of
@@ -25,9 +25,9 @@ from gspo_mega.plan.stop_deadlines import grace_seconds, signal_seconds
 
 @dataclass(frozen=True)
 class JobSize:
-    """`servers_by_node[n]`: indices of the servers on the n-th node that has some: a rollout node, or a trainer node
-    where `num_rollout_nodes` is 0; nobody has any in a run on recorded rollouts. `trainer_gpus`, `rollout_gpus`: taken
-    on the fullest node of each kind.
+    """`servers_by_node[n]`: indices of the servers on the n-th rollout node, or on the n-th trainer node where
+    `num_rollout_nodes` is 0; all empty in a run on recorded rollouts. `trainer_gpus`, `rollout_gpus`: GPUs in use on
+    the fullest node of each kind.
     """
 
     num_trainer_nodes: int
@@ -41,16 +41,16 @@ class JobSize:
     def num_servers(self) -> int:
         return sum(map(len, self.servers_by_node))
 
-    def place_of(self, server: int) -> tuple[int, int]:
-        """(node among those that have servers, how many servers come before it there)."""
+    def node_of(self, server: int) -> tuple[int, int]:
+        """(index of the server's node among the nodes with servers, number of servers before it on that node)."""
         node = server % len(self.servers_by_node)
         return node, self.servers_by_node[node].index(server)
 
 
 def job_size(loaded: LoadedConfig, site: Site, command: str = "train") -> JobSize:
-    """Servers are dealt to their nodes in turn; a run on recorded rollouts has none, and no nodes for them.
+    """Deal servers to their nodes in turn; a run on recorded rollouts has neither servers nor nodes for them.
 
-    Raises PlanError where a node has too few GPUs for what falls to it, JournalError where the record is too short.
+    Raises PlanError where a node has too few GPUs, JournalError where the record is too short.
     """
     config = loaded.config
     cluster, server = config.cluster, config.server
@@ -87,16 +87,16 @@ def _check_gpus(loaded: LoadedConfig, key: str, needed: int, there: int, node: s
         )
         raise PlanError(
             f"{loaded.where(key)}: {key}: {node} needs {needed} GPUs for {what}, and has {there} (GSPO_GPUS_PER_NODE of"
-            " the site); lower them, or give more nodes (cluster.num_nodes, cluster.num_rollout_nodes)"
+            " the site). Lower these keys, or use more nodes (cluster.num_nodes, cluster.num_rollout_nodes)"
         )
 
 
-def sbatch_options(config: Config, size: JobSize, site: Site, rollout_options: Sequence[str] = ()) -> list[str]:
-    """What sbatch needs to know of the job's size. With `rollout_options`, the site's own for nodes that hold servers
-    alone, the job is heterogeneous: two components, the second one's options behind a `:`.
+def sbatch_options(run_name: str, size: JobSize, site: Site, rollout_options: Sequence[str] = ()) -> list[str]:
+    """The options of sbatch for a job of this size. With `rollout_options`, the site's options for nodes that hold only
+    servers, the job is heterogeneous: two components, the options of the second behind a `:`.
     """
-    # The job submits another where it does not find our environment, whatever the site's default is.
-    common = [f"--job-name={config.run.name}", f"--signal=B:USR1@{site.signal_seconds}", "--export=ALL"]
+    # --export=ALL whatever the site's default is: without this environment the job would submit another job.
+    common = [f"--job-name={run_name}", f"--signal=B:USR1@{site.signal_seconds}", "--export=ALL"]
     trainer_tasks = size.ranks_per_node + (len(size.servers_by_node[0]) if size.num_rollout_nodes == 0 else 0)
     rollout_tasks = len(size.servers_by_node[0]) if size.num_rollout_nodes else 0
 
@@ -116,24 +116,23 @@ def sbatch_options(config: Config, size: JobSize, site: Site, rollout_options: S
     return [*common, *nodes(size.num_trainer_nodes + size.num_rollout_nodes, max(trainer_tasks, rollout_tasks))]
 
 
-def told_in_time(site: Site, figures: Estimate) -> Site:
-    """`site` with its `signal_seconds`, those that the plan asks for where the site leaves that open.
+def with_signal_time(site: Site, figures: Estimate) -> Site:
+    """`site` with its `signal_seconds`, which come from the plan where the site leaves them open.
 
-    Raises PlanError where the ranks could not end their step and save in that time, by estimate.
+    Raises PlanError where, by estimate, the ranks could not end their step and save in that time.
     """
     needed = signal_seconds(figures.stop_seconds)
     if site.signal_seconds and grace_seconds(site.signal_seconds) < figures.stop_seconds:
         raise PlanError(
-            f"launch/slurm/site.sh: GSPO_SIGNAL_SECONDS={site.signal_seconds}: that long before its time limit the job"
-            f" is told, and ending a step and saving take {figures.stop_seconds:.0f} s by estimate: every time limit"
-            f" would cost the steps since the last checkpoint; at least {needed}, or leave it open"
+            f"launch/slurm/site.sh: GSPO_SIGNAL_SECONDS={site.signal_seconds} is too short: ending a step and saving"
+            f" take {figures.stop_seconds:.0f} s by estimate. Set at least {needed}, or leave it open (0)"
         )
     return replace(site, signal_seconds=site.signal_seconds or needed)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Assignments of GSPO_NUM_NODES, GSPO_RUN_FOLDER and the array GSPO_SIZE to standard output, the plan to standard
-    error.
+    """Write assignments of GSPO_NUM_NODES, GSPO_RUN_FOLDER and the array GSPO_SIZE to standard output, and the plan to
+    standard error.
     """
     try:
         site = Site.read(os.environ)
@@ -141,11 +140,11 @@ def main(arguments: Sequence[str]) -> int:
         plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
         figures = estimate(plan, loaded.where)
         sys.stderr.write(render_report(plan, figures) + "\n")
-        site = told_in_time(site, figures)
+        site = with_signal_time(site, figures)
         size = job_size(loaded, site)
         options = [
             *words_of(os.environ, "GSPO_SBATCH"),
-            *sbatch_options(loaded.config, size, site, words_of(os.environ, "GSPO_ROLLOUT_SBATCH")),
+            *sbatch_options(loaded.config.run.name, size, site, words_of(os.environ, "GSPO_ROLLOUT_SBATCH")),
         ]
     except GspoMegaError as error:
         sys.stderr.write(f"{error}\n")

@@ -1,14 +1,14 @@
 """The supervisor of a Slurm job: runs in its batch script on the first trainer node and watches one attempt's steps.
 
-Owns what an ended step and a lost node mean. What a signal means is `stop_request.py`'s, which servers there are
-`server_steps.py`'s, what the steps are `step_commands.py`'s, what Slurm is asked `scontrol.py`'s.
+Owns the reaction to ended steps and lost nodes. Signals are the business of `stop_request.py`, the set of servers of
+`server_steps.py`, the steps of `step_commands.py`, the calls of Slurm of `scontrol.py`.
 
-    USR1 (time limit; preemption: see site.sh)     the step is finished or given up, checkpoint, queued again TERM, INT,
-    HUP, a stop file                    the same, and not queued again a trainer node lost, or all servers' nodes
-    queued again, from the last checkpoint some of the servers lost or given up           the run goes on with the
-    others a rank or the last server failed, or hangs     the attempt failed: the first error is the last line;
-    `launch_job.py`
-                                                   may begin another on the same nodes
+    USR1 (time limit; preemption: see site.sh)     the ranks save a checkpoint and end; the job is requeued
+    TERM, INT, HUP, a stop file                    the same without a requeue
+    a trainer node or all servers' nodes lost      the job is requeued and continues from the last checkpoint
+    some servers lost or given up                  the run continues with the others
+    a rank or the last server fails or hangs       the attempt fails: its first error is the log's last line, and
+                                                   `launch_job.py` may begin another attempt on the same nodes
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gspo_mega.errors import RankError
 from gspo_mega.launcher.attempt_output import ConsoleTail
 from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.children import Child, ChildSpec, Family
-from gspo_mega.launcher.failure import describe_failure
+from gspo_mega.launcher.failure import describe_failure, one_line
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.lost_nodes import LostNodes
 from gspo_mega.launcher.slurm.node_preflight import preflight
@@ -40,27 +40,25 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _SETTLE_SECONDS = 1.0
-# Slurm is asked for the job's nodes and time so often.
+# Interval of the questions to Slurm about the job's nodes and time.
 _LOOK_SECONDS = 15.0
-# Slurm looks at time limits twice a minute. A signal that is later than this was sent before there was a supervisor to
-# hear it.
+# Slurm checks time limits twice a minute. A signal that is later than this was sent before the supervisor started.
 _LATE_SECONDS = 60.0
 _END_GRACE_SECONDS = 3.0
-# A watch that ended is started again, and not at once each time.
+# Shortest interval between two starts of the watch over the batch node.
 _WATCH_AGAIN_SECONDS = 5.0
 
 
 class AttemptError(RankError):
-    """An attempt's ranks or servers failed, where no node is to blame. One line, the first error's."""
+    """An attempt's ranks or servers failed, and no lost node is the reason. One line: the first error."""
 
 
 @dataclass
-class Standing:
-    """What outlives an attempt: the nodes, which of them are lost, patience with Slurm, signals that nobody has heard
-    yet.
+class JobContext:
+    """State that outlives an attempt: the nodes, which of them are lost, Slurm's silence, unprocessed signals.
 
-    `signal_seconds`: time from USR1 to the limit. `say` shows a line in the job's log. `preflight_seconds`: what a
-    doctor takes at most. `patience`: how long ranks may be stuck; None: nobody looks. `check_lease` raises FolderError
+    `signal_seconds`: time from USR1 to the limit. `say` shows a line in the job's log. `preflight_seconds`: time limit
+    of a doctor. `patience`: how long ranks may be stuck; None disables the watchdog. `check_lease` raises FolderError
     once another supervisor has the run folder.
     """
 
@@ -82,24 +80,24 @@ class SlurmJob:
     """One attempt's steps. `seconds_left`: until the job's time limit, None without one."""
 
     def __init__(
-        self, attempt: Attempt, standing: Standing, steps: Steps, state: StateKeeper, seconds_left: float | None
+        self, attempt: Attempt, context: JobContext, steps: Steps, state: StateKeeper, seconds_left: float | None
     ) -> None:
-        self._attempt, self._steps, self._state, self._say = attempt, steps, state, standing.say
-        self._allocation, self._answers, self._nodes = standing.allocation, standing.answers, standing.nodes
-        self._signal_seconds, self._preflight_seconds = standing.signal_seconds, standing.preflight_seconds
+        self._attempt, self._steps, self._state, self._say = attempt, steps, state, context.say
+        self._allocation, self._answers, self._nodes = context.allocation, context.answers, context.nodes
+        self._signal_seconds, self._preflight_seconds = context.signal_seconds, context.preflight_seconds
         self.stop = Stop(
             attempt,
             self._allocation.job_id,
             state,
             self._answers,
-            standing.signals,
+            context.signals,
             self._say,
             self._signal_seconds,
             seconds_left,
         )
-        self._check_lease = standing.check_lease
+        self._check_lease = context.check_lease
         self._console = ConsoleTail(attempt.console_log, self._say)
-        self._watchdog = None if standing.patience is None else Watchdog(attempt, steps.num_ranks, standing.patience)
+        self._watchdog = None if context.patience is None else Watchdog(attempt, steps.num_ranks, context.patience)
         self._watch: Child | None = None
         self._watch_again = 0.0
         self._look_again = time.monotonic() + _LOOK_SECONDS
@@ -107,10 +105,10 @@ class SlurmJob:
     def run(
         self, command: str, servers: Sequence[int], master_port: int, doctors: Sequence[tuple[Node, ChildSpec]]
     ) -> int:
-        """Start the steps, the doctors' first, and stay until they are over. `servers`: indices of those to be started.
+        """Start the steps, the doctors first, and watch until they are over. `servers`: indices of servers to start.
 
-        Returns 0, or 75 when stopped; when the job is queued again, as soon as Slurm ends it. Raises AttemptError for
-        what failed, RankError for what no other attempt would mend, one line each; call from the main thread.
+        Returns 0, or 75 when stopped; for a requeued job, as soon as Slurm ends it. Raises AttemptError for a failure,
+        RankError for one that another attempt would not mend, each with one line. Call from the main thread.
         """
         if self.stop.hear():
             return self._ended_by_slurm()
@@ -156,16 +154,16 @@ class SlurmJob:
                         self._fail([ranks, *fleet.ended])
                     else:
                         ranks = again
-            if self.look() or self._are_stuck():
+            if self.look_for_lost_nodes() or self._are_stuck():
                 return EXIT_STOPPED
             if self.stop.is_over:
                 self._say("The ranks did not stop in time; the steps since the last checkpoint are lost.")
                 return EXIT_STOPPED
             time.sleep(_POLL_SECONDS)
 
-    def look(self) -> bool:
-        """Ask Slurm every so often. Returns whether it gave a trainer node up: the ranks that are left may wait for
-        that in a collective, for half an hour. Raises NoAnswerError once Slurm has been silent for long.
+    def look_for_lost_nodes(self) -> bool:
+        """Ask Slurm at intervals. Returns whether it gave up a trainer node: the remaining ranks may wait for that node
+        in a collective for half an hour. Raises NoAnswerError once Slurm has been silent for too long.
         """
         if time.monotonic() < self._look_again:
             return False
@@ -179,7 +177,7 @@ class SlurmJob:
             return False
         left = seconds_left(self._allocation.job_id)
         if left is not None and left < self._signal_seconds - min(_LATE_SECONDS, self._signal_seconds / 2):
-            self.stop.ask(f"{left:.0f} s are left, and no signal came", again=True)
+            self.stop.ask(f"{left:.0f} s are left and no signal arrived", again=True)
         lost = self._nodes.trainers()
         if lost:
             self.stop.blame(lost)
@@ -188,9 +186,9 @@ class SlurmJob:
     # --- ends ----------------------------------------------------------------------------------------------
 
     def _ranks_over(self, ranks: Child, fleet: Servers) -> int | None:
-        """The code to end with, where the ranks' end is no failure of theirs; None where it is, or they never began."""
+        """The exit code where the ranks' end is not their failure; None where it is, or where they never began."""
         if ranks.exit_code == 0:
-            self.stop.forget()  # done before it could be stopped
+            self.stop.forget()  # finished before it could be stopped
             return 0
         if ranks.exit_code == EXIT_STOPPED:
             return EXIT_STOPPED
@@ -203,8 +201,8 @@ class SlurmJob:
         return EXIT_STOPPED if self.stop.queues_again else None
 
     def _are_stuck(self) -> bool:
-        """Whether ranks are stuck for a reason that has the job queued again: a lost node, of which Slurm learns later,
-        or a stop. Raises AttemptError for any other.
+        """Whether ranks are stuck for a reason that requeues the job: a stop, or a lost node that Slurm has not noticed
+        yet. Raises AttemptError for any other reason.
         """
         error = self._watchdog.look() if self._watchdog is not None else None
         if error is not None:
@@ -229,29 +227,20 @@ class SlurmJob:
             self.stop.ask("all servers are lost", again=True)
 
     def _fail(self, failed: list[Child]) -> NoReturn:
-        """Raise the attempt's error: all of it in the log, and its first line once more, as the last line of all."""
+        """Raise the attempt's error. The log gets its full text, and ends with its first line."""
         self._console.pump()
         self._fail_with(describe_failure(failed, self._attempt))
 
     def _fail_with(self, error: RankError) -> NoReturn:
-        lines = str(error).splitlines()
         self._say(str(error))
-        # Of a traceback the end says what happened, where the beginning says which rank.
-        what = (
-            [line for line in lines if line.strip() and not line.startswith(("(", " "))][-1]
-            if "Traceback" in str(error)
-            else ""
-        )
-        summary = AttemptError(
-            f"error: {lines[0].rstrip(':')}{': ' * bool(what)}{what} (logs: {self._attempt.logs_dir})"
-        )
+        summary = AttemptError(f"error: {one_line(error)} (logs: {self._attempt.logs_dir})")
         summary.exit_code = error.exit_code
         raise summary
 
     # --- the batch node ------------------------------------------------------------------------------------
 
     def _keep_watch(self, starts: Starts) -> None:
-        """Have a step on another node look after this one; on the next when that one is lost."""
+        """Keep a step on another node that watches this one; choose the next node when that one is lost."""
         if (self._watch is not None and self._watch.exit_code is None) or time.monotonic() < self._watch_again:
             return
         self._watch_again = time.monotonic() + _WATCH_AGAIN_SECONDS

@@ -1,6 +1,7 @@
-"""From a loaded configuration to the supervised steps of the Slurm job that this process is the batch script of.
+"""From a loaded configuration to the supervised steps of a Slurm job, in the process of its batch script.
 
-What `launch_local.py` is to one machine: plan, run folder, records of the attempt, then `job_supervisor.py`.
+Does for a job what `launch_local.py` does for one machine: plan, run folder, records of the attempt. The steps are run
+by `job_supervisor.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import signals_taken
 from gspo_mega.launcher.restarts import Restarts, furthest
 from gspo_mega.launcher.slurm.controller_outage import Answers
-from gspo_mega.launcher.slurm.job_size import JobSize, job_size, told_in_time
-from gspo_mega.launcher.slurm.job_supervisor import AttemptError, SlurmJob, Standing
+from gspo_mega.launcher.slurm.job_size import JobSize, job_size, with_signal_time
+from gspo_mega.launcher.slurm.job_supervisor import AttemptError, JobContext, SlurmJob
 from gspo_mega.launcher.slurm.scontrol import Allocation, read_allocation, seconds_left
 from gspo_mega.launcher.slurm.site_settings import Site
 from gspo_mega.launcher.slurm.step_commands import Steps
@@ -34,7 +35,7 @@ from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 
 def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Callable[[str], None]) -> int:
-    """Run `command` on the nodes of this job; returns the exit code.
+    """Run `command` on the nodes of this Slurm job; returns the exit code.
 
     Call from the main thread of the batch script. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
     PlanError before anything starts, RankError for what failed after.
@@ -43,14 +44,14 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     size = job_size(loaded, site, command)
     plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
     figures = estimate(plan, loaded.where)
-    report, site = render_report(plan, figures), told_in_time(site, figures)
+    report, site = render_report(plan, figures), with_signal_time(site, figures)
     answers = Answers(say)
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
     _check_time(allocation.job_id, site, answers)
     say(report)
     folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
     with hold(folder, say) as lease:
-        standing = Standing(
+        context = JobContext(
             allocation,
             site.signal_seconds,
             say,
@@ -59,14 +60,12 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
             patience(loaded.config, figures),
             check_lease=lease.raise_if_lost,
         )
-        with signals_taken(SIGNALS, standing.signals):
-            return _Attempts(loaded, command, size, site, standing, folder, report).run()
+        with signals_taken(SIGNALS, context.signals):
+            return _Attempts(loaded, command, size, site, context, folder, report).run()
 
 
 class _Attempts:
-    """The attempts of one start of the job: the first one, and those after a failure, on the same nodes and without the
-    queue.
-    """
+    """The attempts of one start of the job: the first attempt, and those after a failure on the same nodes."""
 
     def __init__(
         self,
@@ -74,39 +73,37 @@ class _Attempts:
         command: Literal["train", "sft"],
         size: JobSize,
         site: Site,
-        standing: Standing,
+        context: JobContext,
         folder: RunFolder,
         report: str,
     ) -> None:
         self._loaded, self._command, self._size, self._site = loaded, command, size, site
-        self._standing, self._folder, self._report = standing, folder, report
-        train = loaded.config.train
-        max_restarts = train.max_restarts if train is not None and command == "train" else 0
-        begin = Restarts.carry_on if standing.allocation.num_restarts else Restarts.begin
-        self._restarts = begin(folder, max_restarts)
+        self._context, self._folder, self._report = context, folder, report
+        begin = Restarts.carry_on if context.allocation.num_restarts else Restarts.begin
+        self._restarts = begin(folder, Restarts.allowed(command, loaded.config.train))
 
     def run(self) -> int:
-        """The exit code of the last attempt. Raises RankError, the last attempt's."""
+        """The exit code of the last attempt. Raises its RankError."""
         is_first = True
         while True:
-            attempt = new_attempt(self._folder, self._loaded, self._command, self._standing.say)
+            attempt = new_attempt(self._folder, self._loaded, self._command, self._context.say)
             try:
                 return self._attempt(attempt, is_first)
             except AttemptError as error:
                 if attempt.stop_reason() is not None:
-                    raise  # it was to end
+                    raise  # a stop was requested
                 decision = self._restarts.decide(error, furthest(self._folder), time.time())
-                self._standing.say(f"warning  attempt {attempt.number} failed: {decision.why}")
+                self._context.say(f"warning  attempt {attempt.number} failed: {decision.why}")
                 if not self._restarts.record(attempt, decision):
                     raise
                 is_first = False
 
     def _attempt(self, attempt: Attempt, is_first: bool) -> int:
-        standing, site, allocation, say = self._standing, self._site, self._standing.allocation, self._standing.say
+        context, site, allocation, say = self._context, self._site, self._context.allocation, self._context.say
         job_id, here = allocation.job_id, allocation.trainer_nodes[0].address
         steps = Steps(allocation, self._size, site, attempt, self._loaded.config.server.tensor)
         servers = [
-            index for index in range(self._size.num_servers) if steps.server_node(index) not in standing.nodes.known
+            index for index in range(self._size.num_servers) if steps.server_node(index) not in context.nodes.known
         ]
         config = _in_job(self._loaded.config, here, servers)
         atomic_write_text(attempt.config_file, render_config(config))
@@ -118,21 +115,22 @@ class _Attempts:
                 f"job      {job_id}, restarted {allocation.num_restarts} times;"
                 f" {describe_nodes(allocation, self._size)}"
             )
-            left = standing.answers.demand(lambda: seconds_left(job_id))
-            # Before the first attempt alone: what it looks at does not change with a failed rank.
+            left = context.answers.demand(lambda: seconds_left(job_id))
+            # Before the first attempt only: a failed rank changes nothing that a doctor checks.
             requests = self._size.num_servers * config.rollout.max_concurrent_requests
             doctors = (
                 steps.doctors(free_port(here), config.precision == "fp8", requests)
                 if site.preflight and is_first
                 else []
             )
-            return SlurmJob(attempt, standing, steps, state, left).run(self._command, servers, free_port(here), doctors)
+            return SlurmJob(attempt, context, steps, state, left).run(self._command, servers, free_port(here), doctors)
 
 
 def _in_job(config: Config, address: str, servers: Sequence[int]) -> Config:
-    """What the attempt's ranks and servers read: rank 0's own `address` as `server.host`, by which it asks which of its
-    addresses servers reach (every server is told its own node's when it is started), and as many servers as there are
-    nodes left for.
+    """The configuration of the attempt's ranks and servers, with the number of servers that the remaining nodes hold.
+
+    `server.host` becomes rank 0's own `address`, from which it finds the address that servers reach; each server gets
+    the address of its own node when it starts.
     """
     server, cluster = config.server, config.cluster
     if servers and len(servers) < server.num_servers:
@@ -142,13 +140,13 @@ def _in_job(config: Config, address: str, servers: Sequence[int]) -> Config:
 
 
 def _check_time(job_id: str, site: Site, answers: Answers) -> None:
-    """Is there time before the limit? That it is enough for a step, only trying shows: see `Stop`. Raises PlanError."""
+    """Raises PlanError where the job has no time before its limit; `Stop` finds out whether it suffices for a step."""
     left = answers.demand(lambda: seconds_left(job_id))
     if left is not None and left <= site.signal_seconds:
         raise PlanError(
-            f"job {job_id} has {left:.0f} s, and saves and stops {site.signal_seconds} s before its end"
-            " (GSPO_SIGNAL_SECONDS): it would be queued again for ever without a step; give it more time (--time in"
-            " GSPO_SBATCH, launch/slurm/site.sh)"
+            f"job {job_id} has {left:.0f} s left but must stop {site.signal_seconds} s before its time limit"
+            " (GSPO_SIGNAL_SECONDS), so it would never finish a step. Raise --time of GSPO_SBATCH in"
+            " launch/slurm/site.sh"
         )
 
 
@@ -157,7 +155,7 @@ def describe_nodes(allocation: Allocation, size: JobSize) -> str:
         [node.name for node in nodes] for nodes in (allocation.trainer_nodes, allocation.rollout_nodes)
     )
     if size.num_servers == 0:
-        return f"ranks on {' '.join(trainers)}, no servers: it trains on recorded rollouts"
+        return f"ranks on {' '.join(trainers)}, no servers: the run trains on recorded rollouts"
     if trainers == rollouts:
         return f"ranks and servers on {' '.join(trainers)}"
     return f"ranks on {' '.join(trainers)}, servers on {' '.join(rollouts)}"

@@ -1,7 +1,7 @@
-"""Which nodes of a job are lost, and whether a failure is theirs.
+"""Know which nodes of a job are lost, and whether a lost node explains a failure.
 
-Owns that knowledge, which outlives an attempt: what was lost does not come back to the same job. What follows from it
-is `job_supervisor.py`'s and `server_steps.py`'s.
+Owns that knowledge, which outlives an attempt: a lost node does not return to its job. The reactions are in
+`job_supervisor.py` and `server_steps.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from gspo_mega.launcher.slurm.scontrol import Allocation, Node, lost_nodes, silent_nodes, slurmd_timeout_seconds
 
 _POLL_SECONDS = 1.0
-# Slurm looks for silent nodes every so often; a node that it has not given up so long after its own limit, it will not.
+# Slurm checks for silent nodes at intervals. A node still in the job this long after Slurm's own limit stays in it.
 _MARGIN_SECONDS = 30.0
 
 
 class LostNodes:
-    """`known`: those whose loss has been dealt with, or is about to be. Questions raise NoAnswerError."""
+    """`known`: lost nodes whose loss is handled, or about to be. Questions to Slurm raise NoAnswerError."""
 
     def __init__(self, allocation: Allocation, say: Callable[[str], None]) -> None:
         self._allocation, self._say = allocation, say
@@ -27,27 +27,26 @@ class LostNodes:
         self.known |= set(lost_nodes(self._allocation.job_id, self._allocation.nodes))
 
     def trainers(self) -> list[Node]:
-        """Lost trainer nodes: those that are left may wait for them in a collective, for half an hour."""
+        """Lost trainer nodes. The remaining ones may wait for them in a collective for half an hour."""
         return lost_nodes(self._allocation.job_id, self._allocation.trainer_nodes)
 
     def behind_failure(self) -> list[Node]:
-        """Nodes whose loss explains that ranks failed just now, which they do before Slurm knows of it. Takes as long
-        as Slurm does.
+        """Nodes whose loss explains that ranks failed just now. Ranks fail before Slurm notices the loss, so this waits
+        for Slurm.
         """
         nodes = self._allocation.nodes
         lost = lost_nodes(self._allocation.job_id, nodes)
         if not lost and (silent := self._silent(nodes)):
-            self._say(f"warning  {', '.join(node.name for node in silent)} does not answer; waiting for Slurm's word")
+            names = ", ".join(node.name for node in silent)
+            self._say(f"warning  {names} does not answer; waiting for Slurm to confirm the loss")
             deadline = time.monotonic() + slurmd_timeout_seconds() + _MARGIN_SECONDS
             while not (lost := lost_nodes(self._allocation.job_id, silent)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             lost = lost or self._silent(silent)
-        # Without those that were known as lost already the run did do, but for ranks' nodes.
+        # Known lost nodes do not explain a new failure, except those of ranks.
         return lost if set(lost) - self.known or set(lost) & set(self._allocation.trainer_nodes) else []
 
     def _silent(self, nodes: Sequence[Node]) -> list[Node]:
-        """Twice in a row: a step that could not be started may be a failure of Slurm's controller, or of the network's
-        moment.
-        """
+        """Nodes that are silent twice in a row: one failed step may be due to Slurm's controller or the network."""
         silent = silent_nodes([node for node in nodes if node not in self.known])
         return silent_nodes(silent) if silent else []

@@ -1,6 +1,6 @@
-"""The doctor on every node of a job, before anything else is started there.
+"""Run the doctor on every node of a job before anything else starts there.
 
-Owns waiting for the steps and what is said of them; what a doctor looks at is `gspo_mega/doctor`.
+Owns the wait for these steps and the report on them. The checks are in `gspo_mega/doctor`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.scontrol import Node, job_runs
 from gspo_mega.launcher.slurm.step_starts import Starts
 
-# What srun and a Python take to start and end, beyond the doctor's own time.
+# Time for srun and Python to start and end, beyond the doctor's own time limit.
 MARGIN_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
@@ -27,8 +27,8 @@ def preflight(
     patience_seconds: float,
     say: Callable[[str], None],
 ) -> None:
-    """Start all `doctors` and wait; `patience_seconds`: what each gives its checks. Raises RankError, one line, when
-    something is wrong; what, and where, is said before.
+    """Start all `doctors` and wait for them; `patience_seconds`: the time limit of each one's checks. Shows their
+    findings, then raises a RankError of one line when something is wrong.
     """
     children = [(node, starts.start(spec)) for node, spec in doctors]
     deadline = time.monotonic() + patience_seconds + MARGIN_SECONDS
@@ -38,7 +38,7 @@ def preflight(
             if child.exit_code is None or index in over:
                 continue
             if starts.never_began(child):
-                answers.demand(lambda: job_runs(job_id))  # a silent Slurm starts nothing
+                answers.demand(lambda: job_runs(job_id))  # while Slurm is silent, no step starts
                 if (again := starts.again(child)) is not None:
                     children[index] = (node, again)
                     continue
@@ -46,22 +46,22 @@ def preflight(
         time.sleep(_POLL_SECONDS)
     bad = []
     for node, child in children:
-        said = child.spec.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        for line in said:
+        output = child.spec.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in output:
             if line.split(": ", 1)[-1].startswith(("wrong", "note")):
                 say(f"doctor   {line}")
         if child.exit_code != 0:
             bad.append(node.name)
-            if not any(": wrong" in line for line in said):
+            if not any(": wrong" in line for line in output):
                 what = (
                     f"did not end within {patience_seconds + MARGIN_SECONDS:.0f} s"
                     if child.exit_code is None
                     else child.end_described
                 )
-                say(f"doctor   {node.name}: {what}: {said[-1] if said else 'without a word'}")
+                say(f"doctor   {node.name}: {what}: {output[-1] if output else 'no output'}")
     if bad:
         raise RankError(
-            f"error: something is wrong on {', '.join(bad)}: see the doctor's lines above (all of them:"
+            f"error: something is wrong on {', '.join(bad)}. See the doctor's lines above (full reports:"
             f" {children[0][1].spec.log.parent}/doctor_*.log)"
         )
     say(f"doctor   nothing is wrong on {len(children)} nodes")

@@ -1,4 +1,4 @@
-"""What a job asks Slurm: which nodes it has and at which addresses, which it lost, to be queued again.
+"""A job's questions to Slurm: its nodes and their addresses, lost nodes, time left; and its requeue.
 
 Owns the calls of `scontrol` and `srun true`, and the reading of SLURM_* variables. Starts no rank or server.
 """
@@ -19,13 +19,13 @@ _PROBE_SECONDS = 30.0
 
 
 class NoAnswerError(RankError):
-    """Slurm did not answer, or with an error; what is there already goes on, as when its controller is restarted."""
+    """Slurm did not answer, or answered with an error. Running steps continue meanwhile."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """`address`: what other nodes reach it by (NodeAddr). `het_group`: its component of a heterogeneous job, else
-    None.
+    """`address`: the one that other nodes use (NodeAddr). `het_group`: the node's component of a heterogeneous job,
+    else None.
     """
 
     name: str
@@ -35,11 +35,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job by what they do; `rollout_nodes` are the trainer nodes themselves where servers share them, or
-    would.
+    """The nodes of a job by role. `rollout_nodes` are the trainer nodes where the job has no separate rollout nodes.
 
-    The first trainer node is the one that the batch script runs on, and rank 0. `num_restarts`: times the job was
-    queued again.
+    The batch script and rank 0 run on the first trainer node. `num_restarts`: how often the job was requeued.
     """
 
     job_id: str
@@ -49,23 +47,23 @@ class Allocation:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Each once, trainers first."""
+        """Each node once, trainer nodes first."""
         return tuple(dict.fromkeys((*self.trainer_nodes, *self.rollout_nodes)))
 
 
 def read_allocation(environment: Mapping[str, str], num_trainer_nodes: int, num_rollout_nodes: int) -> Allocation:
-    """The job this process is the batch script of. `num_rollout_nodes` 0: servers run on the trainer nodes.
+    """The job whose batch script runs this process. `num_rollout_nodes` 0: servers run on the trainer nodes.
 
-    Raises PlanError where this is no job, or one with fewer nodes than that.
+    Raises PlanError outside a job, and for a job with too few nodes.
     """
     job_id = environment.get("SLURM_JOB_ID")
     if not job_id:
-        raise PlanError("SLURM_JOB_ID is not set: this is no Slurm job; submit it with launch/slurm/train.sbatch")
+        raise PlanError("SLURM_JOB_ID is not set: this is not a Slurm job. Submit one with launch/slurm/train.sbatch")
     is_het = int(environment.get("SLURM_HET_SIZE", "1")) > 1
     if is_het:
         lists = [environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in (0, 1)]
         trainers, rollouts = (_nodes(nodes, group) for group, nodes in enumerate(lists))
-        # Commands about the job name its leader: that is component 0.
+        # Commands about the job name its leader, component 0.
         job_id = environment.get("SLURM_JOB_ID_HET_GROUP_0", job_id)
         enough = len(trainers) >= num_trainer_nodes and len(rollouts) >= num_rollout_nodes > 0
     else:
@@ -88,11 +86,11 @@ def read_allocation(environment: Mapping[str, str], num_trainer_nodes: int, num_
 
 
 def lost_nodes(job_id: str, nodes: Iterable[Node]) -> list[Node]:
-    """Those of `nodes` that Slurm has taken out of the job, because they no longer answer.
+    """Those of `nodes` that Slurm has removed from the job because they no longer answer.
 
-    A node that fails leaves the job's list where the job may go on without it (--no-kill).
+    A failed node leaves the job's list where the job may continue without it (--no-kill).
     """
-    # Of a heterogeneous job there is a line a component.
+    # A heterogeneous job has one line per component.
     left = {
         name
         for line in _scontrol("show", "job", "-o", job_id).splitlines()
@@ -103,24 +101,20 @@ def lost_nodes(job_id: str, nodes: Iterable[Node]) -> list[Node]:
 
 
 def job_runs(job_id: str) -> bool:
-    """Whether Slurm lets the job run; False once it is being ended (cancelled, preempted), when nodes leave it one by
-    one.
-    """
+    """Whether the job runs; False once Slurm is ending it (cancelled, preempted), when its nodes leave one by one."""
     return set(re.findall(r"\bJobState=(\w+)", _scontrol("show", "job", "-o", job_id))) == {"RUNNING"}
 
 
 def seconds_left(job_id: str) -> float | None:
-    """Until Slurm ends the job for its time; None where it has no limit. Of a heterogeneous job the component that ends
-    first.
-    """
-    # Times are the machine's own, but where the user's shell asks for another form of them.
+    """Seconds to the job's time limit, None without a limit; of a heterogeneous job, to the earliest limit."""
+    # Times have Slurm's own format, unless the user's shell asks for another one.
     shown = _output(["env", "-u", "SLURM_TIME_FORMAT", "scontrol", "show", "job", "-o", job_id])
     ends = re.findall(r"\bTimeLimit=(?!UNLIMITED)\S+.*?\bEndTime=(\d\S+)", shown)
     return min(datetime.fromisoformat(end).timestamp() for end in ends) - time.time() if ends else None
 
 
 def silent_nodes(nodes: Iterable[Node]) -> list[Node]:
-    """Those of `nodes` where Slurm cannot start a process now. Takes up to half a minute."""
+    """Those of `nodes` on which Slurm cannot start a process now. Takes up to half a minute."""
     probes = []
     for node in nodes:
         command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", *at(node), "true"]
@@ -145,7 +139,7 @@ def silent_nodes(nodes: Iterable[Node]) -> list[Node]:
 
 
 def slurmd_timeout_seconds() -> float:
-    """How long a silent node stays in its jobs before Slurm gives it up."""
+    """Seconds after which Slurm removes a silent node from its jobs."""
     found = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", _scontrol("show", "config"), re.MULTILINE)
     return float(found[1]) if found else 300.0
 
@@ -156,7 +150,7 @@ def at(node: Node) -> list[str]:
 
 
 def requeue(job_id: str) -> None:
-    """Have Slurm end this job and queue it again, under the same id. Raises NoAnswerError with what Slurm answered."""
+    """Make Slurm end this job and queue it again under the same id. Raises NoAnswerError with Slurm's answer."""
     _scontrol("requeue", job_id)
 
 
@@ -181,11 +175,11 @@ def _scontrol(*arguments: str) -> str:
 
 
 def _output(command: list[str]) -> str:
-    said = " ".join(command)
+    shown = " ".join(command)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoAnswerError(f"{said}: {error}") from error
+        raise NoAnswerError(f"{shown}: {error}") from error
     if done.returncode != 0:
-        raise NoAnswerError(f"{said}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise NoAnswerError(f"{shown}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout

@@ -1,7 +1,7 @@
-"""The servers' steps of one attempt: started, lost with their node, given up one by one, ended in order.
+"""The server steps of one attempt: start them, drop those that are lost or gave up, end them in order.
 
-Owns which servers a run still has. The run goes on while there is one; `serve` restarts its own server, and is not
-restarted itself.
+Owns the set of servers that a run still has. The run continues while there is one. `gspo-mega serve` restarts its
+server; nothing restarts `serve`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from gspo_mega.rollout.registration import Registration, State
 from gspo_mega.run_folder import Attempt, read_json
 
 _POLL_SECONDS = 0.2
-# A server ends its own group within 2 s of being told.
+# A server ends its process group within 2 s of the signal.
 _GRACE_SECONDS = 5.0
 
 
 class Servers:
-    """`indices`: of those that are started. `gave_up`: the step of the last one that ended, where no node is to
-    blame.
-    """
+    """`indices`: servers to start. `gave_up`: the step of the last server that ended without the loss of its node."""
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class Servers:
         return [child for child in self._children.values() if child.exit_code is not None]
 
     def drop_ended(self) -> None:
-        """Go on without the servers that ended, but for those that srun could not start. Raises NoAnswerError."""
+        """Drop the servers that ended; start those again that srun could not start. Raises NoAnswerError."""
         ended = self.ended
         self._nodes.learn()
         for child in ended:
@@ -61,8 +59,8 @@ class Servers:
             node = self._steps.server_node(index)
             if node in self._nodes.known:
                 del self._children[index]
-                # Nobody waits at a start for one that failed. Of the last one ranks are not to hear that: they are
-                # asked to stop, with a checkpoint.
+                # Ranks do not wait at their start for a failed server. The last one is only `stopped`: the ranks
+                # shall save a checkpoint and stop instead of failing.
                 self._withdraw(index, "failed" if self._children else "stopped", f"node {node.name} is lost")
                 self._say(f"warning  node {node.name} is lost, and server-{index} with it; {self._left()}")
                 self.gave_up = None
@@ -81,7 +79,7 @@ class Servers:
     def end(self) -> None:
         for child in self._children.values():
             if child.exit_code is None:
-                child.send_signal(signal.SIGUSR1)  # srun hands this one on
+                child.send_signal(signal.SIGUSR1)  # srun forwards this signal
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline and any(child.exit_code is None for child in self._children.values()):
             time.sleep(_POLL_SECONDS)
@@ -90,8 +88,8 @@ class Servers:
         return f"{len(self._children)} servers are left"
 
     def _withdraw(self, index: int, state: State, error: str) -> str:
-        """Its one writer is gone: say in its place that the server is no more, and why, where it did not itself.
-        Returns why.
+        """Write the registration of a server whose process is gone, unless it registered its failure itself. Returns
+        the reason for its end.
         """
         name = f"server-{index}"
         record = read_json(self._attempt.server_file(name))

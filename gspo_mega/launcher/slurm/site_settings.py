@@ -1,8 +1,7 @@
-"""What a site's cluster is like, as launch/slurm/site.sh exports it: GPUs a node, containers, Pythons, network.
+"""The settings of a cluster that launch/slurm/site.sh exports: GPUs per node, containers, Pythons, network.
 
-Owns the names of those variables and their meaning. A container is one line: options for srun when it begins with `--`
-(pyxis: `--container-image=... --container-mounts=...`), else words put before the command (`apptainer exec --nv
-IMAGE`).
+Owns the names and meaning of these variables. A container is one line: options of srun if it begins with `--` (pyxis:
+`--container-image=... --container-mounts=...`), else words before the command (`apptainer exec --nv IMAGE`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _NUMBERS = {"GSPO_GPUS_PER_NODE": 0, "GSPO_CPUS_PER_TASK": 1, "GSPO_SIGNAL_SECON
 
 @dataclass(frozen=True)
 class Environment:
-    """Where one kind of process runs: `container` as in the site's file, `python` inside of it."""
+    """The environment of one kind of process: `container` as in the site's file, and the `python` inside it."""
 
     container: tuple[str, ...]
     python: str
@@ -39,9 +38,9 @@ class Environment:
 
 @dataclass(frozen=True)
 class Site:
-    """`gpus_per_node` 0: none. `cpus_per_task`: of every rank and server. `network`: interfaces of gloo and NCCL, or
-    None for their own choice. `signal_seconds`: how long before the time limit Slurm says so, 0 for as long as the plan
-    asks for. `preflight`: run the doctor first, on every node; `preflight_seconds`: what it may take there.
+    """`gpus_per_node`: 0 for none. `cpus_per_task`: for each rank and server. `network`: interfaces of gloo and NCCL,
+    or None for their own choice. `signal_seconds`: time from Slurm's signal to the time limit, 0 for the plan's value.
+    `preflight`: run the doctor on every node first; `preflight_seconds`: its time limit.
     """
 
     gpus_per_node: int
@@ -55,7 +54,7 @@ class Site:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Site:
-        """Raises ConfigError naming every variable that is no number, or that holds an open quote."""
+        """The settings in the environment. Raises ConfigError for a bad number or an open quote."""
         values = {name: environment.get(name) or str(default) for name, default in _NUMBERS.items()}
         wrong = [f"{name}={text}" for name, text in values.items() if not text.isdecimal()]
         if wrong:
@@ -73,7 +72,7 @@ class Site:
         )
 
     def with_server_python(self, python: str | None) -> Site:
-        """The site with the Python that `server.python` names in place of GSPO_SERVER_PYTHON, where it names one."""
+        """The site with the Python of `server.python` instead of GSPO_SERVER_PYTHON, where that key is set."""
         return self if python is None else replace(self, server=replace(self.server, python=python))
 
     def network_variables(self) -> dict[str, str]:
@@ -86,13 +85,11 @@ def _environment(environment: Mapping[str, str], kind: str) -> Environment:
 
 
 def words_of(environment: Mapping[str, str], name: str) -> list[str]:
-    """The words of a variable that holds several, quoted as in a shell. Raises ConfigError where a quote is left
-    open.
-    """
+    """The words of a variable, quoted as in a shell. Raises ConfigError for an open quote."""
     text = environment.get(name, "")
     try:
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(
-            f"launch/slurm/site.sh: {name}={text}: {error}; words with spaces stand in one pair of quotes"
+            f"launch/slurm/site.sh: {name}={text}: {error}; put words with spaces in one pair of quotes"
         ) from None

@@ -1,6 +1,6 @@
-"""The steps of a Slurm job as srun commands: all ranks, one server each, and the watch over the batch node.
+"""The steps of a Slurm job as srun commands: one of all ranks, one per server, one per doctor, one batch node watch.
 
-Owns srun's options and what a step finds in its environment. Reads no result; `job_supervisor.py` watches.
+Owns the options of srun and the environment of a step. `job_supervisor.py` watches the steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WATCH = Path(__file__).with_name("batch_node_watch.py")
 
 
 class Steps:
-    """What an attempt's steps have in common."""
+    """The steps of one attempt."""
 
     def __init__(self, allocation: Allocation, size: JobSize, site: Site, attempt: Attempt, tensor: int) -> None:
         """`tensor`: GPUs of one server."""
@@ -29,7 +29,7 @@ class Steps:
         return self._size.num_trainer_nodes * self._size.ranks_per_node
 
     def ranks(self, command: str, master_port: int) -> ChildSpec:
-        """One step of all ranks, node by node. The first one's node is where `master_port` is free."""
+        """One step of all ranks, node by node. `master_port` is free on the first node."""
         allocation, site = self._allocation, self._site
         nodes = allocation.trainer_nodes
         environment = {
@@ -39,14 +39,14 @@ class Steps:
             **site.network_variables(),
         }
         if not site.gpus_per_node:
-            # Ranks that each take every core hinder each other by far more than they gain.
+            # Ranks that each use all cores slow each other down.
             environment["OMP_NUM_THREADS"] = str(site.cpus_per_task)
-        places = [
+        placement = [
             f"--nodes={len(nodes)}",
             f"--ntasks={len(nodes) * self._size.ranks_per_node}",
             f"--ntasks-per-node={self._size.ranks_per_node}",
         ]
-        places += [
+        placement += [
             f"--nodelist={','.join(node.name for node in nodes)}",
             *at(nodes[0])[1:],
             "--distribution=block:block",
@@ -61,8 +61,8 @@ class Steps:
             "--command",
             command,
         )
-        # One rank's end is every rank's: what is left would wait in a collective for it.
-        options = [*places, "--kill-on-bad-exit=1", *site.trainer.srun_options]
+        # A failed rank ends all ranks: the others would wait for it in a collective.
+        options = [*placement, "--kill-on-bad-exit=1", *site.trainer.srun_options]
         return ChildSpec(
             "ranks",
             0,
@@ -72,8 +72,8 @@ class Steps:
         )
 
     def server(self, index: int) -> ChildSpec:
-        """One step of one server, bound to its node's own address."""
-        number, before = self._size.place_of(index)
+        """The step of one server, which binds the address of its node."""
+        number, before = self._size.node_of(index)
         node = self._allocation.rollout_nodes[number]
         first_gpu = (self._size.ranks_per_node if self._size.num_rollout_nodes == 0 else 0) + before * self._tensor
         serve = self._site.server.command(
@@ -98,19 +98,21 @@ class Steps:
         )
 
     def server_node(self, index: int) -> Node:
-        return self._allocation.rollout_nodes[self._size.place_of(index)[0]]
+        return self._allocation.rollout_nodes[self._size.node_of(index)[0]]
 
     def _serves(self, node: Node) -> bool:
         return node in (self.server_node(index) for index in range(self._size.num_servers))
 
     def doctors(self, master_port: int, fp8: bool, requests: int = 1024) -> list[tuple[Node, ChildSpec]]:
-        """A step a node, in the environment of what will run there. `requests`: of the run, open at once."""
+        """One step per node, in the environment of the rank or server that will run there. `requests`: concurrent
+        requests of the run.
+        """
         allocation, site, attempt = self._allocation, self._site, self._attempt
         nodes, steps = allocation.nodes, []
         for index, node in enumerate(nodes):
             trains = node in allocation.trainer_nodes
             environment = site.trainer if trains else site.server
-            # Where ranks and servers share a node and not an environment, the ranks' is looked at.
+            # Where ranks and servers share a node but not an environment, the doctor checks that of the ranks.
             roles = ["trainer"] if trains else ["server"]
             if trains and self._serves(node) and site.trainer == site.server:
                 roles.append("server")
@@ -156,9 +158,7 @@ class Steps:
         return steps
 
     def watch(self, node: Node) -> ChildSpec:
-        """The step on `node` that has the job queued again when the batch node is lost, which ends the supervisor with
-        it.
-        """
+        """The step on `node` that requeues the job when the batch node is lost, and the supervisor with it."""
         words = [
             sys.executable,
             "-I",
@@ -175,10 +175,10 @@ class Steps:
         return ["--nodes=1", "--ntasks=1", *at(node)]
 
     def _srun(self, options: list[str], command: list[str], first_gpu: int, num_gpus: int) -> list[str]:
-        """Steps overlap: each sees all GPUs of its nodes, and is told which of them are its own."""
+        """The whole srun command. Steps overlap: each sees all GPUs of its nodes, and a variable names its own."""
         srun = ["srun", "--overlap", f"--cpus-per-task={self._site.cpus_per_task}", *options]
         if not self._site.gpus_per_node:
             return [*srun, *command]
         own = ",".join(str(gpu) for gpu in range(first_gpu, first_gpu + num_gpus))
-        # Not by the step's environment, where Slurm puts a list of its own.
+        # Set with `env`: in the step's environment Slurm would replace the list with its own.
         return [*srun, f"--gres=gpu:{self._site.gpus_per_node}", "env", f"CUDA_VISIBLE_DEVICES={own}", *command]

@@ -1,7 +1,7 @@
-"""Whether an attempt is to end, until when, and whether its job is queued again after it.
+"""The stop of an attempt in a Slurm job: its reason, its deadline, and whether the job is requeued after it.
 
-Owns what a signal means and the first reason that counts: what asked first for the end decides whether the job is
-queued again, and nothing that comes later changes that. Starts and ends no step.
+Owns the meaning of signals. The first stop request decides whether the job is requeued; later requests do not change
+that. Starts and ends no step.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_SECONDS = 0.2
-# A signal that says the end may be a cancellation, which Slurm's controller knows of. It is asked so often at once.
+# A stop signal may belong to a cancellation, which Slurm's controller knows. Number of questions before giving up.
 _ENDED_QUESTIONS = 3
 _ENDED_PAUSE_SECONDS = 1.0
 _REQUEUE_SECONDS = 120.0
-# Slurm may send the signal of the time limit so much too early. Still earlier it is sent by hand, or for preemption.
+# Slurm may send the signal of the time limit this much too early. An earlier one comes from a person or a preemption.
 _EARLY_SECONDS = 60.0
 
 
 class Stop:
-    """The end of one attempt of job `job_id`. `signals`: filled as they come, by `signals_taken`. `signal_seconds`:
-    from USR1 to the time limit; `seconds_left`: to the limit, None without one. `is_over`: the ranks had their time.
+    """The stop of one attempt of job `job_id`. `signals`: filled by `signals_taken` while they arrive.
+    `signal_seconds`: from USR1 to the time limit; `seconds_left`: to the limit, None without one.
     """
 
     def __init__(
@@ -61,11 +61,12 @@ class Stop:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether somebody, or something, asked for the end: a signal, a stop file, Slurm."""
+        """Whether a signal, a stop file or Slurm requested the stop."""
         return self._deadline is not None or self._attempt.stop_reason() is not None
 
     @property
     def is_over(self) -> bool:
+        """Whether the ranks had their time to stop."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
     @property
@@ -73,9 +74,9 @@ class Stop:
         return self._again_because is not None
 
     def ask(self, reason: str, again: bool) -> None:
-        """Ask the ranks to end; `again`: have the job queued again after it. The first one counts."""
+        """Ask the ranks to stop; `again`: requeue the job afterwards. Only the first request counts."""
         if self._deadline is None:
-            # A stop file that is there before ours was made by hand, or by the run.
+            # A stop file that exists already was created by a person or by the run.
             self._again_because = reason if again and self._attempt.stop_reason() is None else None
             self._attempt.request_stop(reason)
             self._deadline = time.monotonic() + self._grace_seconds
@@ -86,7 +87,7 @@ class Stop:
             self._say(f"{reason}: stopping after a checkpoint, within {self._grace_seconds:.0f} s")
 
     def blame(self, lost: Sequence[Node]) -> None:
-        """The ranks ended for the loss of nodes: the job is queued again, unless the run was to end."""
+        """Note lost nodes as the reason for the end of the ranks: the job is requeued, unless a stop was requested."""
         reason = f"lost node {', '.join(node.name for node in lost)}"
         if self.is_asked_for:
             self._say(f"{reason} before the ranks had stopped; the steps since the last checkpoint are lost.")
@@ -94,12 +95,12 @@ class Stop:
             self._again_because = reason
 
     def forget(self) -> None:
-        """The job is not queued again: the run is done, or Slurm ends it."""
+        """Cancel the requeue: the run is finished, or Slurm ends the job."""
         self._again_because = None
 
     def hear(self) -> bool:
-        """Make a stop of the signals that came. Returns whether they came with the job's end, which leaves no time for
-        one.
+        """Turn received signals into a stop request. Returns whether Slurm is ending the job, which leaves no time for
+        a stop.
         """
         while self._signals:
             number = self._signals.pop(0)
@@ -119,24 +120,24 @@ class Stop:
             time.sleep(_ENDED_PAUSE_SECONDS)
         return False
 
-    # --- queued again --------------------------------------------------------------------------------------
+    # --- requeue -------------------------------------------------------------------------------------------
 
     def still_runs(self) -> bool:
-        """Whether the job may be queued again: it was not cancelled meanwhile."""
-        # A cancellation whose signal came before the question is in the answer; one that comes after it is heard here.
+        """Whether the job may be requeued: it was not cancelled meanwhile."""
+        # Slurm's answer covers a cancellation before the question; a later one arrives as a signal.
         self._signals.clear()
         runs = self._answers.insist(lambda: job_runs(self._job_id), unless=self._is_terminated)
         return bool(runs) and not self._is_terminated()
 
     def queue_again(self) -> int:
-        """Returns when Slurm ends this process. Raises RankError where that would lead nowhere."""
+        """Requeue the job; returns when Slurm ends this process. Raises RankError where a requeue cannot help."""
         without_progress = self._time_is_up and self._latest_checkpoint() == self._began_with
         if without_progress and self._last_was_without_progress():
             raise RankError(
-                f"error: for the second time in a row job {self._job_id} came to its time limit without a new"
-                f" checkpoint, {self._seconds:.0f} s after its start, and is not queued again: they are too few for a"
-                " start and a step; give it more (--time in GSPO_SBATCH), or, where the ranks did not stop in time,"
-                f" more for that (GSPO_SIGNAL_SECONDS, {self._signal_seconds:.0f}); both in launch/slurm/site.sh"
+                f"error: job {self._job_id} reached its time limit twice in a row without a new checkpoint;"
+                f" {self._seconds:.0f} s are too few for a start and a step. Raise --time of GSPO_SBATCH in"
+                f" launch/slurm/site.sh, or GSPO_SIGNAL_SECONDS (now {self._signal_seconds:.0f}) if the"
+                " ranks did not stop in time"
             )
         self._state.tell("requeued", note=self._again_because, without_progress=without_progress)
         self._say(f"queued again: {self._again_because}")
@@ -147,7 +148,7 @@ class Stop:
                 return EXIT_STOPPED
             time.sleep(_POLL_SECONDS)
         raise RankError(
-            f"Slurm took the requeue of job {self._job_id} and did not end it within {_REQUEUE_SECONDS:.0f} s"
+            f"Slurm accepted the requeue of job {self._job_id} but did not end it within {_REQUEUE_SECONDS:.0f} s"
         )
 
     def _is_terminated(self) -> bool:
@@ -160,7 +161,7 @@ class Stop:
             return None
 
     def _last_was_without_progress(self) -> bool:
-        """Of this very job: it came back to the same limit."""
+        """Whether the attempt before was of this job and ended at its time limit without a new checkpoint."""
         before = self._attempt.run_folder.attempt(self._attempt.number - 1) if self._attempt.number > 1 else None
         state = None if before is None else read_state(before)
         return state is not None and state.without_progress and state.slurm_job == self._job_id

@@ -1,7 +1,7 @@
-"""A server's answer to one generate request: put together from its reports, and refused if it makes no sense.
+"""A server's answer to one generate request: assembled from its reports, and refused if it makes no sense.
 
-Owns what a well-formed answer is. A wrong token id, log-prob or weight version here would train a wrong policy
-without a sign, so every field is checked against every other one and against the request. No HTTP here.
+Owns what a well-formed answer is. A wrong token id, log-prob or weight version would silently train a wrong policy, so
+every field is checked against the others and against the request. No HTTP here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from gspo_mega.errors import RolloutError
 
 _LOG_PROB_ROUNDING = 1e-5
-"""A log-softmax of nearly all the mass may come out this much above zero in fp32."""
+"""In fp32, the log-prob of a token with nearly all the probability may exceed zero by this much."""
 
 
 class NonsenseAnswer(RolloutError):
@@ -25,15 +25,15 @@ class NonsenseAnswer(RolloutError):
 
 
 class RefusedAnswer(RolloutError):
-    """A server says that it will not serve this request."""
+    """A server refuses this request."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one response. Log-probs come under log_softmax(logits / temperature), whatever top_p and top_k.
+    """How to sample one response. Log-probs are of log_softmax(logits / temperature), before top_p and top_k.
 
-    `temperature` 0 is greedy (log-probs then at temperature 1). `top_k` -1 is all tokens. Sampling ends with the first
-    of `stop_token_ids`, which is part of the response.
+    `temperature` 0 is greedy, with log-probs at temperature 1. `top_k` -1 admits all tokens. Sampling ends with the
+    first of `stop_token_ids`, which is part of the response.
     """
 
     max_new_tokens: int
@@ -43,6 +43,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
 
     def as_json(self) -> dict[str, Any]:
+        """SGLang's `sampling_params`."""
         params: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
@@ -55,14 +56,15 @@ class SamplingParams:
         return params
 
     def after(self, num_tokens: int) -> SamplingParams:
-        """How to sample what is left of a response that has `num_tokens` already."""
+        """How to sample the rest of a response that has `num_tokens` already."""
         return replace(self, max_new_tokens=self.max_new_tokens - num_tokens)
 
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What returned experts must look like: of every layer, so many a token. SGLang leaves zeros for the first
-    `num_dense_layers`, which have no experts."""
+    """What returned experts must look like: `experts_per_token` expert ids per token and layer. SGLang returns zeros
+    for the first `num_dense_layers`, which have no experts.
+    """
 
     num_layers: int
     experts_per_token: int
@@ -74,10 +76,13 @@ class RoutingShape:
 class Completion:
     """One response, or the beginning of one. Lists have one entry per response token.
 
-    `log_probs` are nats, of the sampled token. `weight_versions` says which weights made each token. `finish_reason` is
-    `stop` (its last token is a stop token), `length`, or `abort`: cut short, and these are its tokens so far, sampled
-    as all others are. `routed_experts`: int32 [prompt + response - 1, layers, experts_per_token], -1 in layers without
-    experts, or None if not asked for; None as well where a response was cut short and the server did not return them.
+    Attributes:
+        log_probs: log-prob of each sampled token, in nats.
+        weight_versions: the weight version that sampled each token.
+        finish_reason: `stop` (the last token is a stop token), `length`, or `abort`: the response was cut short, and
+            these are its tokens so far, sampled like all others.
+        routed_experts: int32 [prompt + response - 1, layers, experts_per_token], -1 in layers without experts. None if
+            not requested, and where a response was cut short and the server did not return them.
     """
 
     token_ids: list[int]
@@ -88,11 +93,11 @@ class Completion:
 
 
 class Answer:
-    """One answer of SGLang's streaming /generate while it comes, with disjoint reports
+    """One answer of SGLang's streaming /generate while it arrives, in disjoint reports
     (`incremental_streaming_output`).
 
-    `request_id` and `num_prompt_tokens` are what was sent: an answer to another request is nonsense, however well
-    formed. `completion` is None until the last report.
+    `request_id` and `num_prompt_tokens` are those of the request: an answer to another request is nonsense, even if it
+    is well formed. `completion` is None until the last report.
     """
 
     def __init__(
@@ -115,24 +120,19 @@ class Answer:
         self.completion: Completion | None = None
 
     def add(self, report: Any) -> int:
-        """Take in one report; returns how many tokens it brought.
+        """Add one report; returns the number of tokens in it.
 
-        Raises NonsenseAnswer saying what is wrong, RefusedAnswer with the server's words. Nothing of the answer may be
-        used then, the earlier reports neither.
+        Raises NonsenseAnswer saying what is wrong, or RefusedAnswer with the server's own message. Then nothing of the
+        answer may be used, including the earlier reports.
         """
         if self.completion is not None:
             raise NonsenseAnswer(f"the answer went on after its end: {str(report)[:200]!r}")
         if isinstance(report, dict) and "error" in report:
-            raise RefusedAnswer(_words(report["error"]))
+            raise RefusedAnswer(_error_text(report["error"]))
         meta = _field(report, "meta_info", dict)
         if meta.get("id") != self._request_id:
             raise NonsenseAnswer(f"the answer is to request {meta.get('id')!r}; {self._request_id!r} was sent")
-        finish = meta.get("finish_reason")
-        reason = finish.get("type") if isinstance(finish, dict) else None
-        if finish is not None and reason not in ("stop", "length", "abort"):
-            raise NonsenseAnswer(f"finish_reason {finish!r}; stop, length or abort expected")
-        if reason == "abort" and finish.get("status_code") is not None:
-            raise RefusedAnswer(f"{finish['status_code']}: {finish.get('message')}")
+        reason = _finish_reason(meta.get("finish_reason"))
         # A request that is cut short while it waits in the server's queue is answered without a prompt.
         if meta.get("prompt_tokens") != self._num_prompt_tokens and not (
             reason == "abort" and "prompt_tokens" not in meta
@@ -144,7 +144,7 @@ class Answer:
         return count
 
     def so_far(self) -> Completion:
-        """The tokens that were reported, as a response that was cut short. Raises NonsenseAnswer."""
+        """The tokens reported so far, as a response that was cut short. Raises NonsenseAnswer."""
         _check_middle(self._token_ids, self._params)
         return Completion(list(self._token_ids), list(self._log_probs), list(self._versions), "abort")
 
@@ -153,9 +153,9 @@ class Answer:
         before = len(self._token_ids)
         count = len(token_ids)
         if reason == "abort" and type(total) is int and 0 <= total - before < count:
-            count = total - before  # it then repeats the last token that was reported before
+            count = total - before  # the last report of an aborted request repeats the token reported before it
             token_ids = token_ids[:count]
-        if total != before + count:
+        if type(total) is not int or total != before + count:
             raise NonsenseAnswer(f"completion_tokens {total} after {before} token ids and {count} more")
         if total > self._params.max_new_tokens:
             raise NonsenseAnswer(f"{total} tokens; 1 to {self._params.max_new_tokens} were asked for")
@@ -196,8 +196,10 @@ class Response:
         return len(self.whole.token_ids)
 
     def add(self, part: Completion) -> bool:
-        """Put the next part behind what is there; its request had all of it as prompt. False, and nothing is changed,
-        where the part has tokens whose experts are not known and must be."""
+        """Append the next part, which was sampled with all tokens so far as its prompt.
+
+        Returns False and changes nothing where experts are required and the part does not have those of its tokens.
+        """
         if not part.token_ids:
             return True
         routes = part.routed_experts
@@ -205,9 +207,9 @@ class Response:
             if routes is None:
                 return False
             if self.whole.routed_experts is not None:
-                # The rows of the earlier tokens are those they were sampled with, not those of reading them again.
-                mine = self.whole.routed_experts
-                routes = np.concatenate([mine, routes[len(mine) :]])
+                # The earlier tokens keep the routes they were sampled with, not those of the second server's prefill.
+                known = self.whole.routed_experts
+                routes = np.concatenate([known, routes[len(known) :]])
         whole = self.whole
         token_ids = whole.token_ids + part.token_ids
         reason = part.finish_reason
@@ -225,6 +227,18 @@ def _field(mapping: Any, name: str, kind: type) -> Any:
     if not isinstance(mapping, dict) or not isinstance(mapping.get(name), kind):
         raise NonsenseAnswer(f"no {name} ({kind.__name__}) in {str(mapping)[:200]!r}")
     return mapping[name]
+
+
+def _finish_reason(finish: Any) -> str | None:
+    """The type of SGLang's `finish_reason`, None where the response goes on. Raises NonsenseAnswer, RefusedAnswer."""
+    if finish is None:
+        return None
+    reason = finish.get("type") if isinstance(finish, dict) else None
+    if reason not in ("stop", "length", "abort"):
+        raise NonsenseAnswer(f"finish_reason {finish!r}; stop, length or abort expected")
+    if reason == "abort" and finish.get("status_code") is not None:
+        raise RefusedAnswer(f"{finish['status_code']}: {finish.get('message')}")
+    return reason
 
 
 def _token_ids(values: list, vocab_size: int) -> list[int]:
@@ -252,7 +266,7 @@ def _check_middle(token_ids: list[int], params: SamplingParams) -> None:
 
 
 def _log_probs(entries: list, token_ids: list[int]) -> list[float]:
-    """`entries`: [log-prob, token id, text or null] for each token."""
+    """Log-prob of each token, in nats. `entries`: [log-prob, token id, text or null] per token."""
     if len(entries) != len(token_ids):
         raise NonsenseAnswer(f"{len(entries)} log-probs for {len(token_ids)} tokens")
     log_probs = []
@@ -276,7 +290,7 @@ def _version(value: Any) -> int:
 
 
 def _weight_versions(meta: dict, count: int) -> list[int]:
-    """Expand [{version, start, end}] spans, which must tile the response."""
+    """The version of each of `count` tokens, from [{version, start, end}] spans, which must tile the response."""
     versions: list[int] = []
     for span in _field(meta, "weight_versions", list):
         try:
@@ -298,7 +312,7 @@ def _routed_experts(meta: dict, num_rows: int, routing: RoutingShape) -> np.ndar
         raise NonsenseAnswer(f"routed_experts is not base64 of int32: {error}") from error
     shape = (num_rows, routing.num_layers, routing.experts_per_token)
     if flat.size != math.prod(shape):
-        raise NonsenseAnswer(f"{flat.size} routed experts; {shape} (tokens, layers, experts a token) expected")
+        raise NonsenseAnswer(f"{flat.size} routed experts; {shape} (tokens, layers, experts per token) expected")
     if flat.size and not 0 <= flat.min() <= flat.max() < routing.num_experts:
         raise NonsenseAnswer(f"routed experts from {flat.min()} to {flat.max()}; 0 to {routing.num_experts - 1} exist")
     routes = flat.reshape(shape).astype(np.int32)
@@ -306,5 +320,5 @@ def _routed_experts(meta: dict, num_rows: int, routing: RoutingShape) -> np.ndar
     return routes
 
 
-def _words(error: Any) -> str:
+def _error_text(error: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]

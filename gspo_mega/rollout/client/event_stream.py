@@ -1,7 +1,7 @@
-"""A streamed answer as it is read: server-sent events, JSON objects, never more bytes than the answer can need.
+"""Reads a streamed answer: server-sent events of JSON objects, never more bytes than the answer can need.
 
-Owns the reading. A server is not trusted with the collector's memory: bodies are bounded while they are read, and
-compressed ones are refused, for a few kilobytes of those can be gigabytes.
+Owns the bounds on what is read. A server must not be able to fill the collector's memory: bodies are bounded while they
+are read, and compressed bodies are refused, because a few kilobytes of them can expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import aiohttp
 
 from gspo_mega.rollout.client.completion import NonsenseAnswer, RoutingShape
 
-# What one token may take: its id, its log-prob with 17 digits, commas and brackets; with room to spare.
+# Most bytes per token: its id, its log-prob with 17 digits, commas and brackets, with a margin.
 _TOKEN_BYTES = 160
-# What a report may take beside its tokens.
+# Most bytes of a report beside its tokens.
 _REPORT_BYTES = 8 * 1024
 _ROUTE_BYTES = 4 * 4 / 3  # int32 in base64
 
 IDENTITY = {"Accept-Encoding": "identity"}
-"""Header of every request: answers are sent as they are."""
+"""Header of every request: the server must not compress its answer."""
 
 
 def answer_bytes(num_prompt_tokens: int, max_new_tokens: int, report_tokens: int, routing: RoutingShape | None) -> int:
-    """The most bytes that a well-formed answer can have."""
+    """The most bytes that a well-formed answer to a generate request can have."""
     reports = max_new_tokens // report_tokens + 4
     routes = 0.0
     if routing is not None:
@@ -34,7 +34,7 @@ def answer_bytes(num_prompt_tokens: int, max_new_tokens: int, report_tokens: int
 
 
 def check_plain(response: aiohttp.ClientResponse) -> None:
-    """Raises NonsenseAnswer for a compressed body."""
+    """Raise NonsenseAnswer for a compressed body."""
     coding = response.headers.get("Content-Encoding", "identity")
     if coding.lower() != "identity":
         raise NonsenseAnswer(f"a body in Content-Encoding {coding[:40]!r}, which was not asked for")
@@ -52,10 +52,10 @@ async def read_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes
 
 
 async def read_events(response: aiohttp.ClientResponse, limit_bytes: int) -> AsyncIterator[Any]:
-    """The JSON values of a `text/event-stream` up to its `[DONE]`; then nothing more may come.
+    """The JSON values of a `text/event-stream` up to its `[DONE]`, after which nothing may follow.
 
-    Raises NonsenseAnswer: no event stream, compressed, longer than `limit_bytes` in all, no JSON, ended without
-    `[DONE]`.
+    Raises NonsenseAnswer if the body is not an event stream, is compressed, has more than `limit_bytes`, is not JSON,
+    or ends without `[DONE]`.
     """
     check_plain(response)
     if response.content_type != "text/event-stream":
@@ -74,7 +74,7 @@ async def read_events(response: aiohttp.ClientResponse, limit_bytes: int) -> Asy
             scanned = 0
             if done:
                 raise NonsenseAnswer(f"an event behind the end of the stream: {event[:200]!r}")
-            if event.startswith(b":"):  # a comment, by the format
+            if event.startswith(b":"):  # a comment, as the format defines it
                 continue
             if not event.startswith(b"data: "):
                 raise NonsenseAnswer(f"not an event: {event[:200]!r}")

@@ -1,8 +1,8 @@
-"""One request while a server works on it: the tokens that it reported, and an early end that loses none of them.
+"""One request while a server works on it: the tokens reported so far, and an early end that loses none of them.
 
-Owns the judgement that a request no longer makes progress. A request that does is never ended for being long: a
-deadline on the whole of it would cut long responses and keep short ones. Ending one early asks the server for what it
-has: the answer ends with all tokens so far, and the response goes on from there elsewhere.
+Owns the judgement that a request no longer makes progress. A request that makes progress is never ended for being long:
+a deadline on the whole request would cut long responses and keep short ones. To end a request early is to ask the
+server for its tokens so far: the answer ends with them, and the response continues on another server.
 """
 
 from __future__ import annotations
@@ -17,23 +17,27 @@ from gspo_mega.rollout.client.completion import Answer, Completion, NonsenseAnsw
 Cause = Literal["stalled", "moved"]
 
 GRACE_SECONDS = 5.0
-"""How long a server may take to end a request that it was asked to end."""
+"""Longest time that a server may take to end a request early."""
 
 
 class Meter(Protocol):
-    """Who wants to know of tokens as they are reported; `rollout.load.Load` is one."""
+    """Counts tokens as they are reported, as `rollout.load.Load` does."""
 
-    def note(self, num_tokens: int, seconds: float, first: bool) -> None: ...
+    def note(self, num_tokens: int, seconds: float, first: bool) -> None:
+        """A request reported `num_tokens` new tokens, `seconds` after its last report."""
+        ...
 
 
 class Flight:
-    """One open request. Use it on one event loop, within the request's `begin` and `close`.
+    """One open request, between `begin` and `close`. Use it on one event loop.
 
-    `num_tokens`: reported so far, of this request alone. `cause`: why it was asked to end early, or None.
+    Attributes:
+        num_tokens: tokens that this request has reported so far.
+        cause: why the request is being ended early, or None.
     """
 
     def __init__(self, deadline_seconds: float, meter: Meter | None = None) -> None:
-        """`deadline_seconds`: longest wait from one report of new tokens to the next, and for the first."""
+        """`deadline_seconds`: longest wait for the first report of new tokens, and from one report to the next."""
         self._deadline = deadline_seconds
         self._meter = meter
         self._timer: asyncio.TimerHandle | None = None
@@ -51,13 +55,11 @@ class Flight:
 
     @property
     def made_no_progress(self) -> bool:
-        """Whether it was ended for bringing no token for too long, and its end brought none either."""
+        """Whether the request was ended because it stalled, and its last report brought no token either."""
         return self.cause == "stalled" and self.num_tokens == self._num_at_end
 
     def begin(self, answer: Answer, limit: asyncio.Timeout, abort: Callable[[], None]) -> None:
-        """The request is being sent. `limit` ends it where it does not end by itself; `abort` asks the server to end
-        it.
-        """
+        """The request is being sent. `abort` asks the server to end it early; `limit` ends it if that fails."""
         self._answer, self._limit, self._abort = answer, limit, abort
         self._watch()
 
@@ -68,16 +70,16 @@ class Flight:
             self._timer.cancel()
 
     def report(self, num_tokens: int) -> None:
-        """So many new tokens came."""
+        """The server reported `num_tokens` new tokens."""
         now = asyncio.get_running_loop().time()
         if self._meter is not None:
             self._meter.note(num_tokens, now - self.last_report, first=self.num_tokens == 0)
         self.num_tokens += num_tokens
         self.last_report = now
-        beats.beat()  # a long response is no stuck rank
+        beats.beat()  # rank 0 is not stuck while a long response makes progress
 
     def end(self, cause: Cause) -> None:
-        """Ask the server to end it; what it has comes as the last report."""
+        """Ask the server to end the request; its last report has the tokens so far."""
         if self.cause is not None or self._limit is None:
             return
         self.cause = cause
@@ -86,7 +88,7 @@ class Flight:
         self._abort()
 
     def so_far(self) -> Completion:
-        """All tokens that were reported, as a response that was cut short; none where they make no sense."""
+        """All tokens reported so far, as a response that was cut short; no tokens if they make no sense."""
         try:
             return Completion([], [], [], "abort") if self._answer is None else self._answer.so_far()
         except NonsenseAnswer:

@@ -31,18 +31,18 @@ from gspo_mega.rollout.secret import Secret
 
 logger = logging.getLogger(__name__)
 
-# The server closes a connection that was idle for 5 s. Giving it up well before is what keeps a request from being
-# written to one that is just going away, which cannot be told from a server that dies.
+# The server closes a connection that was idle for 5 s. The client closes it well before: a request on a connection that
+# the server is closing fails exactly as if the server had died.
 _KEEPALIVE_SECONDS = 2.0
 
-# Answers of control calls; the longest are the checksums of all tensors of all ranks of one server.
+# The longest answers of control calls are the checksums of all tensors of all ranks of one server.
 _MOST_CONTROL_BYTES = 64 * 1024**2
-# Between the end of an answer and the end of its connection's use.
+# Longest time from the last report of an answer to the end of its stream.
 _TAIL_SECONDS = 1.0
 
 
 class ServerError(RolloutError):
-    """One call of one server failed. `kind` is how, for counting and for deciding what to do about it."""
+    """One call of one server failed. `kind` says how: it is counted, and decides what is done about it."""
 
     def __init__(
         self, server_id: str, request: str, kind: Literal["connection", "deadline", "status", "nonsense"], why: str
@@ -53,7 +53,7 @@ class ServerError(RolloutError):
 
 
 class ServerClient:
-    """Client of the server at `address` (http://host:port). Use it in one event loop; `close()` it in the end.
+    """Client of the server at `address` (http://host:port). Use it in one event loop, and call `close()` in the end.
 
     Every method raises ServerError, naming server and request, if the server cannot be reached, does not answer within
     `deadline_seconds`, refuses, or answers nonsense.
@@ -71,6 +71,7 @@ class ServerClient:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
+        """End the connections; open requests fail."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -86,16 +87,16 @@ class ServerClient:
         flight: Flight | None = None,
     ) -> Completion:
         """Sample one response to `input_ids`, streamed: the server reports the first token, and then every
-        `report_tokens`.
+        `report_tokens` tokens.
 
-        There is no bound on the whole: a request is ended, and ServerError raised, where for `deadline_seconds` it got
-        no new token. The answer is bound to this very request: it must name an id that no other request has. `flight`
-        is kept up to date, has what was reported where the request fails, and ends it early: finish_reason is then
-        `abort`, as it is where the server cuts it short. Cancelling the call aborts the request on the server.
+        The time of the whole request is not bounded: the request ends with ServerError when it gets no new token for
+        `deadline_seconds`. The answer must name this request's id, which no other request has. `flight` follows the
+        request, has the tokens so far if the request fails, and can end it early: finish_reason is then `abort`, as
+        when the server cuts it short. Cancelling the call aborts the request on the server.
         """
         flight = flight or Flight(deadline_seconds)
-        # Of one length behind the name, so that none begins with another: SGLang aborts what begins with the id it is
-        # given.
+        # The random part has a fixed length, so that no id is a prefix of another: SGLang aborts every request whose id
+        # begins with the given one.
         unique_id = f"{request_id}.{secrets.token_hex(8)}"
         body = {
             "rid": unique_id,
@@ -155,8 +156,8 @@ class ServerClient:
                     limit.reschedule(asyncio.get_running_loop().time() + _TAIL_SECONDS)
 
     def _abort(self, unique_id: str, deadline_seconds: float) -> None:
-        """Ask the server to end this request. Its answer ends then, with what it has; nobody waits for this call's
-        own.
+        """Ask the server to end this request, whose answer then ends with its tokens so far. Nobody waits for the
+        answer to this call.
         """
 
         async def ask() -> None:
@@ -175,15 +176,30 @@ class ServerClient:
         """A call whose answer is {success, message, ...}; `what` names it in errors, by default `path`. Raises
         ServerError where the server does not report success.
         """
-        answer = self.check_object(await self.call(path, body, deadline_seconds, what=what), what or path)
+        answer = await self.call_object(path, body, deadline_seconds, what=what)
         if answer.get("success") is not True:
             raise ServerError(self.server_id, what or path, "status", str(answer.get("message", answer)))
         return answer
 
-    def check_object(self, answer: Any, what: str) -> dict[str, Any]:
-        """`answer` of the call `what`. Raises ServerError where it is not a JSON object."""
+    async def call_object(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        deadline_seconds: float,
+        *,
+        what: str | None = None,
+        method: str = "POST",
+    ) -> dict[str, Any]:
+        """A call whose answer is a JSON object."""
+        text = await self.call(path, body, deadline_seconds, what=what, method=method)
+        try:
+            answer = json.loads(text)
+        except ValueError as error:
+            raise ServerError(self.server_id, what or path, "nonsense", f"not JSON: {text[:200]!r}") from error
         if not isinstance(answer, dict):
-            raise ServerError(self.server_id, what, "nonsense", f"an object expected, not {str(answer)[:200]!r}")
+            raise ServerError(
+                self.server_id, what or path, "nonsense", f"an object expected, not {str(answer)[:200]!r}"
+            )
         return answer
 
     async def call(
@@ -194,8 +210,8 @@ class ServerClient:
         *,
         what: str | None = None,
         method: str = "POST",
-    ) -> Any:
-        """One request and its whole answer: decoded JSON, or the text for a path that answers with text."""
+    ) -> str:
+        """One request and its whole answer, as text. `what` names the call in errors, by default `path`."""
         what = what or path
         try:
             async with asyncio.timeout(deadline_seconds):
@@ -210,17 +226,12 @@ class ServerClient:
             raise ServerError(self.server_id, what, "connection", f"{type(error).__name__}: {error}") from error
         if status != 200:
             raise ServerError(self.server_id, what, "status", f"HTTP {status}: {_message(text)}")
-        if path in _TEXT_ANSWERS:
-            return text
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise ServerError(self.server_id, what, "nonsense", f"not JSON: {text[:200]!r}") from error
+        return text
 
     def _request(self, method: str, path: str, body: dict | None):
-        """The request, to be entered with `async with`; no bound on its time but the caller's."""
+        """The request, to be entered with `async with`. Its time is bounded by the caller alone."""
         if self._session is None:
-            # Concurrency is bounded by the pool; a second bound here would only hide requests in a queue.
+            # The pool bounds the open requests; a second bound here would only hide requests in a queue.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
                 headers={"Authorization": f"Bearer {self._api_key}", **IDENTITY},
@@ -238,11 +249,8 @@ def _silence(flight: Flight, deadline_seconds: float) -> str:
     )
 
 
-_TEXT_ANSWERS = frozenset({"/health", "/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"})
-
-
 def _message(text: str) -> str:
-    """What SGLang says went wrong, out of the several forms it says it in."""
+    """SGLang's error message, out of the several forms of its error answers."""
     try:
         answer = json.loads(text)
     except ValueError:

@@ -1,8 +1,8 @@
 """Blocking, thread-safe control of one SGLang server: each operation that publishing needs, as an HTTP call.
 
-Owns SGLang's endpoints and their bodies: the one place where they are listed. What each operation means to a publish is
-said by the protocol that this class fulfils, `gspo_mega.weights.servers.ServerControl`. Where the calls run, and what
-else happens when the server's weights change, is given by the pool (`pooled_server.py`).
+Owns SGLang's endpoints for weights and their bodies; no other file lists them. The protocol that this class fulfils,
+`gspo_mega.weights.servers.ServerControl`, says what each operation means to a publish. `pooled_server.py` runs the
+calls and notes that the server's weights change.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ class HttpServerControl:
         self._change("/update_weight_version", body, deadline_seconds)
 
     def weight_version(self, *, deadline_seconds: float) -> int:
-        answer = self._run(self._client.call("/model_info", None, deadline_seconds, method="GET"))
-        version = answer.get("weight_version") if isinstance(answer, dict) else answer
+        answer = self._run(self._client.call_object("/model_info", None, deadline_seconds, method="GET"))
         try:
-            return int(version)
-        except (TypeError, ValueError) as error:
+            return int(answer["weight_version"])
+        except (KeyError, TypeError, ValueError) as error:
+            version = answer.get("weight_version")
             raise self._nonsense("/model_info", f"weight_version {str(version)[:200]!r}") from error
 
     def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]:

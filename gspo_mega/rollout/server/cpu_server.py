@@ -1,9 +1,8 @@
 """CPU support for SGLang: what lets the unmodified package serve on a machine without a GPU.
 
-Owns `activate()`, which must run before `sglang` is imported in every process of a server (the entry
-module does it at import, so that spawned children do it too). It works through import hooks alone:
-nothing of SGLang is edited on disk, and with a usable GPU it does nothing. It does not own the batched
-attention itself (`sglang_cpu_attention.py`) nor how a server is started (`server_entry.py`).
+Owns `activate()`, which must run before `sglang` is imported in every process of a server (`server_entry.py` calls it
+at import, so that spawned children call it, too). It works through import hooks alone: nothing of SGLang is edited on
+disk, and with a usable GPU it does nothing. `sglang_cpu_attention.py` owns the batched attention.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class _MissingKernels(types.ModuleType):
 
 
 class _MissingKernelsFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Last on the path, so that it answers only where `sgl_kernel` is not installed."""
+    """Placed last on the path, so that it acts only where `sgl_kernel` is not installed."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "sgl_kernel":
@@ -61,7 +60,7 @@ class _MissingKernelsFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _BeforeAfterImport(importlib.abc.MetaPathFinder):
-    """Runs a function just before, or just after, a module is first imported."""
+    """Calls a function just before, or just after, the first import of a module."""
 
     def __init__(self, before: dict[str, Callable[[], None]], after: dict[str, Callable[[types.ModuleType], None]]):
         self._before = dict(before)
@@ -75,7 +74,7 @@ class _BeforeAfterImport(importlib.abc.MetaPathFinder):
         if after is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None:
+        if spec is None or spec.loader is None:
             return None
         exec_module = spec.loader.exec_module
 
@@ -87,12 +86,13 @@ class _BeforeAfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-_torchvision_operators = []  # a torch.library.Library lives as long as something refers to it
+_torchvision_operators = []  # keeps the torch.library.Library alive
 
 
 def _declare_torchvision_operators() -> None:
-    """PyPI's torchvision is linked against CUDA, so beside a CPU torch its library does not load, and its
-    Python then fails on two operators nobody declared. A CPU build of torchvision brings its own."""
+    """Declare two operators that torchvision's Python code needs. PyPI's torchvision is linked against CUDA: with a CPU
+    torch its library, which declares them, does not load. A CPU build of torchvision does not need this.
+    """
     import torch
 
     if torch.version.cuda is not None or "+cpu" in importlib.metadata.version("torchvision"):
@@ -104,7 +104,7 @@ def _declare_torchvision_operators() -> None:
 
 
 def _plain_host_buffers(module: types.ModuleType) -> None:
-    """Host buffers (those of returned routed experts) are page-locked through CUDA by default."""
+    """Allocate host buffers (those of returned routed experts) without page-locking them, which needs CUDA."""
 
     def allocate(dims, dtype, device, *_pinning, **_pinning_options):
         import torch
@@ -115,7 +115,7 @@ def _plain_host_buffers(module: types.ModuleType) -> None:
 
 
 def _compare_on_host(module: types.ModuleType) -> None:
-    """The weight checker moves both sides of a comparison to CUDA, chunk by chunk, before it compares them."""
+    """Have the weight checker compare on the host; by default it moves both sides to CUDA, chunk by chunk."""
 
     def iter_chunks(self):
         flat = self.tensor.reshape(-1)
@@ -126,7 +126,7 @@ def _compare_on_host(module: types.ModuleType) -> None:
 
 
 def _register_attention(module: types.ModuleType) -> None:
-    """Adds the batched attention through SGLang's public registry."""
+    """Add the batched attention through SGLang's public registry."""
 
     @module.register_attention_backend(ATTENTION_BACKEND)
     def create(model_runner):
@@ -136,40 +136,40 @@ def _register_attention(module: types.ModuleType) -> None:
 
 
 def _attend_to_latents(module: types.ModuleType) -> None:
-    """With latent attention the cache holds latents: have them read as one wide key-value head, prefill too."""
+    """Latent attention keeps latents in its cache: read them as one wide key-value head, in prefill, too."""
     module.AttentionBackendRegistry.register(
         ATTENTION_BACKEND, lambda attention, forward_batch: module.AttnForwardMethod.MLA
     )
 
 
 class _ForkingMultiprocessing:
-    """`multiprocessing` as SGLang's engine sees it, with processes that are forked instead of spawned."""
+    """Stands in for `multiprocessing` in SGLang's engine: processes are forked instead of spawned."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("fork")
 
     def set_start_method(self, method: str, force: bool = False) -> None:
-        """SGLang asks for `spawn`, which CUDA needs."""
+        """Ignore SGLang's request for `spawn`, which only CUDA needs."""
 
     def __getattr__(self, name: str):
         return getattr(self._context, name)
 
 
 def _fork_children(module: types.ModuleType) -> None:
-    """Scheduler and detokenizer begin as copies of the process that has imported everything: each would otherwise
-    import SGLang and torch again, which is two thirds of a start's work.
+    """Start scheduler and detokenizer as forks of the process that has imported everything. Spawned, each would import
+    SGLang and torch again, which is two thirds of a start's work.
     """
-    module.mp = _ForkingMultiprocessing()
+    vars(module)["mp"] = _ForkingMultiprocessing()
 
 
 _installed = False
 
 
 def activate() -> bool:
-    """Make `import sglang` work without a GPU; harmless when called again.
+    """Make `import sglang` work without a GPU; a second call does nothing.
 
-    Returns True if CPU support is active, False on a machine with a GPU (then nothing was changed).
-    Call it before anything of `sglang` is imported.
+    Returns True if CPU support is active, False on a machine with a GPU, where nothing is changed. Call it before
+    anything imports `sglang`.
     """
     global _installed
     if _installed:

@@ -1,6 +1,6 @@
-"""Starting a process as the head of its own group, and ending the whole group.
+"""Starts a process as the head of its own process group, and ends the whole group.
 
-Owns signals and waiting, for one group at a time. Knows nothing of what runs in it.
+Owns signals and waiting, for one group at a time. It does not know what runs in the group.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How often a server may be started again before it is given up.
+"""How many restarts a server may have before it is given up.
 
-Owns the count and how it decays, by a clock that only runs forward. It starts and watches nothing.
+Owns the count and its decay, by a monotonic clock. It starts and watches nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ _LONGEST_DELAY_SECONDS = 30.0
 
 
 class RestartBudget:
-    """Restarts that count against a server: each adds one, and `forgiven_after_seconds` of serving in health take one
-    away.
+    """Counts restarts: each adds one, and every `forgiven_after_seconds` of healthy serving take one away.
 
-    A server that never becomes healthy has `max_restarts` of them; one that fails once a week has them for ever. Time
-    spent starting, hanging or waiting forgives nothing.
+    A server that never becomes healthy gets `max_restarts` restarts; one that fails once a week never runs out of them.
+    Time spent starting, hanging or waiting forgives nothing.
     """
 
     def __init__(
@@ -32,10 +31,10 @@ class RestartBudget:
         self._healthy_since = self._clock()
 
     def failed(self, last_healthy: float | None = None) -> float | None:
-        """The server is gone: seconds to wait before it is started again, longer each time; None when it is to be given
-        up.
+        """The server has failed. Returns the seconds to wait before its next start, longer each time, or None when it
+        is given up.
 
-        `last_healthy`: when, by the clock, it was last seen in health; now, by default.
+        `last_healthy`: the clock's time when the server was last healthy; now, by default.
         """
         if self._healthy_since is not None:
             healthy_seconds = (self._clock() if last_healthy is None else last_healthy) - self._healthy_since

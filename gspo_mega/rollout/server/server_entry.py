@@ -1,8 +1,8 @@
 """The process that is one SGLang server: `python -m gspo_mega.rollout.server.server_entry --spec FILE.json`.
 
-Owns this process' environment, the CPU support where there is no GPU, and the arguments SGLang is started with.
-It does not watch or restart anything (`supervise_server.py` does). SGLang spawns children that import this
-module again as their `__main__`, so what must hold in them too happens at import.
+Owns this process's environment, the CPU support where there is no GPU, and the arguments of SGLang.
+`supervise_server.py` watches and restarts this process. SGLang spawns children that import this module again as their
+`__main__`, so whatever they need, too, happens at import.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gspo_mega.config.addresses import is_loopback
 from gspo_mega.errors import ConfigError, GspoMegaError
@@ -27,17 +27,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent goes, however the parent ends (Linux)."""
+    """Have the kernel kill this process when its parent ends in any way (Linux)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it went before the request was in place
+    if os.getppid() != parent_pid:  # the parent ended before the call
         os._exit(1)
 
 
-def meet_in_private(spec: ServerSpec) -> None:
-    """Have SGLang's processes find each other through a file of their own, and where the server's address is this
-    machine's alone, have their sockets listen there alone.
+def use_private_rendezvous(spec: ServerSpec) -> None:
+    """Have SGLang's processes find each other through a file of their own. Where the server's address is a loopback
+    address, their sockets listen on the loopback interface only.
 
-    By default they meet in a torch store, which listens on every address of the machine and takes keys from anybody.
+    By default they use a torch store, which listens on every address of the machine and accepts keys from anybody.
     """
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{spec.store}"
     if is_loopback(spec.host):
@@ -54,13 +54,16 @@ def server_arguments(spec: ServerSpec):
     import msgspec
     from sglang.srt.server_args import ServerArgs
 
-    check_options_sglang(spec.options, (f.name for f in msgspec.structs.fields(ServerArgs)))
+    fields = msgspec.structs.fields(cast("type[msgspec.Struct]", ServerArgs))  # its decorator hides that it is one
+    check_options_sglang(spec.options, (field.name for field in fields))
     on_cpu = cpu_server.activate()
     arguments = sglang_arguments(spec, on_cpu=on_cpu, cpu_attention_backend=cpu_server.ATTENTION_BACKEND)
-    return ServerArgs(**missing_values(model_config) | arguments, api_key=read_secret(Path(spec.api_key_file)))
+    arguments["api_key"] = read_secret(Path(spec.api_key_file))
+    return ServerArgs(**missing_values(model_config) | arguments)
 
 
 def read_model_config(folder: str) -> dict[str, Any]:
+    """config.json of a Hugging Face folder. Raises ConfigError."""
     try:
         return json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -68,38 +71,39 @@ def read_model_config(folder: str) -> dict[str, Any]:
 
 
 def import_only(architectures: list[str]) -> None:
-    """Have SGLang import the models it needs and not all of its two hundred, which is nearly half of a start."""
+    """Have SGLang import only the models of these architectures: all two hundred take nearly half of a start's time."""
     package = importlib.util.find_spec("sglang")
     if package is None or package.origin is None:
         raise ConfigError("sglang is not installed in this environment; it is needed to serve")
     models = list(Path(package.origin).parent.glob("srt/models/*.py"))
     definitions = [f"class {architecture}(" for architecture in architectures]
     needed = {path for path in models if any(d in path.read_text(encoding="utf-8") for d in definitions)}
-    if needed:  # else SGLang may know the architecture by another road, and says so if it does not
+    if needed:  # otherwise SGLang may know the architecture in another way, and reports it if it does not
         others = sorted(path.stem for path in models if path not in needed)
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
 
 
 def check_context(spec: ServerSpec, model_config: dict[str, Any]) -> None:
-    """Raise ConfigError if the model's positions do not reach the context asked for."""
+    """Raise ConfigError if the model has fewer positions than the configured context."""
     limit = model_config.get("max_position_embeddings")
     if limit is not None and spec.context_tokens > limit:
         raise ConfigError(
             f"server.context_tokens: {spec.context_tokens} tokens, but the model's positions end at {limit}"
         )
-    # The few tokens of slack that SGLang's own bounds need may reach beyond; no position there is ever used.
+    # The few tokens of slack that SGLang's own bounds need may exceed the positions; none of those is ever used.
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 
 
 def main() -> None:
+    """Read the command line and serve until killed."""
     parser = argparse.ArgumentParser(prog="gspo_mega.rollout.server.server_entry", description="Be one SGLang server.")
     parser.add_argument("--spec", type=Path, required=True, help="JSON file written by `gspo-mega serve`")
-    parser.add_argument("--parent", type=int, required=True, help="pid of `gspo-mega serve`; die when it does")
+    parser.add_argument("--parent", type=int, required=True, help="pid of `gspo-mega serve`; end when it ends")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     try:
         spec = ServerSpec.read(arguments.spec)
-        meet_in_private(spec)
+        use_private_rendezvous(spec)
         server_args = server_arguments(spec)
     except GspoMegaError as error:
         sys.stderr.write(f"{error}\n")
@@ -114,11 +118,11 @@ def main() -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-# In the parent and in every spawned child, before anything imports sglang or torch.
+# At import: in this process and in every spawned child, before anything imports sglang or torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# /health then only says that the server is up; /health_generate still makes it produce a token.
+# With this, /health only says that the server is up; /health_generate still makes it produce a token.
 os.environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
 cpu_server.activate()
 

@@ -1,8 +1,8 @@
-"""ServerSpec: all that one SGLang server process is told, as a JSON file between `serve` and the server entry.
+"""ServerSpec: everything that one SGLang server process needs to know, as a JSON file from `serve` to the server entry.
 
-Owns the record, how it follows from the configuration, and its translation into SGLang's arguments. No torch
-and no sglang here: `serve` stays light, and SGLang may live in another environment. The API key is not in it,
-only the path of the file that holds it.
+Owns the record, how it follows from the configuration, and its translation into SGLang's arguments. No torch and no
+sglang here: `serve` stays light, and SGLang may be installed in another environment. The record has the path of the API
+key's file, never the key.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ _CONTEXT_SLACK = 8
 """SGLang ends a response two tokens before its context is full and refuses a prompt within six of it."""
 
 
-# By architecture, with the only values that a model here can have.
-_LOOKED_FOR: dict[str, dict[str, Any]] = {
+# Values that SGLang's model code reads from config.json and transformers does not write there, by architecture. Models
+# of this package can have no other values.
+_READ_BY_SGLANG: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 }
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One start of one server. `weight_version` is that of the weights in `model_path`, None where they have none.
-    `store` is a file that its processes, and nobody else, meet in.
+    """One start of one server. `weight_version`: that of the weights in `model_path`, None where they have none.
+    `store`: the file through which the server's own processes find each other.
     """
 
     model_path: str
@@ -54,10 +55,12 @@ class ServerSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
+        """Write the spec as JSON."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> ServerSpec:
+        """Read a spec that `write` wrote."""
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
@@ -73,7 +76,9 @@ def spec_from_config(
     generation: int,
     store: Path,
 ) -> ServerSpec:
-    """The spec of server `index` at its `generation`-th start in the attempt of that name."""
+    """The spec of server `index` at its `generation`-th start in the attempt of the name `attempt`. Raises ConfigError
+    for options or sizes that contradict each other.
+    """
     server, rollout = config.server, config.rollout
     check_options_ours(server.options)
     context_tokens = server.context_tokens or config.data.max_prompt_tokens + rollout.max_new_tokens
@@ -104,18 +109,18 @@ def spec_from_config(
 
 
 def sampling_seed(run_seed: int, attempt: str, index: int, generation: int) -> int:
-    """What SGLang seeds its sampling with, below 2**31: another one for each start of each server of each attempt.
+    """SGLang's sampling seed, below 2**31: a different one for each start of each server in each attempt.
 
-    A run that is continued samples what its earlier attempts had not sampled yet. Were the seeds those of an earlier
-    attempt, so would be the random numbers, and responses of different steps would be correlated.
+    A continued run samples later steps than its earlier attempts. With the seeds of an earlier attempt it would draw
+    the same random numbers again, and responses of different steps would be correlated.
     """
     name = f"{run_seed}/{attempt}/{index}/{generation}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") % 2**31
 
 
 def check_options_ours(options: dict[str, Any]) -> None:
-    """Raise ConfigError for an option that this package sets itself or refuses. A run's file is refused earlier, with
-    its line.
+    """Raise ConfigError for an option that this package sets itself or refuses. The configuration loader refuses it
+    earlier, with its line in the file.
     """
     problems = [f"server.options.{name}: {text}" for name, text in option_problems(options)]
     if problems:
@@ -136,7 +141,7 @@ def check_options_sglang(options: dict[str, Any], valid: Iterable[str]) -> None:
 
 
 def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: str) -> dict[str, Any]:
-    """Keyword arguments for SGLang's ServerArgs, without the API key. Later entries win: the user's options last."""
+    """Keyword arguments for SGLang's ServerArgs, without the API key. The user's options override all others."""
     arguments: dict[str, Any] = {
         "model_path": spec.model_path,
         "host": spec.host,
@@ -154,13 +159,13 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
         "random_seed": spec.seed,
         # Token ids in, token ids out: the server needs no tokenizer, and published weights carry none for it.
         "skip_tokenizer_init": True,
-        # Reports of a response's progress have its new tokens, not all of them each time.
+        # A report has the new tokens of a response, not all of them.
         "incremental_streaming_output": True,
-        # A shared expert fused with the others would be one of `routed_experts`, and checked under another name.
+        # A fused shared expert would appear in `routed_experts`, and its checksums under another name.
         "disable_shared_experts_fusion": True,
-        # A model folder is data; code inside one is never run.
+        # A model folder is data: code in it is never run.
         "trust_remote_code": False,
-        # By default SGLang takes pickles where a folder has no safetensors.
+        # By default SGLang reads pickles where a folder has no safetensors.
         "load_format": "safetensors",
     }
     if spec.attention_backend is not None:
@@ -172,9 +177,9 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
             "attention_backend": spec.attention_backend or cpu_attention_backend,
             "disable_decode_cuda_graph": True,
             "disable_prefill_cuda_graph": True,
-            # An idle scheduler otherwise spins on a core that the trainer needs.
+            # Otherwise an idle scheduler keeps a core busy that the trainer needs.
             "sleep_on_idle": True,
-            # memory_fraction is of the whole machine on CPU: take what the open requests can fill instead.
+            # On a CPU, memory_fraction counts the whole machine's memory: use what the open requests can fill instead.
             "max_total_tokens": (
                 spec.max_total_tokens or spec.max_concurrent_requests * (spec.context_tokens + _CONTEXT_SLACK)
             ),
@@ -183,9 +188,7 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
 
 
 def missing_values(model_config: dict[str, Any]) -> dict[str, str]:
-    """The argument with which SGLang finds what its model code looks for in config.json and transformers does not write
-    there.
-    """
-    wanted = [_LOOKED_FOR.get(architecture, {}) for architecture in model_config.get("architectures") or []]
+    """The ServerArgs argument that adds the values which SGLang reads and `model_config` does not have."""
+    wanted = [_READ_BY_SGLANG.get(architecture, {}) for architecture in model_config.get("architectures") or []]
     missing = {key: value for values in wanted for key, value in values.items() if key not in model_config}
     return {"json_model_override_args": json.dumps(missing)} if missing else {}

@@ -1,15 +1,16 @@
 """Batched attention for SGLang on CPU: one scaled-dot-product call for many requests.
 
-SGLang's own CPU fallback (`torch_native`) loops over requests; with 128 concurrent ones that loop is most
-of the scheduler's time. Here requests of similar length share a call: padded to the longest, masked, and
-read from the flattened cache by `index_select` (advanced indexing costs about ten times as much). Owns
-full causal self-attention of decode and prefill; anything else (cross attention, sliding windows, encoders)
-is left to the stock backend it derives from. Imported inside a server process only.
+SGLang's own CPU fallback (`torch_native`) loops over requests; with 128 concurrent requests that loop is most of the
+scheduler's time. Here requests of similar length share a call: padded to the longest, masked, and read from the
+flattened cache by `index_select` (advanced indexing costs about ten times as much). Owns full causal self-attention of
+decode and prefill; the stock backend it derives from does everything else (cross attention, sliding windows, encoders).
+Imported inside a server process only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -18,7 +19,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
 
 _MAX_SCORES = 1 << 22
-"""Most query x key positions (over the requests of one call): bounds the padded copies and the mask."""
+"""Most query x key positions of all requests of one call. It bounds the padded copies and the mask."""
 
 
 @dataclass
@@ -61,26 +62,28 @@ def group_by_length(num_queries: list[int], num_keys: list[int], max_scores: int
 
 
 class BatchedCpuAttention(TorchNativeAttnBackend):
-    """Equal to `torch_native` up to rounding (log-probs within 1e-5 in fp32), several times as fast."""
+    """Equal to `torch_native` up to rounding (log-probs within 1e-5 in fp32), and several times as fast."""
 
     def __init__(self, model_runner):
         super().__init__(model_runner)
         self._buckets: list[_Bucket] = []
 
     def init_forward_metadata(self, forward_batch):
-        """Plan the calls once a forward; every layer then reuses the plan."""
+        """Plan the calls once per forward; every layer reuses the plan."""
         super().init_forward_metadata(forward_batch)
         self._buckets = []
         if forward_batch.forward_mode.is_idle():
             return
-        num_keys = forward_batch.seq_lens.tolist()
+        num_keys: list[int] = forward_batch.seq_lens.tolist()
         if forward_batch.forward_mode.is_decode_or_idle():
             num_queries = [1] * len(num_keys)
         else:
+            assert forward_batch.extend_seq_lens is not None, "a prefill has its lengths"
             num_queries = forward_batch.extend_seq_lens.tolist()
         first_rows = [0]
         for count in num_queries:
             first_rows.append(first_rows[-1] + count)
+        assert self.req_to_token_pool is not None, "the pool exists before the first forward"
         table = self.req_to_token_pool.req_to_token
         for members in group_by_length(num_queries, num_keys):
             requests = forward_batch.req_pool_indices[members]
@@ -105,7 +108,8 @@ class BatchedCpuAttention(TorchNativeAttnBackend):
 
     def _forward(self, q, k, v, layer, forward_batch, save_kv_cache):
         if save_kv_cache and k is not None and v is not None:
-            location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            # SGLang annotates this argument as a tensor and takes its own KVWriteLoc.
+            location = cast("Any", KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc))
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
         query = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)

@@ -1,6 +1,6 @@
-"""One SGLang server, kept alive: start, wait healthy, register, restart with the current weights, end it all.
+"""Keeps one SGLang server alive: start, wait until healthy, register, restart with the current weights, end.
 
-Owns the process group of one server and its registration file. It never touches a running server's weights (the
+Owns the process group of one server and its registration file. It never changes a running server's weights (the
 publisher does) and knows no other server. Light: no torch, no sglang in this process.
 """
 
@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from gspo_mega.config.addresses import address_problem, with_port
 from gspo_mega.config.schema import Config
@@ -40,13 +41,31 @@ _LOG_TAIL_LINES = 30
 
 
 class _Stop(Exception):
-    """A signal asked to stop, or the parent went."""
+    """A signal asked to stop, or the parent process has ended."""
+
+
+@dataclass(frozen=True)
+class _Running:
+    """One start of the server: its process, the head of a process group, and its scratch folder."""
+
+    process: subprocess.Popen[bytes]
+    scratch: Scratch
+
+    def note_shared_memory(self) -> None:
+        self.scratch.note(self.process.pid)
+
+    def end(self) -> None:
+        self.note_shared_memory()
+        end_group(self.process, _TERM_GRACE_SECONDS)
+        self.scratch.remove()
 
 
 class ServerSupervisor:
-    """Runs server `index` of `attempt` until told to stop, or until it failed more often than allowed.
+    """Runs server `index` of `attempt` until a signal asks it to stop, or until the server failed more often than
+    allowed.
 
-    `entry` is the command that is a server, given --spec and --parent; another environment's Python, say.
+    `entry` is the command that runs a server, without --spec and --parent; it may use the Python of another
+    environment.
     """
 
     def __init__(
@@ -63,13 +82,12 @@ class ServerSupervisor:
         self._log = attempt.server_log(index)
         self._stop = threading.Event()
         self._parent = os.getppid()
-        self._process: subprocess.Popen | None = None
-        self._scratch: Scratch | None = None
+        self._running: _Running | None = None
         self._budget = RestartBudget(config.server.max_restarts, config.server.restart_forgiven_after_seconds)
         self._last_healthy = 0.0
-        self._beaten = 0.0
-        self._beat_failed = False
-        # A generation names one start of the attempt, whoever watched over it.
+        self._registered_at = 0.0
+        self._heartbeat_failed = False
+        # A generation names one start in the attempt, also across restarts of this supervisor.
         before = read_json(attempt.server_file(f"server-{index}")) or {}
         self._registration = Registration(
             server_id=f"server-{index}",
@@ -83,11 +101,12 @@ class ServerSupervisor:
         )
 
     def run(self) -> int:
-        """Blocks until asked to stop, then returns 0. Call it from the main thread (signals, parent-death). Raises
-        RankError when the server failed too often and ConfigError when it refuses its configuration; registered as
-        well.
+        """Block until asked to stop, then return 0. Call it from the main thread, which gets the signals.
+
+        Raises RankError when the server failed too often and ConfigError when it refuses its configuration; the
+        registration shows the error, too.
         """
-        # SIGUSR1 is what srun hands on: any other of these has it abort the step, with no time to end in order.
+        # srun forwards SIGUSR1; on any other of these signals it aborts the step at once, without an orderly end.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, lambda *_: self._stop.set())
         for folder in (self._attempt.servers_dir, self._attempt.logs_dir):
@@ -108,7 +127,7 @@ class ServerSupervisor:
         finally:
             self._end()
 
-    def _serve(self) -> None:
+    def _serve(self) -> NoReturn:
         server = self._config.server
         while True:
             cause = self._serve_once()
@@ -125,36 +144,36 @@ class ServerSupervisor:
             self._sleep(delay)
 
     def _serve_once(self) -> str:
-        """Start the server and keep it until it dies or hangs. Returns what became of it."""
-        self._start()
+        """Start the server and watch it until it dies or hangs. Returns the cause."""
+        running = self._running = self._start()
         started = time.monotonic()
         while not self._answers("/health", timeout=2.0):
             self._sleep(_POLL_SECONDS)
-            if self._beat():
-                self._scratch.note(self._process.pid)
-            if (cause := self._death()) is not None:
+            if self._write_heartbeat():
+                running.note_shared_memory()
+            if (cause := self._death_of(running)) is not None:
                 return cause
             if time.monotonic() - started > self._config.server.start_deadline_seconds:
                 return f"not healthy {self._config.server.start_deadline_seconds:g} s after its start"
-        self._scratch.note(self._process.pid)
+        running.note_shared_memory()
         self._register(state="ready")
         self._budget.healthy()
         logger.info("%s: ready at %s", self._registration.server_id, self._registration.address)
-        return self._watch()
+        return self._watch(running)
 
-    def _watch(self) -> str:
-        """Until the process dies, or stays silent for as long as a whole start may take."""
+    def _watch(self, running: _Running) -> str:
+        """Wait until the process dies, or gives no answer for as long as a whole start may take. Returns the cause."""
         done = threading.Event()
         self._last_healthy = time.monotonic()
         threading.Thread(target=self._probe, args=(done,), daemon=True).start()
         try:
             while True:
-                if (cause := self._death()) is not None:
+                if (cause := self._death_of(running)) is not None:
                     return cause
                 now = time.monotonic()
                 if now - self._last_healthy > self._config.server.start_deadline_seconds + _PROBE_SECONDS:
                     return f"silent for {now - self._last_healthy:.0f} s"
-                self._beat()
+                self._write_heartbeat()
                 self._sleep(_POLL_SECONDS)
         finally:
             done.set()
@@ -164,26 +183,33 @@ class ServerSupervisor:
             if self._answers("/health_generate", timeout=_PROBE_SECONDS):
                 self._last_healthy = time.monotonic()
 
-    def _start(self) -> None:
+    def _start(self) -> _Running:
+        # A killed SGLang leaves sockets and marker files in its temporary folder: each start gets a folder of its own.
+        scratch = Scratch()
+        try:
+            return self._start_in(scratch)
+        except BaseException:
+            scratch.remove()
+            raise
+
+    def _start_in(self, scratch: Scratch) -> _Running:
         config, attempt = self._config, self._attempt
         weight_version, model_path = self._current_weights()
         generation = self._registration.generation + 1
         port = _free_port(config.server.host)
-        # SGLang leaves sockets and marker files in the temporary folder when it is killed: give it its own.
-        self._scratch = Scratch()
         spec = spec_from_config(
             config,
             model_path=model_path,
             weight_version=weight_version,
             port=port,
             api_key_file=attempt.api_key_file,
-            # The link `latest` to an attempt is no name of its own.
+            # The seed depends on the attempt's own name, not on that of the link `latest`.
             attempt=attempt.path.resolve().name,
             index=self._index,
             generation=generation,
-            store=self._scratch.path / "store",
+            store=scratch.path / "store",
         )
-        spec_file = self._scratch.path / "spec.json"
+        spec_file = scratch.path / "spec.json"
         spec.write(spec_file)
         self._registration = replace(
             self._registration,
@@ -193,42 +219,44 @@ class ServerSupervisor:
         )
         self._register(state="starting")
         command = [*self._entry, "--spec", str(spec_file), "--parent", str(os.getpid())]
-        self._process = start_group(
-            command, log=self._log, environment={**os.environ, "TMPDIR": str(self._scratch.path)}
-        )
+        process = start_group(command, log=self._log, environment={**os.environ, "TMPDIR": str(scratch.path)})
+        return _Running(process, scratch)
 
     def _current_weights(self) -> tuple[int | None, str]:
-        """What this start loads, and its version: None where nobody in this attempt has committed one of it.
+        """The version and the folder of the weights that this start loads; the version is None where nobody in this
+        attempt has committed one for that folder.
 
-        `model.path` has none, not even 0: with `model.weights` the trainer begins with other weights, and a run that
-        publishes through groups leaves nothing on disk. Nor has what an earlier attempt committed: going on from its
-        checkpoint, this one gives the same numbers to other weights. Such a server gets work once it was published to.
+        `model.path` has no version, not even 0: with `model.weights` the trainer begins with other weights, and a run
+        that publishes through groups leaves nothing on disk. Weights that an earlier attempt committed have none
+        either: this attempt, continuing from a checkpoint, gives the same numbers to other weights. A server without a
+        version gets work after the next publish to it.
         """
         current_file = self._attempt.run_folder.current_weights_file
-        committed = _modified(current_file)  # before it is read: it may be replaced between
+        committed = _modified(current_file)  # read before the content, which may be replaced in between
         current = read_json(current_file)
         if current is None:
             return None, self._config.model.path
         try:
             version, path = int(current["weight_version"]), str(current["path"])
-            # Both files lie in the run folder, so that one clock wrote both times.
-            return (
-                version if committed is not None and committed >= _modified(self._attempt.api_key_file) else None
-            ), path
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{current_file}: needs weight_version and path: {error!r}") from error
+        # The attempt begins with its key. Both files are in the run folder, so that one clock wrote both times.
+        began = _modified(self._attempt.api_key_file)
+        is_of_this_attempt = committed is not None and began is not None and committed >= began
+        return version if is_of_this_attempt else None, path
 
-    def _death(self) -> str | None:
-        code = self._process.poll()
+    def _death_of(self, running: _Running) -> str | None:
+        """How the process ended, None while it runs. Raises ConfigError where it refused its configuration."""
+        code = running.process.poll()
         if code is None:
             return None
-        if code == ConfigError.exit_code:  # said by the server entry; the same configuration would fail again
+        if code == ConfigError.exit_code:  # from the server entry; the same configuration would fail again
             raise ConfigError(f"{self._registration.server_id} refused its configuration:\n{self._log_tail()}")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return f"SGLang {how} (see {self._log})"
 
     def _answers(self, path: str, timeout: float) -> bool:
-        # http.client reads host:port, brackets included.
+        # http.client takes host:port, with the brackets of an IPv6 address.
         connection = http.client.HTTPConnection(self._registration.address.removeprefix("http://"), timeout=timeout)
         try:
             connection.request("GET", path)
@@ -238,31 +266,31 @@ class ServerSupervisor:
         finally:
             connection.close()
 
-    def _beat(self) -> bool:
-        """Whether it was time to."""
-        if time.monotonic() - self._beaten <= _HEARTBEAT_SECONDS:  # whatever the clock on the wall does
+    def _write_heartbeat(self) -> bool:
+        """Write the heartbeat if it is due. Returns whether it was."""
+        if time.monotonic() - self._registered_at <= _HEARTBEAT_SECONDS:  # independent of the system clock
             return False
         try:
             self._register()
-        except OSError as error:  # the server is none the worse for it; the next beat says it again
-            if not self._beat_failed:
+        except OSError as error:  # the server itself is well; the next heartbeat is tried as usual
+            if not self._heartbeat_failed:
                 logger.warning(
                     "%s: its heartbeat could not be written: %s; tried again until it can be",
                     self._registration.server_id,
                     error,
                 )
-            self._beat_failed = True
+            self._heartbeat_failed = True
         else:
-            self._beat_failed = False
+            self._heartbeat_failed = False
         return True
 
     def _register(self, **changes) -> None:
-        self._beaten = time.monotonic()
+        self._registered_at = time.monotonic()
         self._registration = replace(self._registration, heartbeat=time.time(), **changes)
         self._registration.write(self._attempt.servers_dir)
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep, and raise _Stop as soon as there is a reason to stop."""
+        """Sleep; raise _Stop as soon as a signal or the end of the parent asks to stop."""
         deadline = time.monotonic() + seconds
         while True:
             if self._stop.is_set() or os.getppid() != self._parent:
@@ -273,14 +301,9 @@ class ServerSupervisor:
             self._stop.wait(min(left, _POLL_SECONDS))
 
     def _end(self) -> None:
-        if self._process is not None:
-            if self._scratch is not None:
-                self._scratch.note(self._process.pid)
-            end_group(self._process, _TERM_GRACE_SECONDS)
-            self._process = None
-        if self._scratch is not None:
-            self._scratch.remove()
-            self._scratch = None
+        if self._running is not None:
+            self._running.end()
+            self._running = None
 
     def _log_tail(self) -> str:
         try:
@@ -291,7 +314,7 @@ class ServerSupervisor:
 
 
 def _modified(path: Path) -> int | None:
-    """When, in nanoseconds; None where there is no such file."""
+    """Time of the last change, in nanoseconds; None where there is no such file."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -299,8 +322,8 @@ def _modified(path: Path) -> int | None:
 
 
 def _free_port(host: str) -> int:
-    """A port of `host` that is free now and below the ephemeral range, so that no outgoing connection takes it. Raises
-    ConfigError where `host` is no address of this machine, or, by its name, the wildcard.
+    """A port of `host` that is free now, below the ephemeral range, so that no outgoing connection takes it. Raises
+    ConfigError where `host` is not an address of this machine, or resolves to the wildcard address.
     """
     low, high = 20_000, 32_000
     start = (os.getpid() * 7919) % (high - low)

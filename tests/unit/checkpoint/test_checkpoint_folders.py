@@ -86,14 +86,14 @@ def test_every_kind_of_damage_is_found_by_exactly_one_share(run):
     problems = [problem for share in range(3) for problem in folders.damage(folder, sums, share, 3)]
     assert sorted(problems) == [
         "a has 9 bytes instead of 10",
-        "b holds other bytes than were written",
+        "b has other bytes than were written",
         "c: No such file or directory",
     ]
 
 
 def test_a_name_that_is_no_checkpoints_is_refused(run):
     run.latest_checkpoint_file.write_text("../../elsewhere")
-    with pytest.raises(CheckpointError, match="no checkpoint's name"):
+    with pytest.raises(CheckpointError, match="not a checkpoint's name"):
         folders.candidates(run)
 
 

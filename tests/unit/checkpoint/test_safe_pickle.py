@@ -194,11 +194,11 @@ def misplace(index):
     [
         (
             lambda index: move(index, relative_path="../../secret"),
-            "is said to be in '../../secret'; the name of a file in the folder is wanted",
+            "has the file '../../secret'; it must be the name of a file in the folder",
         ),
-        (lambda index: move(index, relative_path="/etc/passwd"), "is said to be in '/etc/passwd'"),
-        (lambda index: move(index, offset=-1), "is stored in a way that is not read here"),
-        (lambda index: move(index, transform_descriptors=["zstd"]), "is stored in a way that is not read here"),
+        (lambda index: move(index, relative_path="/etc/passwd"), "has the file '/etc/passwd'"),
+        (lambda index: move(index, offset=-1), "is stored in a way that is not supported"),
+        (lambda index: move(index, transform_descriptors=["zstd"]), "is stored in a way that is not supported"),
         (misplace, "has a chunk that does not lie in it"),
         (lambda index: index.state_dict_metadata.update({"x": 7}), "'x' is neither a tensor nor bytes"),
         (lambda index: setattr(index, "storage_data", None), "not the index of a checkpoint"),
@@ -216,13 +216,13 @@ def test_another_loader_is_not_chosen_by_the_folder(folder):
         '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "zarr"}'
     )
     (problem,) = refuse_code(folder / "megatron")
-    assert "format torch_dist, version 1, is what is read here" in problem
+    assert "only format torch_dist, version 1, is supported" in problem
 
 
 def test_a_conversion_takes_no_folder_for_its_own_that_is_not(model, tmp_path):
     other = tmp_path / "out.converting"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="out.converting is there already and is no unfinished conversion"):
+    with pytest.raises(CheckpointError, match="out.converting already exists and is not an unfinished conversion"):
         to_megatron(open_checkpoint(model), tmp_path / "out", progress=lambda *_: None)
     assert (other / "thesis.txt").read_text() == "years of work"

@@ -71,7 +71,7 @@ def test_gpus_that_are_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert machine_checks._gpus(2, AnswerDeadline()) == Finding("ok", "GPUs", "2: NVIDIA H100")
     assert (
-        machine_checks._gpus(8, AnswerDeadline()).text == "8 expected, 2 there: GPU 0: NVIDIA H100; GPU 1: NVIDIA H100"
+        machine_checks._gpus(8, AnswerDeadline()).text == "8 expected, 2 found: GPU 0: NVIDIA H100; GPU 1: NVIDIA H100"
     )
 
 
@@ -104,10 +104,10 @@ def test_a_limit_of_open_files_below_what_the_run_needs_is_wrong(monkeypatch):
     assert machine_checks._descriptors(1024).level == "ok"
     finding = machine_checks._descriptors(64 * 256)
     assert finding.level == "wrong" and finding.text.endswith(
-        "4096 may be open in one process (ulimit -Hn); 16384 requests open at once need 16896"
+        "one process may open 4096 files (ulimit -Hn); 16384 concurrent requests need 16896"
     )
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, resource.RLIM_INFINITY))
-    assert machine_checks._descriptors(10**6) == Finding("ok", "files", "any number may be open")
+    assert machine_checks._descriptors(10**6) == Finding("ok", "files", "one process may open any number of files")
 
 
 def test_a_process_takes_the_limit_it_may_have():

@@ -78,8 +78,8 @@ def test_a_recipe_that_the_chip_lacks_is_an_error(pretend):
 )
 def test_megatron_is_told_of_fp8_and_nothing_else_changes(pretend, recipe, number_format):
     pretend((9, 0))
-    bf16 = precision.precision_settings(engine_config(precision="bf16"))
-    told = precision.precision_settings(fp8(recipe=recipe))
+    bf16 = settings_of(engine_config(precision="bf16"))
+    told = settings_of(fp8(recipe=recipe))
     assert told["fp8"] == number_format and told["fp8_recipe"] == recipe and told["fp8_param"] is False
     assert {key: told[key] for key in bf16} == bf16 and bf16["params_dtype"] == torch.bfloat16 and bf16["bf16"]
     assert {key for key in told.keys() - bf16.keys() if not key.startswith("fp8")} == set()
@@ -89,12 +89,16 @@ def test_megatron_is_told_of_fp8_and_nothing_else_changes(pretend, recipe, numbe
 def test_megatron_takes_every_setting_and_keeps_attention_and_router_out_of_fp8(pretend):
     """All but the fused rotary kernel, which Megatron looks for at once and which needs Transformer Engine."""
     pretend((9, 0))
-    settings = precision.precision_settings(fp8(recipe="delayed", parameters=True)) | {"apply_rope_fusion": False}
+    settings = settings_of(fp8(recipe="delayed", parameters=True)) | {"apply_rope_fusion": False}
     built = precision_config(settings)
     assert built.fp8 == "hybrid" and built.fp8_param and built.fp8_amax_history_len == 1024
     assert (
         not built.fp8_dot_product_attention and not built.fp8_multi_head_attention and not built.first_last_layers_bf16
     )
+
+
+def settings_of(config):
+    return precision.precision_settings(config.precision, config.fp8)
 
 
 def precision_config(settings):
@@ -107,18 +111,18 @@ def test_fp32_on_a_gpu_uses_plain_layers(pretend):
     pretend((9, 0))
     assert not precision.uses_transformer_engine(torch.float32)
     assert precision.uses_transformer_engine(torch.bfloat16)
-    settings = precision.precision_settings(engine_config(precision="fp32"))
+    settings = settings_of(engine_config(precision="fp32"))
     assert settings == dict(params_dtype=torch.float32, pipeline_dtype=torch.float32, bf16=False)
 
 
 def test_apex_is_used_where_it_is_found(pretend):
     pretend((9, 0), fused_weight_gradient=True)
-    assert precision.precision_settings(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is True
+    assert settings_of(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is True
     assert (
         precision.describe_backends()[-1] == "Apex: weight gradients are added to their fp32 buffers inside the product"
     )
     pretend((9, 0))
-    assert precision.precision_settings(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is False
+    assert settings_of(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is False
     assert "not installed" in precision.describe_backends()[-1]
 
 

@@ -63,7 +63,7 @@ def test_status_of_a_run(folder):
         assert report["state"].startswith("running for 0 s")
         assert report["attempt"].startswith("2, job 7, on ")
         assert report["step"].startswith("2, reward 0.250, ")
-        assert report["speed"] == "812 tokens/s, 3.0 s a step"
+        assert report["speed"] == "812 tokens/s, 3.0 s per step"
         assert report["error"] == "ValueError: the cause (attempt 1)"
         assert report["logs"] == str(second.logs_dir)
         state.tell("finished")
@@ -92,7 +92,7 @@ def test_status_names_the_servers_that_were_given_up(folder):
 
 def test_status_before_the_job_started_and_of_no_run(folder):
     folder.path.mkdir()
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         describe_run(folder, 0.0)
     (folder.path / "slurm-12.log").touch()
     assert describe_run(folder, 0.0)["state"].startswith("no attempt yet")

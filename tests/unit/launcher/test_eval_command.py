@@ -111,13 +111,13 @@ def test_weights_that_no_server_can_load_are_not_passed_over(run):
     save(run, 6, 6)
     with pytest.raises(
         ConfigError,
-        match=r"trained on to weight version 6 .its last checkpoint.*are of version 4, .*/hf; convert the checkpoint",
+        match=r"trained to weight version 6 .its last checkpoint.*/hf, are of version 4\. Convert the checkpoint",
     ):
         command.find_target(run.path, None)
 
 
 def test_a_run_without_weights_is_refused(run):
-    with pytest.raises(ConfigError, match="published no weights"):
+    with pytest.raises(ConfigError, match="none of its published weights are left"):
         command.find_target(run.path, None)
 
 

@@ -59,9 +59,9 @@ def said(version: list[int], missing: list[str]) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "there is no such program"),
-        ("echo hello", "is no Python that runs here"),
-        ("exit 1", "is no Python that runs here"),
+        (None, "no such program"),
+        ("echo hello", "is not a Python that runs on this machine"),
+        ("exit 1", "is not a Python that runs on this machine"),
         (said([3, 10], []), "is Python 3.10; 3.11 or newer is needed"),
         (
             said([3, 12], ["sglang", "yaml"]),

@@ -16,7 +16,7 @@ from gspo_mega.config import load_config
 from gspo_mega.errors import ConfigError, JournalError, PlanError, RankError
 from gspo_mega.launcher.local.launch_local import launch
 from gspo_mega.launcher.slurm import scontrol as calls
-from gspo_mega.launcher.slurm.job_size import job_size, sbatch_options, told_in_time
+from gspo_mega.launcher.slurm.job_size import job_size, sbatch_options, with_signal_time
 from gspo_mega.launcher.slurm.launch_job import describe_nodes
 from gspo_mega.launcher.slurm.site_settings import Site
 from gspo_mega.launcher.slurm.step_commands import Steps
@@ -74,7 +74,7 @@ def test_servers_are_dealt_to_their_nodes_in_turn():
         site(),
     )
     assert size.servers_by_node == ((0, 2, 4), (1, 3))
-    assert [size.place_of(index) for index in range(5)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
+    assert [size.node_of(index) for index in range(5)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
     assert (size.trainer_gpus, size.rollout_gpus) == (8, 6)
     shared = job_size(loaded("server={num_servers: 4, tensor: 1}", "cluster={num_nodes: 2, ranks_per_node: 6}"), site())
     assert shared.servers_by_node == ((0, 2), (1, 3))
@@ -119,7 +119,7 @@ def test_more_rollout_nodes_than_servers_are_refused():
 
 @pytest.mark.parametrize("key", ["num_nodes=2", "num_rollout_nodes=1"])
 def test_train_on_one_machine_refuses_several(key):
-    with pytest.raises(PlanError, match=f"cluster.{key.split('=')[0]}.*sbatch launch/slurm/train.sbatch"):
+    with pytest.raises(PlanError, match=f"cluster.{key.split('=')[0]}.*submit a Slurm job: launch/slurm/train.sbatch"):
         launch(loaded(f"cluster.{key}"), "train", print)
 
 
@@ -136,9 +136,9 @@ def test_a_run_on_recorded_rollouts_needs_no_servers_and_no_nodes_for_them(tmp_p
     (tmp_path / "journal/step_00000000").touch()
     size = job_size(loaded(*words), site())
     assert (size.num_servers, size.num_rollout_nodes, size.trainer_gpus) == (0, 0, 8)
-    assert "--nodes=2" in sbatch_options(loaded(*words).config, size, site(), ["--partition=small"])
+    assert "--nodes=2" in sbatch_options(loaded(*words).config.run.name, size, site(), ["--partition=small"])
     allocation = calls.read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 0)
-    assert describe_nodes(allocation, size) == "ranks on n1 n2, no servers: it trains on recorded rollouts"
+    assert describe_nodes(allocation, size) == "ranks on n1 n2, no servers: the run trains on recorded rollouts"
     doctors = Steps(allocation, size, site(), RunFolder(tmp_path / "run").new_attempt(), 1).doctors(14_001, fp8=False)
     assert ["server" in spec.command for _, spec in doctors] == [False, False]
     assert job_size(loaded(*words), site(), "sft").num_servers == 4
@@ -149,7 +149,7 @@ def test_sbatch_is_told_the_size():
         "cluster={num_nodes: 2, ranks_per_node: 8, num_rollout_nodes: 1}", "server={num_servers: 4, tensor: 2}"
     )
     size = job_size(config, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
-    options = sbatch_options(config.config, size, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
+    options = sbatch_options(config.config.run.name, size, site(GSPO_CPUS_PER_TASK="12", GSPO_SIGNAL_SECONDS="600"))
     assert options == [
         "--job-name=train",
         "--signal=B:USR1@600",
@@ -160,7 +160,7 @@ def test_sbatch_is_told_the_size():
         "--no-kill",
         "--gres=gpu:8",
     ]
-    het = sbatch_options(config.config, size, site(), ["--partition=small"])
+    het = sbatch_options(config.config.run.name, size, site(), ["--partition=small"])
     assert het[het.index(":") + 1 :] == [
         "--nodes=1",
         "--ntasks-per-node=4",
@@ -181,20 +181,22 @@ def test_a_job_is_told_of_its_end_in_time_to_save(monkeypatch):
     with pytest.raises(
         PlanError,
         match=(
-            r"launch/slurm/site.sh: GSPO_SIGNAL_SECONDS=300: .* take \d+ s by estimate: .*; at least (\d+), or leave it"
+            r"launch/slurm/site.sh: GSPO_SIGNAL_SECONDS=300 is too short: .* take \d+ s by estimate\. Set at least (\d+), or leave it"
             r" open"
         ),
     ) as caught:
-        told_in_time(site(GSPO_SIGNAL_SECONDS="300"), figures)
+        with_signal_time(site(GSPO_SIGNAL_SECONDS="300"), figures)
     needed = re.search(r"at least (\d+)", str(caught.value))[1]
     assert (
-        told_in_time(site(), figures).signal_seconds
-        == told_in_time(site(GSPO_SIGNAL_SECONDS=needed), figures).signal_seconds
+        with_signal_time(site(), figures).signal_seconds
+        == with_signal_time(site(GSPO_SIGNAL_SECONDS=needed), figures).signal_seconds
         == int(needed)
     )
-    assert told_in_time(site(GSPO_SIGNAL_SECONDS="2000"), figures).signal_seconds == 2000
+    assert with_signal_time(site(GSPO_SIGNAL_SECONDS="2000"), figures).signal_seconds == 2000
     small = loaded(f"model.path={SHAPE}")
-    assert told_in_time(site(GSPO_SIGNAL_SECONDS="100"), estimate(plan_run(small), small.where)).signal_seconds == 100
+    assert (
+        with_signal_time(site(GSPO_SIGNAL_SECONDS="100"), estimate(plan_run(small), small.where)).signal_seconds == 100
+    )
     shell = dict(line.split("=", 1) for line in plan_shell(plan_run(large, "gpu"), figures).splitlines())
     assert shell["GSPO_SIGNAL_SECONDS"] == needed
 

@@ -20,7 +20,7 @@ from gspo_mega.launcher.received_signals import signals_taken
 from gspo_mega.launcher.slurm import controller_outage
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.job_size import job_size
-from gspo_mega.launcher.slurm.job_supervisor import SlurmJob, Standing
+from gspo_mega.launcher.slurm.job_supervisor import JobContext, SlurmJob
 from gspo_mega.launcher.slurm.scontrol import Allocation, NoAnswerError, Node
 from gspo_mega.launcher.slurm.site_settings import Site
 from gspo_mega.launcher.slurm.step_commands import Steps
@@ -102,9 +102,9 @@ class Here:
         site = Site.read({"GSPO_GPUS_PER_NODE": "8", "GSPO_SERVER_PYTHON": sys.executable})
         allocation = Allocation(job_id, 0, nodes, nodes)
         size = job_size(load_config(CONFIG, ["cluster.num_nodes=2", "publish.verify=replicas"]), site)
-        standing = Standing(allocation, signal_seconds, self.said.append, Answers(self.said.append), 600)
-        self.signals = standing.signals
-        return SlurmJob(attempt, standing, Steps(allocation, size, site, attempt, 1), state, seconds_left)
+        context = JobContext(allocation, signal_seconds, self.said.append, Answers(self.said.append), 600)
+        self.signals = context.signals
+        return SlurmJob(attempt, context, Steps(allocation, size, site, attempt, 1), state, seconds_left)
 
     def run(self, ranks: str, job_id: str = "7", seconds_left: float | None = None) -> int:
         """An attempt whose ranks do that before they wait to be stopped."""
@@ -117,7 +117,7 @@ class Here:
 
     def look(self, job: SlurmJob) -> bool:
         job._look_again = 0
-        return job.look()
+        return job.look_for_lost_nodes()
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_job_near_its_end_stops_without_a_signal(here, signal_seconds, stops):
         here.look(here.job(state, attempt, signal_seconds))
     assert (attempt.stop_reason() is not None) == stops
     assert not stops or re.match(
-        r"\d+ s are left, and no signal came: stopping after a checkpoint, within 280 s", here.said[0]
+        r"\d+ s are left and no signal arrived: stopping after a checkpoint, within 280 s", here.said[0]
     )
 
 
@@ -148,7 +148,7 @@ def test_a_run_goes_on_while_slurms_controller_is_restarted(here, monkeypatch):
         assert not here.look(job) and not here.look(job)
         (warning,) = here.said
         assert warning.startswith(
-            "warning  Slurm does not answer; the run goes on for 10 min without (scontrol show job -o 7: Unable to"
+            "warning  Slurm does not answer; the run continues without it for 10 min (scontrol show job -o 7: Unable to"
             " contact"
         )
         here.slurm(answers=True)
@@ -218,8 +218,8 @@ def test_a_job_that_comes_to_its_time_limit_twice_without_a_step_is_not_queued_a
     with pytest.raises(
         RankError,
         match=(
-            "second time in a row job 8 came to its time limit without a new checkpoint, 50 s after its start.*--time"
-            " in GSPO_SBATCH"
+            "^error: job 8 reached its time limit twice in a row without a new checkpoint; 50 s are too few for a start"
+            r" and a step\. Raise --time of GSPO_SBATCH in launch/slurm/site.sh, or GSPO_SIGNAL_SECONDS"
         ),
     ):
         here.run(USR1, "8", short)

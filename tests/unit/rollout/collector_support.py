@@ -69,9 +69,9 @@ async def random_score(trajectory):
 
 
 def collector_of(pool, score=random_score, stream=None, **settings):
-    return Collector(
-        make_config(**settings), pool, stream or Stream(), score, lambda ids: " ".join(map(str, ids)), [EOS]
-    )
+    config = make_config(**settings)
+    decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
+    return Collector(config.rollout, config.batch, config.reward, pool, stream or Stream(), score, decode, [EOS])
 
 
 def check_whole(batch, stream, prompts=6, group_size=4, version=0):

@@ -1,4 +1,4 @@
-"""A small HTTP server that answers as SGLang does, until told to misbehave."""
+"""A small HTTP server that answers as SGLang does, with faults on request."""
 
 from __future__ import annotations
 
@@ -105,7 +105,6 @@ class FakeServer:
         "plain json",
         "refused",
         "same twice",
-        "wrong length headers",
         "late",
         "swap",
     )
@@ -245,28 +244,10 @@ class FakeServer:
             self._held.append(event(answer) + event(b"[DONE]"))
             data = self._held.pop(0) if len(self._held) > 1 else event(b"[DONE]")
             return web.Response(body=data, content_type="text/event-stream")
-        if (
-            fault is not None
-            and fault
-            not in (
-                "truncated",
-                "abort",
-                "stall",
-                "die midway",
-                "endless",
-                "giant",
-                "trickle",
-                "no done",
-                "after done",
-                "refused",
-                "same twice",
-                "swap",
-            )
-            and not isinstance(fault, dict)
-            and not callable(fault)
-        ):
+        is_answer = isinstance(fault, dict) or callable(fault)
+        if fault is not None and fault not in self.FAULTS and not is_answer:
             raise AssertionError(fault)
-        if isinstance(fault, dict) or callable(fault):
+        if is_answer:
             answer = fault(answer) if callable(fault) else fault
             return await self._send(request, body, [answer])
         if fault == "swap":  # with whoever else is open

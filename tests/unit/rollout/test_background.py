@@ -1,4 +1,4 @@
-"""What runs in the background may fail; it may not fail in silence, nor leave a batch waiting for ever."""
+"""A failure in the background must be reported, and must not leave a batch waiting for ever."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_readings_that_failed_are_counted_with_the_batch(fakes, collect, failing
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), SystemExit(3)], ids=lambda e: type(e).__name__)
 def test_a_watch_that_ends_is_the_batchs_error(fakes, collect, monkeypatch, error):
-    """Whatever ends it, and whether or not the batch waits for a server: the batch fails, at once, with that error."""
+    """Whatever ends it, the batch fails at once with that error, whether or not it waits for a server."""
     server = fakes("server-0")
     server.fault = lambda call, ids: "hang"
     collector, pool = collect(progress_deadline_seconds=600.0, no_server_deadline_seconds=600.0)

@@ -1,4 +1,4 @@
-"""An answer is the answer to this very request, and no larger than it can need to be; nothing else comes in."""
+"""An answer must be the answer to this request, and no larger than such an answer can be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fake_server import gzip_bomb
 
 
 def of_another(answer):
-    """The same prompt's length, every record well formed, and sampled for another request."""
+    """A well-formed answer with the same prompt length, but sampled for another request."""
     other = copy.deepcopy(answer)
     other["meta_info"]["id"] = "0123456789abcdef"
     return other

@@ -1,6 +1,4 @@
-"""A sample of tests/soak/chaos.py: a few faults of each kind, few trajectories; and that its check sees what it is
-for.
-"""
+"""A sample of tests/soak/chaos.py: a few faults of each kind and few trajectories; and that its check finds errors."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def test_a_sample_of_chaos():
 
 
 def test_chaos_sees_what_it_looks_for():
-    """With the check of an answer's request taken out, another sample's response comes in, and is found."""
+    """Without the check of the request's id, another sample's response is accepted, and chaos.py finds it."""
     code = (
         "import sys; sys.argv[0] = 'chaos'; sys.path.insert(0, sys.argv[1]); import chaos;from"
         " gspo_mega.rollout.client import completion;add = completion.Answer.add;completion.Answer.add = lambda self, report: add(self, report |"

@@ -1,4 +1,4 @@
-"""Rollout batches over servers that fail in every way: each prompt comes back once, complete, and is accounted for."""
+"""Rollout batches over servers that fail in every way: each prompt comes back once, complete, and is counted."""
 
 from __future__ import annotations
 
@@ -121,9 +121,7 @@ def test_a_server_that_dies_gives_its_work_to_the_other(fakes, collect):
 
 
 def test_a_lone_server_that_comes_back_behind_is_published_to_while_the_batch_waits(fakes, collect):
-    """The restarted server holds old weights: the runtime brings it up to date inside on_wait, and the batch goes
-    on.
-    """
+    """The restarted server holds old weights: the runtime updates it inside on_wait, and the batch continues."""
     server = fakes("server-0", delay=0.05)
     server.fault = lambda call, ids: "hang" if server.generation == 1 and call >= 3 else None
     stream = Stream()

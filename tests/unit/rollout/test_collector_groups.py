@@ -1,4 +1,4 @@
-"""Groups whose rewards are all equal: replaced, within a bound, and only if asked for."""
+"""Groups with equal rewards are replaced, within a bound, and only if configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes an answer nonsense: every field against every other and against the request."""
+"""What makes an answer nonsense: every field is checked against the others and against the request."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ def test_reports_add_up_to_the_answer_however_it_is_cut(seed, data):
 
 @given(st.integers(0, 10**6))
 def test_a_response_in_parts_has_the_records_it_was_sampled_with(seed):
-    """Each part continues the ones before it; the rows of experts of earlier tokens are the earlier part's, not read
-    again.
-    """
+    """Each part continues the earlier ones; the earlier tokens keep the experts that the earlier part returned."""
     rng = random.Random(seed)
     long = SamplingParams(24, 1.0, 1.0, -1, (EOS,))
     prompt, response = [3, 4, 5], Response(3, long, True)

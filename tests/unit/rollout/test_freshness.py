@@ -47,7 +47,7 @@ def test_the_pool_asks_it_before_a_request_starts(fakes, pools):
 
 
 def test_the_sampler_asks_it_for_every_answer(fakes, collect):
-    """A server that says it made tokens of an older version: used where that version is admitted, and not else."""
+    """Tokens that a server reports for an older version are used only where that version is admitted."""
     fakes("server-0", version=3)
     stream = Stream()
     collector, pool = collect(stream=stream, max_attempts=1)

@@ -1,4 +1,4 @@
-"""The pool: who may work, who is in the way, and the publisher's handles."""
+"""The pool: which servers get work, which do not, and the publisher's controls."""
 
 from __future__ import annotations
 

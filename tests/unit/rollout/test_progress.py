@@ -1,6 +1,4 @@
-"""Long responses are as welcome as short ones: a request ends for want of progress alone, and goes on from its
-tokens.
-"""
+"""Long responses are not cut: a request ends early only without progress, and its response continues from its tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ def long_and_short(ids):
 
 
 def test_a_long_response_that_makes_progress_is_never_cut(fakes, collect):
-    """Of 25 tokens at 40 ms each, half take longer than the deadline of 0.5 s; all are accepted at the length they are
-    offered.
-    """
+    """At 40 ms per token, half of the responses take longer than the deadline of 0.5 s; all keep their full length."""
     server = fakes("server-0")
     server.token_seconds, server.length = 0.04, long_and_short
     stream = Stream()
@@ -116,7 +112,7 @@ def test_a_dying_server_leaves_the_tokens_that_it_reported(fakes, collect):
 
 
 def test_what_cannot_be_continued_with_its_experts_is_sampled_again(fakes, collect):
-    """A server that dies has not said where its tokens went: with routed experts they are dropped, and counted."""
+    """A server that dies has not returned the experts of its tokens: they are dropped where needed, and counted."""
     dying = fakes("server-0")
     dying.fault = lambda call, ids: "die midway" if call < 3 else None
     dying.length = lambda ids: 6
@@ -133,9 +129,7 @@ def test_what_cannot_be_continued_with_its_experts_is_sampled_again(fakes, colle
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_slow_server_loses_its_requests_to_the_others(fakes, collect, monkeypatch, experts):
-    """One of four is 20 times slower: no sample is raced, what it has is continued elsewhere, and few tokens are its
-    own.
-    """
+    """One of four servers is 20 times slower: its responses continue elsewhere, and it samples few tokens itself."""
     monkeypatch.setattr(load, "DWELL_SECONDS", 0.1)
     monkeypatch.setattr("gspo_mega.rollout.server_pool._POLL_SECONDS", 0.05)
     servers: list[FakeServer] = [fakes(f"server-{i}") for i in range(4)]
@@ -230,7 +224,7 @@ def test_reports_come_often_enough_before_the_deadline_and_seldom_otherwise():
 
 
 def test_a_request_that_is_over_cannot_be_ended():
-    """Who balances the load may still hold it."""
+    """The pool's balancing may still refer to the flight."""
 
     async def fly():
         flight = Flight(10.0)

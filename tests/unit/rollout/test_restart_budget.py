@@ -1,4 +1,4 @@
-"""Restarts of a server are forgiven by healthy time, by a clock of the test's own."""
+"""Healthy time forgives restarts of a server, by a clock that the test controls."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def clock():
 
 
 def lives(budget, clock, *healthy_seconds):
-    """Serve in health so long, fail, and again; what the budget said to each failure."""
+    """Serve for each of these times and then fail; returns the budget's answer to each failure."""
     said = []
     for seconds in healthy_seconds:
         budget.healthy()

@@ -89,7 +89,7 @@ def test_options_win_but_not_over_keys_of_ours(tmp_path):
 
 
 def test_every_refused_option_is_one_that_sglang_has():
-    """A list of names that nobody has would refuse nothing. ServerArgs is made of mixins of annotated fields."""
+    """The names are compared with SGLang's source: ServerArgs consists of mixins with annotated fields."""
     import importlib.util
 
     package = importlib.util.find_spec("sglang")
@@ -119,7 +119,7 @@ def test_a_cache_too_small_for_one_request_is_refused(tmp_path):
 
 
 def test_no_two_starts_sample_alike(tmp_path):
-    """Nor any of the attempts that a resumed run consists of, whose servers begin to count anew."""
+    """Also across the attempts of a resumed run, in which each server's generation begins at 1 again."""
     starts = [(g, i, a, s) for g in (1, 2, 3) for i in range(5) for a in ("0001", "0002", "0013") for s in (1, 2, 3)]
     seeds = [spec_of(tmp_path, generation=g, index=i, attempt=a, seed=s).seed for g, i, a, s in starts]
     assert len(set(seeds)) == len(starts) and all(0 <= seed < 2**31 for seed in seeds)

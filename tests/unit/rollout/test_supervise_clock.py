@@ -1,4 +1,4 @@
-"""The heartbeat of `gspo-mega serve` goes on when the clock on the wall is set back."""
+"""The heartbeat of `gspo-mega serve` continues when the system clock is set back."""
 
 import errno
 import time
@@ -24,7 +24,7 @@ def test_it_beats_on(tmp_path, monkeypatch):
     for clock in (now, now - 3600, now - 3599):
         monkeypatch.setattr(supervise_server.time, "time", lambda clock=clock: clock)
         time.sleep(0.06)
-        server._beat()
+        server._write_heartbeat()
         (seen,) = read_registrations(attempt.servers_dir)
         beats.append(seen.heartbeat)
     assert beats == [now, now - 3600, now - 3599]
@@ -34,7 +34,7 @@ def test_a_heartbeat_that_cannot_be_written_leaves_the_server_alone(tmp_path, mo
     attempt = RunFolder(tmp_path / "run").new_attempt()
     server = supervise_server.ServerSupervisor(load_config(CONFIG).config, attempt, 0)
     monkeypatch.setattr(supervise_server, "_HEARTBEAT_SECONDS", 0.0)
-    server._beat()
+    server._write_heartbeat()
     (before,) = read_registrations(attempt.servers_dir)
     write = supervise_server.Registration.write
 
@@ -42,18 +42,18 @@ def test_a_heartbeat_that_cannot_be_written_leaves_the_server_alone(tmp_path, mo
         raise OSError(errno.ESTALE, "Stale file handle", str(folder))
 
     monkeypatch.setattr(supervise_server.Registration, "write", stale)
-    assert server._beat() and server._beat()
+    assert server._write_heartbeat() and server._write_heartbeat()
     assert [r.getMessage() for r in caplog.records].count(
         "server-0: its heartbeat could not be written: [Errno 116] Stale file handle: "
         f"'{attempt.servers_dir}'; tried again until it can be"
     ) == 1
     monkeypatch.setattr(supervise_server.Registration, "write", write)
-    server._beat()
+    server._write_heartbeat()
     (after,) = read_registrations(attempt.servers_dir)
     assert after.heartbeat > before.heartbeat
 
 
 def test_a_name_of_the_wildcard_is_found_where_it_is_bound():
-    """The configuration asks no name server; whoever binds the address sees what it is."""
+    """The configuration asks no name server; the process that binds the address checks it."""
     with pytest.raises(ConfigError, match="server.host: .*opens the server to every network"):
         supervise_server._free_port("0.0.0.0")

@@ -189,7 +189,12 @@ def die(server: Server, seconds: float) -> None:
 @pytest.mark.parametrize("deaf", [False, True], ids=["abort-works", "abort-does-nothing"])
 @pytest.mark.parametrize(
     "fault, words",
-    [(refuse, "400, refused"), (die, "connection reset"), (hang, "no answer within"), (lie, "did not take")],
+    [
+        (refuse, "400, refused"),
+        (die, "connection reset"),
+        (hang, "no answer within"),
+        (lie, "the broadcast did not finish"),
+    ],
 )
 def test_a_server_that_leaves_the_trainer_in_a_broadcast_fails_alone(fault, words, deaf):
     """Whether closing the group ends the broadcast (NCCL) or not (gloo, and NCCL while it connects)."""

@@ -25,19 +25,19 @@ def with_header(path: Path, header: bytes, data: bytes = b"\0" * 16) -> Path:
 
 GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 ODD = {
-    b"[]": "its header is no JSON object",
-    b"7": "its header is no JSON object",
+    b"[]": "its header is not a JSON object",
+    b"7": "its header is not a JSON object",
     b"{": "cannot be read as safetensors",
     b"\xff\xfe{}": "cannot be read as safetensors",
     b"[" * 100_000: "cannot be read as safetensors: RecursionError",
-    b'{"a": 1}': "the header of 'a': dtype, shape and data_offsets are wanted",
-    b'{"a": {"dtype": "F32", "shape": [4]}}': "dtype, shape and data_offsets are wanted",
+    b'{"a": 1}': "the header of 'a': it must have dtype, shape and data_offsets",
+    b'{"a": {"dtype": "F32", "shape": [4]}}': "it must have dtype, shape and data_offsets",
     json.dumps({"a": GOOD | {"dtype": ["F32"]}}).encode(): "dtype ['F32'] is not supported",
     json.dumps({"a": GOOD | {"dtype": "I64"}}).encode(): "dtype 'I64' is not supported; supported: F32",
-    json.dumps({"a": GOOD | {"shape": None}}).encode(): "shape is None, a list of sizes is wanted",
+    json.dumps({"a": GOOD | {"shape": None}}).encode(): "shape is None; it must be a list of sizes",
     json.dumps({"a": GOOD | {"shape": [-2, -2]}}).encode(): "shape is [-2, -2]",
     json.dumps({"a": GOOD | {"shape": [2.0, 2]}}).encode(): "shape is [2.0, 2]",
-    json.dumps({"a": GOOD | {"shape": [5]}}).encode(): "F32 of shape [5] does not take the 16 bytes",
+    json.dumps({"a": GOOD | {"shape": [5]}}).encode(): "F32 of shape [5] does not fill the 16 bytes",
     json.dumps({"a": GOOD | {"data_offsets": [16, 0]}}).encode(): "data_offsets is [16, 0]",
     json.dumps({"a": GOOD | {"data_offsets": [-16, 0]}}).encode(): "data_offsets is [-16, 0]",
     json.dumps({"a": GOOD | {"data_offsets": [0, 8, 16]}}).encode(): "data_offsets is [0, 8, 16]",
@@ -119,6 +119,6 @@ def test_an_index_names_files_beside_it_alone(tmp_path, name):
     folder.mkdir()
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(
-        ModelError, match="weight_map: 'a' is said to be in .*; the name of a file beside the index is wanted"
+        ModelError, match="weight_map: 'a' has the file .*; it must be the name of a file beside the index"
     ):
         HuggingFaceFolder(folder).shape("a")

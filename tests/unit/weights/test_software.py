@@ -49,7 +49,7 @@ def test_another_python_is_asked_and_one_that_cannot_answer_is_named(tmp_path):
     mute.write_text("#!/bin/sh\nexit 3\n")
     mute.chmod(0o755)
     for python in (str(mute), str(tmp_path / "none")):
-        with pytest.raises(PublishError, match=f"{python} does not say which PyTorch and NCCL"):
+        with pytest.raises(PublishError, match=f"{python} does not report its PyTorch and NCCL"):
             ask(python)
 
 
