@@ -1,9 +1,8 @@
-"""How far this process has come: which phase of its work it is in, and a count that grows with everything that gets
-done.
+"""The progress of this process: the phase of its work, and a count that grows with every piece of work done.
 
-Owns the two values. Whoever does work calls `beat` where something is finished (a micro-batch, a trajectory, a message)
-and marks phases; a rank's `beat_writer.py` lets the supervisor see them. One process, its main thread's phases.
-Standard library only.
+Owns the two values. Working code calls `beat` when something is finished (a micro-batch, a trajectory, a message) and
+marks phases; a rank's `beat_writer.py` shows them to the supervisor. The phases are the main thread's. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ _phase, _count = START, 0
 
 
 def beat() -> None:
-    """Something got done. Cheap: a rank may call it for every micro-batch. Any thread: a lost count is not missed."""
+    """Count a finished piece of work. Cheap enough for every micro-batch; any thread may call it."""
     global _count
     _count += 1
 
 
 def enter(phase: str) -> None:
-    """The phase from here on, a progress too."""
+    """Begin a phase, which counts as progress."""
     global _phase
     _phase = phase
     beat()
@@ -31,7 +30,7 @@ def enter(phase: str) -> None:
 
 @contextlib.contextmanager
 def during(phase: str) -> Iterator[None]:
-    """The phase of a block; then the one before again."""
+    """The phase of a block; the phase before it returns afterwards."""
     before = _phase
     enter(phase)
     try:

@@ -1,7 +1,7 @@
-"""File operations that survive a crash, each a named kill point: what saves, the journal and publishes write with.
+"""File operations that survive a crash. Saves, the journal and publishes write with them alone.
 
-Owns how a file or folder appears whole or not at all. `at` names the operation in `kill_points.OPERATIONS`; small files
-that belong to none of the three leave it out. What the files mean is their owners'. Standard library only.
+Owns that a file or folder appears whole or not at all. `at` names the operation in `kill_points.OPERATIONS`; other
+small files leave it out. The meaning of a file is its owner's. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gspo_mega import kill_points
 
 @contextlib.contextmanager
 def operation(name: str | None) -> Iterator[None]:
-    """One file operation: its kill points stand before and after the block. For writers that are not ours, too."""
+    """The block is one file operation, with a kill point before and after it. For writers of libraries, too."""
     if name is not None:
         kill_points.reached(f"{name}.before")
     yield
@@ -30,7 +30,7 @@ def operation(name: str | None) -> Iterator[None]:
 
 
 def sync(path: str | os.PathLike[str], at: str | None = None) -> None:
-    """Have a file's content, or a folder's list of names, reach the disk."""
+    """Flush a file's content, or a folder's list of names, to the disk."""
     with operation(at):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -40,7 +40,7 @@ def sync(path: str | os.PathLike[str], at: str | None = None) -> None:
 
 
 def sync_tree(folder: Path, at: str) -> None:
-    """`sync` of a folder and all that is in it."""
+    """`sync` of a folder and everything in it."""
     with operation(at):
         for parent, _, files in os.walk(folder):
             for path in [*(os.path.join(parent, file) for file in files), parent]:
@@ -48,20 +48,20 @@ def sync_tree(folder: Path, at: str) -> None:
 
 
 def make_folder(path: Path, at: str) -> None:
-    """Make a folder and those above it; it may be there."""
+    """Make a folder and its parents; it may exist already."""
     with operation(at):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def rename(source: Path, target: Path, at: str) -> None:
-    """Rename a file or folder at once, and have the new name reach the disk. A file at `target` is replaced."""
+    """Rename a file or folder atomically and flush the new name to the disk. A file at `target` is replaced."""
     with operation(at):
         os.replace(source, target)
         sync(target.parent)
 
 
 def remove_tree(path: Path, at: str) -> None:
-    """Remove a folder with all that is in it, if it is there. Whole or not at all for those who look for its name."""
+    """Remove a folder with its content, if it exists. A reader of its name sees the whole folder or none."""
     with operation(at):
         doomed = path.with_name(f".{path.name}.removed")
         with contextlib.suppress(FileNotFoundError):
@@ -72,15 +72,15 @@ def remove_tree(path: Path, at: str) -> None:
 
 
 def remove_file(path: Path, at: str) -> None:
-    """Remove a file, if it is there."""
+    """Remove a file, if it exists."""
     with operation(at):
         path.unlink(missing_ok=True)
 
 
 def copy_file(source: Path, target: Path, at: str) -> None:
-    """Copy a file's content to a new file, in place of one that is there; on disk when this returns.
+    """Copy a file's content to a new file, which replaces an existing one; on disk when this returns.
 
-    The copy may be read by those alone who may read the source, as far as the umask lets them.
+    The copy has the source's read and write permissions, limited by the umask.
     """
     with operation(at):
         target.unlink(missing_ok=True)  # of a copy that was cut short
@@ -95,13 +95,13 @@ def copy_file(source: Path, target: Path, at: str) -> None:
 
 
 def open_end(path: Path, at: str) -> int:
-    """A descriptor that writes at the end of a file that is there; `os.close` it."""
+    """A descriptor that appends to an existing file; the caller closes it with `os.close`."""
     with operation(at):
         return os.open(path, os.O_WRONLY | os.O_APPEND)
 
 
 def append(descriptor: int, data: bytes, at: str) -> None:
-    """Write all of `data` at the descriptor's end. After a failure a part of it may be there."""
+    """Append all of `data`. After a failure the file may end in a part of it."""
     with operation(at):
         remaining = memoryview(data)
         while remaining:
@@ -109,7 +109,7 @@ def append(descriptor: int, data: bytes, at: str) -> None:
 
 
 def sync_descriptor(descriptor: int, at: str) -> None:
-    """Have what was written through a descriptor reach the disk."""
+    """Flush what was written through a descriptor to the disk."""
     with operation(at):
         os.fsync(descriptor)
 
@@ -117,15 +117,15 @@ def sync_descriptor(descriptor: int, at: str) -> None:
 def write_whole(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o666, at: str | None = None) -> None:
     """Write `data` so that a reader sees the old file or the new one, never a part; durable on return.
 
-    Written beside, synced, renamed: the operations `<at>.write` and `<at>.rename`. `mode` is the file's permission at
-    most: the kernel takes away what the process's umask says, as for any other file. Raises OSError.
+    Two operations: `<at>.write` writes and flushes a temporary file beside `path`, `<at>.rename` renames it. `mode`:
+    the file's permissions, before the umask. Raises OSError.
     """
     path = Path(path)
     temporary: Path | None = None
     try:
         with operation(at and f"{at}.write"):
             if at is not None:
-                # These files have one writer: what a killed one left beside them is nobody's.
+                # These files have one writer, so a temporary file that a killed writer left belongs to nobody.
                 for leftover in path.parent.glob(f".{path.name}.*.part"):
                     leftover.unlink(missing_ok=True)
             descriptor, temporary = _create_beside(path, mode)
@@ -146,7 +146,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o666,
 
 
 def _create_beside(path: Path, mode: int) -> tuple[int, Path]:
-    """A new file beside `path`, open for writing, under a name of its own that no link can have taken."""
+    """A new file beside `path`, open for writing, under a random name that no link can occupy."""
     while True:
         beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         with contextlib.suppress(FileExistsError):

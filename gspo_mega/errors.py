@@ -1,7 +1,7 @@
 """The error family.
 
 Every error a user can cause derives from `GspoMegaError`; its text says what is wrong, where, and what
-would be valid. Commands print the text alone; anything else is a defect of ours and shows a traceback.
+would be valid. Commands print only the text; any other exception is a defect of gspo_mega and shows a traceback.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Violation(NamedTuple):
 
 
 class GspoMegaError(Exception):
-    """Base of all errors that are addressed to a person. `exit_code` is what the command returns."""
+    """Base of all errors that are written for a person. `exit_code` is what the command returns."""
 
     exit_code = 1
 
 
 class ConfigError(GspoMegaError):
-    """The YAML file or an override is wrong. One line a problem: `file:line:column: key: what; what is valid`."""
+    """The YAML file or an override is wrong. One line per problem: `file:line:column: key: what; what is valid`."""
 
     exit_code = 2
 
@@ -38,7 +38,7 @@ class PlanError(GspoMegaError):
 
 
 class ModelError(GspoMegaError):
-    """A Hugging Face folder cannot be used: unknown architecture, a field that changes the maths, a bad shape."""
+    """A Hugging Face folder cannot be used: unknown architecture, an unsupported field, a bad shape."""
 
     exit_code = 2
 
@@ -56,7 +56,7 @@ class RewardError(GspoMegaError):
 
 
 class RolloutError(GspoMegaError):
-    """No server can serve, or a server answered nonsense more often than the retries allow."""
+    """No server can serve, or servers gave more invalid answers than the retries allow."""
 
     exit_code = 3
 
@@ -68,7 +68,7 @@ class PublishError(GspoMegaError):
 
 
 class NumericsError(GspoMegaError):
-    """A non-finite number where training would silently be wrong; names the trajectory or tensor."""
+    """A non-finite number that would silently make training wrong; names the trajectory or tensor."""
 
     exit_code = 5
 
@@ -86,7 +86,7 @@ class RankError(GspoMegaError):
 
 
 class JournalError(GspoMegaError):
-    """The rollout journal cannot be written, or does not hold what is asked of it."""
+    """The rollout journal cannot be written, or lacks what a reader needs."""
 
     exit_code = 8
 

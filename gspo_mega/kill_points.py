@@ -1,9 +1,9 @@
-"""Named moments of a run at which a test may end the process or have a file operation fail.
+"""Named moments of a run at which a test can kill the process or make a file operation fail.
 
-Owns the list of them and what happens when one is reached: nothing at all, unless `arm` was called. Every file
-operation of a save, of the rollout journal and of a publish through the disk is here, before and after it (`durable.py`
-carries them out), and so are a few moments between them. `gspo-mega inspect --kill-points` lists them. Standard library
-only.
+Owns their list and the effect of reaching one: nothing, unless `arm` was called. It has a point before and after every
+file operation of a save, the rollout journal and a publish through the disk (`durable.py` reaches them), and the
+moments of a step between them (`runtime/phases.py` reaches most). `gspo-mega inspect --kill-points` shows the list.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-# Set in a rank's environment by tests: comma-separated `point=NAME`, `hit=N`, `do=kill|disk_full|denied`, `rank=R`,
+# Tests set it in a rank's environment: comma-separated `point=NAME`, `hit=N`, `do=kill|disk_full|denied`, `rank=R`,
 # `record=FILE`.
 VARIABLE = "GSPO_MEGA_FAULT"
 
@@ -84,10 +84,10 @@ POINTS: dict[str, str] = {
 
 @dataclass
 class Fault:
-    """What is to happen: at the `hit`-th time that `point` is reached on rank `rank`, `do`.
+    """The action `do` at the `hit`-th time that rank `rank` reaches `point`.
 
     `do`: kill (SIGKILL to this process), disk_full or denied (the operation fails with that OSError). `record`: a file
-    that takes a line with the name of every point reached.
+    to which the name of every reached point is appended.
     """
 
     point: str = ""
@@ -120,7 +120,7 @@ _armed: list[Fault] = []
 
 
 def arm(text: str | None, rank: int) -> None:
-    """Arm the fault that `text` describes if it is this rank's; None or nothing disarms. Raises ValueError as
+    """Arm the fault that `text` describes if it is for this rank; None or an empty text disarms. Raises ValueError as
     `Fault.parse`.
     """
     _armed.clear()
@@ -129,7 +129,7 @@ def arm(text: str | None, rank: int) -> None:
 
 
 def reached(point: str) -> None:
-    """Say that a point of `POINTS` is reached. Raises KeyError for any other name, OSError where that was armed."""
+    """Note that a point of `POINTS` is reached. Raises KeyError for any other name, OSError if that fault is armed."""
     POINTS[point]
     for fault in _armed:
         if fault.record:

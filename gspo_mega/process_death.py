@@ -1,7 +1,7 @@
-"""How processes end together: those that fork from us, those that we started, and those that they left behind.
+"""Processes that end together: forks of this process, its children, and the orphans that they leave behind.
 
-Owns what Linux offers for it (the parent-death signal, the child subreaper, /proc) and the races around it. Who must
-end with whom, and when, is the caller's. Standard library only, so that every layer may import it.
+Owns the means of Linux for this (the parent-death signal, the child subreaper, /proc) and the races around them. Which
+processes must end together, and when, is the caller's. Standard library only, so that every layer may import it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
-# Whoever waits for a child of its own, in another thread, has had its exit code by then.
+# A thread that waits for a child of its own has collected the exit code within this time.
 _REAP_AFTER_SECONDS = 1.0
 
 # Loaded once: a forked child must not open libraries.
@@ -25,11 +25,10 @@ _forking_pid = 0
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process signal `number` when `parent`, which is to be its parent, ends, however it
-    ends.
+    """Make the kernel send signal `number` to this process when `parent`, its parent process, ends in any way.
 
-    What the kernel calls the parent is the thread that forked: the signal comes with that thread's end, too. Survives
-    exec, not fork. Where the parent is gone already the signal is sent now. Raises OSError.
+    To the kernel the parent is the thread that forked, so the end of that thread sends the signal as well. The setting
+    survives exec, not fork. If the parent has ended already, the signal is sent now. Raises OSError.
     """
     _prctl(_PR_SET_PDEATHSIG, int(number), "PR_SET_PDEATHSIG")
     if os.getppid() != parent:
@@ -37,10 +36,10 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def forks_die_with_us() -> None:
-    """From now on every process that forks from this one, at any depth, is killed with the thread that forked it.
+    """From now on the kernel kills every fork of this process, at any depth, when the thread that forked it ends.
 
-    For libraries that fork workers and join them: a worker that waits on a lock or a queue of a killed parent would
-    wait for ever. It holds for `os.fork` and multiprocessing's fork; a program started by `subprocess` is tied by
+    For libraries that fork workers and join them: otherwise a worker that waits on a lock or queue of a killed parent
+    waits for ever. Covers `os.fork` and multiprocessing's fork; a program started by `subprocess` is tied by
     `die_with_parent` or `launcher/exec_tied_to_parent.py`. A second call does nothing.
     """
     global _registered
@@ -62,7 +61,7 @@ def _tie_child() -> None:
 
 
 def adopt_orphans(on: bool = True) -> None:
-    """Have processes below this one whose parent ends become its children, and so be found and reaped by it. Raises
+    """Adopt descendants whose parent ends: they become children of this process, which can find and reap them. Raises
     OSError.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, int(on), "PR_SET_CHILD_SUBREAPER")
@@ -83,8 +82,8 @@ def parents() -> dict[int, int]:
 
 
 def living_below(pid: int, without: Collection[int] = ()) -> set[int]:
-    """Pids of all living processes below `pid`, in whatever group or session, but for the children `without` and what
-    is below them.
+    """Pids of all living descendants of `pid`, in any process group or session, except the children `without` and their
+    descendants.
     """
     table = parents()
     members: set[int] = set()
@@ -96,12 +95,12 @@ def living_below(pid: int, without: Collection[int] = ()) -> set[int]:
 
 
 def kill_below(without: Collection[int] = (), own: Iterable[int] = (), patience_seconds: float = 60.0) -> set[int]:
-    """SIGKILL to everything below this process until nothing lives there, and reap it; with `adopt_orphans` on, none
+    """Send SIGKILL to all descendants of this process until none lives, and reap them. With `adopt_orphans` on, none
     escapes.
 
-    `without`: children that are left alone with all that is below them. `own`: children whose exit code somebody else
-    (a `subprocess.Popen`) collects: killed, not reaped. Returns the pids that are left after `patience_seconds`: what
-    waits for a device or a file server that does not answer cannot be killed.
+    `without`: children that are spared with their descendants. `own`: children whose exit code something else (a
+    `subprocess.Popen`) collects; they are killed, not reaped. Returns the pids that live after `patience_seconds`:
+    a process that waits for a device or file server that does not answer cannot be killed.
     """
     us, kept = os.getpid(), {*own, *without}
     deadline = time.monotonic() + patience_seconds
@@ -115,7 +114,7 @@ def kill_below(without: Collection[int] = (), own: Iterable[int] = (), patience_
 
 
 def send_signal(pid: int, number: int) -> None:
-    """To a process that may have ended between the look and the signal."""
+    """Send a signal to a process that may have ended already."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -123,7 +122,7 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def reap(pid: int) -> bool:
-    """Collect the ended child `pid`; False where it is no child of ours, or runs."""
+    """Collect the ended child `pid`. False if it still runs or is not a child of this process."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
@@ -131,11 +130,11 @@ def reap(pid: int) -> bool:
 
 
 class Reaper:
-    """Collects adopted children that have ended, which else stay zombies until this process ends.
+    """Collects adopted children that have ended; otherwise they stay zombies until this process ends.
 
-    A child that another thread of this process started and waits for is not ours to collect: only one that was seen
-    ended for `_REAP_AFTER_SECONDS` is taken. `known`: children that are never taken, for somebody asks for their exit
-    codes later.
+    Another thread may be waiting for a child that it started, so only children that ended at least
+    `_REAP_AFTER_SECONDS` ago are collected. `known`: children that are never collected, because their exit codes are
+    asked for later.
     """
 
     def __init__(self) -> None:
@@ -143,7 +142,7 @@ class Reaper:
         self._last_look = float("-inf")
 
     def look(self, known: Collection[int] = ()) -> list[int]:
-        """The pids that were collected now. Looks at most once a second, so it may be called in every poll."""
+        """Collect, and return the pids. Looks at most once per second, so it may be called in every poll."""
         now = time.monotonic()
         if now - self._last_look < _REAP_AFTER_SECONDS:
             return []
@@ -155,7 +154,7 @@ class Reaper:
 
 
 def children() -> set[int]:
-    """This process's children, ended ones too."""
+    """The children of this process, including ended ones."""
     try:
         lists = [(task / "children").read_text(encoding="ascii") for task in Path("/proc/self/task").iterdir()]
         return {int(pid) for line in lists for pid in line.split()}
@@ -166,7 +165,7 @@ def children() -> set[int]:
 
 
 def _state_and_parent(pid: int) -> tuple[str, int] | None:
-    """The state letter and the parent; None of a process that is gone."""
+    """The state letter and the parent of a process; None if it is gone."""
     try:
         stat = Path("/proc", str(pid), "stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):

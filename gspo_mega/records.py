@@ -34,10 +34,10 @@ class Prompt:
 class Trajectory:
     """One response y to one prompt, with its records.
 
-    `response_token_ids`, `response_mask`, `rollout_log_probs` and `weight_versions` have one entry a response token.
+    `response_token_ids`, `response_mask`, `rollout_log_probs` and `weight_versions` have one entry per response token.
     `response_mask` is 1 where the policy sampled the token. `rollout_log_probs` are nats under log_softmax(logits /
     temperature), as sampled. `routed_experts` is int32 [prompt + response - 1, layers, top_k], -1 in layers without
-    experts, or None. `reward` is None until scored, and after a failed scoring, of which `reward_error` says why.
+    experts, or None. `reward` is None until scored and after a failed scoring; `reward_error` is the failure's reason.
     `reward_parts` holds each reward function's own value; `correct` is whether the response is right, None where no
     function says so. `advantage` is filled by the loop. `finish_reason` is `stop` or `length`.
     """
@@ -60,9 +60,7 @@ class Trajectory:
 
     @property
     def is_scored(self) -> bool:
-        """Whether there is a reward to learn from. What failed because of the scorer says nothing about the
-        response.
-        """
+        """Whether the trajectory has a reward to learn from. A scorer's failure says nothing about the response."""
         return self.reward is not None and self.reward_error is None
 
     @property
@@ -89,7 +87,7 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the trajectories that have one."""
+        """The rewards of the trajectories that have one."""
         return [float(t.reward) for t in self.trajectories if t.reward is not None and t.reward_error is None]
 
     @property
@@ -100,17 +98,17 @@ class Group:
 
 
 def are_equal_rewards(rewards: Sequence[float]) -> bool:
-    """Whether max r - min r <= `REWARD_TOLERANCE` max |r|: what differs is rounding (0.1 + 0.2 is not 0.3 in
+    """Whether max r - min r <= `REWARD_TOLERANCE` max |r|: the difference is rounding (0.1 + 0.2 is not 0.3 in
     float64).
     """
     low, high = min(rewards), max(rewards)
-    # Halves, because the difference of two finite numbers may be none.
+    # Halves, because the difference of two finite numbers may be infinite.
     return high / 2 - low / 2 <= REWARD_TOLERANCE * max(abs(low), abs(high)) / 2
 
 
 @dataclass
 class RolloutBatch:
-    """What `source.take(step)` returns: complete groups, scored, of one step, and how they were come by.
+    """What `source.take(step)` returns: the complete, scored groups of one step, and how they were sampled.
 
     `counts` holds the collector's own numbers for metrics (`num_*`), `phase_seconds` its times.
     """

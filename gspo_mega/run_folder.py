@@ -1,4 +1,4 @@
-"""Where a run keeps what: every path of a run folder in one place, and the atomic writes that fill it.
+"""The paths of a run folder, all in one place, and the atomic writes that fill it.
 
 Owns names; writing whole files is `durable.py`'s. It does not own what the files mean: checkpoints, published weights,
 journal, server registrations and metrics belong to their own packages. Standard library only, so that every layer may
@@ -11,25 +11,25 @@ import it.
       attempts/0001/                 one start of the run; attempts/latest -> 0001
         api_key                      0600; the servers' key, made anew for every attempt
         servers/<server_id>.json     written by `gspo-mega serve`
-        software/<server_id>.json    its PyTorch and NCCL, written by `gspo-mega serve` where weights go through NCCL
+        software/<server_id>.json    the server's PyTorch and NCCL versions, where weights go through NCCL
         errors/rank_<r>.json         written by a rank that failed
-        beats/rank_<r>               how far a rank has come, every few seconds
+        beats/rank_<r>               the progress of a rank, written every few seconds
         logs/{supervisor,rank_<r>,server_<k>}.log
-        logs/stacks_rank_<r>.txt     where a rank was when nothing had got done for long
+        logs/stacks_rank_<r>.txt     the stacks of a rank that made no progress for long
         console.log                  the progress lines of rank 0
         stop                         a stop request; its text is the reason
         command                      what was started: train, sft or eval
         result.json                  what rank 0's work returned
-        state.json                   what the supervisor says of the run, with a heartbeat
-        restart.json                 of an attempt that failed: whether the run was started again by itself, and why
-        plan.txt versions.txt config.resolved.yaml     what this start ran, and with what
+        state.json                   the supervisor's view of the run, with a heartbeat
+        restart.json                 of a failed attempt: whether the supervisor started the run again, and why
+        plan.txt versions.txt config.resolved.yaml     the plan, versions and configuration of this start
       weights/v<8 digits>/           one published Hugging Face folder
       weights/current.json           {"weight_version": int, "path": absolute path}
       checkpoints/step_<8 digits>/   checkpoints/latest holds the newest complete folder's name
       journal/step_<8 digits>        the trajectories of one step
       journal/step_<8 digits>.old-NNNN   ... as they were before the step was sampled again
       metrics.jsonl  tensorboard/  hf/  hf_steps/step_<8 digits>/
-      old-NNNN/                      what another configuration recorded here; a run folder to read from
+      old-NNNN/                      the record of another configuration, itself a run folder to read from
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Attempt:
             atomic_write_text(self.stop_file, reason + "\n")
 
     def stop_reason(self) -> str | None:
-        """Why the ranks should stop, or None while nobody asked for it."""
+        """Why the ranks should stop; None while nobody has asked for it."""
         try:
             return self.stop_file.read_text(encoding="utf-8").strip() or "asked by hand"  # `touch stop` is enough
         except FileNotFoundError:
@@ -191,14 +191,12 @@ class Attempt:
         return self.path / "config.resolved.yaml"
 
     def is_newest(self) -> bool:
-        """Whether no later start of the run was made: one whose supervisor lost the run to another must write nothing
-        more.
-        """
+        """Whether no later attempt exists. An attempt whose supervisor lost the run must write nothing more."""
         newest = self.run_folder.latest_attempt()
         return newest is None or newest.number <= self.number
 
     def create(self) -> Attempt:
-        """Make the folder with its sub-folders and a fresh API key. Raises FileExistsError if it is there."""
+        """Make the folder with its sub-folders and a fresh API key. Raises FileExistsError if it exists."""
         self.path.mkdir(parents=True)
         for folder in (self.servers_dir, self.errors_dir, self.logs_dir):
             folder.mkdir()
@@ -250,18 +248,18 @@ class RunFolder:
         return attempts[-1] if attempts else None
 
     def num_restarts(self) -> int:
-        """Attempts that failed and were followed by another without anybody's doing."""
+        """The number of failed attempts after which the supervisor started the run again by itself."""
         records = (read_json(attempt.restart_file) for attempt in self.attempts())
         return sum(record is not None and record["again"] for record in records)
 
     def new_attempt(self) -> Attempt:
         """Create the next attempt (its folders and API key) and point `attempts/latest` to it.
 
-        The caller holds the run's lock: two callers at once are not an error this function resolves.
+        The caller holds the run's lock; this function does not guard against a second caller.
         """
         latest = self.latest_attempt()
         attempt = self.attempt(latest.number + 1 if latest else 1).create()
-        # A symbolic link cannot be overwritten in place: make it beside and rename, as with files.
+        # A symbolic link cannot be overwritten in place: create it under another name, then rename it.
         beside = self.attempts_dir / f".latest.{attempt.path.name}"
         beside.symlink_to(attempt.path.name)
         os.replace(beside, self.latest_attempt_link)

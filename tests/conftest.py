@@ -6,8 +6,13 @@ reason; that is what is looked for.
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
+
+# What several folders of tests share.
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 # A shell that runs the tests in the background lets them ignore SIGINT, `nohup` SIGHUP, and every process they start
 # would inherit that.

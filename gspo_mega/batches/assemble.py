@@ -1,6 +1,6 @@
 """From a rollout batch to every rank's shard: advantages, mini-batches, packs, global denominators.
 
-Runs on rank 0, which alone sees the whole batch. Pure of processes; sending is `exchange.py`.
+Runs on rank 0, which alone sees the whole batch. Uses no process group; sending is `runtime/rank_link.py`'s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gspo_mega.records import MicroBatch, RolloutBatch, Trajectory
 
 @dataclass
 class MiniBatch:
-    """One data-parallel rank's part of one optimizer step. `denominator` is global: what the loss is divided by."""
+    """One data-parallel rank's part of one optimizer step. `denominator` is global: the loss is divided by it."""
 
     denominator: float
     micro_batches: list[MicroBatch]
@@ -41,8 +41,8 @@ class MiniBatch:
 def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
     """Set `advantage` of every trajectory of a scored batch from its group's rewards (arXiv:2507.18071, Eq. 6).
 
-    With `reward.permute_in_batch` rewards are first dealt out anew over the whole batch, so that what is
-    learnt cannot come from them: the control of an experiment.
+    `reward.permute_in_batch` first shuffles the rewards over the whole batch, so that the policy cannot learn from
+    them: the control of an experiment.
     """
     trajectories = batch.trajectories
     rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
@@ -59,12 +59,11 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
 
 
 def scored_batch(batch: RolloutBatch) -> RolloutBatch:
-    """What a step trains on: the trajectories that have a reward, in groups of at least two. The others are in no
-    statistic of their group and in no denominator: unlike a response that the mismatch correction rejects, a failed
-    scoring is no outcome of the policy, and a share of the mini-batch's weight given to it would shrink the step by how
-    ill the scorer was.
+    """The trajectories that a step trains on: those with a reward, in groups of at least two.
 
-    Raises RewardError where nothing is left.
+    The others enter no statistic of their group and no denominator. A failed scoring is no outcome of the policy,
+    unlike a response that the mismatch correction rejects; if it counted in the denominator, failures of the scorer
+    would shrink the step. Raises RewardError where nothing is left.
     """
     scored = batch.scored()
     if not scored.groups:
@@ -81,7 +80,7 @@ def scored_batch(batch: RolloutBatch) -> RolloutBatch:
 
 
 def plan_batch(trajectories: list[Trajectory], config: Config, layout: Layout, step: int) -> list[RankPlan]:
-    """Which trajectories each data-parallel rank works on, in which mini-batches and packs."""
+    """The rows of `trajectories` that each data-parallel rank works on, by mini-batch and pack."""
     num_mini_batches = min(config.batch.num_mini_batches, len(trajectories))
     return _plan([t.num_tokens for t in trajectories], num_mini_batches, config, layout, step)
 
@@ -104,10 +103,10 @@ def _plan(lengths: list[int], num_mini_batches: int, config: Config, layout: Lay
 def assemble(
     batch: RolloutBatch, config: Config, layout: Layout, step: int, plans: list[RankPlan] | None = None
 ) -> list[list[MiniBatch]]:
-    """Mini-batches of every data-parallel rank for `batch`, whose advantages are filled.
+    """Mini-batches of every data-parallel rank for `batch`, whose advantages are filled: [data rank][mini-batch].
 
-    `trajectory_index` of the packs is the row in `batch.trajectories`. A batch of fewer trajectories than
-    mini-batches gets as many mini-batches as it has trajectories. `plans`: another packing than the planned one.
+    `trajectory_index` of the packs is the row in `batch.trajectories`. A batch with fewer trajectories than
+    mini-batches gets one mini-batch per trajectory. `plans`: a packing other than `plan_batch`'s.
     """
     trajectories = batch.trajectories
     plans = plans or plan_batch(trajectories, config, layout, step)
@@ -162,7 +161,7 @@ def for_ranks(shards: list[list[MiniBatch]], layout: Layout) -> list[list[dict[s
 def _packed(
     records: list[dict[str, Any]], packs_of: list[list[list[int]]], layout: Layout, sequence_keys: tuple[str, ...] = ()
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of every data-parallel rank, equally many, from its packs of rows of `records`."""
+    """The micro-batches of every data-parallel rank, the same number on each, from its packs of rows of `records`."""
 
     def build(rows: list[int], pack_multiple: int) -> MicroBatch:
         return build_micro_batch(records, rows, layout.sequence_multiple_tokens, sequence_keys, pack_multiple)

@@ -1,7 +1,6 @@
-"""Held-out prompts and what was measured on them: which they are, whether they are trained on, how many responses are
-right.
+"""Held-out prompts and the results on them: whether they are also trained on, how many responses are correct.
 
-Owns what accuracy means. Sampling and scoring are the collector's and the scoring pool's.
+Owns the meaning of accuracy. Sampling and scoring are the collector's and the scoring pool's.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from gspo_mega.reward.functions import problem_of_answer
 class Evaluation:
     """Held-out results, means over prompts of the means over their samples that could be scored.
 
-    `accuracy`: of responses that are correct: as the reward functions declare, or of a reward of at least
-    `eval.correct_threshold`. `standard_error`: of the accuracy, from the spread between prompts. `num_samples` counts
-    the `num_reward_failures` that could not be scored, too; they are in no mean. `num_left_out`: rows of the file that
-    were too long.
+    `accuracy`: the fraction of correct responses. A response is correct if the reward functions say so, or if its
+    reward is at least `eval.correct_threshold`. `standard_error`: of the accuracy, from the spread between prompts.
+    `num_samples` includes the `num_reward_failures` that could not be scored; they are in no mean. `num_left_out`: rows
+    of the file that were too long.
     """
 
     accuracy: float
@@ -46,7 +45,7 @@ class Evaluation:
 def summarize(groups: list[Group], correct_threshold: float | None = None, num_left_out: int = 0) -> Evaluation:
     """The results of sampled and scored groups.
 
-    Raises RewardError: nothing could be scored, or nobody says which responses are correct.
+    Raises RewardError: no sample could be scored, or nothing says which responses are correct.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     failed = [t for t in trajectories if not t.is_scored]
@@ -54,8 +53,8 @@ def summarize(groups: list[Group], correct_threshold: float | None = None, num_l
     if not scored:
         shown = "".join(f"\n  {t.trajectory_id} ({t.prompt.prompt_id}): {t.reward_error}" for t in failed[:5])
         raise RewardError(
-            f"held-out evaluation: scoring failed for all of {len(trajectories)} samples, which says nothing about the"
-            f" model. The first:{shown}"
+            f"held-out evaluation: scoring failed for all of {len(trajectories)} samples, so there is no accuracy. The"
+            f" first:{shown}"
         )
     means = [_mean(float(_is_correct(t, correct_threshold)) for t in group) for group in scored]
     mean = _mean(means)
@@ -92,8 +91,7 @@ def _is_correct(trajectory: Trajectory, threshold: float | None) -> bool:
 
 
 class HeldOut:
-    """The held-out prompts of `eval`, none without that section, and how many of them were seen among the rows of other
-    files.
+    """The held-out prompts of `eval` (none without that section), and how many of them the training files contain.
 
     Raises DataError: the file or a row is malformed, or there are fewer prompts than `eval.num_prompts` asks for.
     """
@@ -130,8 +128,8 @@ class HeldOut:
         self._by_digest = {digests[int(prompt.prompt_id.rpartition(":")[2])]: prompt for prompt in self.prompts}
 
     def check_of(self, source: Source) -> Callable[[Row], str | None]:
-        """The check of a training file's rows: whether its rewards can use the answer. Notes which prompts are held-out
-        ones.
+        """The check of a training file's rows: whether its rewards can use the answer. Notes rows whose prompt is a
+        held-out one.
         """
         check_answer = row_check(self._config, source.reward)
         key = self._config.data.prompt_key
@@ -144,7 +142,7 @@ class HeldOut:
         return check
 
     def report(self) -> list[str]:
-        """What a user should know of the held-out prompts, a line each; after the training files were read."""
+        """Lines for the user about the held-out prompts, once the training files were read."""
         if not self._path:
             return []
         left_out = f"; {self.num_left_out} longer than data.max_prompt_tokens and left out" if self.num_left_out else ""
@@ -160,8 +158,8 @@ class HeldOut:
 
 
 def row_check(config: Config, own_reward: str | None) -> Callable[[Row], str | None]:
-    """What is wrong with the answer of a row for the rewards that will score it; `own_reward` in place of `reward` if
-    there is one.
+    """A check of a row's answer against the rewards that will score it; it returns what is wrong, or None. `own_reward`
+    replaces the rewards of section `reward` if there is one.
     """
     names, key = reward_names(config, own_reward), config.data.answer_key
 
@@ -173,6 +171,6 @@ def row_check(config: Config, own_reward: str | None) -> Callable[[Row], str | N
 
 
 def _digest(prompt: Any) -> bytes:
-    """Of a prompt as the file has it, text or messages, apart from white space around a text."""
+    """A digest of a prompt as the file has it, text or messages, without white space around a text."""
     value = prompt.strip() if isinstance(prompt, str) else prompt
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()

@@ -1,8 +1,7 @@
-"""What makes a run's trajectories, as fingerprints: the weights, the rewards with their source, the settings of
-sampling.
+"""Fingerprints of everything that determines a run's trajectories: weights, rewards with their source, sampling.
 
-They stand in the journal beside what was sampled, so that a restarted step takes over what it would sample and score
-the same way again, and nothing else. Nothing of a reward is imported here: its source is found, read and hashed.
+The journal keeps them beside the trajectories, so that a restarted step uses only those that it would sample and score
+in the same way again. No reward is imported here: its source is found, read and hashed.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from gspo_mega.config.schema import Config
 from gspo_mega.records import RolloutBatch
 from gspo_mega.reward.functions import BUILTINS
 
-# What each kind says of records that are not taken over.
+# Why records whose fingerprint of a kind differs are not used.
 REASONS = {
     "weights": "other weights sampled them",
     "rewards": "another reward scored them: its source or its options are not the same",
     "sampling": "they were sampled with other settings",
     "recorded rollouts": "they are of another recording",
 }
-# Of each file of weights, at its beginning, middle and end: enough to tell two trainings of one model apart.
+# Bytes at the beginning, middle and end of each file of weights: enough to tell two trainings of one model apart.
 _SAMPLE_BYTES = 64 * 1024
 
 
 def made_by(config: Config) -> dict[str, str]:
-    """The fingerprints of a run that samples and scores, the weights' apart, which change with every step."""
+    """The fingerprints of a run that samples and scores, except the weights', which change with every step."""
     return {
         "rewards": reward_fingerprint(config),
         "sampling": _digest(
@@ -48,8 +47,8 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "filter_constant
 
 
 def first_weights(config: Config) -> str:
-    """A fingerprint of the weights that a fresh run starts from: config.json, and size and samples of every file of
-    weights.
+    """A fingerprint of the weights that a fresh run starts from: of config.json, and of the size and some bytes of
+    every file of weights.
     """
     folder = Path(config.model.weights or config.model.path)
     files = sorted(
@@ -66,8 +65,8 @@ def next_history(history: str, batch: RolloutBatch, checksums: Mapping[str, int]
 
 
 def reward_fingerprint(config: Config) -> str:
-    """Of every reward function: name, weight, options, and the source of its module and of what that imports of the
-    user's own.
+    """A fingerprint of every reward function: name, weight, options, and the source of its module and of the user's
+    own modules that it imports.
     """
     functions = [
         [one.function, one.weight, one.options, source_digest(one.function)] for one in config.reward.functions
@@ -81,7 +80,7 @@ def reward_fingerprint(config: Config) -> str:
 
 
 def source_digest(function: str) -> str:
-    """Of the files that a reward function's name stands for, in any place; a module that is not found has none."""
+    """A digest of the source files of a reward function, wherever they are; of no file if the module is not found."""
     module = (
         function.partition(":")[0]
         if ":" in function
@@ -95,8 +94,8 @@ def source_digest(function: str) -> str:
 
 
 def _own_modules(module: str) -> dict[str, Path]:
-    """The file of `module`, of the packages around it, and of what these import: of the same package, or of none that
-    is installed.
+    """The files, by module name, of `module`, its parent packages and the modules that these import: those of the same
+    top-level package, and others that are not installed.
     """
     found: dict[str, Path] = {}
     waiting, top = [module], module.partition(".")[0]
@@ -120,13 +119,13 @@ def _with_packages(name: str) -> list[str]:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Where a module is, found without running it or the packages around it."""
+    """The spec of a module, found without running it or its parent packages."""
     path: list[str] | None = [os.getcwd(), *sys.path]
     spec = None
     for part in _with_packages(name):
         try:
-            # An editable installation may be known to a finder of its own, which is asked for top-level names alone:
-            # others it would import.
+            # Only the finder of an editable installation may know it. It is asked for top-level names alone, because it
+            # would import the parents of others.
             spec = PathFinder.find_spec(part, path) or (importlib.util.find_spec(part) if "." not in part else None)
         except (ImportError, ValueError):
             return None
@@ -144,12 +143,12 @@ def _is_installed(file: str) -> bool:
 
 
 def _imports(file: Path, package: str) -> Iterator[str]:
-    """Names that a source file may import, modules and what might be one."""
+    """Names that a source file imports, including attributes that might be modules."""
     if file.suffix != ".py":
         return
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # its import will fail, and say so
+    except (SyntaxError, ValueError):  # its import will fail with the reason
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -154,7 +154,7 @@ def _text(shown: dict[str, Any]) -> str:
             lines += [
                 (
                     f"--- {one['trajectory_id']}  reward {reward}  advantage {advantage}  {one['num_response_tokens']}"
-                    f" tokens, {one['finish_reason']}  log-prob a token {mean}{failed}"
+                    f" tokens, {one['finish_reason']}  log-prob per token {mean}{failed}"
                 ),
                 one["response"],
             ]

@@ -1,4 +1,4 @@
-"""The quickstart's task: adding two numbers in writing, column by column.
+"""The quickstart's task: adding two numbers on paper, column by column.
 
 Owns the problems, their worked solutions and the split into train and held-out. A row is
 
@@ -18,15 +18,15 @@ from typing import Literal
 Split = Literal["train", "heldout"]
 
 NUM_DIGITS = 4
-# One problem in so many belongs to the held-out split.
+# One in this many problems belongs to the held-out split.
 HELDOUT_EVERY = 16
 
 
 def split_of(a: int, b: int) -> Split:
     """The split that the problem a + b (the same problem as b + a) belongs to.
 
-    A property of the pair alone, of no seed and no order: whatever sets are generated, by whomever, no
-    held-out problem is in a train set.
+    It depends on the pair alone, not on a seed or an order, so no held-out problem is in any train set that is ever
+    generated.
     """
     pair = f"{min(a, b)}+{max(a, b)}".encode()
     digest = hashlib.blake2b(pair, digest_size=8, person=b"gspo_mega split").digest()
@@ -34,7 +34,7 @@ def split_of(a: int, b: int) -> Split:
 
 
 def solve(a: int, b: int) -> str:
-    """The worked addition of two non-negative numbers: one `digit+digit[+1]=sum` a column, then `#` and the result."""
+    """The worked addition of two non-negative numbers: one `digit+digit[+1]=sum` per column, `#`, the result."""
     columns: list[str] = []
     carry = 0
     left, right = a, b
@@ -67,7 +67,7 @@ def problems(split: Split, num_problems: int, seed: int, num_digits: int = NUM_D
     share = num_pairs // HELDOUT_EVERY if split == "heldout" else num_pairs - num_pairs // HELDOUT_EVERY
     if num_problems > share // 2:
         raise ValueError(
-            f"{num_problems} {split} problems of {num_digits} digits asked for; at most {share // 2} can be drawn"
+            f"{num_problems} {split} problems of {num_digits} digits requested; at most {share // 2} can be drawn"
             " without repeating one: ask for fewer, or for more digits"
         )
     rng = random.Random(f"arithmetic/{split}/{num_digits}/{seed}")

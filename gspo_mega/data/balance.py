@@ -1,4 +1,4 @@
-"""Bins of equal capacity, filled so that none is much dearer than the others. The arithmetic behind `packing.py`.
+"""Fill bins of equal capacity so that none costs much more than the others. The arithmetic behind `packing.py`.
 
 Knows sizes and costs, no trajectories: an item takes room (tokens) in one bin (a forward pass) and adds cost (FLOPs) to
 one rank. All functions are deterministic; ties go to the lower index.
@@ -64,7 +64,7 @@ def balanced_packs(
 ) -> list[Bins]:
     """Pack items into bins of `room` and give every rank equally many: result[rank][k] lists the items of one bin.
 
-    `sizes` and `costs` of the items rise together; no size is above `room`. The number of bins a rank is the smallest
+    `sizes` and `costs` of the items rise together; no size is above `room`. The number of bins per rank is the smallest
     that best fit finds; missing bins are empty. Of several ways to fill them the one is taken whose dearest rank is
     cheapest, which is what ranks wait for when they meet once, after their last bin; with `synchronised_packs`, when
     they meet after every bin, the one with the smallest sum of dearest bins. A rank's bins come dearest first.

@@ -1,6 +1,6 @@
-"""From a prompt's text or messages to token ids: chat template, special tokens, plain text.
+"""Turn a prompt's text or messages into token ids: chat template, special tokens, plain text.
 
-Owns the rule that nothing a row says can act as a control token of the chat. A literal `<|im_end|>` in a user's
+Owns the rule that no text of a row can act as a control token of the chat. A literal `<|im_end|>` in a user's
 text, encoded naively after the template was applied, becomes the token that ends the turn (and often the response).
 Here it is encoded as the characters it is made of, while the template's own control tokens stay what they are.
 """
@@ -103,7 +103,7 @@ class PromptEncoder:
             return self._template.render(messages)
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a tokenizer's own way with chats raises what it likes
+        except Exception as error:  # a tokenizer's own chat code may raise anything
             raise DataError(f"the tokenizer's chat template refuses these messages: {error}") from error
 
     def _placeholders(self, messages: Messages) -> dict[str, str]:
@@ -161,13 +161,13 @@ class PromptEncoder:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The Hugging Face tokenizer of a model's folder. Raises DataError where it cannot be read, or is code that the
-    folder brings.
+    """The Hugging Face tokenizer of a model's folder. Raises DataError where it cannot be read, or where it needs code
+    from the folder.
     """
     from transformers import AutoTokenizer
 
     try:
-        # Not given, it would ask at a terminal whether the code may run.
+        # Without this argument, transformers would ask at the terminal whether the code may run.
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a damaged tokenizer.json can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -175,8 +175,8 @@ def load_tokenizer(folder: str) -> Any:
 
 
 def _template_of(tokenizer: Any) -> ChatTemplate | None:
-    """The tokenizer's template, to be rendered in a process of its own; None for a tokenizer that has chats without a
-    template.
+    """The tokenizer's template, to be rendered in a process of its own; None for a tokenizer that renders chats with
+    its own code.
     """
     if type(tokenizer).apply_chat_template.__module__ != "transformers.tokenization_utils_base":
         return None

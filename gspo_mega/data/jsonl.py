@@ -3,8 +3,8 @@
 Owns finding, counting and parsing lines, and naming what is wrong with them. What a row must hold is the
 caller's: it passes a check. Only the byte offsets stay in memory, so a million rows cost some megabytes.
 
-A row that is accepted can be written down again and read back as it was: what the tokenizer, the rollout journal or
-a scoring process would stumble over much later (NaN, half of a surrogate pair, a very deep nesting) is refused here.
+An accepted row can be written and read back unchanged: values that would make the tokenizer, the rollout journal or a
+scoring process fail much later (NaN, half of a surrogate pair, very deep nesting) are refused here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gspo_mega.errors import DataError
 
 Row = dict[str, Any]
 
-# A file with one systematic mistake has it on every line; so many of them are enough to see it.
+# A systematic mistake is on every line; this many of them show it.
 MAX_PROBLEMS_SHOWN = 10
-NO_ROWS = "no rows; one JSON object a line was expected"
-# Python's JSON writer gives up at some hundred levels, fewer the deeper the stack that it is called from.
+NO_ROWS = "no rows; expected is one JSON object per line"
+# Python's JSON writer fails at some hundred levels, and at fewer where the call stack is deep already.
 MAX_DEPTH = 64
 
 
@@ -41,7 +41,7 @@ class JsonlFile:
 
     Raises:
         DataError: the file is missing, unreadable or without rows, or lines are malformed: one line
-            `file:line: what` a problem, the first 10 of them.
+            `file:line: what` per problem, at most the first 10.
     """
 
     def __init__(self, path: str | Path, check: Callable[[Row], str | None]) -> None:
@@ -100,9 +100,7 @@ class JsonlFile:
 
 
 def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_rows: int) -> None:
-    """What `JsonlFile` would say of the file and of its first `num_rows` rows, at once however long it is. Raises
-    DataError.
-    """
+    """Check the file and its first `num_rows` rows as `JsonlFile` does, without reading further. Raises DataError."""
     problems, seen = [], 0
     with _opened(Path(path)) as file:
         for number, line in enumerate(file, start=1):
@@ -130,8 +128,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def parse_row(line: bytes) -> Any:
-    """The JSON value of a line, without its byte-order mark: some editors put one before the first line, and it is not
-    data.
+    """The JSON value of a line. A byte-order mark before it, which some editors write, is not data and is dropped.
 
     Raises ValueError (of which UnicodeDecodeError and json.JSONDecodeError are kinds) for what is not strict JSON of
     Unicode characters and finite numbers, at most `MAX_DEPTH` levels deep; RecursionError for what is far deeper.
@@ -183,7 +180,7 @@ def _problem_of(line: bytes, check: Callable[[Row], str | None]) -> str | None:
         return f"not UTF-8 (byte {error.start + 1} of the line)"
     except json.JSONDecodeError as error:
         if line.lstrip().startswith(b"["):
-            return "looks like a JSON array over several lines; one JSON object a line was expected"
+            return "looks like a JSON array over several lines; expected is one JSON object per line"
         return f"not JSON: {error.msg} at column {error.colno}"
     except ValueError as error:  # `parse_row`'s own, and Python refuses integers of thousands of digits
         return f"not JSON: {error}"

@@ -21,7 +21,8 @@ from gspo_mega.data.jsonl import JsonlFile, Row
 from gspo_mega.errors import DataError
 from gspo_mega.records import Prompt
 
-# So many rows are encoded at the start to count the over-long ones: a few seconds. Later rows count as they come.
+# Rows that are encoded at the start to count the over-long ones, which takes a few seconds. Later rows are counted as
+# they are drawn.
 NUM_ROWS_SURVEYED = 10_000
 
 _FITS, _TOO_LONG = 1, 2  # 0: not known yet
@@ -127,8 +128,8 @@ class PromptSource(RowSource[Prompt]):
         encoder: PromptEncoder,
         check: Callable[[Row], str | None] = lambda row: None,
     ) -> None:
-        """As a `RowSource`; `check(row)` says what else is wrong with a row that has prompt and answer, and sees each
-        once, in order.
+        """As a `RowSource`. `check(row)` says what else is wrong with a row that has a prompt and an answer; it is
+        called once per row, in order.
         """
         self._check = check
         super().__init__(name, path, data, encoder)

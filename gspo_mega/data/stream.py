@@ -62,7 +62,7 @@ class _Cursor:
 
 
 class PromptStream(Generic[Item]):
-    """Draws items from sources for ever: every row once an epoch, a new order each epoch, sources mixed by weight.
+    """Draws items from sources for ever: every row once per epoch, a new order in each epoch, sources mixed by weight.
 
     Each draw takes from the source that is furthest behind its share, so that after any number of draws a source's
     count differs from its share by less than one item per source. Rows left out by their source are skipped and
@@ -78,7 +78,7 @@ class PromptStream(Generic[Item]):
         shuffle: bool,
         accept_changed: Sequence[str] = (),
     ) -> None:
-        """`weights`: one positive number a source, relative to each other. `accept_changed`: beginnings of the
+        """`weights`: one positive number per source, relative to each other. `accept_changed`: beginnings of the
         fingerprints of files that may take the place of those a saved state names (`data.accept_changed`).
 
         Raises ValueError for no sources, weights that do not match them, or two sources of one name.
@@ -151,8 +151,8 @@ class PromptStream(Generic[Item]):
                 self._accept_changed or ("none",)
             ):
                 raise DataError(
-                    f"{source.path}: changed since the run was saved: as many rows, another content; if that is a"
-                    " repair, continue with"
+                    f"{source.path}: changed since the run was saved: the number of rows is the same, their content is"
+                    " not. If that is a repair, continue with"
                     f" 'data.accept_changed={json.dumps([*self._accept_changed, source.fingerprint[:12]])}'"
                 )
         self._cursors = [
@@ -162,7 +162,7 @@ class PromptStream(Generic[Item]):
 
     def _draw(self, index: int) -> Item:
         source, cursor = self._sources[index], self._cursors[index]
-        # From the middle of an epoch, two orders in a row are what is sure to contain every row.
+        # From the middle of an epoch, only two consecutive orders are certain to contain every row.
         for _ in range(2 * len(source)):
             row = int(self._order(index)[cursor.position])
             cursor.position += 1

@@ -1,10 +1,10 @@
 """The process that renders a chat template: `python -P template_worker.py PARENT`. Run as a file; it imports jinja2 and
-nothing of ours.
+no module of gspo_mega.
 
-A template is a program of the checkpoint's. Jinja's sandbox keeps it from files and attributes, not from taking all
-memory or time: the bounds here do, in a process whose end harms nothing. First line of standard input: {"template",
-"values", "cpu_seconds", "memory_bytes"}; then a list of messages a line. A line out for each: {"text"}, or {"error"}.
-Ends with its input, and with PARENT.
+A template is a program that comes with the checkpoint. Jinja's sandbox keeps it from files and attributes, but not from
+taking all memory or time; this process has bounds on both, and its end harms nothing else. The first line of standard
+input is {"template", "values", "cpu_seconds", "memory_bytes"}; each further line is a list of messages. The process
+writes one line per list: {"text"} or {"error"}. It ends with its input, and with PARENT.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ def main():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     template = None
     for line in sys.stdin.buffer:
-        # SIGPROF ends the process: of its own time, so that a busy machine is no reason.
+        # SIGPROF ends the process. It counts the process's own CPU time, so a busy machine does not trigger it.
         signal.setitimer(signal.ITIMER_PROF, setup["cpu_seconds"])
         try:
             template = template or environment().from_string(setup["template"])
@@ -78,7 +78,7 @@ def main():
         except MemoryError:
             text = reply = None
             reply = b'{"error": null}'
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             reply = json.dumps({"error": f"{error}"[:1000] or type(error).__name__}).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(reply + b"\n")

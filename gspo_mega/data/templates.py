@@ -1,8 +1,8 @@
-"""Rendering a checkpoint's chat template in a process with a bound on its time and memory; one process for all prompts
-of a run.
+"""Render a checkpoint's chat template in a process with bounds on time and memory; one process serves all prompts of a
+run.
 
-Owns that process's life. What a template is given, and that its text is what Hugging Face renders, is
-`template_worker.py`'s.
+Owns that process's life. `template_worker.py` owns the names that a template can use, and that its text is the one
+Hugging Face renders.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any
 
 from gspo_mega.errors import DataError
 
-# For one prompt; ordinary templates take microseconds and a few megabytes.
+# Per prompt; ordinary templates take microseconds and a few megabytes.
 CPU_SECONDS, MEMORY_BYTES = 10.0, 512 * 1024**2
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. Its process starts with the first prompt, and anew after one that it could not
-    render.
+    """The chat template of a tokenizer. Its process starts with the first prompt, and again after a prompt that it
+    could not render.
     """
 
     def __init__(
         self, template: str, values: dict[str, Any], cpu_seconds: float = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES
     ) -> None:
-        """`values`: what the template knows by name besides the messages: the tokenizer's special tokens."""
+        """`values`: the names that the template can use besides the messages: the tokenizer's special tokens."""
         self._setup = {"template": template, "values": values, "cpu_seconds": cpu_seconds, "memory_bytes": memory_bytes}
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize | None = None
-        self._lock = threading.Lock()  # an answer belongs to the question before it
+        self._lock = threading.Lock()  # one request at a time: answers come in the order of requests
 
     def render(self, messages: list[dict[str, str]]) -> str:
         """The text of the messages, up to where the assistant's answer begins. Raises DataError: refused, or too much
@@ -59,7 +59,7 @@ class ChatTemplate:
         if "text" in reply:
             return reply["text"]
         if reply["error"] is None:
-            self.close()  # which may hold on to what it took
+            self.close()  # the process may keep the memory it took
             raise DataError(
                 f"the tokenizer's chat template takes more than {self._setup['memory_bytes'] / 2**20:.0f} MiB of memory"
                 " for these messages"
@@ -83,7 +83,7 @@ class ChatTemplate:
 
     def _why_ended(self, process: subprocess.Popen[bytes]) -> str:
         if process.stdin is not None:
-            process.stdin.close()  # what it did not read yet
+            process.stdin.close()  # drops what the process did not read yet
         code = process.wait()
         self.close()
         if code == -signal.SIGPROF:

@@ -1,12 +1,12 @@
-"""The journal's file format: records one after another, each with its length and checksum, only ever appended.
+"""The journal's file format: records with length and checksum, one after another; records are only appended.
 
     file    8 bytes `GSPOJRN1`, then frames
     frame   length of the payload (uint32), CRC-32 of the payload (uint32), payload         all little-endian
     payload length of its JSON (uint32), JSON (UTF-8), then the raw bytes of its arrays, in order; the JSON's `arrays`
             has {name: [dtype, shape]}
 
-A process that is killed, or a full disk, leaves at most one torn frame, the last. What reads a file stops at the first
-frame that is short or whose checksum differs, and says how many bytes it left.
+A killed process, or a full disk, leaves at most one torn frame, the last. A reader stops at the first frame that is
+short or has a wrong checksum, and says how many bytes it left unread.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ def checksum_of(frame: bytes) -> int:
 
 
 class FrameFile:
-    """Reads one file. After `frames()` was exhausted, `num_torn_bytes` says how much at its end is no whole frame.
-
-    `checksum`: of the frame that `frames()` gave last.
+    """Reads one file. `num_torn_bytes`: bytes at its end that are no whole frame, known once `frames()` is exhausted.
+    `checksum`: of the frame that `frames()` yielded last.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +70,7 @@ class FrameFile:
                         self.num_torn_bytes = size - start
                         return
                     self.checksum = zlib.crc32(payload)
-                    beats.beat()  # with routed experts a step's file can take minutes
+                    beats.beat()  # with routed experts, reading a step's file can take minutes
                     yield _decode(payload)
         except OSError as error:
             raise JournalError(f"{self.path}: cannot be read: {error.strerror}") from error
@@ -83,7 +82,7 @@ def _whole_payload(file: Any, num_left: int) -> bytes | None:
         return None
     length, checksum = _FRAME.unpack(head)
     if length < _LENGTH.size or length > num_left - _FRAME.size:
-        return None  # also a damaged length, which must not make us read for ever
+        return None  # the length itself may be damaged and must not make us read without end
     payload = file.read(length)
     return payload if len(payload) == length and zlib.crc32(payload) == checksum else None
 

@@ -1,13 +1,12 @@
-"""The journal of one run: what was sampled, a file a step, written as trajectories complete.
+"""The journal of one run: the sampled trajectories, one file per step, written as trajectories complete.
 
 Every trajectory is handed to the kernel as soon as it is scored, so a killed process loses none. It reaches the disk at
-the end of the batch and meanwhile every few seconds, so a machine that loses power loses the last seconds of one step.
+the end of the batch, and every few seconds before, so a machine that loses power loses the last seconds of one step.
 
 A step's file begins with the step, the weight version that sampled it and what else made it (`made_by`); a `batch`
-record ends it. What another history made is moved aside, to `step_N.old-NNNN`, and never deleted but by
-`journal.keep_last`. A restarted step takes a complete batch as it is, or of an incomplete one the complete groups.
-(Those that were not complete are sampled anew, which favours short responses a little: what took longest had the least
-chance to be complete.)
+record ends it. Files of another history are moved aside, to `step_N.old-NNNN`, and only `journal.keep_last` deletes
+them. A restarted step takes a complete batch as it is, and the complete groups of an incomplete one. (Incomplete groups
+are sampled again, which favours short responses slightly: long ones were less likely to be complete.)
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ _OLD = re.compile(r"step_\d{8}\.old-\d{4,}")
 
 @dataclass
 class StepRecord:
-    """What the file of one step holds. `batch` and `prompts` are None until the step's batch was complete.
+    """The content of one step's file. `batch` and `prompts` are None until the step's batch is complete.
 
     `groups`: every trajectory by group, in sample order, incomplete groups too. `prompts`: the prompt order's state
     behind the batch. `made_by`: fingerprints of what made the trajectories, by kind; none in a record of an earlier
     release. `checksums`: of every trajectory's frame as it was first written, by trajectory id. `routes_pruned`: the
-    routed experts were there and are not any more.
+    routed experts were recorded and have been removed.
     """
 
     step: int
@@ -65,9 +64,9 @@ class StepRecord:
 
 
 class Journal:
-    """The folder of a run's step files. One process writes; readers may look on.
+    """The folder of a run's step files. One process writes; others may read meanwhile.
 
-    Every method raises JournalError, with the path and the reason, when the disk refuses.
+    Every method raises JournalError, with the path and the reason, when reading or writing fails.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,8 +83,8 @@ class Journal:
         return sorted(int(match.group(1)) for match in found if match)
 
     def read(self, step: int) -> StepRecord | None:
-        """What is known of a step, a torn end left out; None without a file of it, or where not even its beginning is
-        whole.
+        """The record of a step, without a torn end; None where it has no file, or where even the file's beginning is
+        torn.
         """
         path = self.file(step)
         if not path.exists():
@@ -108,7 +107,7 @@ class Journal:
                     routes_pruned=values.get("routes_pruned", False),
                 )
             elif record is None:
-                raise JournalError(f"{path}: does not begin as a step does")
+                raise JournalError(f"{path}: does not begin with a step's first record")
             elif kind == "prompt":
                 record.groups[values["group_id"]] = Group(values["group_id"], decode_prompt(values, arrays), [])
             elif kind == "trajectory":
@@ -122,14 +121,12 @@ class Journal:
         if record is not None:
             record.num_torn_bytes = file.num_torn_bytes
             for group in record.groups.values():
-                # They complete in any order; their ids end in the number of the sample.
+                # Trajectories complete in any order; their ids end in the number of the sample.
                 group.trajectories.sort(key=lambda trajectory: trajectory.trajectory_id)
         return record
 
     def has_pruned_routes(self, step: int) -> bool:
-        """Whether the routed experts of a step were there and are not any more. Reads the beginning of its file
-        alone.
-        """
+        """Have the routed experts of a step been removed? Reads only the beginning of its file."""
         values = next((values for values, _ in FrameFile(self.file(step)).frames()), {})
         return bool(values.get("routes_pruned", False))
 
@@ -142,11 +139,11 @@ class Journal:
         known: Mapping[int, Group],
         made_by: Mapping[str, str] | None = None,
     ) -> Iterator[StepWriter]:
-        """Begin the file of `step` anew with the groups `known`, in place of what was there, and append to it.
+        """Write the file of `step` anew with the groups `known`, and yield a writer that appends to it.
 
-        What later steps hold belongs to another history from here on and is moved aside.
+        The files of later steps belong to another history from here on and are moved aside.
         """
-        with _told(self.folder):
+        with _disk_errors(self.folder):
             durable.make_folder(self.folder, at="journal.folder")
             for later in self.steps():
                 if later > step:
@@ -172,8 +169,8 @@ class Journal:
             os.close(descriptor)
 
     def put_aside(self, step: int) -> Path:
-        """Move the file of a step out of the way, to a name that no step has. Returns it."""
-        with _told(self.folder):
+        """Rename the file of a step to a name that no step has. Returns the new path."""
+        with _disk_errors(self.folder):
             file = self.file(step)
             number = 1 + max((int(old.name.rpartition("-")[2]) for old in self._aside(step)), default=0)
             target = file.with_name(f"{file.name}.old-{number:04d}")
@@ -181,17 +178,15 @@ class Journal:
             return target
 
     def prune(self, keep_last: int) -> None:
-        """Remove the files of all but the newest `keep_last` steps, with what was moved aside of them."""
-        with _told(self.folder):
+        """Remove the files of all but the newest `keep_last` steps, and those moved aside of the same steps."""
+        with _disk_errors(self.folder):
             steps = self.steps()
             for step in steps[:-keep_last]:
                 for file in (*self._aside(step), self.file(step)):
                     durable.remove_file(file, at="journal.drop")
 
     def prune_routes(self, before_step: int) -> None:
-        """Write the files of complete steps before `before_step` anew without routed experts; all else stays as it
-        is.
-        """
+        """Rewrite the files of complete steps before `before_step` without routed experts, otherwise unchanged."""
         for step in self.steps():
             if step < before_step and not self.has_pruned_routes(step):
                 self._prune_routes(step)
@@ -208,7 +203,7 @@ class Journal:
             is_complete |= values["kind"] == "batch"
             frames.append(encode_frame(values, arrays))
         if had_routes and is_complete:
-            with _told(self.file(step)):
+            with _disk_errors(self.file(step)):
                 durable.write_whole(self.file(step), b"".join(frames), at="journal.routes")
 
     def _aside(self, step: int) -> list[Path]:
@@ -216,8 +211,8 @@ class Journal:
 
 
 class StepWriter:
-    """Appends to the file of one step. Used by one thread at a time. `checksums`: of every trajectory's frame, by its
-    id.
+    """Appends to the file of one step. Used by one thread at a time. `checksums`: of every trajectory's frame, by
+    trajectory id.
     """
 
     def __init__(self, path: Path, descriptor: int, prompts: set[int], checksums: dict[str, int]) -> None:
@@ -226,8 +221,8 @@ class StepWriter:
         self._synced = time.monotonic()
 
     def add(self, trajectory: Trajectory) -> None:
-        """A scored trajectory. With the kernel when this returns."""
-        with _told(self._path):
+        """Append a scored trajectory. The kernel has it when this returns."""
+        with _disk_errors(self._path):
             try:
                 data = encode_trajectory(trajectory)
                 self.checksums[trajectory.trajectory_id] = checksum_of(data)
@@ -237,15 +232,15 @@ class StepWriter:
             except (TypeError, ValueError, RecursionError) as error:
                 raise JournalError(
                     f"{self._path}: {trajectory.trajectory_id}, of prompt {trajectory.prompt.prompt_id}, cannot be"
-                    f" written down: {error}"
+                    f" written: {error}"
                 ) from error
             durable.append(self._descriptor, data, at="journal.append")
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 self._sync()
 
     def finish(self, batch: RolloutBatch, prompts: dict[str, Any]) -> None:
-        """The batch that the step trains on, and the prompt order's state behind it. On disk when this returns."""
-        with _told(self._path):
+        """Append the batch that the step trains on, and the order's state after it. On disk when this returns."""
+        with _disk_errors(self._path):
             durable.append(self._descriptor, encode_batch(batch, prompts), at="journal.append")
             self._sync()
 
@@ -255,10 +250,11 @@ class StepWriter:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Raise the OSErrors of the block as JournalError."""
     try:
         yield
     except OSError as error:
         raise JournalError(
-            f"{path}: the rollout journal cannot be written: {error.strerror}; what is in it stays"
+            f"{path}: the rollout journal cannot be written: {error.strerror}; its records stay as they are"
         ) from error

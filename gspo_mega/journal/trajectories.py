@@ -1,7 +1,7 @@
-"""Prompts, trajectories and batches as the journal's records, and back, exactly.
+"""Encode prompts, trajectories and batches as the journal's records, and decode them without loss.
 
-Owns which field is kept how. Token ids and log-probs are arrays (a log-prob in float64, as the server sent it); what is
-left is JSON. The advantage is not kept: it follows from the rewards of the group and the configuration.
+Owns how each field is kept. Token ids and log-probs are arrays (log-probs in float64, as the server sent them); the
+other fields are JSON. The advantage is not kept: it follows from the rewards of the group and the configuration.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def decode_prompt(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> Prom
 
 
 def encode_trajectory(trajectory: Trajectory, **more: Any) -> bytes:
-    """`more`: further values of the record, for its reader."""
+    """The record of a trajectory. `more`: further values for the record's reader."""
     arrays = {
         "response_token_ids": np.array(trajectory.response_token_ids, dtype=np.int32),
         "response_mask": np.array(trajectory.response_mask, dtype=np.uint8),
@@ -52,7 +52,7 @@ def decode_trajectory(values: dict[str, Any], arrays: dict[str, np.ndarray], pro
 
 
 def encode_batch(batch: RolloutBatch, prompts: dict[str, Any]) -> bytes:
-    """The end of a step: which of the file's groups make up its batch. `prompts`: the order's state behind it."""
+    """The record that ends a step: the groups of its batch. `prompts`: the prompt order's state behind the batch."""
     group_ids = [group.group_id for group in batch.groups]
     values = {"group_ids": group_ids, "counts": batch.counts, "phase_seconds": batch.phase_seconds, "prompts": prompts}
     return encode_frame({"kind": "batch", **values})

@@ -1,6 +1,7 @@
-"""What a DeepSeek-V3 `config.json` says of its attention, router and experts, in this package's words.
+"""Attention, router and experts of a DeepSeek-V3 `config.json`, in this package's words.
 
-Refused by name is what Megatron's layers would compute otherwise than transformers' model of the same config.
+A setting is refused by name where Megatron's layers would compute something else than transformers does for the same
+config.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ def read_experts(reader: ConfigReader, num_experts: int, experts_per_token: int,
     if num_groups and num_experts % num_groups:
         reader.problem("n_group", f"{num_groups} does not divide the {num_experts} experts")
     if groups_per_token > num_groups:
-        reader.problem("topk_group", f"{groups_per_token} is more than the {num_groups} groups there are (n_group)")
+        reader.problem("topk_group", f"{groups_per_token} is more than the {num_groups} groups (n_group)")
     elif 0 < groups_per_token < num_groups and not _groups_agree(
         num_experts // num_groups, experts_per_token, groups_per_token
     ):
         reader.problem(
             "topk_group",
             f"{groups_per_token}: transformers ranks a group by its 2 best experts, Megatron by num_experts_per_tok"
-            f" {experts_per_token} // topk_group of them; supported: those for which that is 2, with as many experts a"
-            f" group, or n_group {num_groups} (no limit)",
+            f" {experts_per_token} // topk_group of them. Supported: values for which that is 2, with at least 2"
+            f" experts per group, or n_group {num_groups} (no limit)",
         )
     num_layers, num_dense = reader.size("num_hidden_layers"), reader.count("first_k_dense_replace")
     if num_layers and num_dense >= num_layers:

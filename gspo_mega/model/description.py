@@ -1,8 +1,8 @@
-"""The files of a Hugging Face folder that describe a model, weights and code apart: what an export or a conversion
-copies.
+"""The files of a Hugging Face folder that describe a model, without weights and code: an export or a conversion copies
+them.
 
-Owns which files these are and which links among them are followed. A folder that was downloaded is not to be trusted: a
-link in it could carry any file that this user can read into a folder that is then published.
+Owns which files these are and which links among them are followed. A downloaded folder is not trusted: a link in it
+could carry any file that this user can read into a folder that is then published.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gspo_mega.errors import ModelError
 # Configuration, generation configuration, tokenizer, chat template, model card. Never code: nothing here runs it.
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".bpe", ".vocab", ".md")
 _WITHOUT_SUFFIX = ("LICENSE", "LICENCE", "NOTICE", "README", "COPYING")
-# What lists or describes the weights that are there, and is written anew where they are.
+# Lists of the weights; whoever writes weights writes these anew.
 _OF_WEIGHTS = (".index.json", "manifest.json")
 
 
@@ -29,8 +29,8 @@ def description_files(folder: Path) -> list[Path]:
     for file in files:
         if file.is_symlink() and not _may_lead_to(file, folder):
             raise ModelError(
-                f"{file}: a link to {os.path.realpath(file)}, outside the model's folder, whose content would be copied"
-                " into every export; put the file itself there, or remove the link"
+                f"{file}: this link leads to {os.path.realpath(file)}, outside the model's folder; its content would be"
+                " copied into every export. Put the file itself there, or remove the link"
             )
     return files
 

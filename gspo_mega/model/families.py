@@ -1,4 +1,4 @@
-"""What the family tables come to for one model: its tensors, and how they are cut over ranks.
+"""The tensors of one model, and how they are cut over ranks, derived from the family tables.
 
 The tables are `tables.py`; names, shapes, order, fusion and sharding are derived from them here for everything else:
 import, export, publish, conversion, parameter counts. Moves no data and imports no torch.
@@ -219,7 +219,7 @@ def _share(entry: TensorEntry, size: int, parts: int) -> int:
 
 
 def _fused_qkv_rows(spec: ModelSpec, role: Role) -> Iterator[Block]:
-    """Rows of q, k or v in the unsharded fused parameter, one block a key-value group."""
+    """Rows of q, k or v in the unsharded fused parameter, one block per key-value group."""
     query = spec.num_heads // spec.num_kv_heads * spec.head_dim
     length, offset = {"q": (query, 0), "k": (spec.head_dim, query), "v": (spec.head_dim, query + spec.head_dim)}[role]
     for group in range(spec.num_kv_heads):

@@ -1,8 +1,8 @@
-"""A Hugging Face folder's `config.json` to a ModelSpec, or an error that names what is not supported.
+"""Read a Hugging Face folder's `config.json` into a ModelSpec, or raise an error that names what is not supported.
 
-Reads the files of transformers 4.x and 5.x. Everything in them that would change the maths and that the
-engine does not do is refused by name: a model that runs a little differently from its checkpoint is worse
-than one that does not start. Weights are not looked at.
+Reads the files of transformers 4.x and 5.x. Settings that would change the maths and that the engine does not
+implement are refused by name: a model that computes something slightly different from its checkpoint is worse than
+one that does not start. Weights are not read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gspo_mega.model.tables import FAMILIES, ExpertKeys, Family
 ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
 _DTYPES = ("float32", "bfloat16")
 
-# Where one of these is set, the model computes something that no family here has. (False, 0 and null are as good as
+# Where one of these is set, the model computes something that no family here implements. (False, 0 and null count as
 # absent.)
 _FOREIGN = {
     "quantization_config": "quantised weights",
@@ -50,11 +50,11 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     if folder.is_file() and folder.suffix == ".json":
         return spec_from_config(_read_json(folder) or {}, where=str(folder))
     if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; a Hugging Face folder with config.json and safetensors is wanted")
+        raise ModelError(f"{folder}: no such folder; give a Hugging Face folder with config.json and safetensors")
     raw = _read_json(folder / "config.json")
     if raw is None:
-        raise ModelError(f"{folder}: there is no config.json in it; a Hugging Face folder is wanted")
-    description_files(folder)  # said here, on a login node, and not at the first export
+        raise ModelError(f"{folder}: it has no config.json; give a Hugging Face folder")
+    description_files(folder)  # refuses a bad link now, on a login node, instead of at the first export
     generation = _read_json(folder / "generation_config.json") or {}
     return spec_from_config(raw, where=str(folder / "config.json"), generation=generation)
 
@@ -66,7 +66,8 @@ def spec_from_config(
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         raise ModelError(
-            f"{where}: architectures is {architectures!r}; supported: {', '.join(ARCHITECTURES)}, one of them"
+            f"{where}: architectures is {architectures!r}; it must name exactly one; supported:"
+            f" {', '.join(ARCHITECTURES)}"
         )
     name = ARCHITECTURES[architectures[0]]
     family = FAMILIES[name]
@@ -139,7 +140,7 @@ def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
         )
     for key, meaning in (_FOREIGN | dict(family.refused)).items():
         if raw.get(key) and key not in family.understood:
-            reader.problem(key, f"{meaning} are not supported; a checkpoint without them is wanted")
+            reader.problem(key, f"{meaning} are not supported; use a checkpoint without them")
     if family.experts is not None:
         if raw.get("mlp_only_layers"):
             reader.problem(
@@ -185,7 +186,7 @@ def _moe(reader: ConfigReader, keys: ExpertKeys) -> MoeSpec:
     num_experts = reader.size(*keys.num_experts)
     experts_per_token = reader.size("num_experts_per_tok")
     if 0 < num_experts < experts_per_token:
-        reader.problem("num_experts_per_tok", f"{experts_per_token} is more than the {num_experts} experts there are")
+        reader.problem("num_experts_per_tok", f"{experts_per_token} is more than the {num_experts} experts")
     intermediate_size = reader.size(keys.intermediate_size)
     if keys.deepseek:
         return read_experts(reader, num_experts, experts_per_token, intermediate_size)

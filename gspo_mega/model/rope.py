@@ -1,4 +1,4 @@
-"""What a `config.json` says about rotary positions: their base, and how they were stretched after training."""
+"""The rotary positions of a `config.json`: their base, and how they were stretched after training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling 
                 key, f"partial_rotary_factor {rope['partial_rotary_factor']!r} is not supported; supported: 1.0"
             )
     if len(set(scalings)) > 1:
-        reader.problem("rope_scaling", "says otherwise than rope_parameters; one of them is enough")
+        reader.problem("rope_scaling", "contradicts rope_parameters; keep one of them")
     if reader.raw.get("partial_rotary_factor", 1.0) != 1.0:
         reader.problem(
             "partial_rotary_factor", f"{reader.raw['partial_rotary_factor']!r} is not supported; supported: 1.0"
@@ -72,7 +72,7 @@ def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any]) -> YarnScaling:
     for name in (*wanted, "mscale", "mscale_all_dim"):
         value = values.get(name)
         if not _is_number(value) or value < 0 or (name in wanted and value == 0):
-            reader.problem(key, f"'yarn' needs a positive number {name}; {value!r} is there")
+            reader.problem(key, f"'yarn' needs a positive number {name}, not {value!r}")
             return YarnScaling(1.0, 1, 32.0, 1.0, 1.0, 0.0)
     if values.get("truncate", True) is not True:
         reader.problem(

@@ -1,4 +1,4 @@
-"""How large a model is and what a token costs: parameter counts and FLOPs, from the family tables."""
+"""Parameter counts of a model and FLOPs per token, from the family tables."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gspo_mega.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """`total`: stored. `embedding`: the input embedding, counted in total. `active`: used for one token, that is
-    total without the experts a token does not go to (the embedding is in it, although only a row is read)."""
+    """`total`: stored. `embedding`: the input embedding, part of the total. `active`: used for one token, that is the
+    total without the experts that a token does not go to (the embedding counts, although only one row is read)."""
 
     total: int
     active: int
@@ -34,17 +34,18 @@ def count_parameters(spec: ModelSpec) -> ParameterCounts:
 
 
 def forward_flops_per_token(spec: ModelSpec, sequence_tokens: int) -> float:
-    """FLOPs of one forward pass, a token, averaged over a causal sequence of `sequence_tokens`; backward is twice that.
+    """FLOPs of one forward pass per token, averaged over a causal sequence of `sequence_tokens`; backward is twice
+    that.
 
-    Counted are matrix products: two FLOPs a weight that multiplies the token (LM head included, embedding look-up not),
-    and in attention 2 x heads x (a key's + a value's size) a position attended to, (sequence_tokens + 1) / 2 on
+    Counts matrix products: two FLOPs per weight that multiplies the token (LM head included, embedding look-up not),
+    and in attention 2 x heads x (a key's + a value's size) per position attended to, (sequence_tokens + 1) / 2 on
     average.
     """
     return _matrix_flops(spec) + _attention_flops(spec, sequence_tokens)
 
 
 def attention_crossover_tokens(spec: ModelSpec) -> int:
-    """The length of a sequence on whose attention as many FLOPs go as on all its other matrix products."""
+    """The sequence length, in tokens, at which attention costs as many FLOPs as all other matrix products."""
     return max(1, round(2 * _matrix_flops(spec) / _attention_flops(spec, 1)) - 1)
 
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """`score_function` of the router; `expert_bias`: a bias an expert, added to its score where experts are chosen and
-    not where they are weighed. Experts are chosen from the best `groups_per_token` of `num_groups` equal groups; one
-    group is no grouping. `scaling_factor` multiplies the weights of the chosen. `shared_intermediate_size`: width of
-    the experts that every token goes to, all together, 0 without. The first `num_dense_layers` layers have an MLP of
-    `intermediate_size` instead.
+    """`score_function` of the router; `expert_bias`: each expert has a bias, added to its score when experts are
+    chosen and not when they are weighed. Experts are chosen from the best `groups_per_token` of `num_groups` equal
+    groups; one group is no grouping. `scaling_factor` multiplies the weights of the chosen. `shared_intermediate_size`:
+    width of the experts that every token goes to, all together, 0 without. The first `num_dense_layers` layers have an
+    MLP of `intermediate_size` instead.
     """
 
     num_experts: int
@@ -33,7 +33,7 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention: queries and keys and values are projected up from a few numbers a token.
+    """Multi-head latent attention: queries and keys and values are projected up from a few numbers per token.
 
     `query_rank`: of the queries, None where they are projected from the hidden state; `key_value_rank`: of keys and
     values. A head's query and key have `content_dim` elements from there and `rotary_dim` with positions, which for
@@ -124,7 +124,7 @@ class ModelSpec:
 
     @property
     def cache_elements_per_token(self) -> int:
-        """Elements that a server keeps of a token: a key and a value a head of a layer, or one latent a layer."""
+        """Elements of the server's cache per token: a key and a value per head and layer, or one latent per layer."""
         if self.latent is not None:
             return self.num_layers * (self.latent.key_value_rank + self.latent.rotary_dim)
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
@@ -135,8 +135,8 @@ _IMMATERIAL = ("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings",
 
 
 def shape_differences(theirs: ModelSpec, ours: ModelSpec) -> list[str]:
-    """What keeps one model's weights from taking the place of the other's, one text a field; empty for models of one
-    shape.
+    """What keeps one model's weights from taking the place of the other's, one text per field; empty for models of the
+    same shape.
     """
     return [
         f"{field.name} {getattr(theirs, field.name)!r} instead of {getattr(ours, field.name)!r}"

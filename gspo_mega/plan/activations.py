@@ -1,8 +1,8 @@
 """Bytes that a forward pass leaves for the backward pass, by kind of layer.
 
-Formulas for a token that one rank holds, context parallelism already divided out. Those of the CPU are measured (the
-engine's saved tensors equal them); those of the GPU follow the source of Transformer Engine's layers and are not yet
-verified on one. Experts are taken to be evenly loaded.
+Formulas per token of one rank, after context parallelism has divided the tokens. The CPU's are measured (the engine's
+saved tensors equal them); the GPU's follow the source of Transformer Engine's layers and are not yet verified on one.
+Experts are assumed to be evenly loaded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from gspo_mega.model.spec import LatentAttention, ModelSpec, MoeSpec
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.shares import WEIGHT_BYTES
 
-# FP8 activations carry a scale: one byte a value, and at most 4 bytes a block of 128.
+# FP8 activations carry a scale: one byte per value, and at most 4 bytes per block of 128.
 _FP8_BYTES = 1 + 4 / 128
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes a token of a layer's two halves, each with the norm before it, of a layer's input alone (what full
-    recomputation keeps), and of what a backward pass through one layer needs besides for a moment."""
+    """Bytes per token. `attention`, `mlp`: a layer's two halves, each with the norm before it. `layer_input`: a layer's
+    input alone, which full recomputation keeps. `working`: what a backward pass through one layer needs temporarily.
+    """
 
     attention: float
     mlp: float
@@ -32,9 +33,9 @@ class LayerActivations:
 
 @dataclass(frozen=True)
 class HeadActivations:
-    """`row`: bytes that a token with an active label saves on the last stage; `token`: those of any token there, the
-    final norm's; `working`: of any token for a moment, gathered hidden states and gradients. `chunk_forward`,
-    `chunk_backward`: bytes of the logits held at once.
+    """Bytes on the last stage. `row`: saved per token with an active label. `token`: saved per token, for the final
+    norm. `working`: per token temporarily, for gathered hidden states and gradients. `chunk_forward`,
+    `chunk_backward`: of the logits in memory at once.
     """
 
     row: float
@@ -47,12 +48,12 @@ class HeadActivations:
 def layer_activations(
     config: Config, spec: ModelSpec, layout: Layout, device: Literal["cpu", "gpu"], has_experts: bool | None = None
 ) -> LayerActivations:
-    """Of one layer, of a token on one rank (in the pack's share of a context-parallel rank). `has_experts`: None for
-    the model's last layer.
+    """The activations of one layer, per token of one rank (of a context-parallel rank's share of the pack).
+    `has_experts`: None for the model's last layer.
     """
     moe = None if has_experts is False else spec.moe
     size = WEIGHT_BYTES[config.precision]
-    # What sequence parallelism divides over tensor ranks.
+    # The part that remains per rank where sequence parallelism divides tokens over tensor ranks.
     part = 1 / layout.tensor if layout.sequence_parallel else 1.0
     attention, mlp = (_cpu if device == "cpu" or config.precision == "fp32" else _gpu)(
         config, spec, moe, layout, size, part

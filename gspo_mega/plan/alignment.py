@@ -1,6 +1,6 @@
-"""How many tokens a pack must be a multiple of, so that FP8 products fit the recipe's blocks.
+"""The number of tokens that a pack's length must be a multiple of, so that FP8 products fit the recipe's blocks.
 
-Owns the numbers alone. The filler that brings a pack to such a length is the packer's.
+Owns only the numbers; the packer adds the filler that brings a pack to such a length.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What a run writes to its folder: rollout journal, checkpoints, exports and published weights, against the free space
-there.
+"""The disk space that a run takes: rollout journal, checkpoints, exports and published weights, compared with the space
+that is free.
 
-Lengths are not known beforehand, so the journal's bytes are the most that a step can take: every prompt and response of
-its longest length. Nothing here deletes anything: what is kept is `journal`, `checkpoint` and `publish` in the
-configuration.
+Lengths are not known beforehand, so the journal's bytes are an upper bound: every prompt and response has its longest
+length. Deletes nothing: `journal`, `checkpoint` and `publish` in the configuration decide what is kept.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.shares import WEIGHT_BYTES
 
-# The journal's records: token id (4), mask (1), log-prob (8) and weight version (4) a response token; an id a prompt
-# token.
+# The journal's bytes: per response token, its id (4), mask (1), log-prob (8) and weight version (4); per prompt token,
+# its id.
 RESPONSE_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 17, 4
-# What is written as text: about four characters a token, and the names of the fields.
+# Written as text: about four characters per token, and the names of the fields.
 TEXT_BYTES_PER_TOKEN, TRAJECTORY_BYTES, PROMPT_BYTES = 4, 385, 185
 # Expert numbers are kept as the server sends them, in four bytes, for every layer.
 ROUTE_BYTES = 4
@@ -33,8 +32,8 @@ METRICS_BYTES_PER_STEP = 24 * 1024
 @dataclass(frozen=True)
 class DiskUse:
     """Bytes. `journal_step`, `routes_step`: of one step's trajectories without, and of their routed experts. `parts`:
-    of the whole run, by name, where most of it is there at once. `free`: on the run folder's file system; `present`: of
-    such parts there already.
+    of the whole run, by name, at the moment when they take most. `free`: on the run folder's file system. `present`:
+    what such parts take there already.
     """
 
     journal_step: int
@@ -54,7 +53,7 @@ class DiskUse:
 
 
 def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_bytes: int) -> DiskUse | None:
-    """Of a training run; None where the configuration has none."""
+    """The disk use of a training run; None where the configuration has no `train` section."""
     train = config.train
     if train is None:
         return None
@@ -65,7 +64,7 @@ def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_
     parts = {"journal": kept * journal_step + with_routes * routes_step, "metrics": steps * METRICS_BYTES_PER_STEP}
     if not train.rollouts_only:
         saves = steps // config.checkpoint.every_steps if config.checkpoint.every_steps else 1
-        # One more is there while it is written.
+        # While one is written, one more than are kept is on disk.
         last = min(saves, config.checkpoint.keep_last + 1)
         for_good = steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
         parts["checkpoints"] = min(max(saves, 1), last + for_good) * checkpoint_bytes
@@ -84,7 +83,7 @@ def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_
 
 
 def journal_bytes(config: Config, spec: ModelSpec) -> tuple[int, int]:
-    """(without routed experts, of these): the most that the rollouts of one step take in the journal."""
+    """(bytes without routed experts, bytes of routed experts): the most that one step takes in the journal."""
     prompt, response, batch = config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.batch
     sampled = config.rollout.max_oversampling if config.rollout.filter_constant_groups else 1.0
     prompts = int(batch.prompts_per_step * sampled)
@@ -104,14 +103,14 @@ def journal_bytes(config: Config, spec: ModelSpec) -> tuple[int, int]:
 
 
 def disk_lines(use: DiskUse | None) -> list[str]:
-    """For the report."""
+    """The report's lines."""
     if use is None:
         return []
     routes = f" and {_size(use.routes_step)} of routed experts" if use.routes_step else ""
     parts = ", ".join(f"{name} {_size(size)}" for name, size in use.parts.items())
     free = "" if use.free is None else f"; {_size(use.free)} are free under {use.where}"
     return [
-        f"rollouts of a step at most {_size(use.journal_step)}{routes}, were all of the longest length",
+        f"rollouts per step: at most {_size(use.journal_step)}{routes}, if all have the longest length",
         f"run: {parts}: {_size(use.total)} in all{free}",
     ]
 
@@ -130,13 +129,13 @@ def disk_notices(use: DiskUse | None) -> list[str]:
         "published weights": "publish.method: distributed writes none",
     }.get(largest, "fewer steps write less")
     return [
-        f"disk: the run may take {_size(use.total)} and {_size((use.free or 0) + use.present)} are to be had under"
+        f"disk: the run may take {_size(use.total)} and {_size((use.free or 0) + use.present)} are available under"
         f" {use.where}; most of it {largest} ({_size(use.parts[largest])}): {advice}, or choose another run.dir"
     ]
 
 
 def _present(folder: Path) -> int:
-    """What such parts of an earlier start take already, and will not take again."""
+    """Bytes that an earlier start of the run wrote already, and that will not be written again."""
     size = 0
     for name in ("journal", "checkpoints", "weights", "hf", "hf_steps"):
         for parent, _, files in os.walk(folder / name):

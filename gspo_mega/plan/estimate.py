@@ -1,6 +1,6 @@
-"""All figures of a plan in one place: state exact, memory and time estimated, checkpoint size, where groups lie.
+"""All figures of a plan: exact state, estimated memory and time, checkpoint size, the nodes that groups span.
 
-Owns putting them together and the verdict against a GPU; how they are shown is `report.py` and `export.py`.
+Owns putting them together and the verdict against a GPU; `report.py` and `export.py` show them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gspo_mega.plan.timing import StepTime, checkpoint_bytes, save_seconds, step
 
 @dataclass(frozen=True)
 class Span:
-    """A kind of group: how many ranks, over how many nodes one group reaches."""
+    """A kind of group: its number of ranks, and the number of nodes that one group spans."""
 
     name: str
     size: int
@@ -31,8 +31,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Servers:
-    """`nodes`: machines that servers need besides those of the trainer, where a machine's GPUs are known; None where
-    all fit beside the ranks of one machine.
+    """`nodes`: machines that servers need besides the trainer's; None where all servers fit beside the ranks of one
+    machine.
     """
 
     num_gpus: int
@@ -42,9 +42,9 @@ class Servers:
 
 @dataclass(frozen=True)
 class Estimate:
-    """`states`: of the fullest rank of each pipeline stage. `memory`, `time`: None where no GPU is named (`time`: none
-    by name). `stop_seconds`: from a stop request to the end of the save. `limit`: bytes of one GPU. `notices`: what
-    these figures warn of.
+    """`states`: of the fullest rank of each pipeline stage. `memory` is None where the GPU's memory is not known,
+    `time` where `cluster.gpu` is not given. `stop_seconds`: from a stop request to the end of the save. `limit`: bytes
+    of one GPU. `notices`: what these figures warn of.
     """
 
     counts: ParameterCounts
@@ -62,7 +62,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """The verdict: does the estimate stay within the GPU? None where there is nothing to compare with."""
+        """Does the estimate stay within the GPU's memory? None where that memory is not known."""
         return None if self.memory is None or self.limit is None else self.memory.peak <= self.limit
 
 
@@ -82,8 +82,8 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     if memory is not None and limit is not None and memory.exact > limit:
         raise PlanError(
             f"{where(key)}: {key}: weights, gradients and optimizer state take {memory.exact / GIB:.1f} GiB of a GPU"
-            f" with {limit / GIB:.1f} GiB before anything is computed; more ranks, more parallelism, or"
-            " optimizer.distributed, optimizer.moments_dtype, optimizer.cpu_offload_fraction"
+            f" with {limit / GIB:.1f} GiB before anything is computed. Use more ranks, more parallelism, or"
+            " optimizer.distributed, optimizer.moments_dtype or optimizer.cpu_offload_fraction"
         )
     time = None
     if config.cluster.gpu is not None:
@@ -110,7 +110,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
 def _spans(plan: Plan) -> list[Span]:
     layout, node = plan.layout, plan.config.cluster.ranks_per_node
     model = layout.tensor * layout.context
-    # (name, ranks of a group, how far apart neighbours are)
+    # (name, ranks per group, distance between neighbouring ranks)
     kinds = [
         ("tensor", layout.tensor, 1),
         ("context", layout.context, layout.tensor),
@@ -155,7 +155,7 @@ def _notices(plan: Plan, spans: tuple[Span, ...], memory: Memory | None, limit: 
         part = max(memory.parts, key=lambda name: memory.parts[name])
         found.append(
             f"does not fit by estimate: {memory.peak / GIB:.1f} GiB in {memory.peak_phase} on GPUs of {limit / GIB:.1f}"
-            f" GiB, most of it {part} ({memory.parts[part] / GIB:.1f})"
+            f" GiB, most of it {part} ({memory.parts[part] / GIB:.1f} GiB)"
         )
     server = _servers(plan, 0, None)
     if (

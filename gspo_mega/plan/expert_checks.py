@@ -1,4 +1,4 @@
-"""What makes a layout of experts impossible, or known to train wrong, each with the nearest value that would do."""
+"""What makes a layout of experts impossible, or known to train wrong, each with the nearest valid value."""
 
 from __future__ import annotations
 
@@ -121,9 +121,10 @@ def _dispatch(config: Config, spec: ModelSpec, device: str | None) -> Iterator[V
 
 
 def gathers_unevenly(config: Config, spec: ModelSpec) -> bool:
-    """Do the ranks of an expert-tensor group gather as many tokens from each as its experts happened to be given?
+    """Does an expert-tensor group gather a different number of tokens from each of its ranks?
 
-    Not where these ranks have equal parts of packs, and keep all of them: a single expert rank, or every expert chosen.
+    It does not where these ranks hold equal parts of packs and keep all of them: with a single expert rank, or where
+    every token goes to every expert.
     """
     parallel, moe = config.parallel, spec.moe
     if moe is None or parallel.expert_tensor == 1 or parallel.expert_dispatcher != "alltoall":

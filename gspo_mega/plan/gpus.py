@@ -1,8 +1,8 @@
-"""GPUs by name: memory, rates and links, and what share of a rate is reached. All that estimates of time rest on.
+"""GPUs by name: memory, rates and links, and the share of each rate that is reached. The basis of all time estimates.
 
-Peaks are the vendor's, dense, one direction. Shares of FLOP/s come from published end-to-end figures, named at each,
-raised by what those lose to communication and pipeline bubbles, which the estimate counts itself. None was measured
-here.
+Peaks are the vendor's, dense, one direction. Shares of FLOP/s come from published end-to-end figures, named beside
+each, raised by what those lose to communication and pipeline bubbles, which the estimate counts separately. None was
+measured here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """`memory_gib`: as the driver leaves it to a process. FLOP/s and bytes/s at their peaks. `network`: of one GPU's
-    share of its node's InfiniBand, 400 Gb/s (A100: 200).
+    """`memory_gib`: as the driver leaves it to a process. FLOP/s and bytes/s are peaks. `network`: one GPU's share of
+    its node's InfiniBand, 400 Gb/s (A100: 200).
     """
 
     memory_gib: float
@@ -47,7 +47,7 @@ NARROW_ELEMENTS = 128
 # less.
 LINK_SHARE = 0.75
 MEMORY_SHARE = 0.60
-# The least time of one layer's forward pass: its kernels' launches.
+# The minimum time of one layer's forward pass, for launching its kernels.
 LAYER_SECONDS = 150e-6
 # A parallel file system, of the whole job.
 STORAGE_BYTES_PER_SECOND = 10e9

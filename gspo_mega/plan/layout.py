@@ -1,7 +1,7 @@
-"""Which rank does what: the sizes of every kind of parallelism and each rank's place in them.
+"""The sizes of every kind of parallelism, and each rank's place in them.
 
-`resolve_layout` is the way to a Layout: it refuses what cannot run (`layout_checks.py`). Makes no process
-groups; the engine does, in the same order.
+`resolve_layout` makes a Layout and refuses one that cannot run (`layout_checks.py`). Makes no process groups; the
+engine does, in the same order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Coordinates:
 class Layout:
     """A layout that can run. Sizes are numbers of ranks unless they say otherwise.
 
-    `data` excludes context parallelism. `expert_data` is over how many ranks an expert's gradient is summed.
+    `data` excludes context parallelism. `expert_data`: ranks over which an expert's gradient is summed.
     `layers_per_chunk`: layers of one model chunk (a pipeline stage, or a virtual one). `sequence_multiple_tokens`:
     every packed sequence is padded to a multiple of it, and the whole pack to one of `pack_multiple_tokens`.
     `mini_batch_sequences`: trajectories of each mini-batch when no sample is dropped, the largest first.
@@ -64,16 +64,16 @@ class Layout:
 
     @property
     def synchronised_packs(self) -> bool:
-        """Do data-parallel ranks wait for each other in every micro-batch, and not at the optimizer step alone?
+        """Do data-parallel ranks wait for each other in every micro-batch, and not only at the optimizer step?
 
-        So they do where a group that exchanges tokens between experts reaches over several of them.
+        They do where a group that exchanges tokens between experts spans several of them.
         """
         return self.expert * self.expert_tensor > self.tensor * self.context
 
     @property
     def micro_batches_multiple(self) -> int:
-        """Interleaved stages take micro-batches in turns of as many as there are stages; filler completes the last
-        turn.
+        """The number of micro-batches must be a multiple of this: interleaved stages take them in turns of one per
+        stage, and filler completes the last turn.
         """
         return self.pipeline if self.virtual_pipeline is not None else 1
 
@@ -129,7 +129,7 @@ def resolve_layout(
 def layout_of(config: Config, spec: ModelSpec, crossover_tokens: int | None = None) -> Layout:
     """The layout of a configuration that has passed `check_layout`.
 
-    `crossover_tokens`: the model's, for who asks for many layouts of one model.
+    `crossover_tokens`: the model's, where the caller knows it already.
     """
     sizes = Sizes.of(config)
     parallel = config.parallel

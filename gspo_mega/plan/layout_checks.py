@@ -1,4 +1,4 @@
-"""What makes a layout impossible for a model, each with the nearest value that would do.
+"""What makes a layout impossible for a model, each with the nearest valid value.
 
 Three kinds: sizes that do not divide, layouts known to train wrong, lengths and batches that do not fit. All
 of them are found before anything starts. Experts have `expert_checks.py`; settings that are wrong for every model are
@@ -92,7 +92,7 @@ def _pipeline(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violati
     if virtual is not None and pipeline == 1:
         yield Violation(
             "parallel.virtual_pipeline",
-            f"{virtual} chunks a rank need pipeline stages, and pipeline is 1",
+            f"{virtual} chunks per rank need pipeline stages, and pipeline is 1",
             "leave it out (null)",
         )
         return
@@ -145,7 +145,8 @@ def _batches(config: Config, sizes: Sizes) -> Iterator[Violation]:
         yield Violation(
             "batch.num_mini_batches",
             f"{num_sequences} trajectories (prompts_per_step x group_size) in {batch.num_mini_batches} mini-batches are"
-            f" {num_sequences // batch.num_mini_batches} a mini-batch, fewer than the {sizes.data} data-parallel ranks",
+            f" {num_sequences // batch.num_mini_batches} per mini-batch, fewer than the {sizes.data} data-parallel"
+            " ranks",
             (
                 str(largest)
                 if largest

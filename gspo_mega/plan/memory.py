@@ -1,4 +1,4 @@
-"""Memory of one GPU over a step, by part and by phase; and of a GPU that serves rollouts.
+"""Memory of one GPU over a step, by part and by phase; and memory of a GPU that serves rollouts.
 
 State is exact (`shares.py`); activations are formulas (`activations.py`); the reserve is a rule of thumb. Trainer and
 servers have GPUs of their own. Knows no framework and allocates nothing.
@@ -17,7 +17,7 @@ from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.shares import WEIGHT_BYTES, ModelShares, state_bytes
 
 GIB = 2**30
-# Context, NCCL's buffers and library workspaces; and what fragmentation of the allocator costs of activations.
+# Context, NCCL's buffers and library workspaces; and the allocator's fragmentation, as a share of activations.
 RESERVE_BYTES = 4 * GIB
 FRAGMENTATION = 0.08
 # Tokens that the busiest expert-parallel rank receives, as a multiple of the mean.
@@ -26,8 +26,8 @@ EXPERT_IMBALANCE = 1.3
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank. `parts`: by what they are, each at the peak. `phases`: totals by phase of a step.
-    `stage`: the pipeline stage of that rank. `exact`: the part that is there whatever the estimates are worth.
+    """Bytes on the fullest rank. `parts`: by kind, at the peak. `phases`: totals by phase of a step. `stage`: the
+    pipeline stage of that rank. `exact`: the part that involves no estimate. `offloaded`: optimizer state on the host.
     """
 
     parts: dict[str, int]
@@ -47,7 +47,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Bytes on one GPU of a server. `cache_tokens`: of all GPUs of a server together."""
+    """Bytes on one GPU of a server. `cache_tokens`: tokens that fit in the cache of one whole server."""
 
     weights: int
     cache: int
@@ -55,7 +55,7 @@ class ServerMemory:
 
 
 def gpu_bytes(config: Config) -> int | None:
-    """Memory of one GPU that the configuration names, None where it names none."""
+    """Bytes of one GPU, by the configuration; None where it names neither a GPU nor its memory."""
     cluster = config.cluster
     if cluster.gpu_memory_gib is not None:
         return int(cluster.gpu_memory_gib * GIB)
@@ -63,13 +63,13 @@ def gpu_bytes(config: Config) -> int | None:
 
 
 def trainer_memory(config: Config, layout: Layout, shares: ModelShares) -> Memory:
-    """Of the rank of the trainer that needs most. GPU terms."""
+    """The memory of the trainer rank that needs most, on GPUs."""
     ends = sorted({0, layout.pipeline - 1})  # the most micro-batches at once, and the embedding; the head
     return max((_stage(config, layout, shares, stage) for stage in ends), key=lambda memory: memory.peak)
 
 
 def in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
-    """Model chunks times micro-batches whose activations one stage holds at once, under Megatron's schedules."""
+    """Model chunks times micro-batches whose activations one stage keeps at once, under Megatron's schedules."""
     if layout.pipeline == 1:
         return 1
     if layout.virtual_pipeline is None:
@@ -79,7 +79,7 @@ def in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
 
 
 def most_micro_batches(config: Config, layout: Layout) -> int:
-    """Packs of one optimizer step on a data-parallel rank, were every trajectory as long as it may be."""
+    """Packs of one optimizer step on a data-parallel rank, if every trajectory has the longest length allowed."""
     sequences = -(-layout.mini_batch_sequences[0] // layout.data)
     a_pack = max(1, config.batch.micro_batch_tokens // Sizes.of(config).longest_sequence)
     return -(-sequences // a_pack)
@@ -152,7 +152,7 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
 
 
 def _largest_tensor(spec: ModelSpec) -> int:
-    """Elements of what is gathered whole for a publish: the embedding, or one side of an MLP."""
+    """Elements of the largest tensor that a publish gathers whole: the embedding, or one side of an MLP."""
     width = spec.intermediate_size
     if spec.moe is not None and spec.has_experts(0):
         width = spec.moe.expert_intermediate_size
@@ -160,8 +160,8 @@ def _largest_tensor(spec: ModelSpec) -> int:
 
 
 def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory_bytes: int) -> ServerMemory:
-    """Of one GPU of a server. SGLang takes `memory_fraction` for weights and KV cache; a server's ranks share the
-    key-value heads.
+    """The memory of one GPU of a server. SGLang takes `memory_fraction` for weights and KV cache; a server's ranks
+    share the key-value heads.
     """
     server = config.server
     size = 4 if config.precision == "fp32" else 2

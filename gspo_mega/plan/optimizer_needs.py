@@ -1,4 +1,4 @@
-"""What the optimizer's memory settings need of a machine, known before anything is built."""
+"""What the optimizer's memory settings need from a machine; checked before anything is built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VALID_WITHOUT_GPU = {"optimizer.moments_dtype": "fp32", "optimizer.cpu_offload_f
 
 
 def check_optimizer(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) -> list[tuple[str, str]]:
-    """(key, what is missing and what to do) of every setting that this machine cannot follow.
+    """(key, what is missing and what to do) of every setting that this machine does not support.
 
     `has_fused_adam`: Transformer Engine's Adam can be imported, with moments of any dtype (2.1 and later).
     """
@@ -16,7 +16,7 @@ def check_optimizer(settings: Optimizer, has_gpu: bool, has_fused_adam: bool) ->
     if settings.moments_dtype != "fp32":
         value = f"{settings.moments_dtype}: moments below fp32 are kept by Transformer Engine's fused Adam"
         if not has_gpu:
-            problems.append(("optimizer.moments_dtype", f"{value}, which needs a GPU, and there is none here"))
+            problems.append(("optimizer.moments_dtype", f"{value}, which needs a GPU; this machine has none"))
         elif not has_fused_adam:
             advice = "install transformer-engine[pytorch] 2.1 or later, or use fp32"
             problems.append(("optimizer.moments_dtype", f"{value}, which cannot be imported; {advice}"))

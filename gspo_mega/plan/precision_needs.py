@@ -1,7 +1,7 @@
-"""What a precision needs: of the chip, of CUDA, of Transformer Engine, and of the model's sizes.
+"""What a precision needs from the chip, from CUDA, from Transformer Engine, and from the model's sizes.
 
-Megatron computes in bf16 without a word where FP8 was asked for and Transformer Engine is absent. Here that is an
-error, found before anything is built: by the plan where the device is known, by the engine on its own device.
+Megatron silently computes in bf16 where FP8 is requested and Transformer Engine is absent. Here that is an error,
+raised before anything is built: by the plan where the device is known, by the engine on its own device.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from gspo_mega.config.schema import Config
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.alignment import RECIPE_ROWS
 
-# The first chip (compute capability) and Transformer Engine version that have a recipe.
+# The first chip (compute capability) and the first Transformer Engine version that support a recipe.
 _FIRST_CHIP = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 _FIRST_ENGINE = {"delayed": (2, 2), "tensorwise": (2, 2), "blockwise": (2, 3), "mxfp8": (2, 2)}
 _CHIPS = {(8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 _BF16_CHIP = (8, 0)
 _BLOCKWISE_CUDA = (12, 9)
 _ADA_CUDA = (12, 1)
-# Consumer Blackwell: its mxfp8 products are not there for every operand layout that the backward pass uses.
+# Consumer Blackwell lacks mxfp8 products for some operand layouts that the backward pass uses.
 _NO_MXFP8_FROM = (12, 0)
 
 
 def check_precision(
     config: Config, capability: tuple[int, int] | None, cuda_version: str | None, engine_version: str | None
 ) -> str | None:
-    """Why this configuration's precision cannot be had on a machine, with what to do; None where it can.
+    """Why a machine does not support this configuration's precision, and what to do; None where it does.
 
     `capability`: the GPU's compute capability, None without a GPU. `cuda_version`: PyTorch's, as `12.9`.
     `engine_version`: Transformer Engine's, as `2.20.2`, None where it cannot be imported.

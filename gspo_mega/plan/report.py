@@ -59,7 +59,7 @@ def _model(plan: Plan, figures: Estimate) -> list[str]:
         )
     if spec.moe is not None:
         shape += (
-            f", {spec.moe.num_experts} experts of {spec.moe.expert_intermediate_size}, {spec.moe.experts_per_token} a"
+            f", {spec.moe.num_experts} experts of {spec.moe.expert_intermediate_size}, {spec.moe.experts_per_token} per"
             " token"
         )
         if spec.moe.shared_intermediate_size:
@@ -71,8 +71,8 @@ def _model(plan: Plan, figures: Estimate) -> list[str]:
         f"{plan.model}, {config.precision}",
         shape,
         (
-            f"{_quantity(counts.total)} parameters, {_quantity(counts.active)} active a token; "
-            f"{_quantity(figures.flops_per_token)} FLOPs a token forward, at {longest} tokens"
+            f"{_quantity(counts.total)} parameters, {_quantity(counts.active)} active per token; "
+            f"{_quantity(figures.flops_per_token)} FLOPs per token forward, at {longest} tokens"
         ),
     ]
 
@@ -80,10 +80,10 @@ def _model(plan: Plan, figures: Estimate) -> list[str]:
 def _stuck(plan: Plan, figures: Estimate) -> list[str]:
     bounds = patience(plan.config, figures)
     if bounds is None:
-        return ["nobody looks (watchdog.enabled): only the timeout of collectives notices a stuck rank"]
+        return ["the watchdog is off (watchdog.enabled): only the timeout of collectives notices a stuck rank"]
     kinds = ", ".join(f"{seconds:g} in {kind}" for kind, seconds in bounds.bounds.items())
     return [
-        f"a rank counts as stuck after so many seconds without progress: {kinds}; without a sign of life:"
+        f"seconds without progress after which a rank counts as stuck: {kinds}; without a heartbeat:"
         f" {bounds.silence:g} (watchdog)"
     ]
 
@@ -98,7 +98,7 @@ def _ranks(plan: Plan) -> list[str]:
     }
     extras = []
     if layout.virtual_pipeline is not None:
-        extras.append(f"{layout.virtual_pipeline} virtual stages of {layout.layers_per_chunk} layers a rank")
+        extras.append(f"{layout.virtual_pipeline} virtual stages of {layout.layers_per_chunk} layers per rank")
     if layout.sequence_parallel:
         extras.append("sequence parallel")
     lines = [
@@ -109,7 +109,7 @@ def _ranks(plan: Plan) -> list[str]:
     if plan.spec.moe is not None:
         lines.append(
             f"experts: expert {layout.expert} x expert tensor {layout.expert_tensor} x expert data {layout.expert_data}"
-            f" x pipeline {layout.pipeline}, {plan.spec.moe.num_experts // layout.expert} experts a rank"
+            f" x pipeline {layout.pipeline}, {plan.spec.moe.num_experts // layout.expert} experts per rank"
         )
     return lines
 
@@ -146,14 +146,14 @@ def _batch(plan: Plan) -> list[str]:
     if config.train is not None or config.sft is None:
         lines.append(
             f"{batch.prompts_per_step} prompts x {batch.group_size} = {batch.prompts_per_step * batch.group_size}"
-            f" trajectories a step, {batch.num_mini_batches} mini-batches of {sizes}, {share} a data-parallel rank"
+            f" trajectories per step, {batch.num_mini_batches} mini-batches of {sizes}, {share} per data-parallel rank"
         )
     if config.train is not None:
         steps = config.train.num_steps
         lines.append(f"{steps} steps, {steps * batch.num_mini_batches} optimizer steps")
     if config.sft is not None:
         lines.append(
-            f"supervised: {config.sft.sequences_per_step} demonstrations an optimizer step, at most"
+            f"supervised: {config.sft.sequences_per_step} demonstrations per optimizer step, at most"
             f" {config.sft.max_steps} steps"
         )
     lines.append(
@@ -175,7 +175,7 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
     lines = [
         (
             f"{server.num_servers} x tensor {server.tensor} on {server.host}, ports chosen at start, {context} tokens"
-            f" of context, at most {rollout.max_concurrent_requests} open requests each; weights by"
+            f" of context, at most {rollout.max_concurrent_requests} open requests per server; weights by"
             f" {config.publish.method}"
         ),
         f"weights {plan.verification}",
@@ -184,26 +184,26 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
         lines.append(f"{figures.servers.num_gpus} GPUs on {figures.servers.nodes} nodes of their own")
     if (memory := figures.servers.memory) is not None:
         lines.append(
-            f"a GPU: {_gib(memory.weights)} weights, {_gib(memory.cache)} cache, which holds"
-            f" {_quantity(memory.cache_tokens)} tokens a server"
+            f"per GPU: {_gib(memory.weights)} weights, {_gib(memory.cache)} cache; the cache holds"
+            f" {_quantity(memory.cache_tokens)} tokens per server"
         )
     return lines
 
 
 def _state(figures: Estimate) -> list[str]:
-    """Exact: elements and bytes of the fullest rank of the first and the last stage."""
+    """Exact elements and bytes of the fullest rank of the first and of the last stage."""
     shown = sorted({0, len(figures.states) - 1})
     lines = []
     for stage in shown:
         state, size = figures.states[stage]
-        where = "a rank" if len(figures.states) == 1 else f"a rank of stage {stage}"
+        where = "per rank" if len(figures.states) == 1 else f"per rank of stage {stage}"
         lines.append(
             f"{where}: {_quantity(state.parameters)} parameters and gradients, {_quantity(state.padding)} padding,"
             f" optimizer state of {_quantity(state.optimized)}: {_gib(size.on_device)}"
             + (f" and {_gib(size.offloaded)} on the host" if size.offloaded else "")
         )
         if size.reference:
-            lines.append(f"{where} with the frozen reference of the KL term among that: {_gib(size.reference)}")
+            lines.append(f"{where}, of that the frozen reference of the KL term: {_gib(size.reference)}")
     return lines
 
 
@@ -214,7 +214,7 @@ def _memory(figures: Estimate) -> list[str]:
     verdict = (
         f"fits, {_gib(limit - memory.peak)} to spare"
         if figures.fits
-        else f"does not fit, {_gib(memory.peak - limit)} too much"
+        else f"does not fit, over by {_gib(memory.peak - limit)}"
     )
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in memory.parts.items() if size >= 2**20)
     return [
@@ -230,11 +230,11 @@ def _time(figures: Estimate) -> list[str]:
     if time is None:
         return []
     return [
-        f"about {time.total:.0f} s a step: "
+        f"about {time.total:.0f} s per step: "
         + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in time.phases.items())
         + f"; bottleneck {time.bottleneck}",
         "training: " + ", ".join(f"{part} {seconds:.1f}" for part, seconds in time.train.training.items()),
-        f"one step off-policy would save about {time.saved_one_step_off:.0f} s of it",
+        f"one step off-policy would save about {time.saved_one_step_off:.0f} s per step",
         *(f"assumed: {line}" for line in ASSUMPTIONS),
     ]
 

@@ -1,4 +1,4 @@
-"""From a loaded configuration to everything that is decided before a process starts."""
+"""Turn a loaded configuration into everything that is decided before a process starts."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         _check_same_shape(config.model.weights, spec, place)
         if not (Path(config.model.weights) / "megatron" / "metadata.json").is_file():
             raise ModelError(
-                f"{place}{config.model.weights}: there is no Megatron checkpoint in it; tools/hf_to_megatron.py makes"
-                " such a folder"
+                f"{place}{config.model.weights}: it has no Megatron checkpoint; tools/hf_to_megatron.py makes such a"
+                " folder"
             )
     layout = resolve_layout(config, spec, loaded.where, device)
     notices = [*loaded.notices, *_notices(config, spec, layout, device)]
@@ -70,7 +70,9 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
 
 
 def _check_same_shape(path: str, spec: ModelSpec, place: str) -> None:
-    """Weights in the policy's place, and a reference in its layout, packs and vocabulary, have the policy's shape."""
+    """Raises ModelError where the model in `path` does not have the policy's shape, which weights that replace the
+    policy's, and a reference, must have.
+    """
     try:
         other = shape_differences(read_model_spec(path), spec)
     except ModelError as error:
@@ -85,8 +87,8 @@ def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | N
         yield f"tensor groups of {layout.tensor} ranks span nodes of {ranks_per_node}: slow; keep them inside a node"
     if layout.mini_batch_sequences[-1] % layout.data:
         yield (
-            f"{layout.mini_batch_sequences[-1]} trajectories a mini-batch do not divide over {layout.data}"
-            " data-parallel ranks: some compute less and wait"
+            f"{layout.mini_batch_sequences[-1]} trajectories per mini-batch do not divide evenly over {layout.data}"
+            " data-parallel ranks: some ranks compute less and wait"
         )
     if device is None and gathers_unevenly(config, spec):
         yield (

@@ -1,4 +1,4 @@
-"""Layouts of a model on so many GPUs, ranked: which fit, how long a step takes, why the others lose.
+"""Rank the layouts of a model on a number of GPUs: which fit, how long a step takes, why the others lose.
 
 Tries every combination of sizes that the checks accept. Batches, precision and lengths stay the configuration's.
 """
@@ -61,10 +61,10 @@ class Search:
 
 
 def parse_grid(text: str) -> tuple[int, int]:
-    """(nodes, GPUs a node) of `4x8`. Raises ConfigError."""
+    """(nodes, GPUs per node) of `4x8`. Raises ConfigError."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if found is None:
-        raise ConfigError(f"--search {text}: nodes x GPUs a node, for example 4x8")
+        raise ConfigError(f"--search {text}: give nodes x GPUs per node, for example 4x8")
     return int(found[1]), int(found[2])
 
 
@@ -126,7 +126,7 @@ def _configurations(config: Config, spec: ModelSpec, nodes: int, gpus_per_node: 
 
 
 def render_search(search: Search) -> str:
-    """The ranking for a person: the best layouts, what the slower ones lose by, and why the rest cannot run."""
+    """The ranking for a person: the best layouts, why the next ones are slower, and why the rest cannot run."""
     limit = search.memory_bytes / GIB
     lines = [
         f"{len(search.fitting)} layouts fit {limit:.0f} GiB ({search.gpu}); seconds of a step's old pass and training,"

@@ -1,8 +1,8 @@
-"""What one rank holds of the model: parameters, gradient buffers, optimizer state. Counts are exact, padding apart.
+"""One rank's parameters, gradient buffers and optimizer state. Counts are exact, and padding is counted separately.
 
 Follows Megatron's own arithmetic: which layers a pipeline stage builds, how parameters are cut, where its data-parallel
-buffers are padded, and which part of them a rank of the distributed optimizer owns. Knows bytes of elements, not of
-allocations: an allocator rounds each tensor up to some hundred bytes more.
+buffers are padded, and which part of them a rank of the distributed optimizer owns. Counts bytes of elements, not of
+allocations: an allocator rounds each tensor up by some hundred bytes.
 """
 
 from __future__ import annotations
@@ -97,14 +97,13 @@ class StateBytes:
 
 
 class ModelShares:
-    """The model's parameters for any layout. Reads the family table once, so that many layouts can be asked about."""
+    """The model's parameters for any layout. Reads the family table once, so that many layouts can be computed."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self._first: list[TensorEntry] = []
         self._last: list[TensorEntry] = []
-        # Of what does not change from layout to layout: a layer cut into so many parts, buffers shared by so many
-        # ranks.
+        # Kept because many layouts share them: the shares of a layer by how it is cut, and the buffers of a stage.
         self._cut: dict[tuple[int, ...], list[Share]] = {}
         self._held: dict[tuple, _Buffers] = {}
         self._layers: list[list[TensorEntry]] = [[] for _ in range(spec.num_layers)]
@@ -211,7 +210,7 @@ class StageState:
         self._buffers, self._layout = buffers, layout
 
     def of_rank(self, rank: int) -> State:
-        """Of a global rank in this stage."""
+        """`rank`: a global rank in this stage."""
         place = self._layout.coordinates(rank)
         return self._of(place.data * self._layout.context + place.context, place.expert_data)
 
@@ -221,7 +220,7 @@ class StageState:
 
     @property
     def largest(self) -> State:
-        """An upper bound that some rank reaches to a few elements: padding makes shards differ a little."""
+        """An upper bound, which some rank reaches within a few elements: padding makes shards differ slightly."""
         return self._buffers.largest
 
     def _of(self, data_context: int, expert_data: int) -> State:
@@ -229,7 +228,7 @@ class StageState:
 
 
 class _Buffers(list["_Buffer"]):
-    """All of one stage, for whatever rank."""
+    """All buffers of one stage, for any of its ranks."""
 
     @cached_property
     def largest(self) -> State:

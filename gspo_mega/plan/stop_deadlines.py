@@ -1,7 +1,7 @@
-"""Deadlines against the plan's own estimates: what would end a run that is in order.
+"""Compare deadlines with the plan's estimates: a deadline that is too short would end a healthy run.
 
-Owns the relations that need an estimate, and how long before its time limit a job is to be told. Those between keys are
-`config/deadlines.py`'s.
+Owns the relations that need an estimate, and how long before its time limit Slurm signals a job. Relations between keys
+are `config/deadlines.py`'s.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from gspo_mega.config.schema import Config
 from gspo_mega.errors import PlanError
 from gspo_mega.plan.timing import StepTime
 
-# Kept of the time that Slurm leaves after its signal, to queue the job again whatever the ranks do.
+# Reserved, of the time between Slurm's signal and the limit, to queue the job again whatever the ranks do.
 RESERVE_SECONDS = 20.0
 LEAST_SIGNAL_SECONDS = 300
-# By how much the estimates may fall short.
+# The factor by which the estimates may be too low.
 MARGIN = 1.25
 
 
@@ -38,16 +38,16 @@ def _broken(config: Config, time: StepTime | None, save_seconds: float) -> Itera
         yield (
             "rollout.request_deadline_seconds",
             (
-                f"{total:g} s, and a rollout takes {time.rollout:.0f} s by estimate: the run would stop at the first"
-                f" response that takes longer; above {time.rollout:.0f}, or leave it out"
+                f"{total:g} s is shorter than a rollout ({time.rollout:.0f} s by estimate): the run would stop at the"
+                f" first response that takes longer. Set it above {time.rollout:.0f}, or leave it out"
             ),
         )
     if config.publish.deadline_seconds <= time.publish and _publishes(config):
         yield (
             "publish.deadline_seconds",
             (
-                f"{config.publish.deadline_seconds:g} s, and a publish takes {time.publish:.0f} s by estimate; above"
-                f" {time.publish:.0f}"
+                f"{config.publish.deadline_seconds:g} s is shorter than a publish ({time.publish:.0f} s by estimate)."
+                f" Set it above {time.publish:.0f}"
             ),
         )
     bound = config.watchdog.checkpoint_seconds
@@ -55,16 +55,16 @@ def _broken(config: Config, time: StepTime | None, save_seconds: float) -> Itera
         yield (
             "watchdog.checkpoint_seconds",
             (
-                f"{bound:g} s, and a save takes {save_seconds:.0f} s by estimate; above {save_seconds:.0f}, or leave"
-                " it out"
+                f"{bound:g} s is shorter than a save ({save_seconds:.0f} s by estimate). Set it above"
+                f" {save_seconds:.0f}, or leave it out"
             ),
         )
     if save_seconds >= COLLECTIVE_SECONDS:
         yield (
             "checkpoint",
             (
-                f"a save takes {save_seconds:.0f} s by estimate, and ranks wait {COLLECTIVE_SECONDS:g} s at most for"
-                " each other; a smaller checkpoint: optimizer.moments_dtype"
+                f"a save takes {save_seconds:.0f} s by estimate, and ranks wait at most {COLLECTIVE_SECONDS:g} s for"
+                " each other. optimizer.moments_dtype makes checkpoints smaller"
             ),
         )
 
@@ -74,17 +74,17 @@ def _publishes(config: Config) -> bool:
 
 
 def stop_seconds(time: StepTime | None, save_seconds: float) -> float:
-    """From a stop request to the end of the save, by estimate: training on a batch is not broken off. Seconds."""
+    """Seconds from a stop request to the end of the save, by estimate: the batch in training is finished first."""
     return save_seconds + (0.0 if time is None else time.train.total + time.publish)
 
 
 def grace_seconds(signal_seconds: float) -> float:
-    """What ranks have of the time between Slurm's signal and the time limit, to end their step and save."""
+    """Seconds that ranks have, of the time between Slurm's signal and the time limit, to end their step and save."""
     return max(signal_seconds - RESERVE_SECONDS, signal_seconds / 2)
 
 
 def signal_seconds(stop: float) -> int:
-    """How long before its time limit a job is to be told, whole minutes, where it takes `stop` seconds by estimate to
-    stop.
+    """Seconds before its time limit at which Slurm signals a job, whole minutes. `stop`: seconds that the job takes to
+    stop, by estimate.
     """
     return max(LEAST_SIGNAL_SECONDS, 60 * math.ceil((MARGIN * stop + RESERVE_SECONDS) / 60))

@@ -1,7 +1,7 @@
-"""Seconds of a step by phase, an estimate: the model's FLOPs and bytes over the rates of `gpus.py`.
+"""Estimated seconds of a step by phase: the model's FLOPs and bytes divided by the rates of `gpus.py`.
 
-Owns the arithmetic; its assumptions are `gpus.ASSUMPTIONS`, to be shown with every figure. What matters is less the
-second than which layout, and which phase, is slower.
+Owns the arithmetic; its assumptions are `gpus.ASSUMPTIONS`, which are shown with every figure. The estimate is for
+comparing layouts and phases rather than for absolute times.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.memory import server_memory
 from gspo_mega.plan.shares import GRADIENT_BYTES, MAIN_BYTES, MOMENT_BYTES, WEIGHT_BYTES, ModelShares
 
-# Forward passes that a backward pass costs.
+# The cost of a backward pass, in forward passes.
 _BACKWARD = 2
-# The same of each kind of exchange. tensor: with sequence parallelism inputs are gathered once more for the weights'
-# gradients. context: keys and values go round again, and their gradients with them. Gradients of what experts and
-# pipeline stages were sent go back as they came.
+# The same for each kind of exchange. tensor: with sequence parallelism, inputs are gathered once more for the weights'
+# gradients. context: keys and values are passed round again, with their gradients. expert, pipeline: gradients are sent
+# back once.
 _BACKWARD_EXCHANGE = {"tensor": 1.5, "context": 2.0, "expert": 1.0, "pipeline": 1.0}
-# What the optimizer reads and writes of an element besides moments: gradient, main weight twice, weight.
+# Bytes that the optimizer reads and writes per element besides moments: gradient, main weight twice, weight.
 _OPTIMIZER_BYTES = 4 + 2 * 4 + 2
 
 
 @dataclass(frozen=True)
 class TrainTime:
-    """Seconds of a step on the trainer. `old_pass`: with the reference's. The parts of `training` add up to it."""
+    """Seconds of a step on the trainer. `old_pass`: old and reference log-probs. `training`: seconds by part."""
 
     old_pass: float
     training: dict[str, float]
@@ -50,8 +50,8 @@ class TrainTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds. `saved_one_step_off`: what rolling out the next batch while training on this one would save of a
-    step.
+    """Seconds of a step. `saved_one_step_off`: seconds that a step would save by rolling out the next batch while
+    training on this one.
     """
 
     rollout: float
@@ -94,9 +94,9 @@ def step_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu, tot
 
 
 def publish_seconds(config: Config, layout: Layout, gpu: Gpu, total_parameters: int) -> float:
-    """Moving the weights of one publish: what other ranks own to rank 0, then a copy per server out of rank 0's GPU,
-    after each other. From disk: written once and read by every server. The proof at a server's start sends once more,
-    and is left out.
+    """Seconds to move the weights of one publish: from the other ranks to rank 0, then one copy per server from rank
+    0's GPU, one after another. By disk: written once and read by every server. The additional publish at a server's
+    start is left out.
     """
     weight_bytes = total_parameters * (4 if config.precision == "fp32" else 2)
     servers, cluster = config.server.num_servers, config.cluster
@@ -113,7 +113,7 @@ def publish_seconds(config: Config, layout: Layout, gpu: Gpu, total_parameters: 
 
 
 def rollout_seconds(config: Config, spec: ModelSpec, gpu: Gpu, total_parameters: int) -> float:
-    """Decoding all responses: waves of as many requests as fit a server's cache, then the longest response alone.
+    """Seconds to decode all responses: waves of as many requests as fit a server's cache, then the longest responses.
 
     A decode step reads every weight once (with experts: as many as the batch goes to) and the cache of its sequences.
     """
@@ -143,14 +143,14 @@ def _active(spec: ModelSpec, total_parameters: int) -> float:
 
 
 def _share_read(spec: ModelSpec, num_sequences: float) -> float:
-    """Share of the weights that a decode step of so many tokens touches."""
+    """Share of the weights that a decode step of `num_sequences` tokens reads."""
     if spec.moe is None:
         return 1.0
     return 1 - (1 - spec.moe.experts_per_token / spec.moe.num_experts) ** num_sequences
 
 
 def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> TrainTime:
-    """Old pass and all optimizer steps of one rollout batch, on the busiest rank."""
+    """The old pass and all optimizer steps of one rollout batch, on the busiest rank."""
     spec, batch = shares.spec, config.batch
     prompt, response = mean_tokens(config)
     tokens = batch.prompts_per_step * batch.group_size * (prompt + response) / layout.data
@@ -225,7 +225,7 @@ class _Layer:
         mlp = gated(spec.intermediate_size / tensor)
         if spec.moe is not None:
             width = spec.moe.expert_intermediate_size / layout.expert_tensor
-            # A rank's routed tokens spread over its experts: few tokens an expert make its products narrow too.
+            # A rank's routed tokens spread over its experts: few tokens per expert make its products narrow too.
             own = tokens / (tensor if layout.sequence_parallel else 1)
             routed = own * spec.moe.experts_per_token * layout.expert_tensor
             an_expert = routed * layout.expert / spec.moe.num_experts
@@ -331,7 +331,7 @@ def _width(elements: float) -> float:
 
 
 def checkpoint_bytes(config: Config, total_parameters: int) -> int:
-    """Weights, and fp32 main weights and moments, of the whole model once."""
+    """Bytes of the whole model's weights, fp32 main weights and moments."""
     main = 0 if config.precision == "fp32" else MAIN_BYTES
     return total_parameters * (WEIGHT_BYTES[config.precision] + main + 2 * MOMENT_BYTES[config.optimizer.moments_dtype])
 

@@ -1,7 +1,7 @@
-"""How a publish is verified: what `publish.verify` comes to on a machine with GPUs, and without.
+"""How a publish is verified: what `publish.verify` means on machines with and without GPUs.
 
-Owns the choice alone; the verification is `weights/verify.py`. SGLang's checksums are SHA-256 on a CPU, where the
-trainer can foretell them for a server of one rank. On a GPU, and for shares of a tensor, it cannot.
+Owns only the choice; the verification is `weights/verify.py`. On a CPU, SGLang's checksums are SHA-256, and the trainer
+can compute them for a server of one rank. On a GPU, and for shares of a tensor, it cannot.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def resolve_verification(config: Config, on_gpu: bool) -> Verification:
 
 
 def is_on_gpu(config: Config, device: Literal["cpu", "gpu"] | None) -> bool | None:
-    """What is known before anything runs. `device`: that of the ranks, where it is known; None where the configuration
-    names no GPU either.
+    """Whether the run is on GPUs, as far as that is known before it starts; None where it is not. `device`: the ranks',
+    where it is known.
     """
     if device is not None:
         return device == "gpu"
@@ -39,11 +39,11 @@ def is_on_gpu(config: Config, device: Literal["cpu", "gpu"] | None) -> bool | No
 
 
 def describe_verification(config: Config, on_gpu: bool | None) -> str:
-    """For the plan: the choice, who made it, and what it means."""
-    said = " (publish.verify: auto)" if config.publish.verify == "auto" else ""
+    """For the plan: the choice, whether the configuration left it open, and what it means."""
+    automatic = " (publish.verify: auto)" if config.publish.verify == "auto" else ""
     places = (True, False) if on_gpu is None else (on_gpu,)
     kinds: set[Verification] = {resolve_verification(config, place) for place in places}
     if len(kinds) == 1:
         (kind,) = kinds
-        return f"verified by {kind}{said}: {MEANING[kind]}"
-    return f"verified by tensors without GPUs, by replicas with them{said}"
+        return f"verified by {kind}{automatic}: {MEANING[kind]}"
+    return f"verified by tensors without GPUs, by replicas with them{automatic}"

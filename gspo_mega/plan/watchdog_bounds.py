@@ -1,8 +1,8 @@
-"""How long a phase of a run may go without anything getting done, before its ranks count as stuck.
+"""How long a phase of a run may go without progress before its ranks count as stuck.
 
-Owns the bounds: `watchdog` of the configuration, else derived from the deadlines that the phase has of its own and,
-where there is one, the plan's estimate. They are for gaps between two things that get done (a micro-batch, a
-trajectory), not for the whole phase.
+Owns the bounds: those of `watchdog` in the configuration, else derived from the phase's own deadlines and the plan's
+estimate, where there is one. A bound limits the time between two signs of progress (a micro-batch, a trajectory), not
+the whole phase.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from gspo_mega.config.schema import Config
 from gspo_mega.plan.estimate import Estimate
 
-# What a phase is a part of; one that is not named here is "other".
+# The kind of each phase; a phase that is not named here is "other".
 _KIND = {
     "start": "start",
     "rollout": "rollout",
@@ -24,11 +24,11 @@ _KIND = {
     "old_log_probs": "train",
     "reference_log_probs": "train",
 }
-# For what no deadline bounds: weights read from a slow disk and a first step's compilers, a save, a batch packed.
+# For phases without deadlines: weights read from a slow disk, a first step's compilers, a save, packing a batch.
 _START_SECONDS, _TRAIN_SECONDS, _CHECKPOINT_SECONDS, _OTHER_SECONDS = 3600.0, 900.0, 1800.0, 900.0
-# On top of a phase's own deadlines, which are to speak first.
+# On top of a phase's own deadlines, which must expire first.
 _MARGIN_SECONDS = 300.0
-# An estimate may be wrong by so much.
+# The factor by which an estimate may be too low.
 _ESTIMATE_FACTOR = 10.0
 
 
@@ -40,12 +40,12 @@ class Patience:
     silence: float
 
     def bound(self, phase: str) -> float:
-        """Of a phase, by any name."""
+        """Seconds, for a phase of any name."""
         return self.bounds[_KIND.get(phase, "other")]
 
     @property
     def longest(self) -> float:
-        """Where every rank waits for another, nobody's phase is known."""
+        """Seconds, for when every rank waits for another and no rank's phase is known."""
         return max(self.bounds.values())
 
     def key(self, phase: str) -> str:
@@ -53,7 +53,7 @@ class Patience:
         return f"watchdog.{_KIND.get(phase, 'other')}_seconds"
 
     def interval(self, num_ranks: int) -> float:
-        """Seconds between two looks, and two writings of a rank: some 50 a second from all ranks together at most."""
+        """Seconds between two checks, and between two beats of a rank: at most about 50 beats per second in all."""
         return max(0.05, min(5.0, self.silence / 10, min(self.bounds.values()) / 10), num_ranks / 50)
 
 
@@ -63,7 +63,7 @@ def patience(config: Config, figures: Estimate | None = None) -> Patience | None
     if not watchdog.enabled:
         return None
     time = figures.time if figures is not None else None
-    # New tokens are progress; a sample that gets none is tried again elsewhere, and the run stops by itself in the end.
+    # New tokens are progress. A sample that gets none is tried again elsewhere, and in the end the run stops by itself.
     stalled = rollout.max_attempts * rollout.progress_deadline_seconds
     sampling = stalled + rollout.no_server_deadline_seconds + config.reward.deadline_seconds
     derived: dict[str, float] = {

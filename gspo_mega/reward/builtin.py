@@ -1,7 +1,7 @@
 """The built-in rewards: is the final answer right?
 
-Own comparing a final answer; numbers in a text are `numerals.py`'s. They are ordinary reward functions (`functions.py`
-has the protocol) and run in the scoring processes like anyone's. Nothing here evaluates text.
+Owns comparing a final answer; `numerals.py` finds numbers in a text. The rewards are ordinary reward functions
+(`functions.py` has the protocol) and run in scoring processes as users' functions do. No text is evaluated as code.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@ A reward is a function
     def score(*, prompt: str, response: str, answer, metadata: dict, **options) -> float | dict[str, float]
 
 `prompt` is the rendered prompt, `response` the response as text (its last 64 Ki characters), `answer` and `metadata`
-are what the data file has for the prompt, `options` what the configuration gives. The result is a finite number; or a
-dictionary of them whose entry `reward` counts and whose others are recorded beside it, but for `correct`: it says
-whether the response is right (True or False), which is what held-out accuracy counts. The built-in verifiers say so by
-being 1.
+come from the prompt's row of the data file, `options` from the configuration. The result is a finite number, or a
+dictionary of finite numbers: its entry `reward` is the reward, and the others are recorded beside it. The entry
+`correct` (True or False) says whether the response is right; held-out accuracy counts it. A built-in verifier's
+response is right where its reward is 1.
 
-The function runs in a process of its own: it may be slow, raise, print or crash, and loses nothing but that response,
-which is then not trained on. It may be called again for a response whose scoring was interrupted, so it should have no
-side effects.
+The function runs in a process of its own: it may be slow, raise, print or crash, and only that response is lost, that
+is, not trained on. It may be called again for a response whose scoring was interrupted, so it should have no side
+effects.
 
-Owns the names and the checks before a run. Running functions is `scoring_worker.py`'s.
+Owns the names and the checks before a run; `scoring_worker.py` runs the functions.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ BUILTINS: dict[str, RewardFunction] = {
 }
 
 
-# Which answers of a data file a built-in cannot use; one that is not named here takes them all.
+# The answers of a data file that a built-in cannot use; a built-in that is not named here takes all answers.
 _ANSWER_PROBLEMS: dict[str, Callable[[Any], str | None]] = {"gsm8k": builtin.problem_of_gsm8k_answer}
 
 
 def problem_of_answer(answer: Any, names: Iterable[str]) -> str | None:
-    """Why one of the functions named cannot score with an answer, or None. A user's function is not asked."""
+    """Why one of the functions in `names` cannot score with an answer, or None. Users' functions are not checked."""
     for name in names:
         problem_of = _ANSWER_PROBLEMS.get(name)
         if problem_of is not None and (problem := problem_of(answer)) is not None:
@@ -80,11 +80,10 @@ def _import(name: str) -> RewardFunction:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise RewardError(
-                f"reward {name!r}: there is no module {error.name!r}, neither in {os.getcwd()} nor among the installed"
-                " packages"
+                f"reward {name!r}: there is no module {error.name!r} in {os.getcwd()} or among the installed packages"
             ) from error
         raise RewardError(f"reward {name!r}: importing {module_name} fails: {describe(error)}") from error
-    except BaseException as error:  # a module may raise anything while it is imported, SystemExit too
+    except BaseException as error:  # importing a module may raise anything, SystemExit too
         raise RewardError(f"reward {name!r}: importing {module_name} fails: {describe(error)}") from error
     found: Any = module
     for part in path.split("."):

@@ -1,10 +1,11 @@
 """The guard of a scoring process: its parent, which ends it together with everything that it ever started.
 
-A reward function may start children in sessions of their own; no process group reaches those. The guard is the kernel's
-subreaper of all of them: a process whose parent ends becomes its child, so none is lost, and the guard leaves once none
-lives. It runs no code of a user. The pool ends it by SIGTERM, and so does the kernel when the pool's thread dies.
+A reward function may start children in sessions of their own, which no signal to a process group reaches. The guard is
+their subreaper in the kernel: a process whose parent ends becomes the guard's child, so none is lost, and the guard
+exits once none lives. It runs no user code. The pool ends it with SIGTERM, and so does the kernel when the pool's
+thread dies.
 
-Also here: giving up the network, by a name space of one's own.
+Also here: giving up the network, with a network name space of the process's own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def go_on_guarded(parent_pid: int) -> None:
 
 
 def leave_network() -> None:
-    """Go into a network name space of one's own, in which no interface is up. Call it before any thread.
+    """Enter a new network name space, in which no interface is up. Call it before any thread is started.
 
     Raises RewardError where the kernel does not let this user do so.
     """
@@ -64,9 +65,9 @@ def leave_network() -> None:
 
 
 def _guard(child_pid: int) -> None:
-    """Wait for the child's end or for SIGTERM, end what is left, and leave as the child did."""
+    """Wait for the child's end or for SIGTERM, end what is left, and exit as the child did."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)  # the pipes are the child's: they have to end with it
+    os.dup2(nothing, 0)  # the pipes belong to the child and have to end with it
     os.dup2(nothing, 1)
     os.close(nothing)
     status = None
@@ -84,7 +85,7 @@ def _guard(child_pid: int) -> None:
 
 
 def _reap(child_pid: int) -> int | None:
-    """Reap whatever has ended; the status of `child_pid` if it was among that."""
+    """Reap all ended children; returns the status of `child_pid` if it was among them."""
     status = None
     while True:
         try:

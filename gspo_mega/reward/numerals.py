@@ -1,12 +1,12 @@
-"""Numbers as people and models write them, read as exact rationals. Nothing is evaluated: an expression is no number.
+"""Read numbers as people and models write them, as exact rationals. No expression is evaluated: it is no number.
 
-Owns the notations that are one number, and where in a text the final one is:
+Owns the notations of one number, and the place of the final number in a text:
 
     18   -3   - 3   +3   1,200   1 200   1.5   .5   $1,200.50   -$5   50% (fifty)   1e3   3/4   1 1/2   \\frac{3}{4}
 
 with Unicode's minus signs and dashes for a sign, its thin and no-break spaces between thousands, full-width digits, and
-LaTeX's spacing. What an operator joins (2^10, 3*4, 10-3, 3:45, a decimal comma) is no number, and neither is one of
-over 400 digits. Every pattern takes time linear in its input.
+LaTeX's spacing. Numbers joined by an operator (2^10, 3*4, 10-3, 3:45, a decimal comma) are no number, and neither is
+one of more than 400 digits. Every pattern takes time linear in its input.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CHARACTERS = str.maketrans(
         "\u00b0": "",
     }
 )
-# LaTeX and Markdown that changes how a number looks and not what it is.
+# LaTeX and Markdown that change how a number looks, not its value.
 _LOOKS = (
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\!"), ""),
@@ -80,8 +80,8 @@ def _quantity(thousands: str, sign_space: str) -> re.Pattern[str]:
 _IN_TEXT = _quantity(_COMMAS, "")
 _ALONE = _quantity(_COMMAS + _SPACES, "[ \u00a0]?")
 
-# What joins a number to something else: it is a part of an expression, of a date, of a number in a notation that is not
-# read.
+# What joins a number to something else: it is part of an expression, of a date, or of a number in an unsupported
+# notation.
 _JOINED_AFTER = re.compile(
     r"[ \u00a0]?(?:[\^!*\u00d7\u00f7\u00b7]|\\(?:times|cdot|div|pm|sqrt|pi|over|frac|%)(?![A-Za-z])|[xX]\s?[0-9]|/["
     r" \u00a0]?[0-9({\\.]|[-+:][ \u00a0]?[$]?[0-9({\\.])"
@@ -107,7 +107,7 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a response ends up with, or None.
+    """The final number of a response, or None.
 
     Behind the last `####`, the first number of the line; without such a mark the number in the last `\\boxed{...}`
     (behind its last `=`), which has to be the only one; without a box the last number of all. None where that is not a

@@ -1,7 +1,7 @@
 """One scoring process as its parent sees it: start, send, receive, end.
 
-Owns the process and its pipes. Which request goes where, and what a missing reply means, is `scoring_pool.py`'s; what
-happens inside is `scoring_worker.py`'s.
+Owns the process and its pipes. `scoring_pool.py` decides which request goes where and what a missing reply means;
+`scoring_worker.py` is what runs inside.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gspo_mega.errors import RewardError
 
 # Importing a user's module may mean importing a large library from a slow disk.
 START_DEADLINE_SECONDS = 120.0
-# A reply that came in time may be found late, when this process's own event loop was held up.
+# A reply that came in time may be read late, when this process's own event loop was busy.
 _LATE_LOOP_SECONDS = 0.05
-# A process whose pipe has ended is ending itself, unless a function closed the pipe.
+# A process whose pipe has ended is about to end, unless a function closed the pipe.
 _EXIT_SECONDS = 10.0
 _LONGEST_REPLY_BYTES = 1024 * 1024
-# What one process's functions print is shown up to here, in the log of the process that started it.
+# The log of the starting process shows this much of what one scoring process's functions print.
 MOST_OUTPUT_BYTES = 1024 * 1024
-# The guard has ended everything well within so long, but for a process that the kernel itself holds.
+# The guard ends everything well within this time, except a process that is blocked in the kernel.
 _END_SECONDS = 10.0
 
-# What a reward function finds in its environment. Of all else, credentials and addresses of the run among it, nothing;
-# `reward.environment` names what a function needs besides.
+# The environment variables that a reward function sees. All others, such as credentials and addresses of the run, are
+# hidden; `reward.environment` names further ones that a function needs.
 ENVIRONMENT = (
     "PATH",
     "HOME",
@@ -62,8 +62,8 @@ ENVIRONMENT = (
 
 
 class ScoringProcess:
-    """A running scoring process that has loaded its functions. What is started is its guard (`guard.py`), in a group of
-    its own.
+    """A running scoring process that has loaded its functions. The child of this process is its guard (`guard.py`), in
+    a process group of its own.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -125,8 +125,8 @@ class ScoringProcess:
         self._requests.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self, timeout_seconds: float) -> dict[str, Any] | None:
-        """The next reply; None when the process is gone or talks nonsense. Raises TimeoutError when there is none in
-        time.
+        """The next reply; None when the process is gone or its output is no reply. Raises TimeoutError when no reply
+        comes in time.
         """
         try:
             async with asyncio.timeout(max(timeout_seconds, 0)):
@@ -147,7 +147,7 @@ class ScoringProcess:
         return self._process.returncode is not None
 
     async def exit_text(self) -> str:
-        """How the process ended, in words, once its pipe has."""
+        """How the process ended, in words. Call it after its pipe has ended."""
         try:
             async with asyncio.timeout(_EXIT_SECONDS):
                 code = await self._process.wait()
@@ -160,15 +160,15 @@ class ScoringProcess:
         if self._ended:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):  # it is gone, and so is its group
+            with contextlib.suppress(ProcessLookupError):  # the process and its group are gone
                 os.killpg(self._process.pid, number)
             try:
                 async with asyncio.timeout(_END_SECONDS):
                     await self._process.wait()
                 break
-            except TimeoutError:  # its guard was stopped, or waits for what the kernel holds
+            except TimeoutError:  # its guard was stopped, or waits for a process that is blocked in the kernel
                 continue
-        # From here on its number may be another process's.
+        # From here on its pid may belong to another process.
         self._ended = True
         self._requests.close()
         await asyncio.wait([self._showing], timeout=_LATE_LOOP_SECONDS)
@@ -183,9 +183,9 @@ def _environment(variables: Sequence[str]) -> dict[str, str]:
 
 
 async def _show(output: asyncio.StreamReader) -> None:
-    """Copy what functions print to our standard error, up to `MOST_OUTPUT_BYTES`; the rest is read and dropped.
+    """Copy what functions print to our standard error, up to `MOST_OUTPUT_BYTES`; read and drop the rest.
 
-    All of it where that cannot be written to: a pipe that nobody reads would hold the functions up.
+    Drop all of it where standard error cannot be written to: a pipe that nobody reads would block the functions.
     """
     left = MOST_OUTPUT_BYTES
     while chunk := await output.read(64 * 1024):

@@ -1,10 +1,10 @@
 """The scoring pool: rewards for trajectories, from isolated processes, with a deadline.
 
-Owns which process scores what, and what becomes of a scoring that fails: it is that trajectory's, which has no reward
-then, and is recorded and counted. A function that can no longer be loaded stops the run; how many failures do is the
-collector's.
+Owns which process scores what, and what follows a failed scoring: the trajectory has no reward, and the failure is
+recorded and counted. A function that can no longer be loaded stops the run; the collector decides how many failures
+stop it.
 
-    score(trajectory) -> one job a function -> a process takes jobs -> replies, in order -> the trajectory's reward
+    score(trajectory) -> one job per function -> a process takes jobs -> replies, in order -> the trajectory's reward
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gspo_mega.records import REWARD_TOLERANCE, Trajectory
 from gspo_mega.reward.functions import BUILTINS
 from gspo_mega.reward.process import ScoringProcess
 
-# Of a longer response only the end is judged: final answers are there, and a hostile one stays affordable.
+# Only the end of a longer response is judged: final answers are there, and a hostile response stays affordable.
 MAX_RESPONSE_CHARACTERS = 64 * 1024
 # Every kind of failure that is counted.
 FAILURE_KINDS = ("exception", "wrong_type", "not_finite", "deadline", "crash", "memory")
 
-# Fast functions get several requests ahead, to save a round trip each; slow ones one, so that no process idles
-# while requests wait behind another's. As many as take about this long, by what the last ones took.
+# Fast functions get several requests ahead, which saves a round trip for each; slow ones get one, so that no process
+# idles while requests wait behind another's. A process gets as many as take about this time, by its last ones.
 _AHEAD_SECONDS = 0.02
 _MOST_AHEAD = 32
 _START_ATTEMPTS = 3
@@ -54,7 +54,7 @@ class _Job:
 
 @dataclass
 class _Slot:
-    """One place for a process; `sent` are the jobs it has, oldest first, of which it works on the first."""
+    """One place for a process. `sent`: the jobs that the process has, oldest first; it works on the first."""
 
     process: ScoringProcess
     sent: deque[_Job] = field(default_factory=deque)
@@ -93,7 +93,7 @@ class ScoringPool:
         self._next_id = 0
 
     async def start(self) -> None:
-        """Start all processes and load the functions. Raises RewardError as `check_reward`."""
+        """Start all processes and load the functions. Raises RewardError as `check_reward` does."""
         started = await asyncio.gather(
             *(ScoringProcess.start(self._setup, self._settings.environment) for _ in range(self._settings.num_workers)),
             return_exceptions=True,
@@ -106,7 +106,7 @@ class ScoringPool:
         self._tasks = [asyncio.create_task(self._serve(slot)) for slot in self._slots]
 
     async def close(self) -> None:
-        """End every process, in the middle of a function if need be; what is still waiting fails with RewardError."""
+        """End every process, even in the middle of a function; jobs that still wait fail with RewardError."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -179,7 +179,7 @@ class ScoringPool:
         return job.reply
 
     async def _serve(self, slot: _Slot) -> None:
-        """Keep one slot's process supplied until the pool is closed; any way out of it fails what is waiting."""
+        """Keep one slot's process supplied until the pool is closed; any error fails the jobs that wait."""
         try:
             while True:
                 if slot.num_scored >= self._settings.recycle_after and not slot.sent:
@@ -199,14 +199,14 @@ class ScoringPool:
     def _supply(self, slot: _Slot) -> None:
         """Hand waiting jobs to a process, as many as it takes ahead; none once it is due for replacement.
 
-        Never more than its share of those waiting, for they may turn out slower than the last ones.
+        Never more than its share of the waiting jobs, because they may be slower than the last ones.
         """
         share = math.ceil(len(self._waiting) / len(self._slots))
         while self._waiting and len(slot.sent) < min(slot.num_ahead, share):
             if slot.num_scored + len(slot.sent) >= self._settings.recycle_after:
                 return
             job = self._waiting.popleft()
-            if job.reply.done():  # who asked has gone
+            if job.reply.done():  # its caller was cancelled
                 continue
             if not slot.sent:
                 slot.head_since = time.monotonic()
@@ -219,7 +219,7 @@ class ScoringPool:
         try:
             reply = await slot.process.receive(slot.head_since + deadline - time.monotonic())
         except TimeoutError:
-            if slot.process.is_gone:  # something that it started holds its pipe open
+            if slot.process.is_gone:  # a process that it started keeps its pipe open
                 reply = None
             else:
                 await self._give_up(slot, "deadline", f"no result within {deadline:g} s")
@@ -228,7 +228,7 @@ class ScoringPool:
             await self._give_up(slot, "crash", f"the scoring process ended ({await slot.process.exit_text()})")
             return
         if reply.get("id") != slot.sent[0].request["id"]:
-            # A function that forks and returns twice does that.
+            # That happens when a function forks and returns twice.
             await self._give_up(slot, "crash", "the scoring process answered out of turn")
             return
         job = slot.sent.popleft()
@@ -239,7 +239,7 @@ class ScoringPool:
         _resolve(job, reply)
 
     async def _give_up(self, slot: _Slot, kind: str, why: str) -> None:
-        """Fail the job that a process was working on, give the ones behind it back, and replace the process."""
+        """Fail the job that a process was working on, queue the jobs behind it again, and replace the process."""
         _resolve(slot.sent.popleft(), {"failure": kind, "why": why})
         self._waiting.extendleft(reversed(slot.sent))
         slot.sent.clear()
@@ -259,7 +259,7 @@ class ScoringPool:
         slot.mean_seconds = _AHEAD_SECONDS
 
     def _break(self, error: RewardError) -> None:
-        """Fail every job that is not done, and every one to come."""
+        """Fail every job that is not done, and every later one."""
         self._broken = self._broken or error
         for job in [*self._waiting, *(job for slot in self._slots for job in slot.sent)]:
             if not job.reply.done():
@@ -284,10 +284,10 @@ def check_reward(settings: Reward, source_rewards: Mapping[str, str] | None = No
 
 
 def _sum(terms: list[float]) -> float:
-    """The sum of the terms, whatever their order; exactly 0 where it is no more than the rounding of what cancels."""
+    """The sum of the terms, in any order; exactly 0 where it is within the rounding of terms that cancel."""
     try:
         total = math.fsum(terms)
-    except (OverflowError, ValueError):  # finite terms whose sum is not, or infinite ones of both signs
+    except (OverflowError, ValueError):  # finite terms with an infinite sum, or infinite terms of both signs
         return sum(terms)
     if not math.isfinite(total):
         return total
@@ -304,7 +304,7 @@ def _table(
 ) -> tuple[dict[str, Any], tuple[_Entry, ...], dict[str, tuple[_Entry, ...]]]:
     """The processes' set-up message, the functions of the sum, and each source's own.
 
-    A function that is there twice (with other options) gets a number behind its label.
+    A function that appears twice (with other options) gets a number behind its label.
     """
     functions: dict[str, dict[str, Any]] = {}
     uses: Counter[str] = Counter()

@@ -3,13 +3,15 @@
 Owns calling reward functions, one request at a time, and judging what they return. It speaks JSON lines over the pipes
 that it was started with as stdin and stdout:
 
-    in   {"functions": {label: {"function": name, "options": {...}}}, "memory_bytes": n, "file_bytes": n, "network":
-    bool}   once out  {"ready": true}  or  {"load_error": text}
-    in   {"id": n, "label": label, "prompt": ..., "response": ..., "answer": ..., "metadata": ...} out  {"id": n,
-    "value": x, "parts": {name: x}, "correct": true, false or null}  or  {"id": n, "failure": kind, "why": text}
+    in   once: {"functions": {label: {"function": name, "options": {...}}}, "memory_bytes": n, "file_bytes": n,
+         "network": bool}
+    out  {"ready": true}  or  {"load_error": text}
+    in   {"id": n, "label": label, "prompt": ..., "response": ..., "answer": ..., "metadata": ...}
+    out  {"id": n, "value": x, "parts": {name: x}, "correct": true, false or null}  or
+         {"id": n, "failure": kind, "why": text}
 
 What functions print goes to stderr and cannot disturb this. The process ends with its stdin, or with its guard
-(`guard.py`) when that is told to, or loses its parent: deadlines are enforced from outside.
+(`guard.py`), which ends on SIGTERM or with its parent. Deadlines are enforced from outside.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from gspo_mega.reward.guard import go_on_guarded, leave_network
 
 
 class BadResult(Exception):
-    """A function returned something that is no reward. `kind`: `wrong_type` or `not_finite`."""
+    """A function returned a value that is no reward. `kind`: `wrong_type` or `not_finite`."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -74,7 +76,7 @@ def answer(request: dict[str, Any], function: RewardFunction, options: dict[str,
         return {"failure": error.kind, "why": str(error)}
     except MemoryError as error:
         return {"failure": "memory", "why": describe(error)}
-    except BaseException as error:  # whatever a function raises, SystemExit too, is the failure of this one trajectory
+    except BaseException as error:  # any exception of a function, SystemExit too, fails only this trajectory
         return {"failure": "exception", "why": describe(error)}
     return {"value": value, "parts": parts, "correct": correct}
 
@@ -116,15 +118,15 @@ def take_over_pipes() -> tuple[Any, Any]:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    # Line by line, as a terminal has it: a process that is killed has shown what it printed.
+    # Line by line, as in a terminal: the output of a process that is killed later is not lost.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     return requests, replies
 
 
 def limit(memory_bytes: int, file_bytes: int) -> None:
-    """Bound the address space to what is used now and `memory_bytes` more, beyond which allocations fail, and every
-    file that is written to `file_bytes`, beyond which writes fail.
+    """Limit the address space to the bytes in use now plus `memory_bytes`, and every written file to `file_bytes`.
+    Allocations and writes beyond that fail.
     """
     with open("/proc/self/statm", encoding="ascii") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()

@@ -1,7 +1,7 @@
-"""Shows the supervisor how far this rank has come, and leaves its stacks when nothing gets done for long.
+"""Shows the supervisor the progress of this rank, and writes its stacks when it makes none for long.
 
-Owns attempts/NNNN/beats/rank_<r> and logs/stacks_rank_<r>.txt. Files, because a rank may be on another node than the
-supervisor and sit in a collective, where it hears nothing. What they mean is `launcher/watchdog.py`'s.
+Owns attempts/NNNN/beats/rank_<r> and logs/stacks_rank_<r>.txt. They are files because a rank may run on another node
+than the supervisor and wait in a collective, where it answers nothing. Their meaning is `launcher/watchdog.py`'s.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from gspo_mega import beats
 from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.run_folder import Attempt
 
-# Always so long, so that it is written in place: a full disk has room for it, and a reader meets no half of it.
+# A constant length, so that it is written in place: a full disk has room for it, and a reader never sees a part.
 RECORD_BYTES = 256
 
 
 class BeatWriter:
-    """A thread that writes `beats.now()` every `patience.interval`, and every Python stack when nothing got done for
-    half of what is allowed.
+    """A thread that writes `beats.now()` every `patience.interval`, and all Python stacks after half of the allowed
+    time without progress.
 
-    It holds the interpreter while it reads the stacks: read beside running threads, as by `faulthandler`'s timer, they
-    may be gone under the reader, which ends the process. That timer, which is this object's own while it runs, is wound
-    up anew all the time, and so acts only where this thread does not come to run: then a call holds the interpreter,
-    and every stack stands still.
+    It holds the interpreter lock while it reads the stacks. `faulthandler`'s timer reads them without the lock, where
+    a running thread may change them and crash the process. This object owns that timer while it runs and restarts it
+    at every interval, so it fires only if this thread cannot run: a call holds the lock then, and all stacks stand
+    still.
     """
 
     def __init__(self, attempt: Attempt, rank: int, num_ranks: int, patience: Patience) -> None:
-        """Raises OSError where the files cannot be made."""
+        """Raises OSError where the files cannot be created."""
         self._patience, self._interval = patience, patience.interval(num_ranks)
         attempt.beats_dir.mkdir(exist_ok=True)
         self._path = attempt.beat_file(rank)
@@ -49,7 +49,7 @@ class BeatWriter:
         threading.Thread(target=self._run, name="beats", daemon=True).start()
 
     def close(self) -> None:
-        """The rank has done its work: nothing is expected of it any more."""
+        """The rank has done its work; no progress is expected any more."""
         self._over.set()
         faulthandler.cancel_dump_traceback_later()
         beats.enter(beats.DONE)
@@ -66,14 +66,14 @@ class BeatWriter:
         self._record["tick"] += 1
         text = json.dumps({**self._record, "phase": now[0], "count": now[1]}).ljust(RECORD_BYTES - 1) + "\n"
         try:
-            # Opened anew: closing is what has a shared file system show it elsewhere.
+            # Opened each time: a shared file system shows the content elsewhere once the file is closed.
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
                 os.pwrite(descriptor, text.encode(), 0)
             finally:
                 os.close(descriptor)
         except OSError:
-            return  # the next one may be
+            return  # the next write may succeed
 
     def _keep_stacks(self, now: tuple[str, int]) -> None:
         phase = now[0]
@@ -81,11 +81,11 @@ class BeatWriter:
         half = min(bound, self._patience.silence) / 2
         if now != self._seen:
             self._seen, self._stacks_due = now, time.monotonic() + half
-            if os.fstat(self._stacks.fileno()).st_size:  # of a time that was over again
+            if os.fstat(self._stacks.fileno()).st_size:  # from a pause that ended
                 os.ftruncate(self._stacks.fileno(), 0)
         elif time.monotonic() >= self._stacks_due:
             self._stacks_due = time.monotonic() + half
-            with contextlib.suppress(OSError):  # a full disk costs the stacks
+            with contextlib.suppress(OSError):  # a full disk loses the stacks
                 self._stacks.write(_all_stacks(half).encode(errors="replace"))
         faulthandler.dump_traceback_later(self._patience.silence / 2, repeat=True, file=self._stacks)
 

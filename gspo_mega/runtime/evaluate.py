@@ -1,7 +1,7 @@
 """`gspo-mega eval`: held-out accuracy of a Hugging Face folder, through servers alone. No engine, one process.
 
-The servers load `model.path` themselves, and that is what is measured: every start of one is told, and committed, to
-hold version 0.
+The servers load `model.path` themselves, and these weights are measured. Every start of a server is told that it holds
+version 0, and committed as such.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
     def on_wait() -> None:
         for server in rollouts.pool.servers_behind():
             start = (server.server_id, server.generation)
-            # Each start once: one that was found to talk nonsense since gets no more work.
+            # Each start once: a server that answered nonsense since then gets no more work.
             if start not in trusted:
-                with contextlib.suppress(PublishError):  # it went down just now, and is met again when it is back
+                with contextlib.suppress(PublishError):  # it just went down, and is found again when it is back
                     server.set_weight_version(0, deadline_seconds=_TELL_SECONDS)
                     rollouts.pool.commit(0, [start])
                     trusted.add(start)

@@ -1,8 +1,8 @@
 """How rank 0 leads the other ranks: announcements through the store, payloads over the host group.
 
-Rank 0 may think for minutes while servers sample. The others must not sit in a device collective then, so
-they poll a store key, watch the heartbeat of rank 0's process, and receive only once something was announced.
-(What makes no progress inside a living rank 0 has its own deadlines: requests, servers, publishes.)
+Rank 0 may wait for minutes while servers sample. The other ranks must not wait in a device collective meanwhile, so
+they poll a store key, watch the heartbeat of rank 0's process, and receive only once rank 0 has announced a message.
+(Work of a living rank 0 that makes no progress has deadlines of its own: requests, servers, publishes.)
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ HEARTBEAT_SECONDS = 1.0
 class Exchange:
     """One per rank. Messages are numbered; every rank must send or receive each of them.
 
-    `store` is this rank's client of the job's key-value store. `heartbeat_store` is a second client, rank 0's
-    own, for the thread that beats; None elsewhere. `silence_seconds`: how long the heartbeat may stand still
-    before the others give up.
+    `store` is this rank's client of the job's key-value store. `heartbeat_store` is a second client on rank 0, for the
+    heartbeat thread; None elsewhere. `silence_seconds`: the other ranks give up after this time without a heartbeat.
     """
 
     def __init__(
@@ -64,8 +63,8 @@ class Exchange:
     # --- rank 0 to the others ------------------------------------------------------------------------------
 
     def send_each(self, values: Sequence[Any]) -> Any:
-        """Rank 0: send `values[r]` to rank r and return `values[0]`. Raises RankError where its heartbeat has ended:
-        the others would soon take it for dead.
+        """Rank 0: send `values[r]` to rank r and return `values[0]`. Raises RankError where the heartbeat has ended,
+        because the other ranks would soon take rank 0 for dead.
         """
         if self._beat_error is not None:
             raise RankError(f"rank 0's heartbeat ended: {self._beat_error}") from self._beat_error
@@ -81,7 +80,7 @@ class Exchange:
         return self.send_each([value] * self._host.size)
 
     def receive(self) -> Any:
-        """Other ranks: wait for the next message of rank 0. Raises RankError when rank 0 falls silent."""
+        """Other ranks: wait for the next message of rank 0. Raises RankError when its heartbeat stops."""
         with beats.during(beats.WAIT):
             self._await(f"message/{self._sequence}")
         self._sequence += 1

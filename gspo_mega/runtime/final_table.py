@@ -1,4 +1,4 @@
-"""The table at the end of a training run: where it began, where it ended, what it cost."""
+"""The table at the end of a training run: accuracy before and after, and the time it took."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gspo_mega.runtime.session import Session
 
 
 def accuracy_text(value: list[float] | None) -> str:
-    """`0.412 +- 0.022` of [accuracy, standard error]."""
+    """[accuracy, standard error] as text, such as `0.412 +- 0.022`."""
     return "not measured" if value is None else f"{value[0]:.3f} +- {value[1]:.3f}"
 
 

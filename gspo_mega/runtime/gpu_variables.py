@@ -1,10 +1,10 @@
-"""The environment variables that a rank needs on a GPU, whoever starts it: one machine, Slurm, torchrun, or
-tests/gpu/run.sh.
+"""The environment variables that a rank needs on a GPU, whether one machine, Slurm, torchrun or tests/gpu/run.sh
+starts it.
 
-Owns their names, values and where they are valid. A variable that is set already stays as it is. Servers are not given
-any.
+Owns their names, values and where they are valid. A variable that is set already stays as it is. Servers get none of
+them.
 
-    eval "$(python -m gspo_mega.runtime.gpu_variables)"     in a shell, for programs that are no ranks
+    eval "$(python -m gspo_mega.runtime.gpu_variables)"     in a shell, for programs other than ranks
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Compute capability 10.0: block scales there are powers of two in hardware, and Transformer Engine refuses others.
+# Compute capability 10.0: its hardware has power-of-two block scales, and Transformer Engine refuses others.
 _BLACKWELL = 10
 
 
 def before_torch(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is read when torch or CUDA starts: segments that grow, so that memory is not lost between packs of different
-    sizes; and one queue to the device, so that communication starts where it was issued, which Megatron's overlap
-    counts on.
+    """Variables that torch and CUDA read at their start: allocator segments that grow, so that packs of different sizes
+    do not fragment memory; and one queue to the device, so that communication starts in the order of its calls, on
+    which Megatron's overlap relies.
     """
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if not any(environment.get(name) for name in _ALLOCATOR):
@@ -32,13 +32,13 @@ def before_torch(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def before_transformer_engine(environment: Mapping[str, str], capability: tuple[int, int]) -> dict[str, str]:
-    """What is read when Transformer Engine is imported: block scales in fp32 where the GPU can."""
+    """Variables that Transformer Engine reads at its import: block scales in fp32 where the GPU has them."""
     name = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
     return {} if environment.get(name) or capability[0] >= _BLACKWELL else {name: "1"}
 
 
 def set_variables(environment: MutableMapping[str, str], local_rank: int, devices: Path = Path("/dev")) -> None:
-    """Set all of them, on a machine with GPUs; before torch, Megatron or Transformer Engine is imported."""
+    """Set all of them on a machine with GPUs. Call it before torch, Megatron or Transformer Engine is imported."""
     if not any(devices.glob("nvidia[0-9]*")):
         return
     environment.update(before_torch(environment))

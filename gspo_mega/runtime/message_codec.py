@@ -1,7 +1,7 @@
-"""Arrays and plain values as bytes: how shards and reports travel between ranks.
+"""Messages between ranks as bytes: JSON values with numpy arrays in them, both ways.
 
 A message is a JSON header followed by the raw bytes of its arrays; nothing is pickled, so nothing in a
-message can run code. Knows no process group.
+message can run code. Uses no process group.
 """
 
 from __future__ import annotations

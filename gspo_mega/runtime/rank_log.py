@@ -1,4 +1,4 @@
-"""A rank's log and its lines for the user: written as far as the disk takes them, for no line is worth a rank.
+"""A rank's log and its lines for the user. A disk that refuses a line does not end the rank; the line is lost.
 
 Owns standard output and error of a rank, and console.log.
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger("gspo_mega.console")
 
 
 class _LossyFile(io.RawIOBase):
-    """A descriptor to write to; what the disk refuses is lost."""
+    """A file object over a descriptor; text that the disk refuses is lost."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _LossyFile(io.RawIOBase):
 
 
 def redirect_output(log: Path) -> None:
-    """Standard output and error, this process's and its libraries', to the rank's log, whoever started us."""
+    """Redirect standard output and error, of this process and its libraries, to the rank's log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     sys.stdout.flush()
@@ -58,7 +58,7 @@ def _text(descriptor: int) -> io.TextIOWrapper:
 
 
 def console(attempt: Attempt) -> Callable[[str], None]:
-    """A line for the user: appended to console.log, which the supervisor shows, and to this rank's log."""
+    """A function that shows the user a line: it writes to console.log, which the supervisor shows, and to the log."""
 
     def show(line: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Rollouts alone: every step's batch is sampled and written to the journal, nothing is trained.
+"""Rollouts without training: every step's batch is sampled and written to the journal.
 
 `gspo-mega train CONFIG --rollouts-only`; the same command continues where the journal ends. Another run trains on the
 record with `--from-rollouts`.

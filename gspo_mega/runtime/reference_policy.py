@@ -1,4 +1,4 @@
-"""The reference policy of a run's KL term: where it comes from, and that it is of the policy's shape."""
+"""The reference policy of a run's KL term: its folder, its weights, and the check that it has the policy's shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reference_path(config: Config) -> str:
 def load_reference(config: Config, spec: ModelSpec, groups: ParallelGroups) -> ReferencePolicy:
     """The frozen reference of the KL term with its weights. Collective.
 
-    Raises ModelError where its shape is not the policy's: it goes through the policy's layout, packs and vocabulary.
+    Raises ModelError where its shape is not the policy's, because it uses the policy's layout, packs and vocabulary.
     """
     path = reference_path(config)
     other = shape_differences(read_model_spec(path), spec)

@@ -1,4 +1,4 @@
-"""The supervised cold start: cross-entropy on demonstrations until sampled accuracy is where it should be.
+"""The supervised cold start: cross-entropy on demonstrations until sampled accuracy reaches its band.
 
 Same ranks, engine, servers and evaluation as the training loop; weights are published only to be measured.
 `state.step` counts optimizer steps tried here.
@@ -64,7 +64,7 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
 
 
 def _demonstrations(session: Session) -> PromptStream[Demonstration] | None:
-    """Rank 0's stream of demonstrations, where the run left it."""
+    """Rank 0's stream of demonstrations, at the position where the run left it."""
     if session.lead is None:
         return None
     config = session.config
@@ -91,7 +91,7 @@ def _checkpoint(session: Session, demonstrations: PromptStream[Demonstration] | 
 
 
 def _start(session: Session) -> str | None:
-    """Wait for the servers; with a run that is done already, say so again."""
+    """Wait for the servers. Returns a reason to stop, or the verdict of a run that is done already."""
     stop = session.servers.wait()
     session.phases.timer.start_step()
     return "stopped" if stop is not None else session.state.summary.get("verdict")

@@ -1,8 +1,8 @@
 """The stop request, as a rank sees it.
 
-A file, attempts/NNNN/stop, whose text is the reason: it works from any process and any node that sees the run
-folder, where a signal would not reach a rank that sits in a collective. Rank 0 looks at safe points and tells
-the others.
+It is a file, attempts/NNNN/stop, whose text is the reason. Any process on any node that sees the run folder can write
+it, and a rank that waits in a collective, which no signal interrupts, reads it later. Rank 0 looks at safe points and
+tells the other ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gspo_mega.run_folder import Attempt
 
 
 class StopRequested(Exception):
-    """Somebody asked for an orderly stop; the text is the reason."""
+    """An orderly stop was requested; the text is the reason."""
 
 
 class StopRequest:
@@ -23,7 +23,7 @@ class StopRequest:
         self._attempt = Attempt(attempt_dir)
 
     def check(self) -> str | None:
-        """The reason once a stop was asked for, else None. One `open` a call: cheap enough for every step."""
+        """The reason once a stop was asked for, else None. One `open` per call: cheap enough for every step."""
         return self._attempt.stop_reason()
 
     def raise_if_made(self) -> None:
@@ -33,5 +33,5 @@ class StopRequest:
             raise StopRequested(reason)
 
     def make(self, reason: str) -> None:
-        """Ask for a stop, from within the run. The first reason stands."""
+        """Request a stop from within the run. The first reason stands."""
         self._attempt.request_stop(reason)

@@ -1,9 +1,9 @@
 """Entry of one rank: `python -m gspo_mega.runtime.worker --config FILE --attempt DIR --command train`.
 
 Owns what surrounds the work of a rank: log, signals, torch.distributed, the error record, the exit code. Reads RANK,
-WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the supervisor or torchrun set; of a step of a Slurm job,
-where only the last two are set, the first three are srun's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. What the rank
-does is `loop.py`, `sft_loop.py` or `evaluate.py`.
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which the supervisor or torchrun sets. In a step of a Slurm job
+only the last two are set; the others are srun's SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. The work itself is
+`loop.py`, `sft_loop.py` or `evaluate.py`.
 
 Exit code: 0 done; 75 stopped on request, to be continued by the same command; otherwise the error's.
 """
@@ -35,11 +35,11 @@ from gspo_mega.runtime.rank_log import console, redirect_output
 from gspo_mega.runtime.shutdown import fail, leave
 from gspo_mega.runtime.worker_context import KeyValueStore, WorkerContext
 
-# A collective that makes no progress for so long never will: with all ranks alive the longest wait between two of
-# them is a publish or a checkpoint. (Waiting for rollouts is not a collective.)
+# A collective that has not ended after this time never will: with all ranks alive, the longest wait in one is for a
+# publish or a checkpoint. (Waiting for rollouts is not a collective.)
 COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
 
-# Ranks start within seconds of each other; torch loaded by all nodes from one shared folder takes minutes.
+# Ranks start within seconds of each other, but loading torch on all nodes from one shared folder takes minutes.
 RENDEZVOUS_TIMEOUT = timedelta(seconds=RENDEZVOUS_SECONDS)
 
 ENTRY_POINTS = {
@@ -52,7 +52,7 @@ ENTRY_POINTS = {
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """This rank's place, as the launcher gave it."""
+    """The rank, the number of ranks and the rank on this machine, as the launcher set them."""
 
     rank: int
     world_size: int
@@ -65,9 +65,9 @@ class RankEnvironment:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> RankEnvironment:
-        """Raises ConfigError naming every variable that is missing or no number."""
+        """Raises ConfigError naming every variable that is missing or not a number."""
         names = {"RANK": "rank", "WORLD_SIZE": "world_size", "LOCAL_RANK": "local_rank"}
-        # All three of one source: a torchrun inside a job must not be read half and half.
+        # All three from one source: torchrun inside a Slurm job sets the first three names, srun the others.
         if not any(environment.get(name) for name in names) and environment.get("SLURM_PROCID"):
             names = {"SLURM_PROCID": "rank", "SLURM_NTASKS": "world_size", "SLURM_LOCALID": "local_rank"}
         wrong = [name for name in names if not environment.get(name, "").isdecimal()]
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     attempt = Attempt(args.attempt)
     place = RankEnvironment.read(os.environ)
     kill_points.arm(os.environ.get(kill_points.VARIABLE), place.rank)
-    # Megatron forks writers for a save: they must not wait for a killed rank.
+    # Megatron forks writers for a save: they must end with a killed rank.
     process_death.forks_die_with_us()
     redirect_output(attempt.rank_log(place.rank))
     _default_signals()
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = EXIT_STOPPED if result and result.get("stopped") else 0
         leave(code, [] if writer is None else [writer.close])
     except BaseException as error:
-        # Everything, SystemExit and KeyboardInterrupt too: whatever ends a rank early is the other ranks' failure.
+        # Including SystemExit and KeyboardInterrupt: whatever ends this rank early must end the other ranks.
         fail(error, place.rank, attempt)
 
 
@@ -129,8 +129,9 @@ def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvir
 
 
 def _default_signals() -> None:
-    """A rank ends at once on SIGTERM, inside a collective too: no Python handler would run there. SIGUSR2 writes
-    the main thread's stack to the log; those of others, which run on meanwhile, could be gone under the reader."""
+    """End at once on SIGTERM, also inside a collective, where no Python handler would run. SIGUSR2 writes the main
+    thread's stack to the log; the stacks of other threads, which keep running, could change while they are read.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
@@ -138,8 +139,8 @@ def _default_signals() -> None:
 
 
 def _keep_to_this_machine(config: Config) -> None:
-    """Where ranks and servers all are on this machine, gloo and NCCL listen on its loopback alone, whatever its name
-    resolves to.
+    """Make gloo and NCCL listen on the loopback interface alone if all ranks and servers are on this machine, whatever
+    the machine's name resolves to.
     """
     here_alone = config.cluster.num_nodes == 1 and config.cluster.num_rollout_nodes == 0
     if here_alone and is_loopback(os.environ["MASTER_ADDR"]) and is_loopback(config.server.host):
@@ -148,7 +149,7 @@ def _keep_to_this_machine(config: Config) -> None:
 
 
 def _init_distributed(place: RankEnvironment) -> None:
-    """torch.distributed over all ranks: gloo for host tensors, NCCL for the GPU's where there is one. Collective."""
+    """Set up torch.distributed over all ranks: gloo for host tensors, NCCL for GPU tensors. Collective."""
     set_variables(os.environ, place.local_rank)  # before any import of torch
     import torch
     import torch.distributed as dist
@@ -170,7 +171,7 @@ def _init_distributed(place: RankEnvironment) -> None:
 
 
 def _store_of_job(place: RankEnvironment) -> Any:
-    """Rank 0 serves it, but where torchrun started us and does that itself."""
+    """The job's key-value store. Rank 0 serves it, unless torchrun started the ranks and serves it."""
     serve = place.is_lead and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return rendezvous(address, port, place.rank, place.world_size, RENDEZVOUS_TIMEOUT, serve)
@@ -198,7 +199,7 @@ def rendezvous(address: str, port: int, rank: int, world_size: int, timeout: tim
 
 
 def _open_store() -> KeyValueStore:
-    """A client of the store that torch.distributed's rendezvous serves on rank 0, with a name space of our own."""
+    """A client of the store that torch.distributed's rendezvous serves on rank 0, under a prefix of its own."""
     # torch leaves both names out of its __all__.
     from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "rollout"))
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("unit/rollout", "support")]
 
 from collector_support import Stream, collector_of
 from fake_server import EOS

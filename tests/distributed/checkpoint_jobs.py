@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from layout_jobs import make_config, recorded_sequences, shard
+from layout_jobs import layout_config, recorded_sequences, shard
 
 from gspo_mega import kill_points
 from gspo_mega.algorithm.objective import ObjectiveSettings
@@ -38,7 +38,7 @@ def run(
     "restart" makes a new engine, as a new process would, with weights that are not those of the run.
     """
     parallel = {"expert_tensor": 1, **parallel}
-    config = make_config(folder, parallel, **sections)
+    config = layout_config(folder, parallel, **sections)
     spec = read_model_spec(folder)
     sizes = {name: parallel.get(name, 1) for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
     groups = create_groups(**sizes)

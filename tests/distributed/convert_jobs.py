@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from family_jobs import SIZES
-from layout_jobs import make_config
+from layout_jobs import layout_config
 from safetensors.torch import load_file
 
 from gspo_mega.checkpoint.initial_weights import load_weights
@@ -30,7 +30,7 @@ def loaded(source: str, converted: str, layouts: dict[str, dict], precision: str
         groups = create_groups(**{size: parallel.get(size, 1) for size in SIZES})
         try:
             engine = PolicyEngine(
-                make_config(source, parallel, precision=precision), spec, groups, num_optimizer_steps=1
+                layout_config(source, parallel, precision=precision), spec, groups, num_optimizer_steps=1
             )
             load_weights(Path(converted), engine)
             engine.after_weights_loaded()
@@ -47,7 +47,7 @@ def refused(converted: str, shape: str) -> str:
     groups = create_groups(tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
     try:
         engine = PolicyEngine(
-            make_config(shape, {"expert_tensor": 1}), read_model_spec(shape), groups, num_optimizer_steps=1
+            layout_config(shape, {"expert_tensor": 1}), read_model_spec(shape), groups, num_optimizer_steps=1
         )
         load_weights(Path(converted), engine)
     except CheckpointError as error:

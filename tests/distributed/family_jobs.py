@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from layout_jobs import make_config, pack
+from layout_jobs import layout_config, pack
 from safetensors.torch import load_file
 
 from gspo_mega.engine.losses import PassOutput
@@ -43,7 +43,7 @@ def through_layouts(
 
 def _through(folder: Path, parallel: dict, precision: str, tokens: np.ndarray | None) -> dict:
     parallel = {"expert_tensor": 1, **parallel}
-    config = make_config(str(folder), parallel, precision=precision)
+    config = layout_config(str(folder), parallel, precision=precision)
     spec = read_model_spec(folder)
     groups = create_groups(**{name: parallel.get(name, 1) for name in SIZES})
     try:

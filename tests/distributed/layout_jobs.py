@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from run_configs import make_config
 
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
 from gspo_mega.algorithm.mismatch import SUM_NAMES
@@ -20,19 +21,9 @@ from gspo_mega.weights.hf_import import import_huggingface
 CLIP_LOW, CLIP_HIGH = 0.04, 0.05
 
 
-def make_config(folder: str, parallel: dict, **sections) -> Config:
-    return Config.model_validate(
-        dict(
-            run=dict(name="layouts"),
-            model=dict(path=folder),
-            parallel=parallel,
-            batch=dict(prompts_per_step=4, group_size=4, micro_batch_tokens=512),
-            data=dict(path="unused.jsonl", max_prompt_tokens=64),
-            reward=dict(functions=(dict(function="exact_match"),)),
-            rollout=dict(max_new_tokens=64),
-            **{"precision": "fp32", "optimizer": dict(lr=1e-3), **sections},
-        )
-    )
+def layout_config(folder: str, parallel: dict, **sections) -> Config:
+    """The smallest configuration of the model in `folder`, in the layout `parallel`."""
+    return make_config(model=dict(path=folder), parallel=parallel, **sections)
 
 
 def recorded_sequences(seed: int = 0, vocab: int = 512) -> list[dict]:
@@ -118,7 +109,7 @@ def shard(sequences: list[dict], data_rank: int, data_size: int, align: int, per
 def run_layout(folder: str, parallel: dict, steps: int = 3, **sections) -> dict | None:
     """Log-probs, loss, gradient and weights after `steps` optimizer steps. Whole on rank 0, None elsewhere."""
     parallel = {"expert_tensor": 1, **parallel}
-    config = make_config(folder, parallel, **sections)
+    config = layout_config(folder, parallel, **sections)
     spec = read_model_spec(folder)
     sizes = {name: parallel.get(name, 1) for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
     groups = create_groups(virtual_pipeline=parallel.get("virtual_pipeline"), **sizes)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
-from layout_jobs import make_config, recorded_sequences, shard
+from layout_jobs import layout_config, recorded_sequences, shard
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -219,7 +219,7 @@ def run_engine(folder: str, chunk: int) -> dict:
     """What the engine asks of the head in an old pass, in a training pass after it and in one without, and their
     numbers.
     """
-    config = make_config(folder, {})
+    config = layout_config(folder, {})
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"log_prob_chunk_tokens": chunk})})
     spec, plain = read_model_spec(folder), forward_backward.token_log_probs
     groups = create_groups()

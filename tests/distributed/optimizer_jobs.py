@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from layout_jobs import make_config, recorded_sequences, shard
+from layout_jobs import layout_config, recorded_sequences, shard
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.engine import data_parallel
@@ -25,7 +25,9 @@ class Run:
 
     def __init__(self, folder: str, groups, parallel: dict, **sections) -> None:
         self.groups, self.spec = groups, read_model_spec(folder)
-        self.engine = PolicyEngine(make_config(folder, parallel, **sections), self.spec, groups, num_optimizer_steps=10)
+        self.engine = PolicyEngine(
+            layout_config(folder, parallel, **sections), self.spec, groups, num_optimizer_steps=10
+        )
         import_huggingface(folder, self.spec, groups, self.engine.chunks)
         self.engine.after_weights_loaded()
         sequences = recorded_sequences()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from layout_jobs import make_config, pack
+from layout_jobs import layout_config, pack
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
@@ -102,7 +102,7 @@ def saved_bytes(
     groups = create_groups(**sizes)
     try:
         engine = PolicyEngine(
-            make_config(folder, parallel, precision=precision, **sections), read_model_spec(folder), groups, 1
+            layout_config(folder, parallel, precision=precision, **sections), read_model_spec(folder), groups, 1
         )
         batch = [pack(sequences, list(range(num_sequences)), 1)]
         storages, found = _storages(list(engine.chunks[0].parameters())), {}

@@ -17,24 +17,20 @@ import importlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import traceback
 import warnings
 
+from waiting import free_port
+
 # A bound on what a rank's memory may pile up; its threads do not (test_groups.py).
 JOBS_A_POOL = 60
 _TEST_FOLDER = os.path.dirname(os.path.abspath(__file__))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+_SUPPORT = os.path.join(os.path.dirname(_TEST_FOLDER), "support")
 
 
 def _serve(rank: int, size: int, port: int, pipe) -> None:
-    sys.path.insert(0, _TEST_FOLDER)
+    sys.path[:0] = [_TEST_FOLDER, _SUPPORT]
     os.setpgrp()  # so that what a rank starts can be ended with it
     faulthandler.enable()  # a rank that dies of a signal shows where
     os.environ.update(
@@ -89,7 +85,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context(self._start_method)
-        port = _free_port()
+        port = free_port()
         self._pipes, self._processes = [], []
         self.num_jobs = 0
         # Not daemons: a rank that saves a checkpoint starts a process of its own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from layout_jobs import CLIP_HIGH, CLIP_LOW, make_config, pack, recorded_sequences
+from layout_jobs import CLIP_HIGH, CLIP_LOW, layout_config, pack, recorded_sequences
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.engine.policy import PolicyEngine
@@ -29,7 +29,11 @@ class Run:
     def __init__(self, folder: str, parallel: dict, **sections) -> None:
         parallel = {"expert_tensor": 1, **parallel}
         sections = {"optimizer": dict(lr=1e-3, distributed=False), **sections}
-        self.folder, self.config, self.spec = folder, make_config(folder, parallel, **sections), read_model_spec(folder)
+        self.folder, self.config, self.spec = (
+            folder,
+            layout_config(folder, parallel, **sections),
+            read_model_spec(folder),
+        )
         sizes = {name: parallel.get(name, 1) for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
         self.groups: ParallelGroups = create_groups(virtual_pipeline=parallel.get("virtual_pipeline"), **sizes)
         self.engine = PolicyEngine(self.config, self.spec, self.groups, num_optimizer_steps=100)

@@ -238,7 +238,7 @@ def test_the_tools(tmp_path):
     differs = run("verify_checkpoint", source, tmp_path / "megatron")
     assert differs.returncode == 1 and differs.stdout.startswith("model.layers.1.mlp.up_proj.weight: 1 of ")
     again = run("hf_to_megatron", source, tmp_path / "megatron")
-    assert again.returncode == 6 and "nothing is overwritten" in again.stderr and "Traceback" not in again.stderr
+    assert again.returncode == 6 and "is not overwritten" in again.stderr and "Traceback" not in again.stderr
     assert run("inspect_checkpoint", tmp_path / "none").returncode == 6
 
 

@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import pytest
 from family_models import make_family_folder
-from layout_jobs import make_config
+from layout_jobs import layout_config
 
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
@@ -31,7 +31,7 @@ def test_what_a_layer_saves(rank_pools, tmp_path, variant, precision, parallel, 
     found = rank_pools(ranks).run(
         "plan_jobs:saved_bytes", folder=folder, parallel=parallel, precision=precision, num_tokens=48, num_sequences=4
     )
-    config = make_config(folder, parallel, precision=precision)
+    config = layout_config(folder, parallel, precision=precision)
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks_per_node": ranks})})
     spec = read_model_spec(folder)
     terms = layer_activations(config, spec, resolve_layout(config, spec), "cpu")

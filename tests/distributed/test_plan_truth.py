@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from layout_jobs import make_config
+from layout_jobs import layout_config
 from layout_models import make_folder
 
 from gspo_mega.certify.cases import case_config
@@ -118,7 +118,7 @@ def test_what_a_layer_saves_for_its_backward_pass(rank_pools, folders, kind, pre
         num_tokens=48,
         num_sequences=4,
     )
-    config = make_config(folders[kind], parallel, precision=precision)
+    config = layout_config(folders[kind], parallel, precision=precision)
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks_per_node": ranks})})
     spec = read_model_spec(folders[kind])
     terms = layer_activations(config, spec, resolve_layout(config, spec), "cpu")
@@ -141,7 +141,7 @@ def test_full_recomputation_keeps_the_input_of_each_block(rank_pools, folders, b
         num_sequences=4,
         recompute=recompute,
     )[0]
-    config = make_config(folders[kind], {}, precision="bf16", recompute=recompute)
+    config = layout_config(folders[kind], {}, precision="bf16", recompute=recompute)
     layout = resolve_layout(config, spec := read_model_spec(folders[kind]))
     terms, head = layer_activations(config, spec, layout, "cpu"), head_activations(config, spec, layout)
     inputs = spec.num_layers // blocks_of * terms.layer_input

@@ -8,7 +8,8 @@ runs all the same is of the kinds in `verdicts.DELIBERATE`, and of no other.
 from __future__ import annotations
 
 import pytest
-from verdict_cases import CHANGES, generate
+from verdict_cases import generate
+from verdict_changes import CHANGES
 from verdicts import DELIBERATE, Engine, figures, verdicts
 
 SEED = 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
+from run_configs import make_config
 from safetensors.torch import load_file, save_file
 
 from gspo_mega.model.families import hf_tensors, padded_vocab_size
@@ -115,7 +116,6 @@ def run_layout(root: Path, name: str, kind: str, parallel: dict) -> dict:
     from gspo_mega.engine import cpu
 
     cpu.install()
-    from gspo_mega.config.schema import Config
     from gspo_mega.engine.megatron_precision import DTYPES
     from gspo_mega.engine.model import build_chunks, transformer_config
     from gspo_mega.engine.process_groups import create_groups, destroy_groups
@@ -126,18 +126,10 @@ def run_layout(root: Path, name: str, kind: str, parallel: dict) -> dict:
 
     source = root / kind
     spec = read_model_spec(source)
-    config = Config.model_validate(
-        {
-            "run": {"name": "t"},
-            "model": {"path": str(source)},
-            "batch": {"prompts_per_step": 4, "group_size": 2, "micro_batch_tokens": 64},
-            "parallel": parallel,
-            "precision": "bf16" if kind.endswith("bf16") else "fp32",
-            "optimizer": {"lr": 1e-4},
-            "data": {"path": "x", "max_prompt_tokens": 8},
-            "reward": {"functions": ({"function": "x"},)},
-            "rollout": {"max_new_tokens": 8},
-        }
+    config = make_config(
+        model={"path": str(source)},
+        parallel=parallel,
+        precision="bf16" if kind.endswith("bf16") else "fp32",
     )
     sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
     groups = create_groups(**{size: getattr(config.parallel, size) for size in sizes})

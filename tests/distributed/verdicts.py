@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from rank_pool import JOBS_A_POOL, RankPool
-from verdict_cases import Case, plan_says
+from verdict_case import Case, plan_says
 
 from gspo_mega.config.rules import resolve_defaults
 from gspo_mega.config.schema import Config, Parallel, Recompute

@@ -9,7 +9,6 @@ import argparse
 import gc
 import json
 import os
-import socket
 import sys
 import warnings
 import zlib
@@ -17,12 +16,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
 warnings.filterwarnings("ignore")
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from run_configs import make_config
+from waiting import free_port
 
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before torch.distributed and Megatron
 from gspo_mega.config.schema import Config
@@ -102,10 +103,8 @@ def arguments(description: str | None, **defaults: object) -> argparse.Namespace
 @contextmanager
 def one_rank() -> Iterator[None]:
     """The default process group of a single rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    port = str(free_port())
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(0)
@@ -118,22 +117,19 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def make_config(precision: str, **sections: object) -> Config:
+def precision_config(precision: str, **sections: object) -> Config:
     """`precision`: fp32, bf16, or fp8-<recipe>."""
     name, _, recipe = precision.partition("-")
-    given: dict = dict(
-        run=dict(name="gpu"),
-        model=dict(path="unused"),
+    own: dict = dict(
         precision=name,
-        batch=dict(prompts_per_step=4, group_size=4, micro_batch_tokens=8192),
-        data=dict(path="unused.jsonl", max_prompt_tokens=1024),
-        reward=dict(functions=(dict(function="exact_match"),)),
+        batch=dict(micro_batch_tokens=8192),
+        data=dict(max_prompt_tokens=1024),
         rollout=dict(max_new_tokens=1024),
         optimizer=dict(lr=1e-6),
     )
     if recipe:
-        given["fp8"] = dict(recipe=recipe)
-    return Config.model_validate(given | sections)
+        own["fp8"] = dict(recipe=recipe)
+    return make_config(**own | sections)
 
 
 def precisions() -> list[str]:
@@ -141,7 +137,7 @@ def precisions() -> list[str]:
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     found = []
     for name in ("fp32", "bf16", *(f"fp8-{recipe}" for recipe in RECIPES)):
-        problem = check_precision(make_config(name), capability, torch.version.cuda, transformer_engine_version())
+        problem = check_precision(precision_config(name), capability, torch.version.cuda, transformer_engine_version())
         if problem is None:
             found.append(name)
         else:

@@ -18,8 +18,8 @@ from gpu_engine import (
     arguments,
     engine,
     finish,
-    make_config,
     one_rank,
+    precision_config,
     precisions,
     recorded_batch,
 )
@@ -33,7 +33,7 @@ MOST_DIFFERENT = {("bf16", False): 0.05, ("bf16", True): 0.1, ("fp8", False): 0.
 def measure(shape: str, precision: str, lengths: list[int], per_pack: int) -> tuple[list[torch.Tensor], float]:
     """(log-probs [R] float64 of each sequence, largest |log s| of the unchanged policy)."""
     config, spec = (
-        make_config(precision, batch=dict(prompts_per_step=4, group_size=4, micro_batch_tokens=8192)),
+        precision_config(precision, batch=dict(prompts_per_step=4, group_size=4, micro_batch_tokens=8192)),
         SHAPES[shape],
     )
     with engine(spec, config, same_weights=True) as policy:

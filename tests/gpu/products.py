@@ -9,7 +9,7 @@ and of both gradients against the product in fp32; eight mantissa bits in bf16, 
 from __future__ import annotations
 
 import torch
-from gpu_engine import arguments, finish, make_config, one_rank, precisions
+from gpu_engine import arguments, finish, one_rank, precision_config, precisions
 from throughput import seconds
 
 MOST_ERROR = {"bf16": 0.01, "fp8": 0.08}
@@ -34,7 +34,7 @@ def measure(precision: str, size: int, rows: int, times: int) -> dict:
             "tensorwise": lambda: recipes.Float8CurrentScaling(fp8_format=hybrid),
             "blockwise": lambda: recipes.Float8BlockScaling(fp8_format=e4m3),
             "mxfp8": lambda: recipes.MXFP8BlockScaling(fp8_format=e4m3),
-        }[make_config(precision).fp8.recipe]()
+        }[precision_config(precision).fp8.recipe]()
 
     def both() -> torch.Tensor:
         x.grad = layer.weight.grad = None

@@ -19,7 +19,7 @@ import urllib.request
 from pathlib import Path
 
 import torch
-from gpu_engine import SHAPES, arguments, engine, finish, make_config, one_rank, recorded_batch
+from gpu_engine import SHAPES, arguments, engine, finish, one_rank, precision_config, recorded_batch
 from safetensors.torch import save_file
 
 from gspo_mega.weights.gather import gather_stream
@@ -96,7 +96,7 @@ def main() -> None:
         raise SystemExit(77)
     if args.device == "cpu":
         raise SystemExit("the CPU server has its own tests")
-    spec, config = SHAPES["small-dense"], make_config("bf16")
+    spec, config = SHAPES["small-dense"], precision_config("bf16")
     lengths = [args.longest, args.longest // 2, args.longest // 4]
     with one_rank(), tempfile.TemporaryDirectory() as name:
         folder, log = Path(name, "model"), Path(name, "server.log")

@@ -19,8 +19,8 @@ from gpu_engine import (
     arguments,
     engine,
     finish,
-    make_config,
     one_rank,
+    precision_config,
     precisions,
     recorded_batch,
 )
@@ -49,7 +49,7 @@ def _wait() -> None:
 
 
 def measure(shape: str, precision: str, tokens: int, packs: int, times: int) -> dict:
-    spec, config = SHAPES[shape], make_config(precision)
+    spec, config = SHAPES[shape], precision_config(precision)
     sequence = max(16, tokens // 4)
     on_gpu = torch.cuda.is_available()
     if on_gpu:

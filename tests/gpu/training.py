@@ -8,17 +8,17 @@ compare.
 
 from __future__ import annotations
 
-from gpu_engine import SHAPES, arguments, engine, finish, make_config, one_rank, precisions, recorded_batch
+from gpu_engine import SHAPES, arguments, engine, finish, one_rank, precision_config, precisions, recorded_batch
 
 FURTHEST = {"bf16": 0.01, "fp8": 0.03}
 LEAST_FALL = 0.05
 
 
 def losses(shape: str, precision: str, steps: int, longest: int, fp8_parameters: bool) -> list[float]:
-    """Mean negative log-prob a token, nats, before each step."""
+    """Mean negative log-prob per token, nats, before each step."""
     spec = SHAPES[shape]
     extra = dict(fp8=dict(recipe=precision[4:], parameters=True)) if fp8_parameters else {}
-    config = make_config(precision, optimizer=dict(lr=3e-4, weight_decay=0.1), **extra)
+    config = precision_config(precision, optimizer=dict(lr=3e-4, weight_decay=0.1), **extra)
     with engine(spec, config, same_weights=True) as policy:
         batch = recorded_batch(spec, config, [longest, longest // 2, longest // 4, longest], per_pack=2)
         tokens = float(sum(m.loss_mask.sum() for m in batch))

@@ -22,7 +22,7 @@ MAIN = Path(__file__).with_name("launcher_main.py")
 DEADLINE_SECONDS = 10.0
 
 
-def make_config(folder: Path, **sections: dict) -> Path:
+def write_config(folder: Path, **sections: dict) -> Path:
     """A configuration of 2 ranks and 1 server, for stand-ins. `sections` are merged into it."""
     model = folder / "model"
     model.mkdir(exist_ok=True)

@@ -117,25 +117,3 @@ def trust(pool) -> None:
     for control in pool.controls():
         control.set_weight_version(0, deadline_seconds=60)
         pool.commit(0, [(control.server_id, control.generation)])
-
-
-def alive(pids) -> list[int]:
-    """Which of `pids` are live processes (a zombie is not)."""
-    live = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            continue
-        if state not in "ZX":
-            live.append(pid)
-    return live
-
-
-def wait_gone(pids, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not alive(pids):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"still running after {seconds} s: {alive(pids)}")

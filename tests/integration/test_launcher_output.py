@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from launcher_runs import DEADLINE_SECONDS, Launched, make_config
+from launcher_runs import DEADLINE_SECONDS, Launched, write_config
 
 # Rank 0 shows lines for as long as the test needs, then both end in order.
 STEADY = {"rank 0": "chatty", "rank 1": "finish_later"}
@@ -21,7 +21,7 @@ STEADY = {"rank 0": "chatty", "rank 1": "finish_later"}
 @pytest.fixture
 def start(tmp_path):
     """start(behaviours, **streams) runs the command; at the end of the test nothing may be left of it."""
-    make_config(tmp_path)
+    write_config(tmp_path)
     launched = []
 
     def launch(behaviours, **streams):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher_runs import Launched, make_config
+from launcher_runs import Launched, write_config
 
 WORKER = Path(__file__).with_name("launcher_worker.py")
 
@@ -25,7 +25,7 @@ def start(tmp_path):
     launched = []
 
     def launch(behaviours, work=None, **sections):
-        make_config(tmp_path, **sections)
+        write_config(tmp_path, **sections)
         launched.append(Launched(tmp_path, behaviours, 60.0, work))
         return launched[-1]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launcher_runs import DEADLINE_SECONDS, Launched, make_config
+from launcher_runs import DEADLINE_SECONDS, Launched, write_config
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def start(tmp_path):
     launched = []
 
     def launch(behaviours, stop_grace_seconds=60.0, work=None, **server):
-        make_config(tmp_path, server=server)
+        write_config(tmp_path, server=server)
         launched.append(Launched(tmp_path, behaviours, stop_grace_seconds, work))
         return launched[-1]
 

@@ -6,19 +6,23 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from servers import Serve, alive, run_config, wait_gone
+from servers import Serve, run_config
 from tiny_models import EOS_TOKEN_ID, perturb
+from waiting import alive, wait_gone
 
 from gspo_mega.errors import PublishError
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.secret import read_secret
 from gspo_mega.run_folder import RunFolder, atomic_write_json
 
+ROOT = Path(__file__).parents[2]
 PROMPT = (65, 66, 67, 68, 69)
 
 
@@ -83,9 +87,32 @@ def test_routed_experts_come_back_for_every_token_but_the_last(moe_server):
         assert (completion.routed_experts[..., 0] != completion.routed_experts[..., 1]).all()
 
 
-def test_only_the_models_architecture_is_imported(dense_server, moe_server):
-    for server in (dense_server, moe_server):
-        assert "Ignore import error when loading" not in server.serve.log()
+REGISTERED_MODULES = """
+import json, sys
+from pathlib import Path
+from gspo_mega.rollout.server import server_entry
+from gspo_mega.rollout.server.server_spec import ServerSpec
+server_entry.server_arguments(ServerSpec.read(Path(sys.argv[1])))
+from sglang.srt.models.registry import ModelRegistry
+print(json.dumps({name: model.__module__ for name, model in ModelRegistry.models.items()}))
+"""
+
+
+@pytest.mark.parametrize(
+    "which, architecture", [("dense_server", "Qwen3ForCausalLM"), ("moe_server", "Qwen3MoeForCausalLM")]
+)
+def test_only_the_models_architecture_is_imported(request, which, architecture):
+    """The server's own start, up to SGLang's list of models: every entry is of the one module that was imported."""
+    serve = request.getfixturevalue(which).serve
+    spec = re.search(r"--spec (\S+)", serve.processes()[serve.sglang_pid()])[1]
+    listed = subprocess.run(
+        [sys.executable, "-c", REGISTERED_MODULES, spec], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert listed.returncode == 0, listed.stderr
+    modules = json.loads(listed.stdout.splitlines()[-1])
+    assert architecture in modules
+    assert set(modules.values()) == {modules[architecture]}
+    assert "Ignore import error when loading" not in serve.log()
 
 
 def test_scheduler_and_detokenizer_begin_as_copies_of_the_process_that_imported_everything(dense_server):

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from servers import alive, run_config, wait_gone
+from servers import run_config
+from waiting import alive, until, wait_gone
 
 import gspo_mega
 from gspo_mega.config import load_config
@@ -102,13 +103,6 @@ def pool_of():
     yield make
     for pool in made:
         pool.close()
-
-
-def until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.02)
 
 
 def test_a_server_becomes_ready_and_its_heart_beats(supervised):

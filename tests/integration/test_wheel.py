@@ -105,7 +105,7 @@ def test_version_and_help(program, outside):
 
 def test_plan(program, outside):
     planned = run(program, "plan", QUICKSTART, "--model", SHAPE, "--device", "cpu", **outside)
-    assert planned.returncode == 0 and planned.stderr == "" and "experts a rank" in planned.stdout, planned.stderr
+    assert planned.returncode == 0 and planned.stderr == "" and "experts per rank" in planned.stdout, planned.stderr
     refused = run(program, "plan", QUICKSTART, "--model", SHAPE, "parallel.expert=3", **outside)
     assert refused.returncode == 2 and "does not divide the model's 8 experts" in refused.stderr
 

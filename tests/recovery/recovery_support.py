@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from waiting import free_port
 
 from gspo_mega import kill_points
 from gspo_mega.config import load_config
@@ -151,7 +151,7 @@ class Ranks:
             common = {
                 "WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(_free_port()),
+                "MASTER_PORT": str(free_port()),
                 kill_points.VARIABLE: fault,
             }
             job = {"module": "gspo_mega.runtime.worker", "arguments": arguments}
@@ -203,12 +203,6 @@ class Ranks:
     def close(self) -> None:
         self._server.stdin.close()
         self._server.wait(20)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def outcome(folder: RunFolder) -> dict[str, object]:

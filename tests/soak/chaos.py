@@ -32,7 +32,7 @@ from chaos_faults import (
     falls_silent,
 )
 from chaos_server import REPOSITORY, ChaosServer, sample_of
-from collector_support import SPEC, Stream, collector_of, make_config
+from collector_support import SPEC, Stream, collector_config, collector_of
 from fake_server import EOS
 
 from gspo_mega.rollout import load
@@ -67,7 +67,7 @@ def drive(name: str, fault: Fault, num_trajectories: int, seed: int, limit_secon
         try:
             if fault.before is not None:
                 fault.before(scene)
-            with ServerPool(make_config(**settings).rollout, SPEC, attempt) as pool:
+            with ServerPool(collector_config(**settings).rollout, SPEC, attempt) as pool:
                 scene.pool = pool
                 pool.wait_ready(NUM_SERVERS - (fault.before is falls_silent), 10)
                 counts = take(scene, fault, pool, settings, num_prompts, limit_seconds)

@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "tests" / "unit" / "rollout"))
+sys.path[:0] = [str(REPOSITORY / "tests" / folder) for folder in ("unit/rollout", "support")]
 
 from fake_server import EOS, PROMPT_TOKENS, VOCAB, FakeServer
 

@@ -18,7 +18,7 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("distributed", "support")]
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recovery"))
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("recovery", "support")]
 
 from recovery_support import KILLED, Ranks, leftovers, make_recording, outcome
 

@@ -1,4 +1,4 @@
-"""Where saves, the journal and publishes change the disk: only through `durable.py`, and there under a name. Standard
+"""Saves, the journal and publishes change the disk only through `durable.py`, under the name of an operation. Standard
 library only.
 """
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from house import Broken
 
-# What a crash may meet. Conversions, and the random folders of a certificate, are written beside and taken up again by
-# their own rules.
+# Folders whose writes a crash may interrupt. Conversions, and the random folders of a certificate, are apart: they are
+# written to a temporary place and continued by their own rules.
 FOLDERS = ("checkpoint", "journal", "weights")
 APART = {
     "checkpoint/convert.py",
@@ -61,12 +61,12 @@ _METHODS = {
 }
 _WRITERS = {"save_file", "torch.save", "dist_checkpointing.save", "np.save", "numpy.save", "json.dump"}
 _READING_SHUTIL = {"shutil.disk_usage", "shutil.which"}
-# Those of `durable.py` that may do without a name elsewhere: here they may not.
+# Functions of `durable.py` whose name argument is optional elsewhere, and required here.
 _NAMED = {"write_whole", "atomic_write_text", "atomic_write_json", "sync"}
 
 
 def check_file_operations(root: Path) -> list[Broken]:
-    """Operations outside `durable.py` that stand in no `durable.operation(...)`, and uses of it without a name."""
+    """Disk operations outside a `durable.operation(...)`, and uses of `durable.py` without a name."""
     broken = []
     for folder in FOLDERS:
         for path in sorted((root / "gspo_mega" / folder).rglob("*.py")):

@@ -40,6 +40,8 @@ LAYERS: dict[str, set[str]] = {
     "tools": _BELOW_RUNTIME | {"launcher", "runtime", "certify"},
 }
 
+# Homes whose features are not built yet. A file that appears here must leave this set.
+PLANNED_HOMES = {"episodes/endpoint.py", "report/live.py"}
 # What may be imported (or touched) only in these packages or files; the empty set means nowhere.
 HOMES: dict[str, set[str]] = {
     "megatron": {"engine", "checkpoint"},
@@ -53,11 +55,11 @@ HOMES: dict[str, set[str]] = {
         "doctor/all_reduce_probe.py",
     },
     "sglang": {"rollout"},
-    "aiohttp": {"rollout", "reward/remote.py"},
+    "aiohttp": {"rollout", *PLANNED_HOMES},
     "requests": set(),
     "httpx": set(),
-    "http": {"rollout", "reward/remote.py"},
-    "urllib.request": {"rollout", "reward/remote.py"},
+    "http": {"rollout", *PLANNED_HOMES},
+    "urllib.request": {"rollout"},
     "pickle": {"checkpoint/safe_pickle.py"},  # which reads what others wrote so, by a list of names
     "os.environ": {
         "launcher",
@@ -75,7 +77,7 @@ HOMES: dict[str, set[str]] = {
 }
 WITHOUT = dict.fromkeys(("config", "model", "plan"), ("torch", "numpy", "transformers"))
 WITH_PRINT = {"commands", "tools"}
-MOST_LINES = 400
+MOST_LINES = 350
 TOP_LEVEL = {
     "pyproject.toml",
     "README.md",
@@ -168,9 +170,38 @@ def check_calls(root: Path) -> list[Broken]:
     return broken
 
 
-def check_files(root: Path) -> list[Broken]:
-    """Length, a module docstring."""
+def check_homes(root: Path) -> list[Broken]:
+    """Every home exists, and the planned ones do not yet."""
     broken = []
+    for home in sorted(set().union(*HOMES.values())):
+        there = (root / "gspo_mega" / home).exists()
+        if home in PLANNED_HOMES and there:
+            broken.append(Broken(f"gspo_mega/{home}", 1, "it exists, and PLANNED_HOMES says that it is planned"))
+        if home not in PLANNED_HOMES and not there:
+            broken.append(Broken(f"gspo_mega/{home}", 1, "a home that does not exist"))
+    return broken
+
+
+def check_names(root: Path) -> list[Broken]:
+    """A file name occurs once in the package, so that it says which room it belongs to."""
+    seen: dict[str, str] = {}
+    broken = []
+    for path, package, inside in python_files(root):
+        if package == "tools" or path.name in ("__init__.py", "__main__.py"):
+            continue
+        where = path.relative_to(root).as_posix()
+        if path.name in seen:
+            broken.append(Broken(where, 1, f"{seen[path.name]} has the same name"))
+        seen.setdefault(path.name, inside)
+    return broken
+
+
+def check_files(root: Path) -> list[Broken]:
+    """Length, of tests too; a module docstring."""
+    broken = []
+    for path in sorted((root / "tests").rglob("*.py")):
+        if (lines := path.read_text(encoding="utf-8").count("\n")) > MOST_LINES:
+            broken.append(Broken(path.relative_to(root).as_posix(), lines, f"{lines} lines; at most {MOST_LINES}"))
     for path, _, _ in python_files(root):
         where, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
         if (lines := text.count("\n")) > MOST_LINES:

@@ -17,6 +17,14 @@ def test_layers_and_homes():
     assert_none(house.check_imports(ROOT))
 
 
+def test_homes_exist():
+    assert_none(house.check_homes(ROOT))
+
+
+def test_file_names_are_unique():
+    assert_none(house.check_names(ROOT))
+
+
 def test_print_and_swallowed_errors():
     assert_none(house.check_calls(ROOT))
 
@@ -102,7 +110,11 @@ def tree(tmp_path, files):
             "from torch import distributed",
             "torch.distributed belongs in certify, checkpoint, doctor/all_reduce_probe.py, engine, runtime, weights",
         ),
-        ("gspo_mega/runtime/x.py", "import aiohttp", "aiohttp belongs in reward/remote.py, rollout"),
+        (
+            "gspo_mega/runtime/x.py",
+            "import aiohttp",
+            "aiohttp belongs in episodes/endpoint.py, report/live.py, rollout",
+        ),
         ("gspo_mega/runtime/x.py", "import sglang.srt", "sglang belongs in rollout"),
         ("gspo_mega/weights/x.py", "from pickle import loads", "pickle belongs in checkpoint/safe_pickle.py"),
         ("gspo_mega/engine/x.py", "import os\nos.environ['A'] = '1'", "os.environ belongs in"),
@@ -159,13 +171,16 @@ def test_other_rules_report_and_allow(tmp_path):
                 " record(error)\n"
             ),
             "gspo_mega/commands/d.py": '"""x"""\nprint(1)\n',
-            "gspo_mega/data/long.py": '"""x"""\n' + "x = 1\n" * 400,
-            "gspo_mega/data/just.py": '"""x"""\n' + "x = 1\n" * 399,
+            "gspo_mega/data/long.py": '"""x"""\n' + "x = 1\n" * 350,
+            "gspo_mega/data/just.py": '"""x"""\n' + "x = 1\n" * 349,
             "gspo_mega/data/bare.py": "x = 1\n",
             "gspo_mega/data/__init__.py": "",
             "configs/a.yaml": "path: /work/x\n# the next issue\nkey: session\n",
             "launch/a.sh": "# as in DESIGN\n# a new session of its own\n# TODO\n",
-            "tests/unit/test_a.py": "",
+            "gspo_mega/model/a.py": '"""x"""\n',
+            "gspo_mega/rollout/x.py": '"""x"""\n',
+            "gspo_mega/report/live.py": '"""x"""\n',
+            "tests/unit/test_a.py": "x = 1\n" * 351,
             "tests/numerics/test_a.py": "",
             "tests/numerics/conftest.py": "",
             "tests/unit/conftest.py": "",
@@ -178,7 +193,17 @@ def test_other_rules_report_and_allow(tmp_path):
         ("gspo_mega/data/b.py", 4),
         ("gspo_mega/data/b.py", 6),
     ]
-    assert [item.path for item in house.check_files(root)] == ["gspo_mega/data/bare.py", "gspo_mega/data/long.py"]
+    assert [item.path for item in house.check_files(root)] == [
+        "tests/unit/test_a.py",
+        "gspo_mega/data/bare.py",
+        "gspo_mega/data/long.py",
+    ]
+    assert [(item.path, item.rule) for item in house.check_names(root)] == [
+        ("gspo_mega/model/a.py", "data/a.py has the same name")
+    ]
+    homes = {item.path: item.rule for item in house.check_homes(root)}
+    assert homes["gspo_mega/report/live.py"].startswith("it exists") and "gspo_mega/rollout" not in homes
+    assert homes["gspo_mega/runtime/gpu_variables.py"] == "a home that does not exist"
     assert [(item.path, item.line) for item in house.check_words(root)] == [
         ("configs/a.yaml", 1),
         ("configs/a.yaml", 2),

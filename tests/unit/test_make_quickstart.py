@@ -152,7 +152,7 @@ def test_nothing_different_is_overwritten(make, made, capsys):
 
 def test_what_cannot_be_made(make, tmp_path, capsys):
     assert make(tmp_path / "x", "--num-train", 10, "--num-heldout", 10**9) == 2
-    assert "1000000000 heldout problems of 4 digits asked for; at most" in capsys.readouterr().err
+    assert "1000000000 heldout problems of 4 digits requested; at most" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert make(tmp_path / "file") == 2
     assert "file" in capsys.readouterr().err

@@ -60,9 +60,9 @@ def test_forks_of_a_killed_process_end_with_it_whatever_they_wait_for():
         def work():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if os.fork() == 0:
-                print(os.getpid(), flush=True)
+                print(f"{os.getpid()}\\n", end="", flush=True)
             else:
-                print(os.getpid(), flush=True)
+                print(f"{os.getpid()}\\n", end="", flush=True)
             lock.acquire()
 
         multiprocessing.get_context("fork").Process(target=work).start()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_configs import make_config
 
 from gspo_mega.batches.assemble import (
     MiniBatch,
@@ -46,18 +47,15 @@ SHAPE = dict(
 )
 
 
-def make_config(**sections) -> Config:
-    base = dict(
-        run=dict(name="t"),
-        model=dict(path="m"),
-        precision="fp32",
-        batch=dict(prompts_per_step=4, group_size=4, num_mini_batches=2, micro_batch_tokens=128),
-        optimizer=dict(lr=1e-3),
-        data=dict(path="x", max_prompt_tokens=16),
-        reward=dict(functions=(dict(function="exact_match"),)),
-        rollout=dict(max_new_tokens=32),
+def two_mini_batches(**sections) -> Config:
+    return make_config(
+        **{
+            "batch": dict(prompts_per_step=4, group_size=4, num_mini_batches=2, micro_batch_tokens=128),
+            "data": dict(max_prompt_tokens=16),
+            "rollout": dict(max_new_tokens=32),
+            **sections,
+        }
     )
-    return Config.model_validate({**base, **sections})
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +96,7 @@ def make_batch(sizes: list[int], rng: np.random.Generator) -> RolloutBatch:
     seed=st.integers(0, 10_000),
 )
 def test_every_trajectory_reaches_one_rank_once(spec, sizes, ranks, seed):
-    config = make_config(cluster=dict(ranks_per_node=ranks))
+    config = two_mini_batches(cluster=dict(ranks_per_node=ranks))
     layout = resolve_layout(config, spec)
     batch = make_batch(sizes, np.random.default_rng(seed))
     fill_advantages(batch, config, 0)
@@ -136,7 +134,7 @@ def check_pack(pack, trajectories):
 
 
 def test_advantages_are_by_group_and_known(spec):
-    config = make_config()
+    config = two_mini_batches()
     batch = make_batch([4, 2, 1], np.random.default_rng(0))
     for t, reward in zip(batch.trajectories, [1, 0, 0, 0, 1, 1, 1]):
         t.reward = float(reward)
@@ -151,7 +149,7 @@ def test_a_failed_scoring_is_trained_on_as_if_it_had_not_been_sampled(spec, aggr
     """Seven rewards of -1 and a crash are a constant group; the crash is in no statistic, no pack and no
     denominator.
     """
-    config = make_config(
+    config = two_mini_batches(
         algorithm="custom",
         objective=dict(ratio="sequence", aggregation=aggregation),
         batch=dict(prompts_per_step=3, group_size=8, num_mini_batches=1, micro_batch_tokens=128),
@@ -189,8 +187,8 @@ def test_a_batch_without_rewards_is_refused():
 
 def test_permuted_rewards_keep_the_batch_and_lose_the_trajectory(spec):
     plain, control = (
-        make_config(),
-        make_config(reward=dict(functions=(dict(function="exact_match"),), permute_in_batch=True)),
+        two_mini_batches(),
+        two_mini_batches(reward=dict(functions=(dict(function="exact_match"),), permute_in_batch=True)),
     )
     batch = make_batch([8] * 8, np.random.default_rng(1))
     fill_advantages(batch, plain, 3)
@@ -209,7 +207,7 @@ def test_permuted_rewards_keep_the_batch_and_lose_the_trajectory(spec):
     ("aggregation", "expected"), [("sequence_mean_token_mean", 3), ("token_mean", 6), ("group_mean_token_mean", 2)]
 )
 def test_denominator_counts_what_the_aggregation_averages_over(spec, aggregation, expected):
-    config = make_config(
+    config = two_mini_batches(
         algorithm="custom",
         objective=dict(ratio="sequence", aggregation=aggregation),
         batch=dict(prompts_per_step=2, group_size=2, num_mini_batches=1, micro_batch_tokens=128),
@@ -228,7 +226,7 @@ def test_denominator_counts_what_the_aggregation_averages_over(spec, aggregation
 
 
 def test_shards_survive_the_wire_and_go_to_all_ranks_of_a_data_rank(spec):
-    config = make_config(cluster=dict(ranks_per_node=4), parallel=dict(tensor=2))
+    config = two_mini_batches(cluster=dict(ranks_per_node=4), parallel=dict(tensor=2))
     layout = resolve_layout(config, spec)
     batch = make_batch([4, 4], np.random.default_rng(3))
     fill_advantages(batch, config, 0)
@@ -241,7 +239,7 @@ def test_shards_survive_the_wire_and_go_to_all_ranks_of_a_data_rank(spec):
 
 
 def test_supervised_batch_has_the_tokens_of_all_demonstrations_as_denominator(spec):
-    config = make_config(cluster=dict(ranks_per_node=2))
+    config = two_mini_batches(cluster=dict(ranks_per_node=2))
     layout = resolve_layout(config, spec)
     demonstrations = [Demonstration(f"d:{i}", (3, 4, 5), tuple(range(6, 8 + i))) for i in range(7)]
     shards = assemble_supervised(demonstrations, config, layout, 0)

@@ -90,7 +90,7 @@ def test_as_a_module_it_answers_at_once_and_takes_a_closed_pipe():
     start = time.perf_counter()
     command = [sys.executable, "-m", "gspo_mega", "plan", QUICKSTART, "--model", SHAPE]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0 and done.stderr == "" and "experts a rank" in done.stdout
+    assert done.returncode == 0 and done.stderr == "" and "experts per rank" in done.stdout
     assert time.perf_counter() - start < 5  # measured 0.3
     piped = subprocess.run(f"{' '.join(command)} | true", shell=True, capture_output=True, text=True, cwd=ROOT)
     assert piped.stderr == ""

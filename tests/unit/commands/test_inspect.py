@@ -59,7 +59,7 @@ def test_a_step_for_people(run, capsys):
     text = capsys.readouterr().out
     assert (
         "train:7   answer: '2'" in text
-        and "reward 1  advantage +1.000  3 tokens, stop  log-prob a token -0.7500" in text
+        and "reward 1  advantage +1.000  3 tokens, stop  log-prob per token -0.7500" in text
     )
 
 

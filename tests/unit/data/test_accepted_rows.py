@@ -91,7 +91,7 @@ def test_a_run_continues_on_its_repaired_file_when_it_is_told_so_and_only_then(t
     order = [before.next().prompt_id for _ in range(5)]
 
     repaired = [{**row, "answer": -1} if f"train:{k}" == order[0] else row for k, row in enumerate(rows)]
-    with pytest.raises(DataError, match="if that is a repair, continue with 'data.accept_changed=") as caught:
+    with pytest.raises(DataError, match="If that is a repair, continue with 'data.accept_changed=") as caught:
         stream(repaired).load_state_dict(state)
     (setting,) = re.findall(r"'(data\.accept_changed=.*)'", str(caught.value))
     accepted = load_config("configs/quickstart.yaml", [setting]).config.data.accept_changed
@@ -101,7 +101,7 @@ def test_a_run_continues_on_its_repaired_file_when_it_is_told_so_and_only_then(t
     assert [prompt.prompt_id for prompt in found] == order and found[0].answer == -1 and len(drawn) == 3
     after.load_state_dict(after.state_dict())
 
-    with pytest.raises(DataError, match="another content"):
+    with pytest.raises(DataError, match="their content is not"):
         stream([{**row, "answer": 7} for row in rows], accepted).load_state_dict(state)
     with pytest.raises(DataError, match="had 8 rows and has 7 now"):
         stream(repaired[:7], accepted).load_state_dict(state)

@@ -63,7 +63,7 @@ def test_filler_has_none_and_no_routes_at_all_are_none():
     ("spoil", "said"),
     [
         (lambda routes: None, "no routed experts"),
-        (lambda routes: routes[:-1], r"shape \(3, 3, 2\); \(4, 3, 2\)"),
+        (lambda routes: routes[:-1], r"shape \(3, 3, 2\); expected is \(4, 3, 2\)"),
         (lambda routes: np.where(np.arange(4)[:, None, None] == 2, 7, routes), "same expert twice"),
     ],
 )

@@ -56,7 +56,7 @@ def test_ten_problems_are_shown_and_the_others_counted(write_jsonl):
 
 
 def test_a_pretty_printed_array_is_recognised(write_jsonl):
-    with pytest.raises(DataError, match="one JSON object a line"):
+    with pytest.raises(DataError, match="one JSON object per line"):
         JsonlFile(write_jsonl(["[", '{"a": 1},', '{"a": 2}', "]"]), no_check)
 
 

@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from run_configs import make_config
 
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before Megatron
-from gspo_mega.config.schema import Config, Optimizer
+from gspo_mega.config.schema import Optimizer
 from gspo_mega.engine import megatron_optimizer
 from gspo_mega.engine.megatron_optimizer import build_scheduler
 from gspo_mega.engine.policy import PolicyEngine
@@ -54,17 +55,7 @@ def test_learning_rates_by_hand(settings, rates):
     ],
 )
 def test_the_engine_refuses_before_it_builds_anything(settings, said):
-    config = Config.model_validate(
-        dict(
-            run=dict(name="t"),
-            model=dict(path="m"),
-            optimizer=dict(lr=1e-3, **settings),
-            data=dict(path="x", max_prompt_tokens=16),
-            batch=dict(prompts_per_step=1, group_size=2, micro_batch_tokens=64),
-            rollout=dict(max_new_tokens=16),
-            reward=dict(functions=(dict(function="exact_match"),)),
-        )
-    )
+    config = make_config(optimizer=settings)
     with pytest.raises(ModelError, match=said):
         PolicyEngine(config, spec=None, groups=None, num_optimizer_steps=1)
 

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 import torch
-from engine_config import engine_config
+from run_configs import make_config
 
 import gspo_mega.engine.megatron_precision as precision
 from gspo_mega.engine.model import transformer_config
@@ -30,7 +30,7 @@ SPEC = ModelSpec(
 
 
 def fp8(**section):
-    return engine_config(precision="fp8", fp8=section)
+    return make_config(precision="fp8", fp8=section)
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_fp8_without_transformer_engine_is_an_error_that_says_why(pretend):
     with pytest.raises(ModelError, match=r"cannot be imported: install .*importing it: ImportError: libcudart.so.13"):
         precision.require_precision(fp8())
     with pytest.raises(ModelError, match="bf16 on a GPU needs Transformer Engine"):
-        precision.require_precision(engine_config(precision="bf16"))
-    precision.require_precision(engine_config(precision="fp32"))
+        precision.require_precision(make_config(precision="bf16"))
+    precision.require_precision(make_config(precision="fp32"))
 
 
 def test_a_recipe_that_the_chip_lacks_is_an_error(pretend):
@@ -78,7 +78,7 @@ def test_a_recipe_that_the_chip_lacks_is_an_error(pretend):
 )
 def test_megatron_is_told_of_fp8_and_nothing_else_changes(pretend, recipe, number_format):
     pretend((9, 0))
-    bf16 = settings_of(engine_config(precision="bf16"))
+    bf16 = settings_of(make_config(precision="bf16"))
     told = settings_of(fp8(recipe=recipe))
     assert told["fp8"] == number_format and told["fp8_recipe"] == recipe and told["fp8_param"] is False
     assert {key: told[key] for key in bf16} == bf16 and bf16["params_dtype"] == torch.bfloat16 and bf16["bf16"]
@@ -111,18 +111,18 @@ def test_fp32_on_a_gpu_uses_plain_layers(pretend):
     pretend((9, 0))
     assert not precision.uses_transformer_engine(torch.float32)
     assert precision.uses_transformer_engine(torch.bfloat16)
-    settings = settings_of(engine_config(precision="fp32"))
+    settings = settings_of(make_config(precision="fp32"))
     assert settings == dict(params_dtype=torch.float32, pipeline_dtype=torch.float32, bf16=False)
 
 
 def test_apex_is_used_where_it_is_found(pretend):
     pretend((9, 0), fused_weight_gradient=True)
-    assert settings_of(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is True
+    assert settings_of(make_config(precision="bf16"))["gradient_accumulation_fusion"] is True
     assert (
         precision.describe_backends()[-1] == "Apex: weight gradients are added to their fp32 buffers inside the product"
     )
     pretend((9, 0))
-    assert settings_of(engine_config(precision="bf16"))["gradient_accumulation_fusion"] is False
+    assert settings_of(make_config(precision="bf16"))["gradient_accumulation_fusion"] is False
     assert "not installed" in precision.describe_backends()[-1]
 
 

@@ -191,7 +191,7 @@ def test_what_cannot_be_written_down_is_named_with_its_prompt(tmp_path):
     with (
         Journal(tmp_path).write(0, 0, 1, {}) as writer,
         pytest.raises(
-            JournalError, match="step_00000000: s0-g0, of prompt train:7, cannot be written down: .*not JSON compliant"
+            JournalError, match="step_00000000: s0-g0, of prompt train:7, cannot be written: .*not JSON compliant"
         ),
     ):
         writer.add(Trajectory("s0-g0", 0, prompt, [1], [1], [-0.5], [0], "stop"))

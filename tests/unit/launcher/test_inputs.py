@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_configs import smallest_yaml
 
 from gspo_mega.commands.main import main
 from gspo_mega.config import load_config
@@ -16,17 +17,8 @@ from gspo_mega.launcher.inputs import NUM_ROWS_CHECKED, check_inputs
 from gspo_mega.records import Group, Prompt, RolloutBatch, Trajectory
 from gspo_mega.run_folder import RunFolder
 
-CONFIG = """\
-run: {name: test}
-model: {path: m}
-batch: {prompts_per_step: 4, group_size: 4, micro_batch_tokens: 256}
-optimizer: {lr: 1e-6}
+MORE = """\
 train: {num_steps: 2}
-data:
-  path: %s
-  max_prompt_tokens: 16
-reward: gsm8k
-rollout: {max_new_tokens: 32}
 sft: {max_steps: 1, sequences_per_step: 8, eval_every_steps: 1, stop_accuracy_low: 0.2, stop_accuracy_high: 0.5}
 eval: {path: %s}
 """
@@ -40,7 +32,7 @@ def files(tmp_path):
     train, held_out, config = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl", tmp_path / "c.yaml"
     for path in (train, held_out):
         path.write_text(json.dumps(ROW) + "\n")
-    config.write_text(CONFIG % (train, held_out))
+    config.write_text(smallest_yaml(data=train, more=MORE % held_out))
     return (lambda *overrides: load_config(config, overrides)), train, held_out
 
 
@@ -57,8 +49,8 @@ def test_files_that_are_not_there_are_named_at_their_keys(files):
         check_inputs(load(), "train")
     config = load().path
     assert [line.split(" (relative")[0] for line in str(caught.value).splitlines()] == [
-        f"{config}:7:3: data.path: {train}: no such file",
-        f"{config}:12:8: eval.path: {held_out}: no rows; one JSON object a line was expected",
+        f"{config}:5:8: data.path: {train}: no such file",
+        f"{config}:10:8: eval.path: {held_out}: no rows; expected is one JSON object per line",
     ]
     with pytest.raises(DataError, match="held_out"):  # what eval does not read is not looked at
         check_inputs(load(), "eval")
@@ -81,7 +73,7 @@ def test_files_that_are_not_there_are_named_at_their_keys(files):
 def test_rows_without_what_the_command_reads(files, command, row, said):
     load, train, _ = files
     train.write_text(json.dumps(ROW) + "\n\n" + json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=rf"c\.yaml:7:3: data\.path: .*train\.jsonl:3: {said}"):
+    with pytest.raises(DataError, match=rf"c\.yaml:5:8: data\.path: .*train\.jsonl:3: {said}"):
         check_inputs(load(), command)
 
 

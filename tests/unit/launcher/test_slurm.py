@@ -323,33 +323,23 @@ def test_ranks_and_servers_divide_a_nodes_gpus(steps):
     assert ranks.environment["MASTER_ADDR"] == "10.0.0.1" and ranks.environment["MASTER_PORT"] == "14000"
     assert ranks.environment["GLOO_SOCKET_IFNAME"] == "ib0" and "OMP_NUM_THREADS" not in ranks.environment
     line = " ".join(ranks.command)
-    assert (
-        "--nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n1,n2 --distribution=block:block --kill-on-bad-exit=1"
-        in line
-    )
-    assert (
-        f"env CUDA_VISIBLE_DEVICES=0,1,2,3 apptainer exec --nv t.sif {sys.executable} -m gspo_mega.runtime.worker"
-        in line
-    )
+    options = "--nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n1,n2 --distribution=block:block"
+    assert f"{options} --kill-on-bad-exit=1" in line
+    container = "apptainer exec --nv t.sif"
+    assert f"env CUDA_VISIBLE_DEVICES=0,1,2,3 {container} {sys.executable} -m gspo_mega.runtime.worker" in line
     # Servers 0 and 2 are on the first node, behind its four ranks.
     for index, node, gpus in ((0, 1, "4,5"), (1, 2, "4,5"), (2, 1, "6,7")):
         line = " ".join(steps.server(index).command)
-        assert (
-            f"--nodelist=n{node} --container-image=s.sqsh --gres=gpu:8 env CUDA_VISIBLE_DEVICES={gpus} python3 -m"
-            " gspo_mega serve" in line
-        )
+        container = f"--nodelist=n{node} --container-image=s.sqsh --gres=gpu:8"
+        assert f"{container} env CUDA_VISIBLE_DEVICES={gpus} python3 -m gspo_mega serve" in line
         assert line.endswith(f"--index {index} --host 10.0.0.{node}")
 
 
 def test_no_command_line_holds_the_key(steps):
     doctors = [spec for _, spec in steps.doctors(14_001, fp8=True)]
     specs = [steps.ranks("train", 14_000), steps.server(0), *doctors]
-    assert (
-        " --requests 1024 " in f"{' '.join(doctors[0].command)} "
-        and len(doctors) == 2
-        and "--fp8" in doctors[0].command
-        and "--index 1" in " ".join(doctors[1].command)
-    )
+    first, second = (f"{' '.join(doctor.command)} " for doctor in doctors)
+    assert " --requests 1024 " in first and " --fp8 " in first and " --index 1 " in second
     key = Path(next(word for word in specs[0].command if "attempts" in word)).parent / "api_key"
     assert key.read_text() not in " ".join(
         word for spec in specs for word in (*spec.command, *spec.environment.values())

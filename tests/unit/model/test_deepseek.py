@@ -125,7 +125,7 @@ def test_other_ways_the_config_can_go():
             "norm_topk_prob: True is not supported with num_experts_per_tok 1",
         ),
         (dict(n_group=3, topk_group=3), "n_group: 3 does not divide the 16 experts"),
-        (dict(topk_group=5), "topk_group: 5 is more than the 4 groups there are"),
+        (dict(topk_group=5), "topk_group: 5 is more than the 4 groups"),
         (
             dict(topk_group=3),
             (
@@ -141,7 +141,7 @@ def test_other_ways_the_config_can_go():
             dict(rope_scaling=dict(rope_type="llama3")),
             "rope_scaling: rotary scaling 'llama3' is not supported; supported: 'default', 'yarn'",
         ),
-        (dict(rope_scaling=YARN | dict(factor=0)), "rope_scaling: 'yarn' needs a positive number factor; 0 is there"),
+        (dict(rope_scaling=YARN | dict(factor=0)), "rope_scaling: 'yarn' needs a positive number factor, not 0"),
         (
             dict(rope_scaling=YARN | dict(truncate=False)),
             "rope_scaling: truncate false: Megatron's YaRN with latent attention always rounds",

@@ -66,7 +66,7 @@ def test_a_link_out_of_the_folder_is_refused_by_name_before_anything_runs(folder
     (folder / "README.md").unlink()
     (folder / "README.md").symlink_to(secret)
     for action in (lambda: copied(folder, tmp_path), lambda: read_model_spec(folder)):
-        with pytest.raises(ModelError, match="README.md: a link to .*id_rsa, outside the model's folder"):
+        with pytest.raises(ModelError, match="README.md: this link leads to .*id_rsa, outside the model's folder"):
             action()
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -93,7 +93,7 @@ def test_links_of_a_cache_of_another_models_folder_and_inside_are_followed(folde
         "tokenizer_config.json",
     ]
     (snapshot / "vocab.txt").symlink_to(folder / "merges.txt")
-    with pytest.raises(ModelError, match="vocab.txt: a link to"):
+    with pytest.raises(ModelError, match="vocab.txt: this link leads to"):
         description_files(snapshot)
 
 

@@ -133,7 +133,7 @@ def test_plan_shows_it_and_warns_when_it_does_not_fit(load, shape, tmp_path, mon
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert (
-        "disk     rollouts of a step at most" in shown
+        "disk     rollouts per step: at most" in shown
         and f"are free under {tmp_path}" in shown
         and "disk: the run may take" not in shown
     )

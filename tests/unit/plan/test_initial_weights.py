@@ -49,7 +49,7 @@ def test_its_shape_is_the_models(load, shape, tmp_path):
         plan(folder("other", rope_theta=5e5))
     (tmp_path / "same" / "megatron" / "metadata.json").unlink()
     with pytest.raises(
-        ModelError, match=r"model\.weights: .*same: there is no Megatron checkpoint in it; tools/hf_to_megatron\.py"
+        ModelError, match=r"model\.weights: .*same: it has no Megatron checkpoint; tools/hf_to_megatron\.py"
     ):
         plan(tmp_path / "same")
     with pytest.raises(ModelError, match=r"model\.weights: .*nowhere"):

@@ -128,10 +128,10 @@ def test_the_report_of_deepseek_v3(plan):
         in report
     )
     assert (
-        "latents of 1536 (query) and 512 (key and value), 256 experts of 2048, 8 a token, shared 2048, intermediate"
+        "latents of 1536 (query) and 512 (key and value), 256 experts of 2048, 8 per token, shared 2048, intermediate"
         " 18432 in the first 3 layers" in report
     )
-    assert "671 G parameters, 37.6 G active a token" in report
+    assert "671 G parameters, 37.6 G active per token" in report
     figures = estimate(found)
     assert figures.time is not None and figures.time.total > 0
     # 6 FLOPs a weight and token trained on, and 2 for the old pass: the matrices of the estimate are those of the

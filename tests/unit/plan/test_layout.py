@@ -164,7 +164,7 @@ def test_notices_of_a_layout(load, shape, tmp_path):
     notices = plan_run(loaded, model=shape("dense")).notices
     assert len(notices) == 2 and "dual clip" in notices[0] and "span nodes" in notices[1]
     uneven = plan_run(load("cluster.ranks_per_node=3"), model=shape("dense")).notices
-    assert len(uneven) == 1 and "8 trajectories a mini-batch do not divide over 3" in uneven[0]
+    assert len(uneven) == 1 and "8 trajectories per mini-batch do not divide evenly over 3" in uneven[0]
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / "config.json").write_text(shape("dense").read_text())
@@ -176,13 +176,13 @@ def test_the_report(load, shape):
         "cluster.ranks_per_node=2", "parallel={tensor: 2, expert: 2}", "train.num_steps=10", "rollout.temperature=0.5"
     )
     report = render_report(plan_run(loaded, model=shape("moe")))
-    assert "399 k parameters, 178 k active a token" in report
+    assert "399 k parameters, 178 k active per token" in report
     assert "2 = 1 node x 2: data 1 x pipeline 1 x context 1 x tensor 2, sequence parallel" in report
-    assert "expert 2 x expert tensor 1 x expert data 1 x pipeline 1, 4 experts a rank" in report
+    assert "expert 2 x expert tensor 1 x expert data 1 x pipeline 1, 4 experts per rank" in report
     table = [line.split() for line in report.splitlines()]
     assert ["rank", "data", "pipeline", "context", "tensor", "expert"] in table
     assert ["1", "0", "0", "0", "1", "1"] in table
-    assert "8 prompts x 4 = 32 trajectories a step, 4 mini-batches of 8, 8 a data-parallel rank" in report
+    assert "8 prompts x 4 = 32 trajectories per step, 4 mini-batches of 8, 8 per data-parallel rank" in report
     assert "10 steps, 40 optimizer steps" in report
     assert "longest sequence 48, padded to multiples of 2" in report
     assert "48 tokens of context" in report

@@ -95,7 +95,7 @@ IMPOSSIBLE = [
         "dense",
         [ranks(64)],
         "batch.num_mini_batches",
-        "8 a mini-batch, fewer than the 64",
+        "8 per mini-batch, fewer than the 64",
         "1, with at least 16 prompts_per_step",
     ),
     (

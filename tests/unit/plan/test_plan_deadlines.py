@@ -30,10 +30,10 @@ def refused(*overrides):
 def test_a_total_deadline_that_the_rollout_exceeds():
     text = refused("rollout.request_deadline_seconds=600")
     assert text.startswith(
-        "override 'rollout.request_deadline_seconds=600': rollout.request_deadline_seconds: 600 s, and a rollout takes"
-        " 1153 s by estimate"
+        "override 'rollout.request_deadline_seconds=600': rollout.request_deadline_seconds: 600 s is shorter than a"
+        " rollout (1153 s by estimate): "
     )
-    assert text.endswith("above 1153, or leave it out")
+    assert text.endswith("Set it above 1153, or leave it out")
     estimate(plan_run(load_config(LARGEST, ["rollout.request_deadline_seconds=1300"]), "gpu"))
 
 
@@ -42,8 +42,10 @@ def test_a_publish_that_takes_longer_than_it_may():
     first, second = text.splitlines()
     assert first.startswith("override 'rollout.request")
     assert (
-        second.startswith("override 'publish.deadline_seconds=2': publish.deadline_seconds: 2 s, and a publish takes ")
-        and "by estimate; above " in second
+        second.startswith(
+            "override 'publish.deadline_seconds=2': publish.deadline_seconds: 2 s is shorter than a publish ("
+        )
+        and "by estimate). Set it above " in second
     )
     replay = load_config(LARGEST, ["publish.deadline_seconds=2", "train={num_steps: 1, from_rollouts: x}"])
     estimate(plan_run(replay, "gpu"))  # which publishes nothing
@@ -55,8 +57,8 @@ def test_a_save_that_ranks_do_not_wait_for():
     with pytest.raises(
         PlanError,
         match=(
-            r"qwen3_235b_a22b_32nodes.yaml:\d+:\d+: checkpoint: a save takes 1800 s by estimate, and ranks wait 1800 s"
-            r" at most"
+            r"qwen3_235b_a22b_32nodes.yaml:\d+:\d+: checkpoint: a save takes 1800 s by estimate, and ranks wait at"
+            r" most 1800 s"
         ),
     ):
         check_deadlines(loaded.config, time, 1800.0, loaded.where)
@@ -66,8 +68,8 @@ def test_a_save_that_ranks_do_not_wait_for():
 def test_a_watchdog_that_does_not_wait_for_a_save():
     text = refused("watchdog.checkpoint_seconds=300")
     assert text.startswith(
-        "override 'watchdog.checkpoint_seconds=300': watchdog.checkpoint_seconds: 300 s, and a save takes 329 s by"
-        " estimate; above 329, or"
+        "override 'watchdog.checkpoint_seconds=300': watchdog.checkpoint_seconds: 300 s is shorter than a save (329 s"
+        " by estimate). Set it above 329, or"
     )
     estimate(plan_run(load_config(LARGEST, ["watchdog.checkpoint_seconds=330"]), "gpu"))
 

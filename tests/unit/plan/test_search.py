@@ -19,7 +19,7 @@ SHAPES = Path(__file__).parents[3] / "configs" / "models"
 def test_a_grid():
     assert parse_grid("4x8") == (4, 8)
     for wrong in ("4", "x8", "0x8", "4x8x2", "4 x 8"):
-        with pytest.raises(ConfigError, match="nodes x GPUs a node, for example 4x8"):
+        with pytest.raises(ConfigError, match="nodes x GPUs per node, for example 4x8"):
             parse_grid(wrong)
 
 

@@ -59,4 +59,4 @@ def test_no_phase_is_given_up_within_what_the_plan_expects_of_it(file):
     if figures.time is not None:
         assert found.bound("train") >= figures.time.train.total and found.bound("publish") >= figures.time.publish
     assert found.bound("checkpoint") >= figures.save_seconds
-    assert "a rank counts as stuck after" in render_report(plan, figures)
+    assert "after which a rank counts as stuck" in render_report(plan, figures)

@@ -43,7 +43,7 @@ def test_built_ins_and_user_functions(module):
         ("a b:c", "not of the form package.module:function"),
         (":f", "not of the form"),
         ("m:", "not of the form"),
-        ("my_rewards_none:f", "there is no module 'my_rewards_none', neither in /"),
+        ("my_rewards_none:f", "there is no module 'my_rewards_none' in /"),
         ("json.nothing:f", "there is no module 'json.nothing'"),
         ("my_rewards_2:scor", "has no function 'scor'; did you mean 'score'. it defines score"),
         ("my_rewards_2:NUMBER", "NUMBER is a int, not a function"),

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 from fake_server import EOS, VOCAB
+from run_configs import make_config
 
 from gspo_mega.config.schema import Config
 from gspo_mega.model.spec import ModelSpec, MoeSpec
@@ -13,21 +14,17 @@ from gspo_mega.records import Prompt
 from gspo_mega.rollout.collector import Collector
 
 
-def make_config(**rollout) -> Config:
+def collector_config(**rollout) -> Config:
+    """The smallest configuration with short deadlines. Keys of `batch` and `reward` that a collector reads are taken
+    by their names, all others are the rollout's.
+    """
     batch = {name: rollout.pop(name) for name in ("prompts_per_step", "group_size") if name in rollout}
     reward = {name: rollout.pop(name) for name in ("max_failed_fraction",) if name in rollout}
-    settings = {"max_new_tokens": 6, "progress_deadline_seconds": 1.0, "no_server_deadline_seconds": 5.0, **rollout}
-    return Config.model_validate(
-        {
-            "run": {"name": "r"},
-            "model": {"path": "m"},
-            "precision": "fp32",
-            "batch": {"prompts_per_step": 6, "group_size": 4, "micro_batch_tokens": 100, **batch},
-            "optimizer": {"lr": 1e-4},
-            "data": {"max_prompt_tokens": 8, "path": "p.jsonl"},
-            "reward": {"functions": ({"function": "exact_match"},), **reward},
-            "rollout": settings,
-        }
+    return make_config(
+        batch={"prompts_per_step": 6, "group_size": 4, "micro_batch_tokens": 100, **batch},
+        data={"max_prompt_tokens": 8},
+        reward=reward,
+        rollout={"max_new_tokens": 6, "progress_deadline_seconds": 1.0, "no_server_deadline_seconds": 5.0, **rollout},
     )
 
 
@@ -69,7 +66,7 @@ async def random_score(trajectory):
 
 
 def collector_of(pool, score=random_score, stream=None, **settings):
-    config = make_config(**settings)
+    config = collector_config(**settings)
     decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
     return Collector(config.rollout, config.batch, config.reward, pool, stream or Stream(), score, decode, [EOS])
 

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from collector_support import SPEC, collector_of, make_config, random_score
+from collector_support import SPEC, collector_config, collector_of, random_score
 from fake_server import FakeServer
 
 from gspo_mega.rollout.server_pool import ServerPool
@@ -43,7 +43,7 @@ def pools(attempt):
     made = []
 
     def make(**rollout) -> ServerPool:
-        made.append(ServerPool(make_config(**rollout).rollout, SPEC, attempt))
+        made.append(ServerPool(collector_config(**rollout).rollout, SPEC, attempt))
         return made[-1]
 
     yield make

@@ -10,16 +10,10 @@ import time
 
 import pytest
 from collector_support import Stream, check_whole
+from waiting import until
 
 from gspo_mega.errors import RolloutError
 from gspo_mega.rollout.loop_thread import LoopThread
-
-
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.01)
 
 
 @pytest.fixture

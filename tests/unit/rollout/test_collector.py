@@ -239,10 +239,14 @@ def test_closing_leaves_no_thread(fakes, pools):
     collector.start(0)
     while not server.num_open:
         time.sleep(0.01)
+    ours = set(threading.enumerate()) - before
+    assert ours, "requests are open, and a thread of the pool's waits for them"
     collector.close()
     pool.close()
-    left = [t for t in set(threading.enumerate()) - before if t.name == "rollout"]
-    assert left == []
+    for thread in ours:
+        thread.join(5.0)
+        assert not thread.is_alive(), thread
+    assert set(threading.enumerate()) <= before
 
 
 def test_batches_are_taken_in_turn(fakes, collect):

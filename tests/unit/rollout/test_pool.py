@@ -6,15 +6,9 @@ import threading
 import time
 
 import pytest
+from waiting import until
 
 from gspo_mega.errors import PublishError, RolloutError
-
-
-def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.01)
 
 
 def acquire(pool):

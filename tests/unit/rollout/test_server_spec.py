@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from collector_support import make_config
+from collector_support import collector_config
 
 from gspo_mega.config.server_options import OWN, REFUSED
 from gspo_mega.errors import ConfigError, RolloutError
@@ -27,7 +27,7 @@ from gspo_mega.rollout.server.server_spec import (
 
 
 def spec_of(tmp_path, generation=1, index=0, attempt="0001", seed=1, rollout=None, **server):
-    config = make_config(**(rollout or {}))
+    config = collector_config(**(rollout or {}))
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     config = config.model_copy(update={"server": config.server.model_copy(update=server)})
     return spec_from_config(

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from run_configs import make_config
 
 from gspo_mega.algorithm.mismatch import acted_on, sequence_mismatch_weights
-from gspo_mega.config.schema import Config, Mismatch
+from gspo_mega.config.schema import Mismatch
 from gspo_mega.runtime.correction_report import (
     NOTICE_AFTER_STEPS,
     correction_metrics,
@@ -21,19 +22,7 @@ ORDINARY = torch.tensor([math.log(0.984), 0.0, math.log(1.007), -20 / 1000], dty
 @pytest.fixture
 def config():
     def make(old_log_probs="trainer", **mismatch):
-        return Config.model_validate(
-            dict(
-                run=dict(name="t"),
-                model=dict(path="m"),
-                optimizer=dict(lr=1e-3),
-                rollout=dict(max_new_tokens=32),
-                data=dict(path="x", max_prompt_tokens=8),
-                batch=dict(prompts_per_step=4, group_size=4, micro_batch_tokens=128),
-                reward=dict(functions=(dict(function="gsm8k"),)),
-                mismatch=Mismatch(**mismatch),
-                old_log_probs=old_log_probs,
-            )
-        )
+        return make_config(mismatch=Mismatch(**mismatch), old_log_probs=old_log_probs)
 
     return make
 

@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from collector_support import SPEC, make_config
+from collector_support import SPEC, collector_config
 
 from gspo_mega.batches.assemble import fill_advantages, scored_batch
 from gspo_mega.batches.journalled import journalled_source
@@ -44,7 +44,7 @@ def side(attempt, fakes, tmp_path, monkeypatch):
         {"prompt": "2+2", "answer": "x"},
     ]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
-    plain = make_config(max_failed_fraction=0.5).model_dump()
+    plain = collector_config(max_failed_fraction=0.5).model_dump()
     sections = {
         "model": {"path": str(tmp_path / "model")},
         "data": {"path": "train.jsonl", "max_prompt_tokens": 8, "chat_template": False, "shuffle": False},
