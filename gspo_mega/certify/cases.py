@@ -58,7 +58,7 @@ class Case:
 
 
 def folder_name(model: str) -> str:
-    """A folder's name for what belongs to a model: readable, and another one for another path."""
+    """Name of the folder for a model's data: readable, and different for each path."""
     return f"{Path(model).stem}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
 
 

@@ -165,7 +165,7 @@ class Comparison:
         }
 
     def flips_on_edges(self, edges: Edges) -> dict[str, int]:
-        """What rounding decides otherwise than in the reference: {"num_clip_flips", "num_route_flips"}."""
+        """What rounding decides differently than in the reference: {"num_clip_flips", "num_route_flips"}."""
         want = self.reference.load("edges", Edges)
         return {
             "num_clip_flips": num_clip_flips(edges.log_s, want.log_s, self.edges),

@@ -207,8 +207,11 @@ def _checked_case(case: dict[str, Any]) -> dict[str, Any]:
         raise DataError("no `group_ids`")
     if all(inputs.get(key) is None for key in ("rewards", "advantages", "token_advantages")):
         raise DataError("needs one of `rewards`, `advantages`, `token_advantages`")
-    for algorithm in ("gspo", "grpo"):
-        clip = (inputs.get("clip") or {}).get(algorithm)
+    given = inputs.get("clip")
+    clips: dict[str, Any] = given if isinstance(given, dict) else {}
+    # An algorithm without an entry of its own is clipped as gspo.
+    for algorithm in {**dict.fromkeys(("gspo", "grpo")), **clips}:
+        clip = clips.get(algorithm)
         if not isinstance(clip, dict):
             raise DataError(f"no `clip.{algorithm}`")
         for key in ("eps_low", "eps_high"):

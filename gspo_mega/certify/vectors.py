@@ -149,7 +149,7 @@ def _run(
     advantages: Tensor,
     keep: Tensor | None,
 ) -> ObjectiveOutput:
-    clip = inputs["clip"]["grpo" if combination.algorithm == "grpo" else "gspo"]
+    clip = inputs["clip"].get(combination.algorithm, inputs["clip"]["gspo"])
     settings = ObjectiveSettings(
         ratio=ratio_of(combination.algorithm),
         clip_low=clip["eps_low"],

@@ -50,7 +50,7 @@ def _no_address_problem(host: str, own: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is reached from this machine alone. A name other than localhost is taken for the network's."""
+    """Whether `host` is reached from this machine alone. Any name but localhost counts as the network's."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,7 +1,7 @@
 """The configuration of one command: a `Config` that has the sections the command needs.
 
-The loader checks that they are given (`rules.py`); these types say it to the code that reads them. Narrowing a key is
-sound because sections are frozen, which the type checker does not see: hence its rule that is ignored below.
+The loader checks that they are given (`rules.py`); these types tell it to the code that reads them.
+Sections are frozen, so narrowing a key is sound; the type checker does not see that, so its rule is ignored below.
 """
 
 from __future__ import annotations

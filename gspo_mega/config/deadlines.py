@@ -1,6 +1,6 @@
 """Which deadline must be shorter than which: one table for all that a configuration can set.
 
-Owns those relations, and the fixed deadlines of a run that they meet. Relations that need an estimate are
+Owns those relations and the fixed deadlines of a run. Relations that need an estimate are
 `plan/stop_deadlines.py`'s, those of a Slurm job's time `launcher/slurm/job_size.py`'s.
 """
 

@@ -135,7 +135,7 @@ def _validate(
 
 
 def _claim(origins: dict[KeyPath, Position | str], key_path: KeyPath, origin: str) -> None:
-    """From now on `key_path`, all inside it, and every section that did not exist before come from `origin`."""
+    """Record `origin` for `key_path`, for all inside it, and for every section around it that did not exist before."""
     for inside in [known for known in origins if known[: len(key_path)] == key_path]:
         del origins[inside]
     origins[key_path] = origin

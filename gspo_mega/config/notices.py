@@ -150,7 +150,7 @@ def _of_the_run(config: Config) -> Iterator[str]:
 
 
 def _file(path: str) -> str:
-    """One name of a file, whichever way it is written or linked. What has the same rows is found when they are read."""
+    """The real path of a file, however it is written or linked. Files with equal rows are found when they are read."""
     return path if "\0" in path else os.path.realpath(path)
 
 

@@ -1,7 +1,7 @@
 """Which of SGLang's arguments `server.options` may not set: those that follow from another key, and those that would
 run foreign code, open the server, or break what a run relies on.
 
-Owns the lists and the reasons. That the installed SGLang has an argument at all is checked where SGLang is.
+Owns the lists and the reasons. Whether the installed SGLang knows an argument is checked where SGLang runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers of a step's trajectories, groups or optimizer steps to its one value, as the catalogue says."""
+"""From the numbers of a step's trajectories, groups or optimizer steps to one value, by the catalogue's reduction."""
 
 from __future__ import annotations
 
