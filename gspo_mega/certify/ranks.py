@@ -144,7 +144,7 @@ def _set_routes(measurement: Measurement, reference: Reference) -> None:
 def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
     """Measure the reference, save its numbers, and describe what its batch covers."""
     config, engine = measurement.config, measurement.engine
-    settings, is_lead = objective_settings(config.algorithm, config.objective), engine.groups.world.rank == 0
+    settings, is_lead = objective_settings(config.algorithm, config.objective), engine.groups.is_lead
     draws, router_margin = _keep_from_ties(measurement)
     batch = measurement.batch
     ends = np.cumsum([t.num_response_tokens for t in batch.trajectories])

@@ -108,7 +108,7 @@ def find_checkpoint(run_folder: RunFolder, groups: ParallelGroups) -> tuple[Path
     warnings: list[str] = []
     problems: list[str] = []
     names: list[str] = []
-    if groups.world.rank == 0:
+    if groups.is_lead:
         try:
             folders.repair(run_folder)
             names = [str(folder) for folder in folders.candidates(run_folder)]
@@ -118,7 +118,7 @@ def find_checkpoint(run_folder: RunFolder, groups: ParallelGroups) -> tuple[Path
     for name in broadcast_json(names, groups.host):
         folder = Path(name)
         damage = sorted({problem for part in all_gather_json(_damage(folder, groups), groups.host) for problem in part})
-        if groups.world.rank == 0 and (damage or warnings):
+        if groups.is_lead and (damage or warnings):
             try:
                 if damage:
                     folders.set_aside_damaged(folder)

@@ -64,7 +64,7 @@ class ExpertBias:
         direction = (mean - counts).sign().float()
         for layer, router in self._routers.all():
             expert_bias_of(router).add_(self._rate * direction[layer])
-        if self._groups.world.rank != 0:
+        if not self._groups.is_lead:
             return {}
         used = mean[:, 0] > 0
         ratios = counts.amax(dim=1)[used] / mean[used, 0]

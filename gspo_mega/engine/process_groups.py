@@ -50,6 +50,11 @@ class ParallelGroups:
     host: Group
 
     @property
+    def is_lead(self) -> bool:
+        """True on rank 0, which acts for all ranks where one must."""
+        return self.world.rank == 0
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pipeline.rank == 0
 

@@ -33,6 +33,7 @@ from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.metrics.reduction import reduced
 from gspo_mega.records import RolloutBatch
+from gspo_mega.rollout.freshness import Freshness
 from gspo_mega.runtime.correction_report import correction_metrics, correction_notice, note_correction
 from gspo_mega.runtime.routing_report import changed_routes, expert_loads, router_losses
 from gspo_mega.runtime.session import Session
@@ -58,6 +59,7 @@ class StepReport:
     def __init__(self, session: Session, batch: RolloutBatch | None, num_positions: int) -> None:
         self._session, self._batch, self._num_positions = session, batch, num_positions
         self._version = session.state.weight_version
+        self._freshness = Freshness(session.config.rollout.max_staleness)
         self._results: list[StepResult] = []
         self._passes: list[MiniBatchPasses] = []
         self._gathered: list[list[MiniBatchPasses]] = []
@@ -128,7 +130,7 @@ class StepReport:
         rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
         lengths = np.array([t.num_response_tokens for t in trajectories], dtype=np.float64)
         advantages = np.array([t.advantage for t in trajectories])
-        staleness = [self._version - v for t in trajectories for v in t.weight_versions]
+        staleness = [self._freshness.staleness(v, self._version) for t in trajectories for v in t.weight_versions]
         numbers: dict[str, ArrayLike] = {
             "reward/mean": rewards,
             "reward/sd": rewards,

@@ -132,7 +132,7 @@ class PolicyTensors:
             # NCCL connects a group in its first operation, in which all ranks must take part. Sends between two ranks
             # follow.
             dist.all_reduce(torch.zeros(1, device=device), group=self.groups.world.group)
-        if self.groups.world.rank != 0:
+        if not self.groups.is_lead:
             for _, tensor in self.owned(dtype):
                 self._move(dist.isend, tensor.contiguous(), 0)
             return

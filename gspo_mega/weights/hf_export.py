@@ -91,7 +91,7 @@ def export_policy(
     out_dir = Path(out_dir)
     staging = out_dir.with_name(out_dir.name + ".writing")
     groups = policy.groups
-    lead = groups.world.rank == 0
+    lead = groups.is_lead
     problems: list[str] = []
     if lead:
         problems = _attempt(_start, staging, Path(source_folder), DTYPE_NAMES[dtype])

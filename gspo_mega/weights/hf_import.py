@@ -45,7 +45,7 @@ def import_huggingface(
         parameters = canonical_parameters(spec, groups, chunks)
         source = HuggingFaceFolder(folder)
         # Rank 0 reads all headers; the others open only the files that they need.
-        if groups.world.rank == 0:
+        if groups.is_lead:
             problems = check_names_and_shapes(source, names, lambda name: may_be_there(spec, name))
     except ModelError as error:
         problems = [str(error)]

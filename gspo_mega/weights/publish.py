@@ -1,6 +1,6 @@
 """Publish: the trainer's weights to the rollout servers, as one transaction under one deadline.
 
-announce -> pause -> send -> verify -> commit -> resume. A server that fails stays paused, is named in the result, and
+pause -> send -> prove -> verify -> commit -> resume. A server that fails stays paused, is named in the result, and
 gets no work until it holds a committed version; the others continue. The publish fails if no server is left. The
 trainer never goes back to earlier weights.
 
@@ -112,7 +112,7 @@ class Publisher:
         """
         problem = None
         committed = self._memory.committed
-        if self._groups.world.rank == 0 and (committed is None or committed.weight_version != weight_version):
+        if self._groups.is_lead and (committed is None or committed.weight_version != weight_version):
             problem = (
                 f"weight version {weight_version} cannot be published again: {committed and committed.weight_version}"
                 " is committed"
@@ -162,7 +162,7 @@ class Publisher:
         """Rank 0 runs the transaction; the others gather once per send. Returns its result, or raises its error, on all
         ranks.
         """
-        if self._groups.world.rank != 0:
+        if not self._groups.is_lead:
             while (order := broadcast_json(None, self._groups.host))["do"] == "send":
                 for _ in self._policy.stream(self._dtype):
                     pass

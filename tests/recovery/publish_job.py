@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
     for version in range(1 if current is None else current.weight_version + 1, NUM_VERSIONS + 1):
         entries = [SimpleNamespace(name=name) for name in NAMES]
         policy = SimpleNamespace(
-            groups=SimpleNamespace(world=group, host=group),
+            groups=SimpleNamespace(world=group, host=group, is_lead=True),
             table={"all": entries},
             owned=lambda dtype: iter([(entry, torch.full((4, 4), float(version), dtype=dtype)) for entry in entries]),
         )

@@ -36,7 +36,7 @@ class Distributed:
 def policy(rank: int) -> PolicyTensors:
     entries = {name: [SimpleNamespace(name=name, shape=(2,), is_buffer=False)] for name in ("a", "b", "c")}
     made = PolicyTensors.__new__(PolicyTensors)
-    made.groups = SimpleNamespace(world=SimpleNamespace(rank=rank, size=3, group="all ranks"))
+    made.groups = SimpleNamespace(world=SimpleNamespace(rank=rank, size=3, group="all ranks"), is_lead=rank == 0)
     made.table, made.owners = entries, {"a": 0, "b": 2, "c": 1}
     made._parameters = {"x": torch.zeros(1)}
     made.owned = lambda dtype: (
