@@ -66,7 +66,7 @@ def test_a_limit_that_leaves_no_time_for_a_step_is_refused(submit_stand_ins):
     job = submit_stand_ins(LONG, GSPO_SBATCH="--exclusive --mem=16000 --time=1")
     assert job.finish() == "FAILED"
     assert re.match(
-        rf"job {job.id} has \d+ s, and saves and stops 120 s before its end", job.log.rstrip().splitlines()[-1]
+        rf"job {job.id} has \d+ s left but must stop 120 s before its time limit", job.log.rstrip().splitlines()[-1]
     ), job.log
 
 
