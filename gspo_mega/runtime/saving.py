@@ -6,6 +6,7 @@ Owns which state needs no checkpoint, and what follows once one is committed. Th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,21 +23,25 @@ from gspo_mega.weights.hf_export import export_huggingface
 from gspo_mega.weights.hf_import import import_huggingface
 
 
-def restore(run_folder: RunFolder, engine: PolicyEngine, model: Model) -> tuple[TrainState, Path | None, list[str]]:
+def restore(
+    run_folder: RunFolder, engine: PolicyEngine, model: Model, say: Callable[[str], None]
+) -> tuple[TrainState, Path | None]:
     """Fill the engine from the run's latest checkpoint, or from `model.weights` or `model.path`. Collective.
 
-    Returns the run's state, the checkpoint if there is one, and warnings for the user. Raises CheckpointError as
-    `find_checkpoint` and `load_checkpoint` do.
+    Returns the run's state, and the checkpoint if there is one. `say` gets the warnings for the user, before anything
+    is loaded. Raises CheckpointError as `find_checkpoint` and `load_checkpoint` do.
     """
     checkpoint, warnings = find_checkpoint(run_folder, engine.groups)
+    for warning in warnings:
+        say(warning)
     if checkpoint is not None:
-        return load_checkpoint(checkpoint, engine), checkpoint, warnings
+        return load_checkpoint(checkpoint, engine), checkpoint
     if model.weights is not None:
         load_weights(Path(model.weights), engine)
     else:
         import_huggingface(model.path, engine.spec, engine.groups, engine.chunks)
     engine.after_weights_loaded()
-    return TrainState(), None, warnings
+    return TrainState(), None
 
 
 class Saving:

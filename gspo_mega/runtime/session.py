@@ -80,9 +80,7 @@ class Session:
         if trains_policy and config.kl.coefficient > 0:
             self.reference = load_reference(config, self.spec, self.groups)
 
-        self.state, self.resumed_from, warnings = restore(self.run_folder, self.engine, config.model)
-        for warning in warnings:
-            self.say(warning)
+        self.state, self.resumed_from = restore(self.run_folder, self.engine, config.model, self.say)
         beats.beat()
         self.saving = Saving(
             config.checkpoint,
