@@ -56,12 +56,24 @@ def describe_failure(failed: Sequence[Child], attempt: Attempt) -> RankError:
 
 
 def one_line(error: GspoMegaError) -> str:
-    """A failure in one line: its first line, and for a traceback also the last, which names the error."""
+    """A failure in one line: its first line, and with a traceback also the line that names the error.
+
+    That line has the indentation of "Traceback", which the end of a log shifts; the frames, and further lines of a
+    message, have more.
+    """
     lines = [line for line in str(error).splitlines() if line.strip()]
     first = lines[0].strip().rstrip(":") if lines else type(error).__name__
-    if "Traceback" not in str(error):
+    begins = [number for number, line in enumerate(lines) if line.lstrip().startswith("Traceback")]
+    if not begins:
         return first
-    return f"{first}: {[line for line in lines if not line.startswith(('(', ' '))][-1]}"
+    margin = _margin(lines[begins[-1]])
+    after = [line.strip() for line in lines[begins[-1] + 1 :] if _margin(line) == margin]
+    named = [line for line in after if not line.startswith("(")]
+    return f"{first}: {named[-1]}" if named else first
+
+
+def _margin(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _records(attempt: Attempt) -> list[dict]:

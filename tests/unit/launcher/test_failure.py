@@ -2,7 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gspo_mega.launcher.failure import describe_failure
+from gspo_mega.errors import GspoMegaError
+from gspo_mega.launcher.failure import describe_failure, one_line
 from gspo_mega.run_folder import Attempt, atomic_write_json
 
 
@@ -92,3 +93,25 @@ def test_of_a_slurm_step_a_rank_with_a_record_is_the_cause(attempt):
 def test_of_a_slurm_step_without_any_record_srun_is_heard(attempt):
     error = describe_failure([child(attempt, "ranks", 0, 1, "srun: error: Unable to create step\n")], attempt)
     assert "exited with code 1" in str(error) and str(error).endswith("srun: error: Unable to create step")
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("the disk is full", "the disk is full"),
+        ("a disk is full:\n  make room", "a disk is full"),
+        (f"rank 1 failed:\n{TRACEBACK}ValueError: x", "rank 1 failed: ValueError: x"),
+        (f"rank 1 failed:\n{TRACEBACK}ValueError: x\n  and more of it\n(logs: /x)", "rank 1 failed: ValueError: x"),
+        # The end of a log is indented as a whole.
+        (
+            "rank 1 ended:\nend of /x/rank_1.log:\n  " + f"starting\n{TRACEBACK}ValueError: x".replace("\n", "\n  "),
+            "rank 1 ended: ValueError: x",
+        ),
+        (f"rank 1 failed:\n{TRACEBACK}", "rank 1 failed"),
+    ],
+)
+def test_a_failure_in_one_line(text, line):
+    assert one_line(GspoMegaError(text)) == line
