@@ -68,6 +68,7 @@ def tree(tmp_path, files):
     [
         ("gspo_mega/model/x.py", "from gspo_mega.engine.cpu import install", "model may not import engine"),
         ("gspo_mega/model/x.py", "import gspo_mega.plan.layout", "model may not import plan"),
+        ("gspo_mega/doctor/x.py", "import gspo_mega.runtime.worker", "doctor may not import runtime"),
         ("gspo_mega/rollout/x.py", "from gspo_mega.engine import cpu", "rollout may not import engine"),
         ("gspo_mega/weights/x.py", "from gspo_mega import rollout", "weights may not import rollout"),
         (
@@ -150,6 +151,7 @@ def test_a_forbidden_import_is_reported(tmp_path, file, source, rule):
             "gspo_mega/commands/x.py",
             "from gspo_mega.runtime.worker import main\nfrom gspo_mega.launcher import supervisor",
         ),
+        ("gspo_mega/doctor/all_reduce_probe.py", "from gspo_mega.runtime.worker import rendezvous"),
         ("tools/x.py", "import gspo_mega.certify.vectors"),
     ],
 )
