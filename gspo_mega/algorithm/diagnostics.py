@@ -152,7 +152,10 @@ def _quantile(values: Tensor, q: float) -> float:
 
 
 def band_fractions(log_ratios: Tensor, clip_low: float, clip_high: float) -> tuple[float, float]:
-    """Shares of sequences whose s_i lies above and below the clip band, whatever the advantage: (high, low)."""
+    """Shares of sequences whose s_i lies above and below the clip band, whatever the advantage: (high, low).
+
+    `log_ratios`: log s_i of all sequences of the mini-batch, [S] nats of any float dtype, global.
+    """
     if log_ratios.numel() == 0:
         return 0.0, 0.0
     values = log_ratios.double()

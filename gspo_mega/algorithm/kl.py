@@ -66,9 +66,9 @@ def reference_kl(
 ) -> ReferenceKl:
     """This rank's share of K from one packed micro-batch.
 
-    Local tokens, T of them: `log_probs` (nats, with gradient), `reference_log_probs` (nats, no gradient), `mask`,
-    `segment_ids`; per sequence the global values that `policy_objective` takes. A token's term needs no other token, so
-    context-parallel ranks share nothing here. Raises NumericsError for a non-finite active log-prob.
+    Local tokens, each [T]: `log_probs` (nats, with gradient), `reference_log_probs` (nats, no gradient), `mask`,
+    `segment_ids`; per sequence, each [S], the global values that `policy_objective` takes. A token's term needs no
+    other token, so context-parallel ranks share nothing here. Raises NumericsError for a non-finite active log-prob.
     """
     bad = check_finite(mask, segment_ids, log_probs=log_probs, reference_log_probs=reference_log_probs)
     if bad is not None:

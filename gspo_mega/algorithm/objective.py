@@ -81,8 +81,9 @@ def clipped_terms(
 ) -> ClippedTerms:
     """The clipped surrogate of each unit; 0, with gradient 0 and no flag, where `counts` is False or A is 0.
 
-    `log_ratio`: float64 nats, with gradient; `decision`: the same numbers without (log s_i of each token for
-    GSPO-token); `advantages`: float64; `counts`: bool. The decision falls in log space and float64, strictly
+    All tensors are local and of one shape: [S] where the unit is a sequence, [T] where it is a token. `log_ratio`:
+    float64 nats, with gradient; `decision`: the same numbers without (log s_i of each token for GSPO-token);
+    `advantages`: float64; `counts`: bool. The decision falls in log space and float64, strictly
     outside the band, so rounding of exp cannot flip it; exp is evaluated only where the ratio itself is the
     value, so an overflowing clipped ratio costs neither inf nor NaN.
     """

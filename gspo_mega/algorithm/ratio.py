@@ -53,7 +53,7 @@ def token_log_ratios(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> 
 
 
 def exp_minus_linear(d: Tensor) -> Tensor:
-    """exp(d) - 1 - d, elementwise, float64, to full precision also near 0, where it is d^2 / 2."""
+    """exp(d) - 1 - d, elementwise, of the shape of `d` (float64 nats), precise also near 0, where it is d^2 / 2."""
     small = d.abs() < 0.02
     x = torch.where(small, d, 0.0)
     series = torch.zeros_like(x)

@@ -111,6 +111,7 @@ class Reference:
             np.save(self.folder / kind / f"{name}.npy", tensor.cpu().numpy())
 
     def tensor(self, kind: str, name: str) -> np.ndarray:
+        """The whole tensor `name` of `kind` ("gradient", "weights", ...), in the shape and dtype it was saved with."""
         return np.load(self.folder / kind / f"{name}.npy", mmap_mode="r")
 
 
@@ -182,7 +183,9 @@ def outside(result: dict[str, Any], tolerance: Tolerance) -> list[str]:
 
 
 def num_clip_flips(log_s: np.ndarray, want: np.ndarray, edges: tuple[float, float]) -> int:
-    """Sequences that are inside the clip range here and outside there, or the other way round."""
+    """Sequences that are inside the clip range here and outside there, or the other way round. `log_s`, `want`: log s_i
+    of all sequences, [S] nats, global; `edges`: the range of log s_i.
+    """
     outside_here, outside_there = ((values < edges[0]) | (values > edges[1]) for values in (log_s, want))
     return int((outside_here != outside_there).sum())
 

@@ -53,7 +53,9 @@ def _places(micro_batch: MicroBatch, starts: np.ndarray) -> np.ndarray:
 
 
 def num_route_flips(routes: np.ndarray | None, want: np.ndarray | None) -> int:
-    """Pairs of token and layer whose set of experts differs."""
+    """Pairs of token and layer whose set of experts differs. Both: sorted expert numbers, [tokens, layers, k] int,
+    global; None without experts.
+    """
     return 0 if routes is None or want is None else int((routes != want).any(axis=2).sum())
 
 

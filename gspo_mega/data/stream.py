@@ -38,7 +38,9 @@ class ItemSource(Protocol[Item_co]):
 
 
 def epoch_order(num_rows: int, *, seed: int, source: str, epoch: int) -> np.ndarray:
-    """The order of one epoch: a permutation of [0, num_rows), int64. Rows are sorted by a 64-bit hash (splitmix64)."""
+    """The order of one epoch: a permutation of 0 to num_rows - 1, [num_rows] int64. Rows are sorted by a 64-bit hash
+    (splitmix64).
+    """
     key = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8, person=b"gspo_mega order").digest()
     # Unsigned arithmetic modulo 2^64 is what splitmix64 is defined on.
     values = np.arange(1, num_rows + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(

@@ -30,7 +30,9 @@ _LENGTH = struct.Struct("<I")
 
 
 def encode_frame(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:
-    """One frame of JSON values and arrays. Raises ValueError for a NaN among the values, TypeError for other types."""
+    """One frame of JSON values and arrays, which keep any shape and numeric dtype. Raises ValueError for a NaN among
+    the values, TypeError for other types.
+    """
     arrays = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
     layout = {name: [array.dtype.newbyteorder("<").str, list(array.shape)] for name, array in arrays.items()}
     text = json.dumps({**values, "arrays": layout}, allow_nan=False).encode()
@@ -55,7 +57,8 @@ class FrameFile:
         self.checksum = 0
 
     def frames(self) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
-        """(JSON values, arrays) of every whole frame. Raises JournalError for a file that is no journal's, or
+        """(JSON values, arrays) of every whole frame; arrays have the shape and dtype they were written with, in
+        little-endian order. Raises JournalError for a file that is no journal's, or
         unreadable.
         """
         try:

@@ -24,6 +24,7 @@ def encode_prompt(group_id: int, prompt: Prompt) -> bytes:
 
 
 def decode_prompt(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> Prompt:
+    """The prompt of a record. `arrays`: `token_ids`, [prompt tokens] int32."""
     names = ("prompt_id", "source", "text", "answer", "metadata")
     return Prompt(token_ids=tuple(arrays["token_ids"].tolist()), **{name: values[name] for name in names})
 
@@ -42,6 +43,9 @@ def encode_trajectory(trajectory: Trajectory, **more: Any) -> bytes:
 
 
 def decode_trajectory(values: dict[str, Any], arrays: dict[str, np.ndarray], prompt: Prompt) -> Trajectory:
+    """The trajectory of a record. `arrays`: per token of the response, [response tokens], the ids (int32), the mask
+    (uint8), the log-probs (float64 nats) and the weight versions; with routing, `routed_experts`.
+    """
     lists = ("response_token_ids", "response_mask", "rollout_log_probs", "weight_versions")
     return Trajectory(
         prompt=prompt,
