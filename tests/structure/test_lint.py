@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(sys.executable).parent
+# The project by name: pyright would prefer a pyrightconfig.json of any folder above.
+PYRIGHT = ("--project", "pyproject.toml", "--pythonpath", sys.executable)
 
 
 def findings(*command, cwd=ROOT):
@@ -26,7 +28,7 @@ def test_format_and_lint(command):
 
 
 def test_types():
-    code, text = findings("pyright", "--pythonpath", sys.executable)
+    code, text = findings("pyright", *PYRIGHT)
     assert code == 0 and "0 errors" in text, text
 
 
@@ -37,5 +39,5 @@ def test_a_finding_of_each_is_a_failure(tmp_path):
     (tmp_path / "gspo_mega" / "x.py").write_text("import os\nx:int = 'a'\n")
     assert findings("ruff", "format", "--check", ".", cwd=tmp_path)[0] == 1
     assert "F401" in findings("ruff", "check", ".", cwd=tmp_path)[1]
-    code, text = findings("pyright", "--pythonpath", sys.executable, cwd=tmp_path)
+    code, text = findings("pyright", *PYRIGHT, cwd=tmp_path)
     assert code == 1 and "reportAssignmentType" in text
