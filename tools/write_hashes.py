@@ -65,11 +65,10 @@ def main() -> int:
 
 
 def _line(package: dict) -> str:
-    described = package["metadata"]
-    return (
-        f"{described['name']}=={described['version']}"
-        f" --hash=sha256:{package['download_info']['archive_info']['hashes']['sha256']}"
-    )
+    described, archive = package["metadata"], package["download_info"]["archive_info"]
+    # `hash` is what pip before 23.1 writes.
+    digest = archive["hashes"]["sha256"] if "hashes" in archive else archive["hash"].removeprefix("sha256=")
+    return f"{described['name']}=={described['version']} --hash=sha256:{digest}"
 
 
 if __name__ == "__main__":
