@@ -4,9 +4,9 @@
 returns the ranks' results in order; a rank's exception is raised here with its traceback.
 
 A rank that a signal kills (a fault in native code) ends its job. Once per test session the job then runs again on new
-ranks, with a warning that names the signal; `faulthandler` has shown where each thread was. This happened once in some
-thirty thousand process groups that these tests made and ended (glibc: "unaligned tcache chunk"); it was never reproduced
-and its cause is not known. A second such death is an error.
+ranks, with a warning that names the signal; `faulthandler` has shown where each thread was. A second such death is an
+error. It happened in one of four whole runs of these tests (glibc: "unaligned tcache chunk"); it was never reproduced,
+and its cause is not known.
 """
 
 from __future__ import annotations
