@@ -90,6 +90,12 @@ def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | N
             f"{layout.mini_batch_sequences[-1]} trajectories per mini-batch do not divide evenly over {layout.data}"
             " data-parallel ranks: some ranks compute less and wait"
         )
+    if device == "cpu" and config.precision == "fp8":
+        yield (
+            "precision fp8 without a GPU: Transformer Engine's own layers over CPU kernels. Operands are rounded to FP8"
+            " as the recipe says, and their products are summed in fp32: FP8's numbers, not its speed or memory, and"
+            " not a GPU's order of summation"
+        )
     if device is None and gathers_unevenly(config, spec):
         yield (
             "expert_tensor > 1 with the alltoall dispatcher runs on GPUs only; without them use `expert_dispatcher:"
