@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
+from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import Violation
 from gspo_mega.model.spec import ModelSpec
@@ -135,7 +136,8 @@ def _precision(config: Config, spec: ModelSpec, device: str | None) -> Iterator[
 
 def _optimizer(config: Config, device: str | None) -> Iterator[Violation]:
     if device == "cpu":
-        for key, problem in check_optimizer(config.optimizer, has_gpu=False, has_fused_adam=False):
+        fused = has_transformer_engine_layers(config, has_gpu=False)
+        for key, problem in check_optimizer(config.optimizer, has_gpu=False, has_fused_adam=fused):
             yield Violation(key, problem, VALID_WITHOUT_GPU[key])
 
 

@@ -25,23 +25,16 @@ _NEWEST = (99, 0)
 
 
 def check_precision(
-    config: Config, capability: tuple[int, int] | None, cuda_version: str | None, engine_version: str | None
+    config: Config, capability: tuple[int, int], cuda_version: str | None, engine_version: str | None
 ) -> str | None:
-    """Why a machine does not support this configuration's precision, and what to do; None where it does.
+    """Why a machine's GPU does not support this configuration's precision, and what to do; None where it does.
 
-    `capability`: the GPU's compute capability, None without a GPU. `cuda_version`: PyTorch's, as `12.9`.
-    `engine_version`: Transformer Engine's, as `2.20.2`, None where it cannot be imported. Without a GPU every recipe
-    can be computed, by kernels of this package: they have no chip and no CUDA to ask for.
+    `capability`: the GPU's compute capability. `cuda_version`: PyTorch's, as `12.9`. `engine_version`: Transformer
+    Engine's, as `2.20.2`, None where it cannot be imported. Machines without a GPU are not asked: kernels of this
+    package compute every recipe there.
     """
     if config.precision == "fp32":
         return None
-    if capability is None:
-        if config.precision == "bf16" or engine_version is not None:
-            return None
-        return (
-            "fp8 without a GPU is computed by Transformer Engine's layers over CPU kernels, and its Python part is not"
-            " installed: run launch/setup.sh again, or use bf16 or fp32"
-        )
     if capability < _BF16_CHIP:
         return _too_old(config, capability)
     if engine_version is None:

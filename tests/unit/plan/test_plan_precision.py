@@ -17,11 +17,6 @@ def problem(load, precision, capability, cuda="13.0", engine="2.20.2", recipe="b
 @pytest.mark.parametrize(
     ("precision", "capability", "recipe", "cuda", "engine"),
     [
-        ("fp32", None, "blockwise", None, None),
-        ("bf16", None, "blockwise", None, None),
-        # Without a GPU no chip and no CUDA limits a recipe.
-        ("fp8", None, "blockwise", None, "2.20.2"),
-        ("fp8", None, "mxfp8", None, "2.20.2"),
         ("fp32", (7, 0), "blockwise", "12.4", None),
         ("bf16", AMPERE, "blockwise", "12.4", "2.2"),
         ("fp8", ADA, "delayed", "12.1", "2.2.0"),
@@ -40,7 +35,6 @@ def test_what_can_be_had_is_not_refused(load, precision, capability, recipe, cud
 @pytest.mark.parametrize(
     ("precision", "capability", "recipe", "cuda", "engine", "said"),
     [
-        ("fp8", None, "delayed", None, None, ["over CPU kernels", "run launch/setup.sh", "use bf16 or fp32"]),
         ("bf16", (7, 5), "delayed", "12.4", "2.20.2", ["Ampere (compute capability 8.0)", "has 7.5", "use fp32"]),
         (
             "bf16",
@@ -108,6 +102,7 @@ def test_the_plan_says_what_fp8_is_without_a_gpu(load, shape):
 
     emulated = "over CPU kernels"
     assert emulated in notices("cpu", "precision=fp8") and "not its speed" in notices("cpu", "precision=fp8")
+    assert emulated in notices("cpu", "precision=bf16", "engine.transformer_engine=true")
     assert emulated not in notices("gpu", "precision=fp8") + notices("cpu", "precision=bf16")
 
 
