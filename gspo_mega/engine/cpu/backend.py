@@ -191,7 +191,8 @@ def _gather_as_bytes() -> None:
     gloo joins them to one tensor, and joining converts numbers to one dtype. Bytes have one dtype from the start.
     """
     group_class: Any = dist.ProcessGroup
-    name = next(n for n in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced") if hasattr(group_class, n))
+    names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")  # since torch 2.13, and before
+    name = next(n for n in names if hasattr(group_class, n))
     plain = getattr(group_class, name)
 
     def gather(group, outputs, inputs, *options):
