@@ -116,9 +116,11 @@ class Study:
         weights = b"".join(path.read_bytes() for path in sorted(run.huggingface_dir.glob("*.safetensors")))
         checksum = hashlib.sha256(weights).hexdigest()[:12]
         record = self.folder / f"cold-{checksum}.json"
-        if read_json(record) is None:
-            atomic_write_json(record, self.accuracy(run.huggingface_dir, "cold-eval"))
-        return run.huggingface_dir, checksum, float(read_json(record)["accuracy"])
+        measurement = read_json(record)
+        if measurement is None:
+            measurement = self.accuracy(run.huggingface_dir, "cold-eval")
+            atomic_write_json(record, measurement)
+        return run.huggingface_dir, checksum, float(measurement["accuracy"])
 
     def accuracy(self, model: Path, name: str) -> dict[str, float]:
         """Sampled accuracy of a Hugging Face folder on the exact server."""
@@ -128,8 +130,9 @@ class Study:
         command = [*product("eval"), str(model), "--config", str(CONFIG), *EXACT, *places]
         call(command, self.folder / "eval.log")
         attempt = run.latest_attempt()
-        assert attempt is not None
-        return read_json(attempt.result_file)
+        result = read_json(attempt.result_file) if attempt is not None else None
+        assert result is not None  # the command ended with 0
+        return result
 
     def run(self, arm: Arm, seed: int) -> Row:
         """Train and measure one arm with one seed, from the start. Raises Failed where it is not the numbers' fault."""
@@ -157,6 +160,7 @@ class Study:
             arm=arm.name,
             block=arm.block,
             seed=seed,
+            num_steps=steps[-1]["step"],
             before=before,
             accuracy=accuracy,
             accuracy_se=error,
@@ -217,7 +221,9 @@ def commit() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "tolerance", help="where the runs are kept")
+    parser.add_argument(
+        "--folder", type=Path, default=REPOSITORY / "runs" / "tolerance", help="where the runs are kept"
+    )
     parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of the rows")
     parser.add_argument("--block", nargs="+", choices=BLOCKS, default=list(BLOCKS), help="only these blocks of arms")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
@@ -239,7 +245,9 @@ def main(arguments: list[str] | None = None) -> int:
     study, began = Study(options.folder.absolute()), time.monotonic()
     checksum = study.cold_start()[1]
     if others := {row.cold_start for row in rows if row.protocol == PROTOCOL} - {checksum}:
-        print(f"{options.rows} has rows of another cold start ({', '.join(others)}, here {checksum}): name another file")
+        print(
+            f"{options.rows} has rows of another cold start ({', '.join(others)}, here {checksum}): name another file"
+        )
         return 2
     for arm, seed in runs:
         if (arm.name, seed) in done:

@@ -44,7 +44,7 @@ def tensors_of_dose(bits: int) -> type[PolicyTensors]:
 def main(bits: int, arguments: list[str]) -> int:
     if arguments[0] == "--config":
         publish.PolicyTensors = tensors_of_dose(bits)
-        return worker.main(arguments)
+        worker.main(arguments)  # does not return
     loaded = load_config(arguments[0], arguments[1:], "train")
     return launch(loaded, "train", print, worker_command=[sys.executable, __file__, str(bits)])
 

@@ -141,7 +141,9 @@ def draw_dose(rows: Sequence[Row]) -> str:
             f' stroke="{colour(row)}"/>'
             f'<circle cx="{at:.1f}" cy="{middle:.1f}" r="3.5" fill="{fill}" stroke="{colour(row)}"/>'
         )
-    parts.append(f'<text x="{(left + WIDTH) / 2}" y="{bottom + 36}" text-anchor="middle">mean k3 of the run, nats</text>')
+    parts.append(
+        f'<text x="{(left + WIDTH) / 2}" y="{bottom + 36}" text-anchor="middle">mean k3 of the run, nats</text>'
+    )
     parts += _legend(height - 6)
     return "\n".join([*parts, "</svg>"]) + "\n"
 

@@ -124,7 +124,6 @@ def measured(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     rewards = values("reward/mean")
     windows = [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)] or [fmean(rewards)]
     return {
-        "num_steps": len(lines),
         "reward_best": max(windows),
         "reward_last": windows[-1],
         "k3_first": values("mismatch/k3")[0],
@@ -160,7 +159,9 @@ def t_quantile(p: float, freedom: int) -> float:
     def below(t: float, num_parts: int = 2000) -> float:
         width = t / num_parts
         heights = [(1 + (i * width) ** 2 / freedom) ** (-(freedom + 1) / 2) for i in range(num_parts + 1)]
-        return 0.5 + scale * width / 3 * (heights[0] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2]) + heights[-1])
+        return 0.5 + scale * width / 3 * (
+            heights[0] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2]) + heights[-1]
+        )
 
     low, high = 0.0, 1.0
     while below(high) < p:

@@ -3,26 +3,23 @@
 import dataclasses
 import json
 import math
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-import torch
-
-REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY / "tests" / "soak"))
-
 import tolerance
 import tolerance_arms
 import tolerance_dose
 import tolerance_figures
 import tolerance_rows
+import torch
 from tolerance_rows import Row
 
 from gspo_mega.config import load_config
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_model_spec
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 def row(arm="gspo-fp32-same-old_trainer", seed=1, accuracy=0.6, **changes):
@@ -85,7 +82,7 @@ def test_a_row_cut_short_and_other_columns_are_errors(tmp_path):
     tolerance_rows.append_row(path, row())
     whole = path.read_text()
     path.write_text(whole[: whole.rindex(",")] + "\n")
-    with pytest.raises(ValueError, match="rows.csv:2: 41 columns expected"):
+    with pytest.raises(ValueError, match=f"rows.csv:2: {len(tolerance_rows.COLUMNS)} columns expected"):
         tolerance_rows.read_rows(path)
     path.write_text(whole.replace("accuracy_se", "error", 1))
     with pytest.raises(ValueError, match="not the columns"):
@@ -155,7 +152,7 @@ def test_columns_of_a_run():
         steps.append(line)
     steps.append({"step": 12, "eval/accuracy": 0.5})  # the evaluation after a stop has a line of its own
     columns = tolerance_rows.measured(steps)
-    assert columns["num_steps"] == 12 and columns["reward_last"] == columns["reward_best"] == pytest.approx(0.075)
+    assert columns["reward_last"] == columns["reward_best"] == pytest.approx(0.075)
     assert columns["k3_first"] == pytest.approx(0.1) and columns["k3"] == pytest.approx(0.65)
     assert columns["k3_last"] == pytest.approx(0.75) and columns["clip_low_3"] == pytest.approx(0.3)
     assert math.isnan(columns["log_s_mismatch_sd"]), "not reported where old is the server's"
@@ -177,7 +174,14 @@ def test_collapse(accuracy, last, collapsed):
 
 @pytest.mark.parametrize(
     ("p", "freedom", "value"),
-    [(0.975, 1, 12.706), (0.975, 4, 2.776), (0.975, 20, 2.086), (0.8, 4, 0.941), (0.8, 20, 0.860), (0.975, 1000, 1.962)],
+    [
+        (0.975, 1, 12.706),
+        (0.975, 4, 2.776),
+        (0.975, 20, 2.086),
+        (0.8, 4, 0.941),
+        (0.8, 20, 0.860),
+        (0.975, 1000, 1.962),
+    ],
 )
 def test_quantiles_of_t_are_those_of_the_tables(p, freedom, value):
     assert tolerance_rows.t_quantile(p, freedom) == pytest.approx(value, abs=6e-4)
@@ -259,17 +263,17 @@ def test_a_run_that_is_no_longer_finite_has_a_row(monkeypatch, tmp_path):
     def call(command, log, good=(0,)):
         run = tmp_path / "arms" / f"{arm.name}-seed1"
         run.mkdir(parents=True)
-        (run / "metrics.jsonl").write_text(json.dumps({"reward/mean": 0.5}) + "\n")
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 3, "reward/mean": 0.5}) + "\n")
         assert "train" in command and tolerance.NumericsError.exit_code in good and 1 not in good
         return tolerance.NumericsError.exit_code
 
     monkeypatch.setattr(tolerance, "call", call)
     made = study.run(arm, 1)
-    assert (made.outcome, made.accuracy, made.before) == ("not finite", 0.0, 0.4)
+    assert (made.outcome, made.accuracy, made.before, made.num_steps) == ("not finite", 0.0, 0.4, 3)
 
 
 WRITTEN = {
-    *("num_steps", "reward_best", "reward_last", "k3_first", "k3", "k3_last", "abs_log_ratio_max", "log_s_mismatch_sd"),
+    *("reward_best", "reward_last", "k3_first", "k3", "k3_last", "abs_log_ratio_max", "log_s_mismatch_sd"),
     *("clip", "positive_left", "negative_left", "kept", "entropy_last"),
     *(f"clip_{side}_{m}" for side in ("high", "low") for m in range(4)),
 }
