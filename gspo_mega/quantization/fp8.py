@@ -153,12 +153,12 @@ def quantize_blocks(
     Returns:
         data [n, m] of `dtype`, and scale_inv [ceil(n / b0), ceil(m / b1)] float32.
     """
-    blocks = _in_blocks(x, block)
+    blocks = in_blocks(x, block)
     amax = amax_of(blocks, (1, 3), keepdim=True)
     scale = scale_from_amax(
         amax, dtype, power_of_two=power_of_two, epsilon=epsilon, when_infinite=torch.finfo(x.dtype).max
     )
-    return _out_of_blocks(to_fp8(blocks.float() * scale, dtype), x.shape), torch.reciprocal(scale)[:, 0, :, 0]
+    return out_of_blocks(to_fp8(blocks.float() * scale, dtype), x.shape), torch.reciprocal(scale)[:, 0, :, 0]
 
 
 def quantize_published_blocks(
@@ -176,11 +176,11 @@ def quantize_published_blocks(
     Returns:
         data [n, m] of `dtype`, and scale_inv [ceil(n / b0), ceil(m / b1)] float32.
     """
-    blocks = _in_blocks(x, block)
+    blocks = in_blocks(x, block)
     amax = amax_of(blocks, (1, 3), keepdim=True)
     scale_inv = torch.div(amax, amax.new_tensor(largest_value(dtype)))
     scale_inv = torch.where((scale_inv == 0) | ~torch.isfinite(amax), 1.0, scale_inv)
-    return _out_of_blocks(to_fp8(torch.div(blocks.float(), scale_inv), dtype), x.shape), scale_inv[:, 0, :, 0]
+    return out_of_blocks(to_fp8(torch.div(blocks.float(), scale_inv), dtype), x.shape), scale_inv[:, 0, :, 0]
 
 
 def dequantize_blocks(data: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
@@ -203,10 +203,10 @@ def dequantize_blocks(data: torch.Tensor, scale_inv: torch.Tensor, block: tuple[
             f"data of shape {tuple(data.shape)} in blocks of {block} has scales of shape {(rows, columns)}, "
             f"not {tuple(scale_inv.shape)}"
         )
-    return _out_of_blocks(_in_blocks(from_fp8(data), block) * scale_inv[:, None, :, None], data.shape)
+    return out_of_blocks(in_blocks(from_fp8(data), block) * scale_inv[:, None, :, None], data.shape)
 
 
-def _in_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def in_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """[n, m] as [rows of blocks, b0, columns of blocks, b1], with zeros beyond the edges."""
     (n, m), (b0, b1) = x.shape, block
     rows, columns = -(-n // b0), -(-m // b1)
@@ -217,6 +217,7 @@ def _in_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return x.reshape(rows, b0, columns, b1)
 
 
-def _out_of_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def out_of_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """What `in_blocks` laid out, as [n, m] = `shape` again."""
     rows, b0, columns, b1 = blocks.shape
     return blocks.reshape(rows * b0, columns * b1)[: shape[0], : shape[1]].contiguous()
