@@ -15,7 +15,9 @@ OWN = {
     "port": "(chosen at start)",
     "api_key": "(made for each attempt)",
     "tp_size": "server.tensor",
-    "dtype": "precision",
+    "dtype": "server.dtype",
+    "quantization": "server.quantization",
+    "kv_cache_dtype": "server.kv_cache",
     "context_length": "server.context_tokens",
     "max_total_tokens": "server.max_total_tokens",
     "mem_fraction_static": "server.memory_fraction",
@@ -101,8 +103,8 @@ _REASONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         _WEIGHTS,
         (
-            "quantization",
             "quantize_and_serve",
+            "quantization_param_path",
             "rl_quant_profile",
             "modelopt_quant",
             "modelopt_checkpoint_restore_path",

@@ -106,6 +106,25 @@ class Server(Section):
         default=None, ge=1, description="KV-cache size; SGLang's own choice when absent."
     )
     memory_fraction: float = Field(default=0.85, gt=0, lt=1, description="SGLang's mem_fraction_static.")
+    dtype: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto",
+        description=(
+            "Precision of the servers' activations and of their weights that are not quantized. auto: the trainer's,"
+            " bf16 where `precision` is fp8."
+        ),
+    )
+    quantization: Literal["none", "fp8", "fp8_block", "int8"] = Field(
+        default="none",
+        description=(
+            "How the servers hold the weights of linear layers and experts, and round what enters them; embedding, LM"
+            " head, norms and router keep `dtype`. fp8: e4m3, quantized by the server while it loads. fp8_block: e4m3"
+            " in 128 x 128 blocks with `weight_scale_inv`, as published checkpoints have it; activations 1 x 128. int8:"
+            " a scale for each output channel and each token."
+        ),
+    )
+    kv_cache: Literal["auto", "fp8"] = Field(
+        default="auto", description="What keys and values are stored in. auto: `dtype`. fp8: e4m3, without a scale."
+    )
     context_tokens: int | None = Field(
         default=None,
         ge=1,

@@ -17,6 +17,7 @@ from typing import Any
 
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_options import option_problems
+from gspo_mega.config.server_precision import server_dtype
 from gspo_mega.errors import ConfigError
 
 _CONTEXT_SLACK = 8
@@ -28,6 +29,10 @@ _CONTEXT_SLACK = 8
 _READ_BY_SGLANG: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 }
+
+# SGLang's names. It recognizes the blocks of `fp8_block` by the checkpoint's own `quantization_config`.
+_QUANTIZATION = {"fp8": "fp8", "fp8_block": "fp8", "int8": "w8a8_int8"}
+_KV_CACHE = {"auto": "auto", "fp8": "fp8_e4m3"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class ServerSpec:
     log_level: str
     seed: int
     store: str
+    quantization: str = "none"
+    kv_cache: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
@@ -94,7 +101,7 @@ def spec_from_config(
         port=port,
         api_key_file=str(Path(api_key_file).absolute()),
         tensor=server.tensor,
-        dtype={"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}[config.precision],
+        dtype={"fp32": "float32", "bf16": "bfloat16"}[server_dtype(config)],
         context_tokens=context_tokens,
         max_total_tokens=server.max_total_tokens,
         memory_fraction=server.memory_fraction,
@@ -104,6 +111,8 @@ def spec_from_config(
         log_level=server.log_level,
         seed=sampling_seed(config.run.seed, attempt, index, generation),
         store=str(Path(store).absolute()),
+        quantization=server.quantization,
+        kv_cache=server.kv_cache,
         options=dict(server.options),
     )
 
@@ -148,6 +157,8 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
         "port": spec.port,
         "tp_size": spec.tensor,
         "dtype": spec.dtype,
+        "quantization": _QUANTIZATION.get(spec.quantization),
+        "kv_cache_dtype": _KV_CACHE[spec.kv_cache],
         "context_length": spec.context_tokens + _CONTEXT_SLACK,
         "max_total_tokens": spec.max_total_tokens,
         "mem_fraction_static": spec.memory_fraction,

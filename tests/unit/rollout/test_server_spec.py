@@ -74,6 +74,45 @@ def test_on_cpu(tmp_path):
     assert arguments(spec_of(tmp_path, max_total_tokens=99))["max_total_tokens"] == 99
 
 
+@pytest.mark.parametrize(
+    ("quantization", "method"), [("none", None), ("fp8", "fp8"), ("fp8_block", "fp8"), ("int8", "w8a8_int8")]
+)
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_precisions_have_sglangs_names(tmp_path, quantization, method, on_cpu):
+    assert arguments(spec_of(tmp_path, quantization=quantization), on_cpu)["quantization"] == method
+    assert arguments(spec_of(tmp_path, kv_cache="fp8"), on_cpu)["kv_cache_dtype"] == "fp8_e4m3"
+    assert arguments(spec_of(tmp_path), on_cpu)["kv_cache_dtype"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "served"),
+    [
+        ("auto", "fp32", "float32"),
+        ("auto", "bf16", "bfloat16"),
+        ("auto", "fp8", "bfloat16"),
+        ("bf16", "fp32", "bfloat16"),
+        ("fp32", "bf16", "float32"),
+    ],
+)
+def test_a_server_may_compute_in_another_precision_than_the_trainer(tmp_path, dtype, precision, served):
+    config = collector_config()
+    config = config.model_copy(
+        update={"precision": precision, "server": config.server.model_copy(update={"dtype": dtype})}
+    )
+    spec = spec_from_config(
+        config,
+        model_path=str(tmp_path),
+        weight_version=None,
+        port=1,
+        api_key_file=tmp_path / "key",
+        attempt="0001",
+        index=0,
+        generation=1,
+        store=tmp_path / "store",
+    )
+    assert arguments(spec)["dtype"] == served
+
+
 def test_on_gpu_sglang_chooses(tmp_path):
     a = arguments(spec_of(tmp_path), on_cpu=False)
     assert "device" not in a and "attention_backend" not in a and "sleep_on_idle" not in a
