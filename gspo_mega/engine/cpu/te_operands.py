@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from gspo_mega.engine.cpu.te_quantized import dequantized
+
 
 def operand(tensor: Any, columnwise: bool) -> torch.Tensor:
     """The numbers that `tensor` stands for, [rows, columns] float32; leading dimensions count as rows.
@@ -16,9 +18,5 @@ def operand(tensor: Any, columnwise: bool) -> torch.Tensor:
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         values = tensor
     else:
-        values = _dequantized(tensor, columnwise)
+        values = dequantized(tensor, columnwise)
     return values.reshape(-1, values.shape[-1]).float()
-
-
-def _dequantized(tensor: Any, columnwise: bool) -> torch.Tensor:
-    return tensor.dequantize(dtype=torch.float32)
