@@ -23,7 +23,7 @@ study refuses to mix two.
 **Arms** (`tolerance_arms.py`), three seeds each, in this order, which is that of what they decide. A seed changes the
 order of prompts and every random number of a run; SGLang's sampling is not reproducible.
     anchors    fp32 with an fp32 server; FP8 (blockwise) with an FP8 (block) server. GSPO, `old_log_probs: trainer`
-    dose       trainer fp32; the server's weights rounded to 0, 4, 2, 1 explicit mantissa bits. `old_log_probs: rollout`,
+    dose       trainer fp32; the server's weights rounded to 0, 3, 2, 1 explicit mantissa bits (FP8 has 3). `old_log_probs: rollout`,
                so that the ratio carries the gap; GSPO and GRPO
     direct     trainer fp32; server FP8 block, and with FP8 KV cache. `old_log_probs: rollout`; GSPO and GRPO
     grid       the other four of: trainer fp32, FP8 x server same, FP8 block, FP8 block + FP8 KV. GSPO, old from the trainer
