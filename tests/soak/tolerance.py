@@ -22,7 +22,8 @@ study refuses to mix two.
 
 **Arms** (`tolerance_arms.py`), three seeds each, in this order, which is that of what they decide. A seed changes the
 order of prompts and every random number of a run; SGLang's sampling is not reproducible.
-    anchors    fp32 with an fp32 server; FP8 (blockwise) with an FP8 (block) server. GSPO, `old_log_probs: trainer`
+    anchors    fp32 with an fp32 server, GSPO and GRPO; FP8 (blockwise) with an FP8 (block) server, GSPO.
+               `old_log_probs: trainer`
     dose       trainer fp32; the server's weights rounded to 0, 3, 2, 1 explicit mantissa bits (FP8 has 3). `old_log_probs: rollout`,
                so that the ratio carries the gap; GSPO and GRPO
     direct     trainer fp32; server FP8 block, and with FP8 KV cache. `old_log_probs: rollout`; GSPO and GRPO
@@ -40,6 +41,9 @@ entropy, rewards.
 **Collapse.** A run has collapsed if its weights are worse than the cold start by two standard errors, if the reward of
 its last ten steps is under half of its best ten, or if its numbers stop being finite. An arm collapses if at least two
 of its three seeds do. "Training breaks at a dose" means that.
+
+**Bears more.** An algorithm's loss at a dose is the mean accuracy of its own anchor less that of the arm. GSPO bears a
+dose better than GRPO if its loss is smaller by what is detectable, and it bears a larger dose if it breaks at fewer bits.
 
 **What can be seen.** The spread s between seeds is pooled over arms without a collapse. Two arms of three seeds differ
 detectably (two-sided 5 %, power 80 %) by (t.975 + t.80) s sqrt(2/3) with the pooled degrees of freedom: with s = .03,

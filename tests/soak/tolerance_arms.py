@@ -65,6 +65,7 @@ class Arm:
 def _arms() -> Iterator[Arm]:
     yield Arm("anchors")
     yield Arm("anchors", trainer="fp8", server="fp8_block")
+    yield Arm("anchors", algorithm="grpo")
     # Both ends of the dose first: whether it breaks anything decides what is worth running between them.
     for bits in (DOSES[-1], DOSES[0], *DOSES[1:-1]):
         for algorithm in ("gspo", "grpo"):

@@ -34,7 +34,7 @@ def row(arm="gspo-fp32-same-old_trainer", seed=1, accuracy=0.6, **changes):
 
 def test_the_arms_are_those_of_the_protocol():
     names = [arm.name for arm in tolerance_arms.ARMS]
-    assert len(names) == len(set(names)) == 18
+    assert len(names) == len(set(names)) == 19
     grid = {(a.trainer, a.server) for a in tolerance_arms.ARMS if a.old == "trainer" and a.algorithm == "gspo"}
     assert grid == {(t, s) for t in ("fp32", "fp8") for s in ("same", "fp8_block", "fp8_block+kv")}
     direct = {(a.server, a.algorithm) for a in tolerance_arms.ARMS if a.block == "direct"}
@@ -57,9 +57,14 @@ def test_an_arm_is_a_configuration(arm):
 
 def test_an_interrupted_block_has_whole_seeds():
     runs = tolerance_arms.in_order(tolerance_arms.ARMS, (1, 2, 3))
-    assert len(runs) == 54
-    assert [(arm.trainer, seed) for arm, seed in runs[:4]] == [("fp32", 1), ("fp8", 1), ("fp32", 2), ("fp8", 2)]
-    assert {arm.block for arm, _ in runs[6:30]} == {"dose"} and {seed for _, seed in runs[6:14]} == {1}
+    assert len(runs) == 57
+    assert [(arm.trainer, arm.algorithm, seed) for arm, seed in runs[:4]] == [
+        ("fp32", "gspo", 1),
+        ("fp8", "gspo", 1),
+        ("fp32", "grpo", 1),
+        ("fp32", "gspo", 2),
+    ]
+    assert {arm.block for arm, _ in runs[9:33]} == {"dose"} and {seed for _, seed in runs[9:17]} == {1}
 
 
 # --- rows and resumption --------------------------------------------------------------------------------------------
@@ -119,8 +124,8 @@ def test_an_interrupt_loses_the_run_in_flight_alone(study, tmp_path):
     assert len(tolerance_rows.read_rows(tmp_path / "rows.csv")) == 5
     study.stop_at = None
     assert tolerance.main(arguments) == 0
-    assert len(study) == len(set(study)) == 6 + 12
-    assert tolerance.main(arguments) == 0 and len(study) == 18, "nothing is left to make"
+    assert len(study) == len(set(study)) == 9 + 12
+    assert tolerance.main(arguments) == 0 and len(study) == 21, "nothing is left to make"
 
 
 def test_no_run_starts_after_the_hours(study, tmp_path):
@@ -206,13 +211,13 @@ def test_the_detectable_differences_that_the_protocol_names():
 
 def test_figures_show_every_run_and_the_page_gets_the_table(tmp_path):
     path = tmp_path / "rows.csv"
-    other = "grpo-fp32-same-1bits-old_rollout"
+    other = "gspo-fp32-same-1bits-old_rollout"
     for seed, accuracy in ((1, 0.60), (2, 0.62), (3, 0.64)):
-        tolerance_rows.append_row(path, row(seed=seed, accuracy=accuracy))
-        tolerance_rows.append_row(path, row(other, seed, accuracy - 0.1, k3=0.01 * seed, outcome="collapsed"))
+        tolerance_rows.append_row(path, row(seed=seed, accuracy=accuracy, k3_first=4e-13))
+        tolerance_rows.append_row(path, row(other, seed, accuracy - 0.1, k3_first=0.01 * seed, outcome="collapsed"))
     (tmp_path / "precision.md").write_text("above\n<!-- rows begin -->\nold\n<!-- rows end -->\nbelow\n")
     assert tolerance_figures.main(["--rows", str(path), "--out", str(tmp_path)]) == 0
-    for name, num_marks in (("tolerance_arms.svg", 6), ("tolerance_dose.svg", 3)):
+    for name, num_marks in (("tolerance_arms.svg", 6), ("tolerance_dose.svg", 6)):
         circles = ElementTree.parse(tmp_path / name).findall("{http://www.w3.org/2000/svg}circle")
         assert len(circles) == num_marks + 3
     page = (tmp_path / "precision.md").read_text()
@@ -248,7 +253,7 @@ def test_the_plan_of_the_study_is_its_command(capsys, tmp_path):
     tolerance_rows.append_row(tmp_path / "rows.csv", row())
     assert tolerance.main(["--plan", "--rows", str(tmp_path / "rows.csv")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 54 and "has a row" in lines[0] and "has a row" not in "".join(lines[1:])
+    assert len(lines) == 57 and "has a row" in lines[0] and "has a row" not in "".join(lines[1:])
     assert tolerance.main(["--plan", "--breaking", "0", "--rows", str(tmp_path / "rows.csv")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 12
 
