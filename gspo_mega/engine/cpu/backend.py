@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from gspo_mega.engine.cpu import te_loading
+from gspo_mega.engine.cpu import te_attention, te_loading
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -149,12 +150,18 @@ def _complete_megatron() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
 
+    # It warns if the CPU's random state changes inside a region that has the GPU's; here the two are one.
+    tracker_log = logging.getLogger("megatron.core.tensor_parallel.random")
+    tracker_log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
     # Without Transformer Engine its classes are stand-ins, which latent attention must not pass to `isinstance`; and
     # 0.19 does not import Megatron's own linear layer there.
     import megatron.core.transformer.multi_latent_attention as multi_latent_attention
     from megatron.core.post_training.modelopt.layers import Linear
 
-    if not te_loading.is_loaded():
+    if te_loading.is_loaded():
+        te_attention.replace_kernel()
+    else:
         multi_latent_attention.HAVE_TE = False
         multi_latent_attention.Linear = Linear
 

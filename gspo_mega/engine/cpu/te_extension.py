@@ -24,19 +24,19 @@ def _numbered(name: str, members: str, start: int = 0) -> type[enum.IntEnum]:
     return enum.IntEnum(name, members.split(), start=start)
 
 
-DType = enum.IntEnum(
-    "DType",
-    dict(
-        kByte=0,
-        kInt32=2,
-        kFloat32=4,
-        kFloat16=5,
-        kBFloat16=6,
-        kFloat8E4M3=7,
-        kFloat8E5M2=8,
-        kFloat4E2M1=10,
-    ),
-)
+class DType(enum.IntEnum):
+    """The extension's tags of number formats."""
+
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+
 TORCH_DTYPES = {
     int(DType.kByte): torch.uint8,
     int(DType.kInt32): torch.int32,

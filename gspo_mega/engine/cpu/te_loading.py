@@ -18,14 +18,14 @@ import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gspo_mega.config.layer_library import TRANSFORMER_ENGINE_VARIABLE as VARIABLE
 from gspo_mega.errors import ModelError
 
 _SETS_UP = "launch/setup.sh"
 # Each puts its functions into the extension when it is imported, which has to be before Transformer Engine copies them.
-_KERNELS: tuple[str, ...] = ()
+_KERNELS: tuple[str, ...] = ("te_products", "te_norms", "te_rotary", "te_rows", "te_optimizer")
 _ONNX_NAMES = (
     "torch_onnx_gemm_inf_op",
     "onnx_quantize_fp8_op",
@@ -77,6 +77,7 @@ def load_transformer_engine(folder: Path | None = None) -> None:
     _stand_in_for_onnx()
     sys.path.append(str(folder))
     _import_without_library(folder)
+    importlib.import_module("gspo_mega.engine.cpu.te_device").pretend()
     _loaded = True
 
 
@@ -88,10 +89,10 @@ def _import_without_library(folder: Path) -> None:
         bare = types.ModuleType("transformer_engine")
         bare.__path__ = [str(folder / "transformer_engine")]
         sys.modules["transformer_engine"] = bare
-        common = importlib.import_module("transformer_engine.common")
+        common: Any = importlib.import_module("transformer_engine.common")
         common.load_framework_extension = lambda framework: None  # `provide` has done it
         del sys.modules["transformer_engine"]
-        package = importlib.import_module("transformer_engine")
+        package: Any = importlib.import_module("transformer_engine")
         package.common = common  # Python binds a part to its package when it is first imported: above, to `bare`
         # The package swallows an ImportError of its part for torch.
         importlib.import_module("transformer_engine.pytorch")
