@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_mega.budget.attribution import Estimate
+from gspo_mega.budget.budget_findings import Findings
 from gspo_mega.budget.causes import ALTERNATIVES, CAUSES, ENGINES, R3, Facts, Nothing
-from gspo_mega.budget.findings import Findings
 
 # Clipped by the engines alone, without an update: what a run can bear.
 BEARABLE = 0.05
 # A cause is worth a sentence from this share of the squared mismatch on; an order matters from this difference on.
 _MAIN, _INTERACTION = 0.1, 0.1
+# A mismatch below this many widths of the clip range is rounding that no decision depends on.
+_NOTHING = 0.01
 
 
 @dataclass
@@ -83,6 +85,9 @@ def _direct_use(facts: Facts, findings: Findings, advice: Advice) -> None:
 
 
 def _origin(findings: Findings, advice: Advice) -> None:
+    if findings.total.band_share.below(_NOTHING):
+        advice.sentences.append("What is left is rounding far below the clip range; its parts say nothing more.")
+        return
     orders = list(findings.parts.values())
     shares = {name: [parts[name].share for parts in orders if name in parts] for name in orders[0]}
     ranked = sorted(shares, key=lambda name: -abs(shares[name][0]))

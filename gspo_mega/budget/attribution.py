@@ -108,6 +108,16 @@ def ratio_estimate(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) 
     return Estimate(ratio, error)
 
 
+def share_estimate(flags: np.ndarray, groups: np.ndarray) -> Estimate:
+    """The share of true `flags` [N] bool. None or all of N say no more than that the share is within 3 / N of that,
+    which two standard errors then are.
+    """
+    estimate = ratio_estimate(flags.astype(float), np.ones(len(flags)), groups)
+    if len(flags) and estimate.value in (0.0, 1.0):
+        return Estimate(estimate.value, 1.5 / len(flags))
+    return estimate
+
+
 def three_lengths(lengths: np.ndarray) -> tuple[int, ...]:
     """A ninth, a third and the whole of the length that half of the sequences reach, each at least 1, once each."""
     longest = int(np.sort(lengths)[len(lengths) // 2])
@@ -150,8 +160,8 @@ def make_row(values: np.ndarray, tokens: Tokens, band: Band, lengths: Sequence[i
         mean=ratio_estimate(values, ones, by_token),
         at_length=tuple(described),
         band_share=ratio_estimate(np.abs(units) / band.width, each, groups),
-        negative=ratio_estimate((units < band.low).astype(float), each, groups),
-        positive=ratio_estimate((units > band.high).astype(float), each, groups),
+        negative=share_estimate(units < band.low, groups),
+        positive=share_estimate(units > band.high, groups),
         maximum=float(np.abs(values).max(initial=0.0)),
     )
 

@@ -45,19 +45,26 @@ def run_budget(context: WorkerContext) -> dict[str, Any] | None:
     work = read_json(attempt.work_file)
     assert work is not None, "the budget's attempt has no work"
     try:
-        if work["server"] and context.is_lead:
-            _server_points(context, attempt, work)
+        evaluate(context, work, attempt.path)
     except StopRequested as request:
         return {"stopped": str(request)}
-    dist.barrier()  # the tokens are there for all ranks
-    if work["trainer"]:
-        beats.enter("train")
-        _trainer_points(context, attempt, work)
     return {"points": len(work["server"]) + len(work["trainer"])} if context.is_lead else None
 
 
-def _server_points(context: WorkerContext, attempt: Attempt, work: dict[str, Any]) -> None:
-    config = context.config
+def evaluate(context: WorkerContext, work: dict[str, Any], folder: Path) -> None:
+    """Evaluate the points of `work` and leave their log-probs in `folder`, an existing one. Collective over all ranks.
+    Raises StopRequested on rank 0.
+    """
+    if work["server"] and context.is_lead:
+        _server_points(context, work, folder)
+    dist.barrier()  # the tokens are there for all ranks
+    if work["trainer"]:
+        beats.enter("train")
+        _trainer_points(context, work, folder)
+
+
+def _server_points(context: WorkerContext, work: dict[str, Any], folder: Path) -> None:
+    config, attempt = context.config, Attempt(context.attempt_dir)
     spec = read_model_spec(config.model.path)
     stop_request = StopRequest(context.attempt_dir)
     points = [point_from_json(value) for value in work["server"]]
@@ -69,7 +76,7 @@ def _server_points(context: WorkerContext, attempt: Attempt, work: dict[str, Any
             on_wait = wait_for_servers(pool, config, stop_request)
             beats.enter("rollout")
             tokens = sample_tokens(rollouts, config, on_wait)
-            tokens.save(attempt.path)
+            tokens.save(folder)
         else:
             pool = stack.enter_context(ServerPool(config.rollout, spec, attempt))
             on_wait = wait_for_servers(pool, config, stop_request)
@@ -79,12 +86,12 @@ def _server_points(context: WorkerContext, attempt: Attempt, work: dict[str, Any
             on_wait()
             started = time.monotonic()
             values = score_on_server(pool, config, tokens, point)
-            np.save(attempt.path / f"{point.name}.npy", values)
+            np.save(folder / f"{point.name}.npy", values)
             logging.info("%s %s: %.1f s", point.name, point.settings, time.monotonic() - started)
 
 
-def _trainer_points(context: WorkerContext, attempt: Attempt, work: dict[str, Any]) -> None:
-    tokens = FixedTokens.load(Path(work["tokens"] or attempt.path))
+def _trainer_points(context: WorkerContext, work: dict[str, Any], folder: Path) -> None:
+    tokens = FixedTokens.load(Path(work["tokens"] or folder))
     file = RunFolder(context.run_dir).config_file
     engine: PolicyEngine | None = None
     built = ""
@@ -101,8 +108,8 @@ def _trainer_points(context: WorkerContext, attempt: Attempt, work: dict[str, An
             kind = point.values.get(PACKING, "planned")
             log_probs, entropies = score_on_trainer(engine, config, tokens, kind)
             if context.is_lead:
-                np.save(attempt.path / f"{point.name}.npy", log_probs)
-                np.save(attempt.path / f"{point.name}.entropies.npy", entropies)
+                np.save(folder / f"{point.name}.npy", log_probs)
+                np.save(folder / f"{point.name}.entropies.npy", entropies)
                 logging.info("%s %s: %.1f s", point.name, point.settings, time.monotonic() - started)
             beats.beat()
     finally:

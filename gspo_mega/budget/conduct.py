@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from gspo_mega.budget.advice import advise
+from gspo_mega.budget.budget_findings import Findings, find
 from gspo_mega.budget.causes import ALTERNATIVES, CAUSES, ONE_RANK, Facts, Nothing, Settings, value_of
-from gspo_mega.budget.findings import Findings, find
 from gspo_mega.budget.fixed_tokens import FixedTokens
 from gspo_mega.budget.report_budget import as_json, render
 from gspo_mega.budget.walks import Plan, Point, make_plan

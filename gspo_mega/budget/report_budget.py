@@ -8,14 +8,14 @@ from typing import Any
 
 from gspo_mega.budget.advice import Advice
 from gspo_mega.budget.attribution import Estimate, Row
-from gspo_mega.budget.findings import Findings
+from gspo_mega.budget.budget_findings import Findings
 
 _LEGEND = (
     "k3: mean(e^x - 1 - x) per token, nats, of the difference x that the cause adds to d = trainer - rollout;",
-    "log s: mean of x over the first so many tokens of a sequence, mean +- sd; band: mean |log s| in widths of the",
-    "clip range; A<0, A>0: share that the clip range would cut off with no update at all, had the cause acted alone;",
-    "forward, backward: share of the squared mismatch, 100 % in each order. (+-): one standard error, from the spread",
-    "between prompts.",
+    "band: mean |log s| in widths of the clip range, log s being the mean of x over a sequence (or over its first so",
+    "many tokens); A<0, A>0: share that the clip range would cut off with no update at all, had the cause acted alone;",
+    "forward, backward: share of the squared mismatch in each order of changing the causes, 100 % together.",
+    "(+-): one standard error, from the spread between prompts.",
 )
 
 
@@ -45,25 +45,31 @@ def _finite(value: Any) -> Any:
 def _table(findings: Findings) -> list[str]:
     orders = list(findings.parts)
     first = findings.parts[orders[0]]
-    width = max(len("all together"), *(len(name) for name in [*first, *findings.alternatives]))
-    log_s = "  ".join(f"{f'log s at {length}':>17}" for length in findings.lengths)
-    shares = "  ".join(f"{order:>8}" for order in orders)
+    shares = {name: [f"{findings.parts[order][name].share:.1%}" for order in orders] for name in first}
+    rows = {name: part.row for name, part in first.items()} | {"all together": findings.total}
+    shares["all together"] = ["100.0%"] * len(orders)
+    for other in findings.alternatives.values():
+        rows["with " + ", ".join(f"{key}={value}" for key, value in other.settings.items())] = other.row
+    width = max(map(len, rows))
+    headings = "  ".join(f"{order:>8}" for order in orders)
     lines = [
         f"{findings.num_sequences} sequences of {findings.num_prompts} prompts, {findings.num_tokens} response tokens;"
         f" clip range of log s {findings.band.low:.1e} to {findings.band.high:+.1e}"
         + (" per token" if findings.band.per_token else ""),
         "",
-        f"{'cause':<{width}}  {'k3 per token':>17}  {log_s}  {'band':>14}  {'A<0':>7}  {'A>0':>7}  {'max |x|':>7}  "
-        + shares,
+        f"{'cause':<{width}}  {'k3 per token':>17}  {'band':>15}  {'A<0':>8}  {'A>0':>8}  {'max |x|':>7}  {headings}",
     ]
-    for name, part in first.items():
-        by_order = "  ".join(f"{findings.parts[order][name].share:8.1%}" for order in orders)
-        lines.append(f"{name:<{width}}  {_numbers(part.row)}  {by_order}")
-    lines.append(f"{'all together':<{width}}  {_numbers(findings.total)}  " + "  ".join(["  100.0%"] * len(orders)))
-    for name, other in findings.alternatives.items():
-        lines.append(f"{name:<{width}}  {_numbers(other.row)}  " + "  ".join([f"{'-':>8}"] * len(orders)))
+    for name, row in rows.items():
+        by_order = "  ".join(f"{share:>8}" for share in shares.get(name, ["-"] * len(orders)))
+        lines.append(f"{name:<{width}}  {_numbers(row)}  {by_order}")
     for order in orders[1:]:
-        lines += [f"  {order}: {name} k3 {part.row.k3.value:.2e}" for name, part in _other(findings, order)]
+        lines += [f"  {order}: {name} k3 {part.row.k3.value:.1e}" for name, part in _other(findings, order)]
+    lines += ["", f"{'':<{width}}  " + "  ".join(f"{f'log s at {length}':>26}" for length in findings.lengths)]
+    for name, row in rows.items():
+        log_s = "  ".join(
+            f"{f'{at.mean.value:+.1e} (+-{_short(at.mean.error)}) sd {at.sd:.1e}':>26}" for at in row.at_length
+        )
+        lines.append(f"{name:<{width}}  {log_s}")
     return lines
 
 
@@ -76,10 +82,9 @@ def _other(findings: Findings, order: str):
 
 
 def _numbers(row: Row) -> str:
-    log_s = "  ".join(f"{f'{at.mean.value:+.1e}+-{at.sd:.1e}':>17}" for at in row.at_length)
     return (
-        f"{f'{row.k3.value:.1e} (+-{_short(row.k3.error)})':>17}  {log_s}"
-        f"  {_share(row.band_share):>14}  {_percent(row.negative):>7}  {_percent(row.positive):>7}  {row.maximum:7.1e}"
+        f"{f'{row.k3.value:.1e} (+-{_short(row.k3.error)})':>17}  {_share(row.band_share):>15}"
+        f"  {_percent(row.negative):>8}  {_percent(row.positive):>8}  {row.maximum:7.1e}"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gspo_mega.config.schema.section import MAY_CHANGE, Section
+from gspo_mega.config.schema.section import Section
 
 
 class Budget(Section):
@@ -15,21 +15,16 @@ class Budget(Section):
     num_prompts: int = Field(
         default=32,
         ge=1,
-        json_schema_extra=MAY_CHANGE,
         description="Prompts of the run's own data whose responses are scored; standard errors need at least 2.",
     )
-    samples_per_prompt: int = Field(
-        default=4, ge=1, json_schema_extra=MAY_CHANGE, description="Responses sampled for each of them."
-    )
+    samples_per_prompt: int = Field(default=4, ge=1, description="Responses sampled for each of them.")
     together: int = Field(
         default=64,
         ge=1,
-        json_schema_extra=MAY_CHANGE,
         description="Requests that a server scores at the same time, where it does not score each one alone.",
     )
     reference: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        json_schema_extra=MAY_CHANGE,
         description=(
             "Precision in which both engines must agree. bf16 where the model does not fit in fp32; what fp32 would"
             " show then stays between the engines."
@@ -37,6 +32,5 @@ class Budget(Section):
     )
     causes: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(),
-        json_schema_extra=MAY_CHANGE,
         description="Names of the causes to change, as the table shows them; all of them by default.",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,8 +40,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Other:
-    """An alternative as a whole: its row, and its k3 less the run's own, token by token."""
+    """An alternative as a whole: the settings in which it differs from the run, its row, and its k3 less the run's
+    own, token by token.
+    """
 
+    settings: Mapping[str, Any]
     row: Row
     k3_change: Estimate
 
@@ -97,7 +101,7 @@ def find(
     alternatives = {}
     for name, point in plan.alternatives.items():
         other = log_probs[point] - log_probs[plan.sampled]
-        alternatives[name] = Other(make_row(other, tokens, band, lengths), _k3_change(other, d, tokens))
+        alternatives[name] = Other(point.values, make_row(other, tokens, band, lengths), _k3_change(other, d, tokens))
     return Findings(
         num_prompts=len(set(tokens.prompt.tolist())),
         num_sequences=len(tokens.prompt),
