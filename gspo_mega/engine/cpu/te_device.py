@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from typing import Any
+from typing import Any, cast
 
 import torch
+
+from gspo_mega.engine.cpu.te_quantized import dequantized
 
 _PACKAGE = "transformer_engine"
 # Hopper has every recipe but mxfp8, and block scales in fp32 or powers of two; mxfp8 came with Blackwell.
@@ -45,7 +47,8 @@ _CUDA = _Seen(
         is_current_stream_capturing=lambda: False,
     ),
 )
-_TORCH = _Seen(torch, dict(cuda=_CUDA))
+_VERSION = _Seen(cast(types.ModuleType, torch.version), dict(cuda="13.0"))  # the first with every recipe is 12.9
+_TORCH = _Seen(torch, dict(cuda=_CUDA, version=_VERSION))
 
 
 def pretend() -> None:
@@ -57,6 +60,13 @@ def pretend() -> None:
     distributed: Any = sys.modules[f"{_PACKAGE}.pytorch.distributed"]
     distributed._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=True: torch.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, device=-1, graph_safe=True: torch.set_rng_state(state)
+    # It moves an MXFP8 tensor that lies elsewhere to a GPU before it reads it.
+    mx: Any = sys.modules[f"{_PACKAGE}.pytorch.tensor.storage.mxfp8_tensor_storage"]
+    mx._FromMXFP8Func.forward = staticmethod(lambda context, tensor, dtype: _read_mx(tensor).to(dtype))
+
+
+def _read_mx(tensor: Any) -> torch.Tensor:
+    return dequantized(tensor, columnwise=tensor._rowwise_data is None)
 
 
 def compute_as_gpu_of(recipe: str | None) -> None:
