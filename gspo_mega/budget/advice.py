@@ -69,10 +69,11 @@ def _direct_use(facts: Facts, findings: Findings, advice: Advice) -> None:
         f" of the {what} with A < 0 and {percent(total.positive)} of those with A > 0, with no update at all"
     )
     both = (total.negative, total.positive)
+    is_rounding = total.band_share.below(_NOTHING)
     if any(share.above(BEARABLE) for share in both):
         advice.sentences.append(f"{_capital(clipped)}: recompute them.")
         advice.keys["old_log_probs"] = ("trainer", f"the servers' would clip {percent(total.negative)} of A < 0")
-    elif all(share.below(BEARABLE) for share in both) and not findings.faults:
+    elif (is_rounding or all(share.below(BEARABLE) for share in both)) and not findings.faults:
         advice.sentences.append(f"{_capital(clipped)}: the clip range can bear that.")
         if facts.config.old_log_probs == "trainer" and facts.config.mismatch.correction != "none":
             advice.sentences.append("A correction of the mismatch has next to nothing to correct here.")

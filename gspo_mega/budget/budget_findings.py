@@ -131,7 +131,8 @@ def _faults(
     entropies: np.ndarray,
 ) -> list[Fault]:
     links = next(iter(plan.walks.values()))
-    sides: dict[str, Side] = {link.cause: link.end.side for link in links if link.cause not in (ENGINES, SAMPLING)}
+    sides: dict[str, Side] = {link.cause: link.end.side for link in links if link.cause != ENGINES}
+    sides[SAMPLING] = "server"
     bridge = next(link for link in links if link.cause == ENGINES)
     reference = Sequences(
         [len(sequence.prompt) for sequence in fixed.sequences],
@@ -142,7 +143,7 @@ def _faults(
         log_probs[plan.trained],
         fixed.of_responses(entropies),
         fixed.tokens(),
-        units_of(facts, sides | {SAMPLING: "server"}, plan.nothing, UNITS),
+        units_of(facts, sides, plan.nothing, UNITS),
         facts.spec.num_layers,
         facts.config.rollout.temperature,
         reference,

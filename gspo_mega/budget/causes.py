@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
 from gspo_mega.model.spec import ModelSpec
@@ -56,7 +57,7 @@ class Nothing:
 @dataclass(frozen=True)
 class Cause:
     """`neutral`: the settings in which it contributes nothing, or why it cannot be changed. `pinned`: it keeps its
-    place in every order. `after`: the cause that comes before this one in every order. `avoidable`: a user may well
+    place in every order. `after`: causes that come before this one in every order. `avoidable`: a user may well
     run with the neutral setting.
     """
 
@@ -65,7 +66,7 @@ class Cause:
     meaning: str
     neutral: Callable[[Facts], Settings | Nothing]
     pinned: bool = False
-    after: str | None = None
+    after: tuple[str, ...] = ()
     avoidable: bool = False
 
 
@@ -117,7 +118,7 @@ def _server_head(facts: Facts) -> Settings | Nothing:
 def _trainer_fp8(facts: Facts) -> Settings | Nothing:
     if facts.config.precision != "fp8":
         return Nothing(f"precision is {facts.config.precision}", True)
-    return {"precision": "bf16", "fp8.parameters": False}
+    return {"precision": "bf16", "fp8.parameters": False, "engine.transformer_engine": True}
 
 
 def _trainer_precision(facts: Facts) -> Settings | Nothing:
@@ -126,7 +127,13 @@ def _trainer_precision(facts: Facts) -> Settings | Nothing:
         return Nothing(f"the trainer's plain layers compute in {reference}", True)
     if facts.config.precision == "fp32":
         return Nothing(f"precision is fp32, finer than budget.reference {reference}", False)
-    return {"precision": reference}
+    return {"precision": reference, "engine.transformer_engine": None}
+
+
+def _trainer_layers(facts: Facts) -> Settings | Nothing:
+    if not has_transformer_engine_layers(facts.config, facts.device == "gpu"):
+        return Nothing("the trainer's layers are Megatron's plain ones", True)
+    return {"engine.transformer_engine": False}
 
 
 def _layout(facts: Facts) -> Settings | Nothing:
@@ -200,7 +207,7 @@ CAUSES: tuple[Cause, ...] = (
         "server",
         "the servers' weights and activations against those of the reference",
         _server_precision,
-        after="server LM head",
+        after=("server LM head",),
     ),
     Cause(
         "trainer precision",
@@ -208,7 +215,20 @@ CAUSES: tuple[Cause, ...] = (
         "the trainer's layers in its plain precision against the reference",
         _trainer_precision,
     ),
-    Cause("trainer FP8", "trainer", "FP8 products against bf16 ones", _trainer_fp8, after="trainer precision"),
+    Cause(
+        "trainer layers",
+        "trainer",
+        "Transformer Engine's layers against Megatron's plain ones",
+        _trainer_layers,
+        after=("trainer precision",),
+    ),
+    Cause(
+        "trainer FP8",
+        "trainer",
+        "FP8 products against bf16 ones",
+        _trainer_fp8,
+        after=("trainer precision", "trainer layers"),
+    ),
     Cause("trainer LM head", "trainer", "the trainer's LM head against fp32", _trainer_head),
     Cause(
         "trainer packing",

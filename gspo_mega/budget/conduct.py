@@ -23,14 +23,13 @@ from gspo_mega.budget.fixed_tokens import FixedTokens
 from gspo_mega.budget.report_budget import as_json, render
 from gspo_mega.budget.walks import Plan, Point, make_plan
 from gspo_mega.config import LoadedConfig, load_config
+from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.errors import ConfigError, GspoMegaError, PlanError, RankError
 from gspo_mega.launcher.gpus_and_ports import device_here
 from gspo_mega.launcher.local.launch_local import WORKER_COMMAND, launch
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import plan_run
 from gspo_mega.run_folder import RunFolder, atomic_write_json
-
-_RANKS = "cluster.ranks_per_node"
 
 
 @dataclass
@@ -71,6 +70,7 @@ class Conduct:
             "server.num_servers=1",
             "batch.num_mini_batches=1",
             "old_log_probs=trainer",
+            "optimizer.moments_dtype=fp32",
             "eval=null",
         ]
         if self.facts.spec.moe is not None:
@@ -108,14 +108,14 @@ class Conduct:
         """Every point of the walks; (0, the plan) when all are there, (the exit code, the plan) after a stop."""
         self.refuse_impossible()
         plan = make_plan(self.facts, both_orders, self.refused)
-        starts = len({_start_of(point, self.facts) for point in plan.points})
+        starts = len({self.start_of(point) for point in plan.points})
         self.say(
             f"budget   {len(plan.points)} evaluations of the same tokens on {starts} starts of servers or ranks; run"
             f" folder {self.folder.path}"
         )
         while missing := [point for point in plan.points if point not in self.done]:
-            first = _start_of(missing[0], self.facts)
-            together = [point for point in missing if _start_of(point, self.facts) == first]
+            first = self.start_of(missing[0])
+            together = [point for point in missing if self.start_of(point) == first]
             failure, code = self.start(together)
             if code:
                 return code, plan
@@ -127,6 +127,15 @@ class Conduct:
                 self.say(f"  {cause} cannot be changed here: {self.refused[cause]}")
                 plan = make_plan(self.facts, both_orders, self.refused)
         return 0, plan
+
+    def start_of(self, point: Point) -> tuple[Any, ...]:
+        """What the points of one start have in common: the server's keys, or the ranks and what they load."""
+        if point.side == "server":
+            return ("server", json.dumps(point.keys, sort_keys=True))
+        config = self.load(point.keys).config
+        # On a CPU a process finds Transformer Engine when it starts, or never.
+        library = self.facts.device == "cpu" and has_transformer_engine_layers(config, has_gpu=False)
+        return ("trainer", config.cluster.ranks_per_node, library)
 
     def start(self, points: list[Point]) -> tuple[RankError | None, int]:
         """Evaluate points of one start; (the failure of its processes, the exit code of a stop)."""
@@ -163,7 +172,7 @@ class Conduct:
         if failure is None and code == 0:
             self.done |= {point: attempt.path / f"{point.name}.npy" for point in points}
             self.tokens = self.tokens or attempt.path
-            self.say(f"  {_describe(points, self.facts):<60} {time.monotonic() - started:5.1f} s")
+            self.say(f"  {_describe(points, self.start_of(points[0])):<60} {time.monotonic() - started:5.1f} s")
         return failure, code
 
     def findings(self, plan: Plan) -> Findings:
@@ -201,20 +210,13 @@ def budget(
     return 1 if findings.faults else 0
 
 
-def _start_of(point: Point, facts: Facts) -> tuple[Any, ...]:
-    """What a start has for this point: the server's keys, or the number of ranks."""
-    if point.side == "server":
-        return ("server", json.dumps(point.keys, sort_keys=True))
-    return ("trainer", point.keys.get(_RANKS, value_of(facts.config, _RANKS)))
-
-
-def _describe(points: list[Point], facts: Facts) -> str:
-    keys = points[0].keys
+def _describe(points: list[Point], start: tuple[Any, ...]) -> str:
+    count = f"{len(points)} evaluation{'s' if len(points) > 1 else ''}"
     if points[0].side == "server":
-        what = ", ".join(f"{key}={value}" for key, value in keys.items()) or "as in the run"
-        return f"server {what}: {len(points)} evaluations"
-    ranks = _start_of(points[0], facts)[1]
-    return f"trainer on {ranks} rank{'s' if ranks > 1 else ''}: {len(points)} evaluations"
+        what = ", ".join(f"{key}={value}" for key, value in points[0].keys.items()) or "as in the run"
+        return f"server {what}: {count}"
+    library = " with Transformer Engine" if start[2] else ""
+    return f"trainer on {start[1]} rank{'s' if start[1] > 1 else ''}{library}: {count}"
 
 
 def _as_overrides(settings: Mapping[str, Any]) -> list[str]:

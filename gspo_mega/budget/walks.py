@@ -141,11 +141,11 @@ def make_plan(
 def _reversed(causes: list[Cause]) -> list[Cause]:
     """The other order: pinned causes keep their places, and each cause stays behind its `after`."""
     free = [cause for cause in reversed(causes) if not cause.pinned]
-    for cause in [cause for cause in free if cause.after is not None]:
-        places = [index for index, other in enumerate(free) if other.name == cause.after]
-        if places and free.index(cause) < places[0]:
+    for cause in [cause for cause in causes if cause.after and not cause.pinned]:
+        last = max((index for index, other in enumerate(free) if other.name in cause.after), default=-1)
+        if free.index(cause) < last:
             free.remove(cause)
-            free.insert(places[0], cause)
+            free.insert(last, cause)
     order = iter(free)
     return [cause if cause.pinned else next(order) for cause in causes]
 

@@ -67,6 +67,7 @@ def test_every_cause_of_a_quantized_run_is_changed():
         MOE,
         "gpu",
         precision="fp8",
+        engine=dict(transformer_engine=True),
         server=dict(quantization="fp8", kv_cache="fp8", attention_backend="fa3"),
         rollout=dict(return_routed_experts=True, temperature=0.7),
         moe=dict(routing_replay="R3"),
@@ -79,7 +80,7 @@ def test_every_cause_of_a_quantized_run_is_changed():
     assert set(forward) == set(backward) == {cause.name for cause in CAUSES} - {"trainer LM head"} | {ENGINES}
     # fp32 first, then bf16, then fp8, whatever the order; the LM head before the rest of its server.
     for names in (forward, backward):
-        assert names.index("trainer precision") < names.index("trainer FP8")
+        assert names.index("trainer precision") < names.index("trainer layers") < names.index("trainer FP8")
         assert names.index("server LM head") < names.index("server precision")
     free = ("server batch", "server KV cache", "server quantization")
     assert [n for n in backward if n in free] == [n for n in forward if n in free][::-1]
@@ -89,10 +90,10 @@ def test_precisions_of_the_trainer_come_one_after_the_other():
     plan = make_plan(facts(precision="fp8"))
     for links in plan.walks.values():
         by_cause = {link.cause: link for link in links}
-        precision, fp8 = by_cause["trainer precision"], by_cause["trainer FP8"]
-        assert precision.start.keys["precision"] == "fp32"
-        assert precision.end.keys["precision"] == fp8.start.keys["precision"] == "bf16"
-        assert "precision" not in fp8.end.keys
+        chain = [by_cause[name] for name in ("trainer precision", "trainer layers", "trainer FP8")]
+        states = [(link.start.keys["precision"], link.start.keys["engine.transformer_engine"]) for link in chain]
+        assert states == [("fp32", None), ("bf16", False), ("bf16", True)]
+        assert "precision" not in chain[-1].end.keys and "engine.transformer_engine" not in chain[-1].end.keys
 
 
 def test_a_walk_begins_with_the_samples_and_ends_with_the_run():
