@@ -27,6 +27,7 @@ _ONLY = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 # What else such a configuration may say, without a meaning for the stored weights.
 _UNDERSTOOD = {*_ONLY, "weight_block_size", "scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize"}
 _ROUTER = ".router.weight"
+_BLACKWELL = ("B200",)
 
 
 def read_block_fp8(reader: ConfigReader) -> BlockFp8 | None:
@@ -78,8 +79,12 @@ def served_layout(config: Config) -> BlockFp8 | None:
 
 
 def has_powers_of_two(config: Config) -> bool:
-    """Are the scales of published blocks powers of two? `fp8.block_scales` says so in any precision of the trainer."""
-    return getattr(config.fp8, "block_scales", "power_of_two") == "power_of_two"
+    """Are the scales of published blocks powers of two? As `fp8.block_scales` says, in any precision of the trainer.
+
+    `auto`: on Blackwell, whose hardware has no others.
+    """
+    asked = getattr(config.fp8, "block_scales", "auto")
+    return config.cluster.gpu in _BLACKWELL if asked == "auto" else asked == "power_of_two"
 
 
 def is_quantizable(entry: TensorEntry) -> bool:
