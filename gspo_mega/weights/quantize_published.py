@@ -25,6 +25,7 @@ from gspo_mega.model.block_fp8 import (
 from gspo_mega.model.families import TensorEntry
 from gspo_mega.model.spec import BlockFp8
 from gspo_mega.quantization.fp8 import quantize_blocks, quantize_published_blocks
+from gspo_mega.quantization.served import OnLoad
 
 if TYPE_CHECKING:
     from gspo_mega.weights.gather import PolicyTensors
@@ -99,6 +100,12 @@ class PublishedForm:
         """Bytes of one version."""
         entries = [entry for fused in policy.table.values() for entry in fused]
         return stored_bytes(self.stored, entries, self.plain.itemsize)
+
+
+def quantised_on_load(config: Config) -> OnLoad | None:
+    """How servers quantise plain weights while they load them; None where they do not."""
+    kind = config.server.quantization
+    return kind if kind in ("fp8", "int8") else None
 
 
 def plain_form(dtype: torch.dtype) -> PublishedForm:
