@@ -27,13 +27,7 @@ def differing_blocks(config: Config, spec: ModelSpec) -> dict[str, str]:
     found = {}
     for entry in entries:
         size = sizes.tensor if entry.expert is None else (sizes.expert_tensor or sizes.tensor)
-        key = (
-            entry.role,
-            entry.sharding,
-            entry.shape,
-            size,
-            entry.parameter.rpartition(".layers.")[2].split(".", 1)[-1],
-        )
+        key = (entry.role, entry.sharding, entry.shape, size)
         if key not in seen:
             seen[key] = block_difference(spec, entry, size)
         if (why := seen[key]) is not None:
