@@ -5,9 +5,12 @@ sent, fused as SGLang fuses it, and a wrong scale is caught by name.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from quantized_models import make_blocks_model
 from rank_pool import RankPools
 from servers import Serve, run_config
