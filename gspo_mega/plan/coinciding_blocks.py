@@ -8,7 +8,7 @@ No torch. The quantiser itself is the same on both sides (`gspo_mega.quantizatio
 from __future__ import annotations
 
 from gspo_mega.config.schema import Config
-from gspo_mega.model.block_fp8 import SERVED_BLOCK, has_powers_of_two, is_quantizable
+from gspo_mega.model.block_fp8 import SERVED_BLOCK, is_quantizable, publishes_powers_of_two
 from gspo_mega.model.families import Block, TensorEntry, hf_tensors, parameter_blocks, parameter_shape
 from gspo_mega.model.spec import ModelSpec
 
@@ -42,7 +42,7 @@ def _pair_difference(config: Config) -> str | None:
         return f"precision {config.precision}: the trainer multiplies weights that are not rounded to FP8"
     if config.fp8.recipe != "blockwise":
         return f"fp8.recipe {config.fp8.recipe}: the trainer rounds with other scales than one per 128 x 128 block"
-    if config.fp8.parameters and not has_powers_of_two(config):
+    if config.fp8.parameters and not publishes_powers_of_two(config):
         return (
             "fp8.parameters: what is published is rounded a second time from the trainer's FP8 values, whose float32"
             " scales do not come back to the bit (fp8.block_scales power_of_two gives the same values)"

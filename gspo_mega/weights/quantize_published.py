@@ -15,8 +15,8 @@ import torch
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
 from gspo_mega.model.block_fp8 import (
-    has_powers_of_two,
     is_quantized,
+    publishes_powers_of_two,
     scale_name,
     scale_shape,
     served_layout,
@@ -118,5 +118,5 @@ def published_form(config: Config) -> PublishedForm:
     trainer = _DTYPES["fp32" if config.precision == "fp32" else "bf16"]
     plain = _DTYPES[server_dtype(config)]
     return PublishedForm(
-        trainer, plain, served_layout(config), "power_of_two" if has_powers_of_two(config) else "float32"
+        trainer, plain, served_layout(config), "power_of_two" if publishes_powers_of_two(config) else "float32"
     )

@@ -76,7 +76,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tolerance_arms import ARMS, BLOCKS, SEEDS, Arm, breaking_arms, in_order
-from tolerance_rows import Row, append_row, finished, has_collapsed, measured, read_rows
+from tolerance_rows import NO_GAP, Row, append_row, finished, has_collapsed, measured, read_rows
 
 from gspo_mega.errors import NumericsError
 from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
@@ -151,6 +151,10 @@ class Study:
         minutes = (time.monotonic() - began) / 60
         steps = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
         columns = measured(steps)
+        if arm.has_gap == (columns["k3_first"] < NO_GAP):
+            raise Failed(
+                f"{name}: k3 {columns['k3_first']:.2g} before any update: the arm is not what it is called; see {log}"
+            )
         if code == 0:
             final = self.accuracy(run.huggingface_dir, "final")
             own = [line for line in steps if "eval/accuracy" in line][-1]

@@ -46,6 +46,11 @@ class Arm:
         correction = "-corrected" if self.corrected else ""
         return f"{self.algorithm}-{self.trainer}-{self.server}{dose}-old_{self.old}{correction}"
 
+    @property
+    def has_gap(self) -> bool:
+        """Do the engines compute differently with the same weights? If not, the arm is an anchor."""
+        return (self.trainer, self.server, self.bits) != ("fp32", "same", None)
+
     def overrides(self, correction: tuple[str, ...]) -> list[str]:
         """The arm as overrides of configs/quickstart_fp8.yaml. `correction`: those of a corrected arm."""
         quantization, kv_cache = _SERVER[self.server]

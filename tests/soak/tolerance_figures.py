@@ -15,11 +15,15 @@ from pathlib import Path
 from statistics import fmean
 
 from tolerance import PROTOCOL, ROWS
-from tolerance_rows import Row, by_arm, read_rows, smallest_detectable, spread_of
+from tolerance_rows import NO_GAP, Row, by_arm, read_rows, smallest_detectable, spread_of
 
+FIGURES = """
+![Accuracy of every run, by arm](tolerance_arms.svg)
+
+![Accuracy over the gap between the engines](tolerance_dose.svg)
+"""
 BEGIN, END = "<!-- rows begin -->", "<!-- rows end -->"
 ANCHORS = {"gspo": "gspo-fp32-same-old_trainer", "grpo": "grpo-fp32-same-old_trainer"}
-NO_GAP = 1e-9  # two engines in fp32 differ by rounding: a k3 of some 1e-13
 WIDTH = 760
 _GSPO, _GRPO, _TEXT, _GRID, _COLD = "#b3402a", "#2f6fb0", "#444444", "#dddddd", "#999999"
 
@@ -201,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not rows:
         print(f"{options.rows}: no rows of protocol {PROTOCOL}")
         return 1
-    text, page = table(rows), options.out / "precision.md"
+    text, page = table(rows) + FIGURES, options.out / "precision.md"
     (options.out / "tolerance_arms.svg").write_text(draw_arms(rows), encoding="utf-8")
     (options.out / "tolerance_dose.svg").write_text(draw_dose(rows), encoding="utf-8")
     if page.exists():

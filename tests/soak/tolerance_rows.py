@@ -15,6 +15,7 @@ from statistics import fmean, stdev
 
 NUM_MINI_BATCHES = 4
 WINDOW = 10  # steps of a mean of rewards
+NO_GAP = 1e-9  # k3 of two engines that compute alike: in fp32 they differ by rounding, some 1e-13
 
 
 @dataclass(frozen=True)

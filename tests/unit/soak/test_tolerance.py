@@ -18,6 +18,7 @@ from tolerance_rows import Row
 from gspo_mega.config import load_config
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.weights import publish
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -221,6 +222,7 @@ def test_figures_show_every_run_and_the_page_gets_the_table(tmp_path):
         circles = ElementTree.parse(tmp_path / name).findall("{http://www.w3.org/2000/svg}circle")
         assert len(circles) == num_marks + 3
     page = (tmp_path / "precision.md").read_text()
+    assert "](tolerance_arms.svg)" in page and "](tolerance_dose.svg)" in page
     assert page.startswith("above\n") and page.endswith("\nbelow\n") and "old\n" not in page.replace("old_", "")
     # two seeds' spread .02 with three runs on each side: 2 x .02 x sqrt(2/3)
     assert "-0.100, beyond ± 0.033" in page and "3 of 3" in page and "Spread between seeds 0.020 (2 degrees" in page
@@ -249,6 +251,13 @@ def test_the_dose_rounds_what_fp8_would_round(shape):
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+def test_the_dose_goes_where_a_publisher_takes_its_tensors_from():
+    """The dose replaces this name of the module; elsewhere it would change nothing."""
+    assert "PolicyTensors" in publish.Publisher.__init__.__code__.co_names
+    assert publish.PolicyTensors is tolerance_dose.PolicyTensors
+    assert issubclass(tolerance_dose.tensors_of_dose(1), publish.PolicyTensors)
+
+
 def test_the_plan_of_the_study_is_its_command(capsys, tmp_path):
     tolerance_rows.append_row(tmp_path / "rows.csv", row())
     assert tolerance.main(["--plan", "--rows", str(tmp_path / "rows.csv")]) == 0
@@ -258,23 +267,45 @@ def test_the_plan_of_the_study_is_its_command(capsys, tmp_path):
     assert len(capsys.readouterr().out.splitlines()) == 12
 
 
-def test_a_run_that_is_no_longer_finite_has_a_row(monkeypatch, tmp_path):
-    """Its exit code is the numbers' own; any other failure is the machine's and has no row."""
-    study = tolerance.Study(tmp_path)
-    arm = tolerance_arms.ARMS[0]
+@pytest.fixture
+def one_run(monkeypatch, tmp_path):
+    """one_run(arm, k3): the row of a run that ends because its numbers are no longer finite."""
+    k3_first = [0.0]
     monkeypatch.setattr(tolerance.Study, "cold_start", lambda self: (tmp_path, "abc", 0.4))
-    monkeypatch.setattr(tolerance, "measured", lambda steps: {f: 0.5 for f in tolerance_rows.COLUMNS if f in WRITTEN})
+    monkeypatch.setattr(tolerance, "measured", lambda steps: dict.fromkeys(WRITTEN, 0.5) | {"k3_first": k3_first[0]})
 
     def call(command, log, good=(0,)):
-        run = tmp_path / "arms" / f"{arm.name}-seed1"
-        run.mkdir(parents=True)
-        (run / "metrics.jsonl").write_text(json.dumps({"step": 3, "reward/mean": 0.5}) + "\n")
-        assert "train" in command and tolerance.NumericsError.exit_code in good and 1 not in good
+        name = next(word.removeprefix("run.name=") for word in command if word.startswith("run.name="))
+        (tmp_path / "arms" / name).mkdir(parents=True)
+        (tmp_path / "arms" / name / "metrics.jsonl").write_text(json.dumps({"step": 3, "reward/mean": 0.5}) + "\n")
+        assert tolerance.NumericsError.exit_code in good and 1 not in good, "another failure is the machine's: no row"
         return tolerance.NumericsError.exit_code
 
     monkeypatch.setattr(tolerance, "call", call)
-    made = study.run(arm, 1)
+
+    def run(arm, k3):
+        k3_first[0] = k3
+        return tolerance.Study(tmp_path).run(arm, 1)
+
+    return run
+
+
+def test_a_run_that_is_no_longer_finite_has_a_row(one_run):
+    made = one_run(tolerance_arms.Arm("anchors"), 3e-13)
     assert (made.outcome, made.accuracy, made.before, made.num_steps) == ("not finite", 0.0, 0.4, 3)
+
+
+@pytest.mark.parametrize(
+    ("arm", "k3"),
+    [
+        (tolerance_arms.Arm("dose", bits=3), 3e-13),
+        (tolerance_arms.Arm("grid", server="fp8_block"), 3e-13),
+        (tolerance_arms.Arm("anchors"), 1e-4),
+    ],
+)
+def test_an_arm_whose_gap_is_not_there_has_no_row(one_run, arm, k3):
+    with pytest.raises(tolerance.Failed, match="not what it is called"):
+        one_run(arm, k3)
 
 
 WRITTEN = {
