@@ -39,7 +39,7 @@ _BOUNDS = {
 
 
 # Keys that are gone, and what took their place.
-_GONE = {
+_GONE: dict[tuple[str | int, ...], str] = {
     ("mismatch", "cap"): (
         "the bound is `bound_nats` now, in nats for a response of one token and divided by sqrt(L) for one of L;"
         " docs/mismatch.md"

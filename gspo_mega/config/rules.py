@@ -30,6 +30,7 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
         *_optimizer_state(config),
         *_experts(config),
         *_data(config, command),
+        *_layers(config),
         *_fp8(config),
         *_rollout_and_servers(config),
         *(Violation(key, text) for key, text in broken_relations(config)),
@@ -208,6 +209,21 @@ def _data(config: Config, command: str | None) -> Iterator[Violation]:
             yield Violation(
                 "reward.functions", f"{name!r} is listed {count} times; list it once, with the summed weight"
             )
+
+
+def _layers(config: Config) -> Iterator[Violation]:
+    chosen = config.engine.transformer_engine
+    if config.precision == "fp8" and chosen is False:
+        yield Violation(
+            "engine.transformer_engine",
+            "false contradicts `precision: fp8`, whose products are Transformer Engine's; leave it out",
+        )
+    if config.precision == "fp32" and chosen:
+        yield Violation(
+            "engine.transformer_engine",
+            "true contradicts `precision: fp32`: Transformer Engine rounds fp32 products to TF32 and has no fp32"
+            " attention; valid: false, or `precision: bf16`",
+        )
 
 
 def _fp8(config: Config) -> Iterator[Violation]:

@@ -203,21 +203,21 @@ class PolicyLoss:
             segment_ids=batch.sequence_ids,
             advantages=batch.sequence["advantage"],
             lengths=batch.sequence["length"],
-            keep=None if correction is None else correction.keep,
         )
-        weights = None if correction is None else correction.weights
+        keep, weights = (None, None) if correction is None else (correction.keep, correction.weights)
         out = policy_objective(
             self.settings,
             log_probs=log_probs,
             old_log_probs=batch.rollout_log_probs if self.use_rollout else old.log_probs,
             num_sequences=batch.num_sequences,
             denominator=self.denominator,
+            keep=keep,
             sequence_weights=weights,
             group_sizes=batch.sequence["group_size"],
             reduce_sequences=reduce_sequences,
             **shared,
         )
-        loss, totals = out.loss, {"policy_sums": policy_sums(out, **shared)}
+        loss, totals = out.loss, {"policy_sums": policy_sums(out, **shared, keep=keep)}
         if self.kl is not None:
             kl = reference_kl(
                 self.settings,
@@ -229,7 +229,7 @@ class PolicyLoss:
                 num_sequences=batch.num_sequences,
                 lengths=batch.sequence["length"],
                 denominator=self.denominator,
-                keep=shared["keep"],
+                keep=keep,
                 sequence_weights=weights,
                 group_sizes=batch.sequence["group_size"],
             )

@@ -14,9 +14,11 @@ import logging
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gspo_mega.config.schema import Config, Fp8
-from gspo_mega.engine.cpu import is_cpu_backend
+from gspo_mega.config.layer_library import has_transformer_engine_layers
+from gspo_mega.config.schema import Config
+from gspo_mega.engine.cpu import is_cpu_backend, te_device, te_loading
 from gspo_mega.errors import ModelError
 from gspo_mega.plan.precision_needs import check_precision
 
@@ -30,34 +32,45 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 _FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 
 
-def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """True if layers of this parameter dtype are Transformer Engine's; else they are Megatron's plain ones."""
-    return not is_cpu_backend() and dtype != torch.float32
+def uses_transformer_engine(megatron_config: TransformerConfig) -> bool:
+    """True if the layers of this configuration are Transformer Engine's; else they are Megatron's plain ones."""
+    return megatron_config.transformer_impl == "transformer_engine"
 
 
 def require_precision(config: Config) -> None:
     """Raise ModelError, with a remedy, if this machine cannot compute in the configured precision."""
-    capability = None if is_cpu_backend() else torch.cuda.get_device_capability()
+    if is_cpu_backend():
+        if has_transformer_engine_layers(config, has_gpu=False) and not te_loading.is_loaded():
+            raise ModelError(
+                f"precision: {config.precision} with Transformer Engine's layers, which this process has not loaded; it"
+                f" loads them if {te_loading.VARIABLE}=1 when it starts"
+            )
+        te_device.compute_as_gpu_of(config.fp8.recipe if config.precision == "fp8" else None)
+        return
+    capability = torch.cuda.get_device_capability()
     problem = check_precision(config, capability, torch.version.cuda, transformer_engine_version())
     if problem is None:
         return
     reason = transformer_engine_error()
-    if reason is not None and capability is not None:
+    if reason is not None:
         problem += f" (importing it: {reason})"
     raise ModelError(f"precision: {problem}")
 
 
-def precision_settings(precision: str, fp8: Fp8) -> dict:
+def precision_settings(config: Config) -> dict:
     """The settings of Megatron's TransformerConfig that define how numbers are stored and multiplied."""
-    dtype = DTYPES[precision]
-    settings: dict = dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16)
-    if uses_transformer_engine(dtype):
+    dtype, fp8 = DTYPES[config.precision], config.fp8
+    settings: dict = dict(
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, transformer_impl="local"
+    )
+    if has_transformer_engine_layers(config, has_gpu=not is_cpu_backend()):
+        settings["transformer_impl"] = "transformer_engine"
         # One kernel for the rotary positions of a whole pack, instead of one per sequence.
         settings["apply_rope_fusion"] = True
         # Adds weight gradients to their fp32 buffer inside the product. Megatron's LM head layer refuses the setting
         # without Apex's kernel, whichever library does the other layers' products.
         settings["gradient_accumulation_fusion"] = has_fused_weight_gradient()
-    if precision == "fp8":
+    if config.precision == "fp8":
         settings |= dict(fp8=_FORMATS[fp8.recipe], fp8_recipe=fp8.recipe, fp8_param=fp8.parameters)
         if fp8.recipe == "delayed":
             # Scales come from the largest value of many passes. With one pass, the old pass would set the training
@@ -68,9 +81,11 @@ def precision_settings(precision: str, fp8: Fp8) -> dict:
 
 @functools.cache
 def transformer_engine_error() -> str | None:
-    """Why Transformer Engine cannot be imported; None if it can. Does not try on a machine without a GPU."""
+    """Why Transformer Engine cannot be imported; None if it can. On a machine without a GPU a process has it from its
+    start, or not at all.
+    """
     if is_cpu_backend():
-        return "there is no GPU, and it needs one"
+        return None if te_loading.is_loaded() else "there is no GPU, and this process did not load it"
     try:
         importlib.import_module("transformer_engine.pytorch")
     # A build for another CUDA or torch fails with any error of its loader.
@@ -104,7 +119,10 @@ def describe_backends() -> list[str]:
     """The libraries and devices that this machine computes with, one line each, for a run's log."""
     lines = [f"PyTorch {torch.__version__}, Megatron-Core {importlib.metadata.version('megatron-core')}"]
     if is_cpu_backend():
-        return [*lines, "no GPU: Megatron's plain layers over gloo"]
+        if not te_loading.is_loaded():
+            return [*lines, "no GPU: Megatron's plain layers over gloo"]
+        version = transformer_engine_version()
+        return [*lines, f"Transformer Engine {version} over CPU kernels: its numbers, not its speed", "no GPU: gloo"]
     major, minor = torch.cuda.get_device_capability()
     lines.append(f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
     version = transformer_engine_version()

@@ -82,7 +82,7 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
     require_precision(config)
     parallel = config.parallel
     settings: dict = dict(
-        **precision_settings(config.precision, config.fp8),
+        **precision_settings(config),
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads,
@@ -124,7 +124,7 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
         )
     if spec.moe is not None:
         settings |= _expert_settings(config.moe, spec, spec.moe) | {
-            "moe_grouped_gemm": uses_transformer_engine(settings["params_dtype"])
+            "moe_grouped_gemm": settings["transformer_impl"] == "transformer_engine"
         }
     if spec.latent is None:
         return TransformerConfig(**settings)
@@ -169,7 +169,7 @@ def _layer_specs(
 ) -> TransformerBlockSubmodules:
     first = get_transformer_layer_offset(megatron_config, vp_stage=virtual_stage)
     count = get_num_layers_to_build(megatron_config, vp_stage=virtual_stage)
-    make = _transformer_engine_layer if uses_transformer_engine(megatron_config.params_dtype) else _plain_layer
+    make = _transformer_engine_layer if uses_transformer_engine(megatron_config) else _plain_layer
     # All layers of a kind share one spec.
     kinds = {
         kind: make(megatron_config, spec, kind)

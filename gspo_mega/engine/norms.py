@@ -12,7 +12,7 @@ from gspo_mega.model.deepseek import LATENT_NORM_EPS
 
 def norm_class(config: TransformerConfig) -> type:
     """The class that makes norms of this configuration."""
-    if not uses_transformer_engine(config.params_dtype):
+    if not uses_transformer_engine(config):
         return TorchNorm
     # This module imports Transformer Engine; `require_precision` has checked that it is installed.
     from megatron.core.extensions.transformer_engine import TENorm

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -94,14 +95,43 @@ def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _Padd
     return layout
 
 
-class PackedAttention(MegatronModule):
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    params: PackedSeqParams,
+    context_group: dist.ProcessGroup | None,
+    softmax_scale: float | None,
+) -> torch.Tensor:
     """Causal grouped-query attention over packed sequences.
 
     query [t, heads, d], key [t, kv_heads, d], value [t, kv_heads, v] of one float dtype, where t is this rank's share
     of the packed tokens and v equals d except in latent attention. Returns [t, heads * v] of that dtype. Under context
     parallelism each rank holds the two chunks of every sequence that `context_parallel.local_positions` names; keys and
-    values are gathered over the context group. Collective over the context group if its size is above 1.
+    values are gathered over the context group; None is a group of one rank. `softmax_scale`: 1 / sqrt(d) if None. Collective over the context group
+    if its size is above 1.
     """
+    cp_size, cp_rank = (1, 0) if context_group is None else (context_group.size(), context_group.rank())
+    layout = _padded_layout(params, cp_size, cp_rank)
+    if cp_size > 1:
+        key, value = (
+            gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=context_group)
+            for x in (key, value)
+        )
+    value_dim = value.size(-1)
+    if value_dim < query.size(-1):  # torch has no fused attention for values narrower than keys
+        value = F.pad(value, (0, query.size(-1) - value_dim))
+    q = query[layout.query_rows].transpose(1, 2)  # [S, heads, Lq, d]
+    k, v = (x[layout.key_rows].transpose(1, 2) for x in (key, value))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=layout.mask, is_causal=layout.mask is None, scale=softmax_scale, enable_gqa=True
+    )
+    out = out.transpose(1, 2).flatten(0, 1)[layout.packed][..., :value_dim]
+    return out.flatten(1)
+
+
+class PackedAttention(MegatronModule):
+    """`attend` as Megatron's core attention of a layer."""
 
     def __init__(
         self,
@@ -133,20 +163,4 @@ class PackedAttention(MegatronModule):
     ):
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only; packed_seq_params is None")
-        cp_size = self.context_group.size()
-        layout = _padded_layout(packed_seq_params, cp_size, self.context_group.rank())
-        if cp_size > 1:
-            key, value = (
-                gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.context_group)
-                for x in (key, value)
-            )
-        value_dim = value.size(-1)
-        if value_dim < query.size(-1):  # torch has no fused attention for values narrower than keys
-            value = F.pad(value, (0, query.size(-1) - value_dim))
-        q = query[layout.query_rows].transpose(1, 2)  # [S, heads, Lq, d]
-        k, v = (x[layout.key_rows].transpose(1, 2) for x in (key, value))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=layout.mask, is_causal=layout.mask is None, scale=self.softmax_scale, enable_gqa=True
-        )
-        out = out.transpose(1, 2).flatten(0, 1)[layout.packed][..., :value_dim]
-        return out.flatten(1)
+        return attend(query, key, value, packed_seq_params, self.context_group, self.softmax_scale)

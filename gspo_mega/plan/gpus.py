@@ -13,7 +13,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Gpu:
     """`memory_gib`: as the driver leaves it to a process. FLOP/s and bytes/s are peaks. `network`: one GPU's share of
-    its node's InfiniBand, 400 Gb/s (A100: 200).
+    its node's InfiniBand, 400 Gb/s (A100: 200). `capability`: the compute capability.
     """
 
     memory_gib: float
@@ -22,14 +22,15 @@ class Gpu:
     memory_bytes_per_second: float
     nvlink_bytes_per_second: float
     network_bytes_per_second: float
+    capability: tuple[int, int]
 
 
-# NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM, HGX B200. FP8 on A100 computes nothing.
+# NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM, HGX B200. A100 has no FP8.
 GPUS = {
-    "A100": Gpu(79.0, 312e12, 312e12, 2.04e12, 300e9, 25e9),
-    "H100": Gpu(79.0, 989e12, 1979e12, 3.35e12, 450e9, 50e9),
-    "H200": Gpu(139.5, 989e12, 1979e12, 4.8e12, 450e9, 50e9),
-    "B200": Gpu(178.0, 2250e12, 4500e12, 7.7e12, 900e9, 50e9),
+    "A100": Gpu(79.0, 312e12, 312e12, 2.04e12, 300e9, 25e9, (8, 0)),
+    "H100": Gpu(79.0, 989e12, 1979e12, 3.35e12, 450e9, 50e9, (9, 0)),
+    "H200": Gpu(139.5, 989e12, 1979e12, 4.8e12, 450e9, 50e9, (9, 0)),
+    "B200": Gpu(178.0, 2250e12, 4500e12, 7.7e12, 900e9, 50e9, (10, 0)),
 }
 DEFAULT_GPU = "H100"
 

@@ -11,15 +11,17 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
+from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import Violation
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.plan.alignment import RECIPE_ROWS
+from gspo_mega.plan.alignment import RECIPE_SIDES
 from gspo_mega.plan.expert_checks import check_experts
+from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.model_division import can_divide_model, dividing, divisors, nearest, undivided_sizes
 from gspo_mega.plan.optimizer_needs import VALID_WITHOUT_GPU, check_optimizer
-from gspo_mega.plan.precision_needs import check_precision, unaligned_sizes
+from gspo_mega.plan.precision_needs import check_chip, unaligned_sizes
 from gspo_mega.plan.verification import is_on_gpu
 
 
@@ -115,25 +117,27 @@ def _pipeline(config: Config, spec: ModelSpec, sizes: Sizes) -> Iterator[Violati
 
 
 def _precision(config: Config, spec: ModelSpec, device: str | None) -> Iterator[Violation]:
-    if device == "cpu" and (problem := check_precision(config, None, None, None)) is not None:
-        yield Violation("precision", problem)
+    gpu = config.cluster.gpu if device != "cpu" else None
+    if gpu is not None and (problem := check_chip(config, GPUS[gpu].capability)) is not None:
+        yield Violation("fp8.recipe" if config.precision == "fp8" else "precision", f"cluster.gpu {gpu}: {problem}")
     sides = list(unaligned_sizes(config, spec))
     if sides:
         yield Violation(
             "fp8.recipe",
             f"{config.fp8.recipe} needs every side of a linear layer on a rank to be a multiple of"
-            f" {RECIPE_ROWS[config.fp8.recipe]}, which these are not: {', '.join(sides)}",
+            f" {RECIPE_SIDES[config.fp8.recipe]}, which these are not: {', '.join(sides)}",
             " or ".join(
                 r
-                for r in RECIPE_ROWS
-                if RECIPE_ROWS[r] < RECIPE_ROWS[config.fp8.recipe] and not any(unaligned_sizes(config, spec, r))
+                for r in RECIPE_SIDES
+                if RECIPE_SIDES[r] < RECIPE_SIDES[config.fp8.recipe] and not any(unaligned_sizes(config, spec, r))
             ),
         )
 
 
 def _optimizer(config: Config, device: str | None) -> Iterator[Violation]:
     if device == "cpu":
-        for key, problem in check_optimizer(config.optimizer, has_gpu=False, has_fused_adam=False):
+        fused = has_transformer_engine_layers(config, has_gpu=False)
+        for key, problem in check_optimizer(config.optimizer, has_gpu=False, has_fused_adam=fused):
             yield Violation(key, problem, VALID_WITHOUT_GPU[key])
 
 

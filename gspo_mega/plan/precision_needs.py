@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from gspo_mega.config.schema import Config
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.plan.alignment import RECIPE_ROWS
+from gspo_mega.plan.alignment import RECIPE_SIDES
 
 # The first chip (compute capability) and the first Transformer Engine version that support a recipe.
 _FIRST_CHIP = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
@@ -21,24 +21,22 @@ _BLOCKWISE_CUDA = (12, 9)
 _ADA_CUDA = (12, 1)
 # Consumer Blackwell lacks mxfp8 products for some operand layouts that the backward pass uses.
 _NO_MXFP8_FROM = (12, 0)
+_NEWEST = (99, 0)
 
 
 def check_precision(
-    config: Config, capability: tuple[int, int] | None, cuda_version: str | None, engine_version: str | None
+    config: Config, capability: tuple[int, int], cuda_version: str | None, engine_version: str | None
 ) -> str | None:
-    """Why a machine does not support this configuration's precision, and what to do; None where it does.
+    """Why a machine's GPU does not support this configuration's precision, and what to do; None where it does.
 
-    `capability`: the GPU's compute capability, None without a GPU. `cuda_version`: PyTorch's, as `12.9`.
-    `engine_version`: Transformer Engine's, as `2.20.2`, None where it cannot be imported.
+    `capability`: the GPU's compute capability. `cuda_version`: PyTorch's, as `12.9`. `engine_version`: Transformer
+    Engine's, as `2.20.2`, None where it cannot be imported. Machines without a GPU are not asked: kernels of this
+    package compute every recipe there.
     """
     if config.precision == "fp32":
         return None
-    if capability is None:
-        if config.precision == "bf16":
-            return None
-        return "fp8 needs a GPU with Transformer Engine, and there is no GPU here; without one use bf16 or fp32"
     if capability < _BF16_CHIP:
-        return f"{config.precision} needs {_chip(_BF16_CHIP)} or later; this GPU has {_dotted(capability)}; use fp32"
+        return _too_old(config, capability)
     if engine_version is None:
         return (
             f"{config.precision} on a GPU needs Transformer Engine (packed sequences need its attention, fp8 its linear"
@@ -48,6 +46,17 @@ def check_precision(
     if config.precision == "bf16":
         return None
     return _recipe_problem(config.fp8.recipe, capability, _version(cuda_version or "0"), _version(engine_version))
+
+
+def check_chip(config: Config, capability: tuple[int, int]) -> str | None:
+    """As `check_precision` on a chip with the newest software, which is all that a plan knows of a named GPU."""
+    if config.precision != "fp32" and capability < _BF16_CHIP:
+        return _too_old(config, capability)
+    return _recipe_problem(config.fp8.recipe, capability, _NEWEST, _NEWEST) if config.precision == "fp8" else None
+
+
+def _too_old(config: Config, capability: tuple[int, int]) -> str:
+    return f"{config.precision} needs {_chip(_BF16_CHIP)} or later; this GPU has {_dotted(capability)}; use fp32"
 
 
 def _recipe_problem(
@@ -92,13 +101,13 @@ def _has_blockwise(capability: tuple[int, int], cuda: tuple[int, ...]) -> bool:
 
 
 def unaligned_sizes(config: Config, spec: ModelSpec, recipe: str | None = None) -> Iterator[str]:
-    """With FP8: each side of a linear layer's share on one rank that the recipe's blocks do not divide, in words.
+    """With FP8: each side of a linear layer's share on one rank that the recipe's products cannot have, in words.
 
     `recipe`: another one to try instead of the configuration's.
     """
     if config.precision != "fp8":
         return
-    block, tensor = RECIPE_ROWS[recipe or config.fp8.recipe], config.parallel.tensor
+    multiple, tensor = RECIPE_SIDES[recipe or config.fp8.recipe], config.parallel.tensor
     sides = {
         "hidden size": (spec.hidden_size, 1),
         "attention output (heads x head size)": (spec.num_heads * spec.value_head_dim, tensor),
@@ -109,7 +118,7 @@ def unaligned_sizes(config: Config, spec: ModelSpec, recipe: str | None = None) 
         latent = spec.latent
         sides |= {
             "query size (heads x head size)": (spec.num_heads * spec.head_dim, tensor),
-            "q_lora_rank": (latent.query_rank or block, 1),
+            "q_lora_rank": (latent.query_rank or multiple, 1),
             "kv_lora_rank": (latent.key_value_rank, 1),
             "kv_lora_rank + qk_rope_head_dim": (latent.key_value_rank + latent.rotary_dim, 1),
             "keys' and values' size (heads x both)": (spec.num_heads * (latent.content_dim + latent.value_dim), tensor),
@@ -121,7 +130,7 @@ def unaligned_sizes(config: Config, spec: ModelSpec, recipe: str | None = None) 
         if spec.moe.shared_intermediate_size:
             sides["shared experts' intermediate size"] = (spec.moe.shared_intermediate_size, tensor)
     for name, (size, ranks) in sides.items():
-        if size % ranks == 0 and size // ranks % block:
+        if size % ranks == 0 and size // ranks % multiple:
             yield f"{name} {size}" + (f" / {ranks} ranks" if ranks > 1 else "")
 
 

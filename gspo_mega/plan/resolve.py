@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ModelError
@@ -89,6 +90,13 @@ def _notices(config: Config, spec: ModelSpec, layout: Layout, device: Device | N
         yield (
             f"{layout.mini_batch_sequences[-1]} trajectories per mini-batch do not divide evenly over {layout.data}"
             " data-parallel ranks: some ranks compute less and wait"
+        )
+    if device == "cpu" and has_transformer_engine_layers(config, has_gpu=False):
+        rounding = "Operands are rounded to FP8 as the recipe says, and their" if config.precision == "fp8" else "Their"
+        yield (
+            f"precision {config.precision} without a GPU: Transformer Engine's own layers over CPU kernels. {rounding}"
+            f" products are summed in fp32: {config.precision}'s numbers, not its speed or memory, and not a GPU's"
+            " order of summation"
         )
     if device is None and gathers_unevenly(config, spec):
         yield (

@@ -26,6 +26,7 @@ from gspo_mega import descriptors, kill_points, process_death
 from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.config.addresses import is_loopback
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, RENDEZVOUS_SECONDS
+from gspo_mega.config.layer_library import TRANSFORMER_ENGINE_VARIABLE, has_transformer_engine_layers
 from gspo_mega.errors import ConfigError
 from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt, atomic_write_json
@@ -113,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _work(command: str, loaded: LoadedConfig, attempt: Attempt, place: RankEnvironment) -> dict[str, Any] | None:
     _keep_to_this_machine(loaded.config)
-    _init_distributed(place)
+    _init_distributed(place, loaded.config)
     module, function = ENTRY_POINTS[command]
     work = getattr(importlib.import_module(module), function)
     context = WorkerContext(
@@ -148,9 +149,12 @@ def _keep_to_this_machine(config: Config) -> None:
             os.environ.setdefault(variable, "lo")
 
 
-def _init_distributed(place: RankEnvironment) -> None:
+def _init_distributed(place: RankEnvironment, config: Config) -> None:
     """Set up torch.distributed over all ranks: gloo for host tensors, NCCL for GPU tensors. Collective."""
     set_variables(os.environ, place.local_rank)  # before any import of torch
+    # Read when the engine is imported on a machine without a GPU.
+    on_cpu_too = has_transformer_engine_layers(config, has_gpu=False)
+    os.environ[TRANSFORMER_ENGINE_VARIABLE] = "1" if on_cpu_too else "0"
     import torch
     import torch.distributed as dist
 

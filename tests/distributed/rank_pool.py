@@ -29,7 +29,7 @@ _TEST_FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SUPPORT = os.path.join(os.path.dirname(_TEST_FOLDER), "support")
 
 
-def _serve(rank: int, size: int, port: int, pipe) -> None:
+def _serve(rank: int, size: int, port: int, pipe, transformer_engine: bool) -> None:
     sys.path[:0] = [_TEST_FOLDER, _SUPPORT]
     os.setpgrp()  # so that what a rank starts can be ended with it
     faulthandler.enable()  # a rank that dies of a signal shows where
@@ -40,6 +40,7 @@ def _serve(rank: int, size: int, port: int, pipe) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
+        GSPO_TRANSFORMER_ENGINE=str(int(transformer_engine)),
     )
     import warnings
 
@@ -78,8 +79,8 @@ class RankDiedError(RuntimeError):
 class RankPool:
     num_deaths = 0  # by a signal that nobody here sent, in all pools of this process
 
-    def __init__(self, size: int, start_method: str = "spawn") -> None:
-        self.size, self._start_method = size, start_method
+    def __init__(self, size: int, start_method: str = "spawn", transformer_engine: bool = False) -> None:
+        self.size, self._start_method, self._transformer_engine = size, start_method, transformer_engine
         atexit.register(self.kill)
         self._start()
 
@@ -91,7 +92,7 @@ class RankPool:
         # Not daemons: a rank that saves a checkpoint starts a process of its own.
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, port, theirs))
+            process = context.Process(target=_serve, args=(rank, self.size, port, theirs, self._transformer_engine))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -167,19 +168,19 @@ class RankPool:
 
 
 class RankPools:
-    """Pools by size, made when first asked for; a pool that a failure killed, or that has done its share, is
-    replaced.
+    """Pools by size, and by whether their ranks load Transformer Engine; made when first asked for. A pool that a
+    failure killed, or that has done its share, is replaced.
     """
 
     def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
+        self._pools: dict[tuple[int, bool], RankPool] = {}
 
-    def __call__(self, size: int) -> RankPool:
-        pool = self._pools.get(size)
+    def __call__(self, size: int, transformer_engine: bool = False) -> RankPool:
+        pool = self._pools.get((size, transformer_engine))
         if pool is not None and pool.num_jobs >= JOBS_A_POOL:
             pool.close()
         if pool is None or not all(p.is_alive() for p in pool._processes):
-            pool = self._pools[size] = RankPool(size)
+            pool = self._pools[size, transformer_engine] = RankPool(size, transformer_engine=transformer_engine)
         return pool
 
     def close(self) -> None:

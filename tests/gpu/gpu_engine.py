@@ -134,7 +134,7 @@ def precision_config(precision: str, **sections: object) -> Config:
 
 def precisions() -> list[str]:
     """What this machine can compute in; the first is the reference. Says why a recipe is left out."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    capability = torch.cuda.get_device_capability()
     found = []
     for name in ("fp32", "bf16", *(f"fp8-{recipe}" for recipe in RECIPES)):
         problem = check_precision(precision_config(name), capability, torch.version.cuda, transformer_engine_version())

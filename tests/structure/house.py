@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 # A package imports from itself and from what is named here. Top-level modules count as packages.
 _BASE = {"", "errors", "records", "run_folder", "durable", "kill_points", "process_death", "beats", "descriptors"}
-_LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan"}
+_LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan", "quantization"}
 _BELOW_ENGINE = _BASE | {"config", "model"} | _LEAVES
 _BELOW_BATCHES = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout"}
 _BELOW_RUNTIME = _BELOW_BATCHES | {"batches"}
@@ -68,7 +68,8 @@ HOMES: dict[str, set[str]] = {
         "launcher",
         "runtime/worker.py",
         "weights/link.py",
-        "engine/cpu.py",
+        "engine/cpu/backend.py",
+        "engine/cpu/te_loading.py",
         "rollout/server/server_entry.py",
         "rollout/server/supervise_server.py",
         "rollout/server/cpu_server.py",

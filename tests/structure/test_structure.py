@@ -139,7 +139,7 @@ def test_a_forbidden_import_is_reported(tmp_path, file, source, rule):
             "from megatron.core import parallel_state\nimport torch.distributed as dist",
         ),
         ("gspo_mega/rollout/x.py", "import aiohttp, sglang\nfrom gspo_mega.data.stream import PromptStream"),
-        ("gspo_mega/engine/cpu.py", "import os\nos.environ['A'] = '1'\nimport megatron.core"),
+        ("gspo_mega/engine/cpu/backend.py", "import os\nos.environ['A'] = '1'\nimport megatron.core"),
         (
             "gspo_mega/plan/x.py",
             (

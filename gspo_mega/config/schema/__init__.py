@@ -15,7 +15,7 @@ from gspo_mega.config.schema.certify_sections import Certify, CertifyCase
 from gspo_mega.config.schema.data_sections import Data, Reward, RewardFunction, Source
 from gspo_mega.config.schema.learning_sections import Advantage, Batch, Kl, Mismatch, Objective, Optimizer, Sft, Train
 from gspo_mega.config.schema.record_sections import Checkpoint, Eval, Journal, Metrics, Watchdog
-from gspo_mega.config.schema.run_sections import Cluster, Fp8, Model, Moe, Parallel, Recompute, Run
+from gspo_mega.config.schema.run_sections import Cluster, Engine, Fp8, Model, Moe, Parallel, Recompute, Run
 from gspo_mega.config.schema.section import MAY_CHANGE, Section
 from gspo_mega.config.schema.server_sections import Publish, Rollout, Server
 
@@ -28,6 +28,7 @@ __all__ = [
     "Cluster",
     "Config",
     "Data",
+    "Engine",
     "Eval",
     "Fp8",
     "Journal",
@@ -81,6 +82,7 @@ class Config(Section):
             " Engine, the rest bf16."
         ),
     )
+    engine: Engine = Engine()
     fp8: Fp8 = Fp8()
     moe: Moe = Moe()
     recompute: Recompute = Recompute()

@@ -79,6 +79,18 @@ class Recompute(Section):
     num_layers: int = Field(default=1, ge=1, description="Layers per recomputed block.")
 
 
+class Engine(Section):
+    """Whose layers compute the policy."""
+
+    transformer_engine: bool | None = Field(
+        default=None,
+        description=(
+            "true: Transformer Engine's layers; false: Megatron's plain ones. Without it: Transformer Engine's with"
+            " fp8, and with bf16 on a GPU. On a CPU its kernels are this project's: its numbers, not its speed."
+        ),
+    )
+
+
 class Fp8(Section):
     """With `precision: fp8`: how Transformer Engine's linear layers compute. Router, embeddings, LM head, norms and
     attention stay in bf16.

@@ -109,6 +109,12 @@ def refused(path, *overrides, command=None):
             "fp8.parameters",
             "optimizer.distributed: true",
         ),
+        (
+            ["precision=fp8", "engine.transformer_engine=false"],
+            "engine.transformer_engine",
+            "contradicts `precision: fp8`",
+        ),
+        (["precision=fp32", "engine.transformer_engine=true"], "engine.transformer_engine", "valid: false"),
         (["precision=fp8", "fp8={parameters: true, recipe: mxfp8}"], "fp8.parameters", "valid: false"),
         (["rollout.top_k=0"], "rollout.top_k", "-1"),
         (

@@ -15,7 +15,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def test_the_changelog_begins_with_this_version():
     versions = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert versions[0] == gspo_mega.__version__ and "0.1.0" in versions
+    released = versions[versions[0] == "Unreleased" :]
+    assert released[0] == gspo_mega.__version__ and "0.1.0" in released
 
 
 def test_the_licence_is_the_one_that_is_declared():

@@ -50,7 +50,7 @@ def test_learning_rates_by_hand(settings, rates):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (dict(moments_dtype="bf16"), "optimizer.moments_dtype: bf16.*needs a GPU"),
+        (dict(moments_dtype="bf16"), "optimizer.moments_dtype: bf16.*engine.transformer_engine: true"),
         (dict(cpu_offload_fraction=0.5), "optimizer.cpu_offload_fraction: 0.5: there is no GPU"),
     ],
 )

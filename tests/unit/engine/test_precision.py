@@ -51,9 +51,10 @@ def pretend(monkeypatch):
     return machine
 
 
-def test_fp8_without_a_gpu_is_an_error_before_anything_is_built():
-    with pytest.raises(ModelError, match="precision: fp8 needs a GPU with Transformer Engine"):
-        transformer_config(fp8(), SPEC)
+@pytest.mark.parametrize("config", [fp8(), make_config(precision="bf16", engine=dict(transformer_engine=True))])
+def test_without_a_gpu_a_process_that_did_not_load_transformer_engine_says_so(config):
+    with pytest.raises(ModelError, match="has not loaded; it loads them if GSPO_TRANSFORMER_ENGINE=1"):
+        transformer_config(config, SPEC)
 
 
 def test_fp8_without_transformer_engine_is_an_error_that_says_why(pretend):
@@ -98,7 +99,7 @@ def test_megatron_takes_every_setting_and_keeps_attention_and_router_out_of_fp8(
 
 
 def settings_of(config):
-    return precision.precision_settings(config.precision, config.fp8)
+    return precision.precision_settings(config)
 
 
 def precision_config(settings):
@@ -109,10 +110,11 @@ def precision_config(settings):
 
 def test_fp32_on_a_gpu_uses_plain_layers(pretend):
     pretend((9, 0))
-    assert not precision.uses_transformer_engine(torch.float32)
-    assert precision.uses_transformer_engine(torch.bfloat16)
-    settings = settings_of(make_config(precision="fp32"))
-    assert settings == dict(params_dtype=torch.float32, pipeline_dtype=torch.float32, bf16=False)
+    plain = dict(pipeline_dtype=torch.float32, bf16=False, transformer_impl="local")
+    assert settings_of(make_config(precision="fp32")) == dict(params_dtype=torch.float32, **plain)
+    assert settings_of(make_config(precision="bf16"))["transformer_impl"] == "transformer_engine"
+    chosen = make_config(precision="bf16", engine=dict(transformer_engine=False))
+    assert settings_of(chosen)["transformer_impl"] == "local"
 
 
 def test_apex_is_used_where_it_is_found(pretend):

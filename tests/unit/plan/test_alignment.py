@@ -2,7 +2,7 @@ from math import lcm
 
 import pytest
 
-from gspo_mega.plan.alignment import RECIPE_ROWS, alignment_tokens
+from gspo_mega.plan.alignment import RECIPE_SIDES, alignment_tokens
 from gspo_mega.plan.layout_sizes import Sizes
 
 
@@ -17,17 +17,19 @@ def test_without_fp8_nothing_is_aligned(load, precision):
         ("delayed", "{}", 16),
         ("tensorwise", "{tensor: 2}", 32),
         ("mxfp8", "{tensor: 4}", 128),
-        ("blockwise", "{}", 128),
+        ("blockwise", "{}", 16),
+        ("blockwise", "{context: 2}", 32),
+        # Whole blocks on a rank only where tensor ranks gather a pack's rows.
         ("blockwise", "{tensor: 2}", 256),
-        ("blockwise", "{tensor: 2, sequence: false}", 128),
+        ("blockwise", "{tensor: 2, sequence: false}", 16),
         ("blockwise", "{tensor: 2, context: 2}", 512),
     ],
 )
-def test_a_rank_s_slice_of_a_pack_is_whole_blocks(load, recipe, parallel, tokens):
+def test_a_rank_s_slice_of_a_pack_fits_a_product(load, recipe, parallel, tokens):
     assert alignment_tokens(load("precision=fp8", f"fp8.recipe={recipe}", f"parallel={parallel}").config) == tokens
 
 
-@pytest.mark.parametrize("recipe", RECIPE_ROWS)
+@pytest.mark.parametrize("recipe", RECIPE_SIDES)
 @pytest.mark.parametrize(
     "parallel", ["{}", "{tensor: 8}", "{tensor: 3, context: 5}", "{tensor: 4, sequence: false, context: 2}"]
 )

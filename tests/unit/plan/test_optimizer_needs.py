@@ -13,7 +13,8 @@ from gspo_mega.plan.optimizer_needs import check_optimizer
     [
         ({}, False, False, {}),
         (dict(moments_dtype="bf16"), True, True, {}),
-        (dict(moments_dtype="bf16"), False, False, {"optimizer.moments_dtype": "needs a GPU"}),
+        (dict(moments_dtype="bf16"), False, False, {"optimizer.moments_dtype": "engine.transformer_engine: true"}),
+        (dict(moments_dtype="bf16"), False, True, {}),
         (dict(moments_dtype="fp8"), True, False, {"optimizer.moments_dtype": "install transformer-engine"}),
         (dict(cpu_offload_fraction=0.5), True, False, {}),
         (dict(cpu_offload_fraction=0.5), False, False, {"optimizer.cpu_offload_fraction": "no GPU to move"}),
@@ -39,3 +40,9 @@ def test_a_plan_for_machines_without_gpu_refuses(load, shape, override, key, val
         plan_run(loaded, "cpu", shape("dense"))
     plan_run(loaded, "gpu", shape("dense"))
     plan_run(loaded, None, shape("dense"))
+
+
+@pytest.mark.parametrize("overrides", [["precision=fp8"], ["precision=bf16", "engine.transformer_engine=true"]])
+def test_small_moments_come_with_transformer_engine_on_a_cpu(load, shape, overrides):
+    loaded = load("optimizer.moments_dtype=fp8", *overrides)
+    assert plan_run(loaded, "cpu", shape("dense")).config.optimizer.moments_dtype == "fp8"

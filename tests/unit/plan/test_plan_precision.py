@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 
 from gspo_mega.errors import PlanError
 from gspo_mega.plan import plan_run
 from gspo_mega.plan.precision_needs import check_precision
 
+SHAPES = Path(__file__).parents[3] / "configs" / "models"
 HOPPER, ADA, AMPERE, BLACKWELL, CONSUMER = (9, 0), (8, 9), (8, 0), (10, 0), (12, 0)
 
 
@@ -14,8 +17,6 @@ def problem(load, precision, capability, cuda="13.0", engine="2.20.2", recipe="b
 @pytest.mark.parametrize(
     ("precision", "capability", "recipe", "cuda", "engine"),
     [
-        ("fp32", None, "blockwise", None, None),
-        ("bf16", None, "blockwise", None, None),
         ("fp32", (7, 0), "blockwise", "12.4", None),
         ("bf16", AMPERE, "blockwise", "12.4", "2.2"),
         ("fp8", ADA, "delayed", "12.1", "2.2.0"),
@@ -34,7 +35,6 @@ def test_what_can_be_had_is_not_refused(load, precision, capability, recipe, cud
 @pytest.mark.parametrize(
     ("precision", "capability", "recipe", "cuda", "engine", "said"),
     [
-        ("fp8", None, "delayed", None, None, ["there is no GPU here", "use bf16 or fp32"]),
         ("bf16", (7, 5), "delayed", "12.4", "2.20.2", ["Ampere (compute capability 8.0)", "has 7.5", "use fp32"]),
         (
             "bf16",
@@ -95,11 +95,37 @@ def test_what_cannot_be_had_is_refused_with_a_way_out(load, precision, capabilit
 ALIGNED = dict(hidden_size=256, head_dim=64, intermediate_size=512)
 
 
-def test_the_plan_refuses_fp8_where_there_is_no_gpu(load, shape):
-    with pytest.raises(PlanError, match=r"precision: fp8 needs a GPU"):
-        plan_run(load("precision=fp8"), device="cpu", model=shape("dense", **ALIGNED))
-    plan_run(load("precision=fp8", "batch.micro_batch_tokens=512"), device="gpu", model=shape("dense", **ALIGNED))
-    plan_run(load("precision=bf16"), device="cpu", model=shape("dense"))
+def test_the_plan_says_what_fp8_is_without_a_gpu(load, shape):
+    def notices(device, *overrides):
+        loaded = load("batch.micro_batch_tokens=512", *overrides)
+        return " ".join(plan_run(loaded, device=device, model=shape("dense", **ALIGNED)).notices)
+
+    emulated = "over CPU kernels"
+    assert emulated in notices("cpu", "precision=fp8") and "not its speed" in notices("cpu", "precision=fp8")
+    assert emulated in notices("cpu", "precision=bf16", "engine.transformer_engine=true")
+    assert emulated not in notices("gpu", "precision=fp8") + notices("cpu", "precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "said"),
+    [
+        ("A100", "tensorwise", "cluster.gpu A100: fp8.recipe tensorwise needs Ada"),
+        ("H100", "mxfp8", "cluster.gpu H100: fp8.recipe mxfp8 needs Blackwell"),
+        ("H100", "blockwise", None),
+        ("B200", "mxfp8", None),
+    ],
+)
+def test_a_named_gpu_has_its_recipes(load, shape, gpu, recipe, said):
+    loaded = load("precision=fp8", f"fp8.recipe={recipe}", f"cluster.gpu={gpu}", "batch.micro_batch_tokens=512")
+    model = shape("dense", **ALIGNED)
+    if said is None:
+        assert plan_run(loaded, model=model)
+        return
+    with pytest.raises(PlanError) as caught:
+        plan_run(loaded, model=model)
+    assert said in str(caught.value)
+    # The name describes the cluster; ranks on a CPU have every recipe.
+    assert plan_run(loaded, device="cpu", model=model)
 
 
 @pytest.mark.parametrize(
@@ -109,24 +135,27 @@ def test_the_plan_refuses_fp8_where_there_is_no_gpu(load, shape):
             "dense",
             ALIGNED | {"hidden_size": 200},
             [],
-            ["blockwise needs", "multiple of 128", "hidden size 200"],
+            ["blockwise needs", "multiple of 16", "hidden size 200"],
             "nearest",
         ),
-        ("dense", ALIGNED | {"hidden_size": 160}, [], ["hidden size 160"], "delayed or tensorwise or mxfp8"),
+        ("dense", ALIGNED | {"hidden_size": 144}, ["fp8.recipe=mxfp8"], ["hidden size 144"], "tensorwise or blockwise"),
         (
             "dense",
-            ALIGNED | {"intermediate_size": 384},
-            ["cluster.ranks_per_node=2", "parallel.tensor=2"],
-            ["intermediate size 384 / 2 ranks"],
-            "delayed",
+            ALIGNED | {"intermediate_size": 96},
+            ["fp8.recipe=mxfp8", "cluster.ranks_per_node=2", "parallel.tensor=2"],
+            ["intermediate size 96 / 2 ranks"],
+            "blockwise",
         ),
-        ("moe", ALIGNED | {"moe_intermediate_size": 192}, [], ["experts' intermediate size 192"], "delayed"),
-        ("dense", ALIGNED | {"head_dim": 16}, ["fp8.recipe=mxfp8"], ["attention output"], None),
+        ("moe", ALIGNED | {"moe_intermediate_size": 72}, [], ["experts' intermediate size 72"], "nearest"),
+        # Whole blocks are not needed: 160 and 192 have a ragged one of 128, 64 and 576 as well.
+        ("dense", ALIGNED | {"hidden_size": 160}, [], None, None),
+        ("moe", ALIGNED | {"moe_intermediate_size": 192}, [], None, None),
+        ("dense", ALIGNED | {"head_dim": 16}, ["fp8.recipe=mxfp8"], None, None),
     ],
 )
-def test_sizes_that_blocks_do_not_divide_are_named(load, shape, kind, changes, overrides, said, valid):
+def test_sizes_that_products_cannot_have_are_named(load, shape, kind, changes, overrides, said, valid):
     loaded, model = load("precision=fp8", "batch.micro_batch_tokens=512", *overrides), shape(kind, **changes)
-    if valid is None:  # 4 heads x 16 = 64 and (4 + 2 x 2) x 16 = 128 are whole blocks of 32
+    if said is None:
         assert plan_run(loaded, model=model)
         return
     with pytest.raises(PlanError) as caught:
@@ -134,3 +163,17 @@ def test_sizes_that_blocks_do_not_divide_are_named(load, shape, kind, changes, o
     line = next(line for line in str(caught.value).splitlines() if ": fp8.recipe: " in line)
     assert [part for part in said if part not in line] == [], line
     assert ("nearest valid" not in line) if valid == "nearest" else (valid in line), line
+
+
+@pytest.mark.parametrize("model", ["qwen3_4b", "deepseek_v3"])
+def test_models_whose_shares_are_no_whole_blocks_have_tensor_parallelism(load, model):
+    """Latents of 576, and the fused query, key and value of 6144 / 8 = 768 beside an attention output of 512."""
+    loaded = load(
+        "precision=fp8",
+        "cluster.num_nodes=4",
+        "cluster.ranks_per_node=8",
+        "parallel.tensor=8",
+        "parallel.expert=32" if model == "deepseek_v3" else "parallel.expert=1",
+        "batch={prompts_per_step: 64, group_size: 8, micro_batch_tokens: 2048}",
+    )
+    assert plan_run(loaded, model=SHAPES / f"{model}.json", device="gpu").layout.tensor == 8

@@ -91,7 +91,7 @@ def test_gradients_are_reduced_once_an_optimizer_step(load, shape):
 
 
 def test_tokens_to_experts_take_the_slower_of_two_ways():
-    gpu = Gpu(1, 1, 1, 1, 100.0, 10.0)
+    gpu = Gpu(1, 1, 1, 1, 100.0, 10.0, (9, 0))
     assert _all_to_all(gpu, 80, 4, 8) == pytest.approx(80 * 3 / 4 / (LINK_SHARE * 100))
     assert _all_to_all(gpu, 80, 16, 8) == pytest.approx(80 * 8 / 16 / (LINK_SHARE * 10))
 

@@ -20,6 +20,7 @@ PACKAGES = ("gspo_mega.config", "gspo_mega.plan", "gspo_mega.model")
 # Functions that return, or append, the text of a refusal that is raised elsewhere.
 TEXTS = {
     "check_precision",
+    "check_chip",
     "_recipe_problem",
     "check_optimizer",
     "explain",

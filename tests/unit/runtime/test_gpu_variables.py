@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_configs import make_config
 
 from gspo_mega.launcher.local.launch_local import WORKER_COMMAND
 from gspo_mega.runtime import gpu_variables, worker
@@ -111,7 +112,7 @@ def test_every_rank_sets_them_first(monkeypatch):
 
     monkeypatch.setattr(worker, "set_variables", note)
     with pytest.raises(Enough):
-        worker._init_distributed(worker.RankEnvironment(rank=9, world_size=16, local_rank=1))
+        worker._init_distributed(worker.RankEnvironment(rank=9, world_size=16, local_rank=1), make_config())
     assert seen == [(True, 1)]
     assert (sys.executable, "-m", "gspo_mega.runtime.worker") == WORKER_COMMAND
     code = "import sys, gspo_mega.runtime.worker; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"

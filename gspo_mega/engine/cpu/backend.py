@@ -1,8 +1,8 @@
 """The CPU backend: lets an unmodified Megatron-Core run over gloo on a machine without a GPU.
 
-Owns every difference between such a machine and a cluster. It changes objects in memory and no file of a dependency;
-`install()` does nothing if CUDA is available. It must run before the first import of `megatron.core`, which importing
-`gspo_mega.engine` ensures.
+It changes objects in memory and no file of a dependency; `install()` does nothing if CUDA is available. It must run
+before the first import of `megatron.core`, which importing `gspo_mega.engine` ensures. Transformer Engine is loaded in
+between if the process asks for it (`te_loading.py`).
 
 It covers three kinds of difference: Megatron asks `torch.cuda` for devices, streams and RNG states; it compares tensor
 type names with CUDA's; and 0.16.1 has five places that need Transformer Engine or a GPU by oversight, each named below.
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
+
+from gspo_mega.engine.cpu import te_attention, te_loading
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -147,13 +150,20 @@ def _complete_megatron() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
 
+    # It warns if the CPU's random state changes inside a region that has the GPU's; here the two are one.
+    tracker_log = logging.getLogger("megatron.core.tensor_parallel.random")
+    tracker_log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
     # Without Transformer Engine its classes are stand-ins, which latent attention must not pass to `isinstance`; and
     # 0.19 does not import Megatron's own linear layer there.
     import megatron.core.transformer.multi_latent_attention as multi_latent_attention
     from megatron.core.post_training.modelopt.layers import Linear
 
-    multi_latent_attention.HAVE_TE = False
-    multi_latent_attention.Linear = Linear
+    if te_loading.is_loaded():
+        te_attention.replace_kernel()
+    else:
+        multi_latent_attention.HAVE_TE = False
+        multi_latent_attention.Linear = Linear
 
     # Loading optimizer state assumes a fused Adam that keeps no 'step' of its own.
     plain_set = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -186,4 +196,6 @@ def install() -> None:
     # Megatron's jit_fuser is torch.compile; without this variable every fused function would start a compiler.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _stand_in_for_cuda()
+    if te_loading.is_requested():
+        te_loading.load_transformer_engine()
     _complete_megatron()

@@ -1,0 +1,39 @@
+"""Transformer Engine's core attention on a CPU: its module, with this package's packed attention as its kernel.
+
+cuDNN's kernels have no Python. Both take the same packed sequences and context-parallel layout, with fp32 softmax.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def replace_kernel() -> None:
+    """Let Megatron's `TEDotProductAttention` compute with `packed_attention.attend`. Call it after Megatron's import."""
+    import megatron.core.extensions.transformer_engine as extensions
+
+    extensions.TEDotProductAttention.forward = _forward
+
+
+def _forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    attn_mask_type: object,
+    attention_bias: torch.Tensor | None = None,
+    packed_seq_params: Any = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Arguments, result and collectives as of `packed_attention.attend`.
+
+    Raises ValueError without packed sequences, and for a mask or bias of the caller's.
+    """
+    from gspo_mega.engine.packed_attention import attend
+
+    if packed_seq_params is None or attention_mask is not None or attention_bias is not None:
+        raise ValueError("on a CPU Transformer Engine's attention takes packed causal sequences only")
+    return attend(query, key, value, packed_seq_params, module.cp_group, module.softmax_scale)

@@ -1,0 +1,223 @@
+"""FP8 with one scale per tensor or per block: what is rounded to which byte, and which scale undoes it.
+
+Owns the two FP8 formats, Transformer Engine's rule from an amax to a scale, and the layouts of 1x128 and 128x128
+blocks. It does not own powers-of-two scales of 32 values (`microscaling.py`), Transformer Engine's tensor classes and
+paddings (`engine/cpu`), or which layers are quantised.
+
+A value x is stored as the byte q = fp8(x * scale) and read as q * scale_inv. The rule is that of Transformer Engine
+(`compute_scale_from_amax`): scale = largest / amax, divided once in float32, and scale_inv = 1 / scale, divided once in
+float32. An amax ignores NaN. A scale of 1 belongs to an amax that is zero or infinite. `quantize_published_blocks` is
+the rule by which DeepSeek-V3's FP8 checkpoints were written: scale_inv = amax / largest, and q = fp8(x / scale_inv).
+The two differ in the last bit of a scale, so a publisher and a reader have to name the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+E4M3_MAX = 448.0  # S.1111.110: exponent 8, mantissa 1.75; the next code is NaN, and there is no infinity
+E5M2_MAX = 57344.0  # S.11110.11: exponent 15, mantissa 1.75; the next code is infinity
+_LARGEST = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+_EXPONENT_BITS = -(1 << 23)  # 0xFF800000 as an int32: sign and exponent of a float32
+_NAN_BYTE = 0x7F  # the one NaN that the conversion instruction writes, whatever the sign of the input
+
+
+def largest_value(dtype: torch.dtype) -> float:
+    """The largest finite value of an FP8 type.
+
+    Raises:
+        ValueError: another type.
+    """
+    if dtype not in _LARGEST:
+        raise ValueError(f"{dtype} is no FP8 type of this module; valid: {', '.join(map(str, _LARGEST))}")
+    return _LARGEST[dtype]
+
+
+def scale_from_amax(
+    amax: torch.Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    power_of_two: bool = False,
+    epsilon: float = 0.0,
+    when_infinite: float = _LARGEST_FLOAT32,
+) -> torch.Tensor:
+    """The scale by which values are multiplied before they are rounded to FP8.
+
+    scale = largest / max(amax, epsilon), rounded once to float32; 1 where amax is 0, infinite or NaN; `when_infinite`
+    where the quotient overflows; with `power_of_two` the mantissa is then cut off (towards zero, so that nothing
+    saturates).
+
+    Args:
+        amax: [...] float32, at least 0: largest absolute values.
+        dtype: the FP8 type that the values become.
+        power_of_two: cut the scale down to a power of two.
+        epsilon: least amax.
+        when_infinite: the scale where amax is so small that the quotient overflows. Transformer Engine takes float32's
+            largest for whole tensors, and the largest value of the input's type for blocks.
+
+    Returns:
+        [...] float32.
+    """
+    amax = torch.where(amax < epsilon, epsilon, amax) if epsilon > 0 else amax
+    # A tensor on the left: `number / tensor` would multiply by a rounded reciprocal and round twice.
+    scale = torch.div(amax.new_tensor(largest_value(dtype)), amax)
+    scale = torch.where(torch.isinf(scale), when_infinite, scale)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    return torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, scale)
+
+
+def to_fp8(scaled: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    """Rounds to the nearest FP8 value, ties to even; beyond the largest and at infinity to the largest; NaN to NaN.
+
+    Args:
+        scaled: [...] float32: values that were multiplied by their scale.
+
+    Returns:
+        [...] of `dtype`.
+    """
+    largest = largest_value(dtype)
+    data = scaled.clamp(-largest, largest).to(dtype)
+    if scaled.numel() and torch.isnan(torch.aminmax(scaled).max):
+        data = torch.where(torch.isnan(scaled), _NAN_BYTE, data.view(torch.uint8)).view(dtype)
+    return data
+
+
+@functools.cache
+def _values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8, device=device).view(dtype).float()
+
+
+def from_fp8(data: torch.Tensor) -> torch.Tensor:
+    """The exact float32 values of FP8 codes, without a scale: [...] FP8 to [...] float32.
+
+    A table look-up: torch's own conversion takes six times as long on a CPU.
+    """
+    largest_value(data.dtype)
+    codes = data.contiguous().view(torch.uint8).reshape(-1).int()
+    return _values(data.dtype, data.device).index_select(0, codes).reshape(data.shape)
+
+
+def amax_of(x: torch.Tensor, dims: int | tuple[int, ...] | None = None, *, keepdim: bool = False) -> torch.Tensor:
+    """Largest absolute values in float32; a NaN counts as 0, an empty tensor has the amax 0.
+
+    Args:
+        x: [...] floating point.
+        dims: the dimensions that are reduced; None reduces all of them, to a tensor of no dimension.
+    """
+    if x.numel() == 0 and dims is None:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    dims = tuple(range(x.dim())) if dims is None else dims
+    amax = x.abs().amax(dims, keepdim=keepdim)
+    if torch.isnan(amax).any():
+        amax = torch.where(torch.isnan(x), 0, x).abs().amax(dims, keepdim=keepdim)
+    return amax.float()
+
+
+def quantize_tensorwise(
+    x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, power_of_two: bool = False, epsilon: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One scale for the whole tensor, from its own amax (Transformer Engine's current scaling).
+
+    Args:
+        x: [...] float32, bfloat16 or float16.
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        data [...] of `dtype`, and scale_inv [1] float32: x is about data * scale_inv.
+    """
+    scale = scale_from_amax(amax_of(x).reshape(1), dtype, power_of_two=power_of_two, epsilon=epsilon)
+    return to_fp8(x.float() * scale, dtype), torch.reciprocal(scale)
+
+
+def quantize_blocks(
+    x: torch.Tensor,
+    block: tuple[int, int] = (128, 128),
+    power_of_two: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    epsilon: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One scale per block by Transformer Engine's rule; blocks at the right and lower edge may be smaller.
+
+    Args:
+        x: [n, m] float32, bfloat16 or float16.
+        block: rows and columns of a block: (128, 128) for weights, (1, 128) for activations and gradients.
+        power_of_two: scales are powers of two (what Transformer Engine does unless told otherwise) or any float32.
+        dtype: float8_e4m3fn or float8_e5m2.
+        epsilon: least amax of a block.
+
+    Returns:
+        data [n, m] of `dtype`, and scale_inv [ceil(n / b0), ceil(m / b1)] float32.
+    """
+    blocks = in_blocks(x, block)
+    amax = amax_of(blocks, (1, 3), keepdim=True)
+    scale = scale_from_amax(
+        amax, dtype, power_of_two=power_of_two, epsilon=epsilon, when_infinite=torch.finfo(x.dtype).max
+    )
+    return out_of_blocks(to_fp8(blocks.float() * scale, dtype), x.shape), torch.reciprocal(scale)[:, 0, :, 0]
+
+
+def quantize_published_blocks(
+    x: torch.Tensor, block: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One scale per block as in DeepSeek-V3's published checkpoints: what their `weight` and `weight_scale_inv` hold.
+
+    scale_inv = amax / largest and q = fp8(x / scale_inv), each divided once in float32. A block of zeros has the
+    scale_inv 1, so that no reader divides by zero.
+
+    Args:
+        x: [n, m] float32, bfloat16 or float16.
+        block: rows and columns of a block.
+
+    Returns:
+        data [n, m] of `dtype`, and scale_inv [ceil(n / b0), ceil(m / b1)] float32.
+    """
+    blocks = in_blocks(x, block)
+    amax = amax_of(blocks, (1, 3), keepdim=True)
+    scale_inv = torch.div(amax, amax.new_tensor(largest_value(dtype)))
+    scale_inv = torch.where((scale_inv == 0) | ~torch.isfinite(amax), 1.0, scale_inv)
+    return out_of_blocks(to_fp8(torch.div(blocks.float(), scale_inv), dtype), x.shape), scale_inv[:, 0, :, 0]
+
+
+def dequantize_blocks(data: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
+    """data * scale_inv of its block, in float32.
+
+    Args:
+        data: [n, m] FP8.
+        scale_inv: [ceil(n / b0), ceil(m / b1)] float32.
+        block: rows and columns of a block.
+
+    Returns:
+        [n, m] float32.
+
+    Raises:
+        ValueError: the scales are not those of so many blocks.
+    """
+    rows, columns = (-(-size // side) for size, side in zip(data.shape, block, strict=True))
+    if tuple(scale_inv.shape) != (rows, columns):
+        raise ValueError(
+            f"data of shape {tuple(data.shape)} in blocks of {block} has scales of shape {(rows, columns)}, "
+            f"not {tuple(scale_inv.shape)}"
+        )
+    return out_of_blocks(in_blocks(from_fp8(data), block) * scale_inv[:, None, :, None], data.shape)
+
+
+def in_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """[n, m] as [rows of blocks, b0, columns of blocks, b1], with zeros beyond the edges."""
+    (n, m), (b0, b1) = x.shape, block
+    rows, columns = -(-n // b0), -(-m // b1)
+    if (n, m) != (rows * b0, columns * b1):
+        padded = x.new_zeros(rows * b0, columns * b1)
+        padded[:n, :m] = x
+        x = padded
+    return x.reshape(rows, b0, columns, b1)
+
+
+def out_of_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """What `in_blocks` laid out, as [n, m] = `shape` again."""
+    rows, b0, columns, b1 = blocks.shape
+    return blocks.reshape(rows * b0, columns * b1)[: shape[0], : shape[1]].contiguous()
