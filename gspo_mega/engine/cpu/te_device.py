@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -45,7 +45,8 @@ _CUDA = _Seen(
         is_current_stream_capturing=lambda: False,
     ),
 )
-_TORCH = _Seen(torch, dict(cuda=_CUDA))
+_VERSION = _Seen(cast(types.ModuleType, torch.version), dict(cuda="13.0"))  # the first with every recipe is 12.9
+_TORCH = _Seen(torch, dict(cuda=_CUDA, version=_VERSION))
 
 
 def pretend() -> None:

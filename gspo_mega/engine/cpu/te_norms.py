@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gspo_mega.engine.cpu.te_extension import kernel, torch_dtype
+from gspo_mega.engine.cpu.te_fp8 import quantize_as
 
 
 def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
@@ -19,17 +20,11 @@ def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
 
 def _result(value: torch.Tensor, out: Any, quantizer: Any, dtype: int) -> Any:
     """`value` float32 in `out`, or in a new tensor, of the output's dtype or quantised."""
+    rounded = value.to(torch_dtype(dtype))
     if quantizer is None:
-        rounded = value.to(torch_dtype(dtype))
         return rounded if out is None else out.copy_(rounded)
     fused = type(quantizer).__name__ == "Float8Quantizer"
-    source = value if fused else value.to(torch_dtype(dtype))
-    if out is not None:
-        return quantizer.update_quantized(source, out)
-    result = quantizer(source)
-    if fused and hasattr(result, "_dtype"):
-        result._dtype = torch_dtype(dtype)  # what it stands for, not what it was computed in
-    return result
+    return quantize_as(value if fused else rounded, rounded.dtype, quantizer, out)
 
 
 @kernel

@@ -1,7 +1,7 @@
 """The products of Transformer Engine's linear layers on a CPU: exact products of the stored numbers, sums in fp32.
 
 Owns plain and grouped products with their epilogues (bias, bias gradient, accumulation). An operand may be quantised:
-`te_operands.py` reads it as the numbers that it stands for. Who quantises what is Transformer Engine's.
+`te_quantized.py` reads it as the numbers that it stands for. Who quantises what is Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from typing import Any
 import torch
 
 from gspo_mega.engine.cpu.te_extension import kernel, torch_dtype
-from gspo_mega.engine.cpu.te_operands import operand
+from gspo_mega.engine.cpu.te_quantized import dequantized
+
+
+def operand(tensor: Any, columnwise: bool) -> torch.Tensor:
+    """The numbers that `tensor` stands for, [rows, columns] float32; leading dimensions count as rows.
+
+    `columnwise`: read the copy that was quantised along the columns, where there are two. The two differ if each row
+    (or column) of a block has its own scale.
+    """
+    values = dequantized(tensor, columnwise)
+    return values.reshape(-1, values.size(-1))
 
 
 def _product(a: object, transposed_a: bool, b: object, transposed_b: bool) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""Transformer Engine's movements of rows on a CPU: padding of each expert's rows, transposes, splits."""
+"""Transformer Engine's movements of rows on a CPU: the padding of each expert's rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -29,31 +28,3 @@ def fused_multi_row_unpadding(
     parts = zip(input.split(list(input_row_list)), output.split(list(unpadded_input_row_list)), strict=True)
     for padded, part in parts:
         part.copy_(padded[: part.size(0)])
-
-
-@kernel
-def fp8_transpose(input: torch.Tensor, dtype: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The bytes of `input` [..., n] as [n, ...], in `out` where there is one."""
-    turned = input.reshape(-1, input.size(-1)).t()
-    if out is not None:
-        return out.copy_(turned.reshape(out.shape))
-    return turned.contiguous().reshape(input.size(-1), *input.shape[:-1])
-
-
-@kernel
-def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`tensor` [a, b, ...] as [b, a, ...], in `out` where there is one."""
-    swapped = tensor.transpose(0, 1)
-    return swapped.contiguous() if out is None else out.copy_(swapped)
-
-
-@kernel
-def split_quantize(
-    tensor: torch.Tensor,
-    split_sections: Sequence[int],
-    quantizer_list: Sequence[Any],
-    disable_bulk_allocation: bool = False,
-) -> list[Any]:
-    """Each part of `tensor` [rows, H] quantised by its own quantizer."""
-    parts = tensor.split(list(split_sections))
-    return [quantizer(part) for quantizer, part in zip(quantizer_list, parts, strict=True)]
