@@ -12,7 +12,7 @@ from gspo_mega.journal.journal import Journal
 from gspo_mega.records import Trajectory
 from gspo_mega.run_folder import RunFolder
 
-# A server that computed what the trainer computes, to 0.02 nats per token, but for one response and one token.
+# A server whose log-probs are near the trainer's at every token, but for one response and one token.
 NOISE = 0.02
 BROKEN, VETOED = 1, 4
 
@@ -33,15 +33,14 @@ def rewrite(source: RunFolder, target: RunFolder, change: Callable[[int, int, Tr
 
 @pytest.fixture(scope="module")
 def recorded(ranks, tmp_path_factory):
-    """(folder of the recording, d of every token of the first step by row)."""
-    # The trainer's log-probs of an untrained model of 512 tokens are near -log 512; the recording says so, too.
+    """Folder of a recording in which the trainer's log-probs of an untrained model, near -log 512, are the server's."""
     root = tmp_path_factory.mktemp("nearly_equal")
     rng = np.random.default_rng(2)
 
     def change(step: int, row: int, trajectory: Trajectory) -> None:
         noise = rng.normal(0, NOISE, trajectory.num_response_tokens)
         if row == BROKEN:
-            noise -= 2.0  # the whole response, 2 nats per token
+            noise -= 6.0  # the whole response, 6 nats per token
         if row == VETOED:
             noise[0] -= 12.0  # one token, 12 nats
         trajectory.rollout_log_probs = (-np.log(512) - noise).tolist()
@@ -59,7 +58,7 @@ def without_time(lines: list[dict]) -> list[dict]:
 
 
 def test_a_broken_response_and_a_vetoed_token_are_dropped_in_one_rank_and_in_two(ranks, recorded):
-    overrides = [f"train.from_rollouts={recorded}", "train.num_steps=2", "mismatch.bound_nats=1.5"]
+    overrides = [f"train.from_rollouts={recorded}", "train.num_steps=2", "mismatch.bound_nats=4"]
     assert ranks.train("corrected", "", *overrides) == [0], ranks.log("corrected")
     assert ranks.train("corrected_two", "", *overrides, num_ranks=2) == [0, 0], ranks.log("corrected_two")
     one, two = lines_of(ranks, "corrected"), lines_of(ranks, "corrected_two")
@@ -70,7 +69,7 @@ def test_a_broken_response_and_a_vetoed_token_are_dropped_in_one_rank_and_in_two
         assert line["mismatch/length/1-63/kept_fraction"] == pytest.approx(4 / 6)
         kept = [line[f"mismatch/advantage/{sign}/kept_fraction"] for sign in ("positive", "negative")]
         assert sorted(kept) == pytest.approx([1 / 3, 1.0]) or kept == pytest.approx([2 / 3, 2 / 3])
-        assert abs(line["mismatch/centre"]) < 0.4
+        assert abs(line["mismatch/centre"]) < 1.0
     assert "mismatch.correction mask dropped 0.33 of the responses" in ranks.console("corrected")
     assert "kept by mismatch.correction, mean" in ranks.console("corrected")
     for a, b in zip(without_time(one), without_time(two), strict=True):
@@ -80,7 +79,7 @@ def test_a_broken_response_and_a_vetoed_token_are_dropped_in_one_rank_and_in_two
 
 def test_one_mini_batch_makes_its_old_pass_for_the_correction_alone(ranks, recorded):
     common = [f"train.from_rollouts={recorded}", "train.num_steps=1", "batch.num_mini_batches=1"]
-    assert ranks.train("single", "", *common, "mismatch.bound_nats=1.5") == [0], ranks.log("single")
+    assert ranks.train("single", "", *common, "mismatch.bound_nats=4") == [0], ranks.log("single")
     assert ranks.train("single_none", "", *common, "mismatch.correction=none") == [0], ranks.log("single_none")
     (with_it,), (without,) = lines_of(ranks, "single"), lines_of(ranks, "single_none")
     assert with_it["policy/kept_fraction"] == pytest.approx(4 / 6) and with_it["policy/clip_fraction"] == 0
@@ -96,7 +95,8 @@ def test_server_log_probs_as_old_ones_are_warned_of_with_the_measured_share(rank
     share = first["policy/mini_batch/0/clip_fraction_negative"]
     # Measured before any update: what the split says of the first mini-batch, and nothing of later ones.
     assert share == first["mismatch/advantage/negative/clip_fraction"]
-    assert first["mismatch/advantage/negative/num_sequences"] + first["mismatch/advantage/positive/num_sequences"] == 3
+    signs = [first.get(f"mismatch/advantage/{sign}/num_sequences", 0) for sign in ("positive", "negative")]
+    assert sum(signs) == 3 and signs[1] > 0
     assert f"old_log_probs: rollout clips {share:.2f} of the responses with A < 0" in console
     assert console.count("warning  old_log_probs: rollout clips") == 1
     assert "clipped with no update, A < 0, mean" in console
