@@ -42,7 +42,7 @@ def recorded(ranks, tmp_path_factory):
         if row == BROKEN:
             noise -= 6.0  # the whole response, 6 nats per token
         if row == VETOED:
-            noise[0] -= 12.0  # one token, 12 nats
+            noise[0] += 12.0  # one token that it found next to impossible
         trajectory.rollout_log_probs = (-np.log(512) - noise).tolist()
 
     rewrite(RunFolder(ranks.config_file.parent / "recorded"), RunFolder(root / "recorded"), change)
