@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # From a fresh machine to a trained model: set-up, a tiny model and its task, cold start, GSPO. No GPU needed.
 #
-#   launch/quickstart.sh [--seed N] [--control] [--keep] [key=value ...]
+#   launch/quickstart.sh [--seed N] [--fp8] [--control] [--keep] [key=value ...]
 #
 #   --seed N     another model, task split and order of everything (default 1); in runs/quickstart-seedN
+#   --fp8        a wider model, trained in FP8 and served in FP8 (without a GPU: emulated); in runs/quickstart-fp8
 #   --control    the same training with rewards permuted inside the batch, which must not learn; implies --keep
 #   --keep       keep the model, data and cold start of the last run, and only train anew
 #   key=value    overrides for the training's configuration, e.g. train.num_steps=3
@@ -16,12 +17,18 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
 seed=1 control=false keep=false overrides=()
+kind=quickstart model="a tiny Qwen3-MoE" shape=()
+ranks="an SGLang server samples, two Megatron-Core ranks train, weights are published every step"
 while (($#)); do
   case $1 in
     --seed)
       [[ ${2:-} =~ ^[0-9]+$ ]] || { echo "quickstart: --seed needs a number, not '${2:-}'" >&2; exit 2; }
       seed=$2
       shift
+      ;;
+    --fp8)
+      kind=quickstart_fp8 model="a small Qwen3" shape=(--wide)
+      ranks="an SGLang server samples with FP8 weights, a Megatron-Core rank trains in FP8, weights are published every step"
       ;;
     --control) control=true keep=true ;;
     --keep) keep=true ;;
@@ -38,7 +45,7 @@ while (($#)); do
   shift
 done
 
-folder=runs/quickstart
+folder=runs/${kind//_/-}
 name=train
 [[ $seed == 1 ]] || folder+=-seed$seed
 if $control; then
@@ -64,23 +71,23 @@ if [[ -d $folder/$name/hf ]]; then
 fi
 run=(run.dir="$folder" run.seed="$seed" data.path="$folder/data/train.jsonl" eval.path="$folder/data/heldout.jsonl")
 
-say "2 of 4  Making a tiny Qwen3-MoE of random weights, and additions to learn from, in $folder"
-.venv/bin/python tools/make_quickstart.py "$folder" --seed "$seed"
+say "2 of 4  Making $model of random weights, and additions to learn from, in $folder"
+.venv/bin/python tools/make_quickstart.py "$folder" --seed "$seed" ${shape[@]+"${shape[@]}"}
 
 say "3 of 4  Cold start: supervised training until 0.3 to 0.5 of 256 held-out problems are solved"
 if [[ -d $folder/sft/hf ]]; then
   echo "quickstart: the cold start is done; $folder/sft/hf is kept"
 else
-  .venv/bin/gspo-mega sft configs/quickstart_sft.yaml "${run[@]}" model.path="$folder/model"
+  .venv/bin/gspo-mega sft "configs/${kind}_sft.yaml" "${run[@]}" model.path="$folder/model"
 fi
 
 if $control; then
   say "4 of 4  The control: GSPO with rewards permuted inside the batch; accuracy should not rise"
 else
-  say "4 of 4  GSPO: an SGLang server samples, two Megatron-Core ranks train, weights are published every step"
+  say "4 of 4  GSPO: $ranks"
 fi
 code=0
-.venv/bin/gspo-mega train configs/quickstart.yaml \
+.venv/bin/gspo-mega train "configs/$kind.yaml" \
   "${run[@]}" model.path="$folder/sft/hf" run.name="$name" ${overrides[@]+"${overrides[@]}"} || code=$?
 if ((code)); then
   echo "quickstart: the training ended with exit code $code; run the same command again to continue it" >&2

@@ -1,7 +1,8 @@
 """Make the quickstart's model and data: `python tools/make_quickstart.py OUT_DIR`.
 
-    OUT_DIR/model/               a tiny Qwen3-MoE (or, with --dense, Qwen3) of random weights, with its tokenizer,
-                                 as a Hugging Face folder; its shape is configs/models/quickstart_*.json
+    OUT_DIR/model/               a tiny Qwen3-MoE of random weights, with its tokenizer, as a Hugging Face folder; its
+                                 shape is configs/models/quickstart_moe.json. --dense: a Qwen3 without experts;
+                                 --wide: one whose matrices consist of whole 128 x 128 blocks, for FP8
     OUT_DIR/data/train.jsonl     additions with worked solutions
     OUT_DIR/data/heldout.jsonl   other additions; no problem is in both files
 
@@ -44,15 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed of the weights and the problems (default: 1)")
     parser.add_argument("--num-train", type=int, default=40_000, help="train problems (default: 40000)")
     parser.add_argument("--num-heldout", type=int, default=512, help="held-out problems (default: 512)")
-    parser.add_argument("--dense", action="store_true", help="a model without experts")
+    shapes = parser.add_mutually_exclusive_group()
+    for shape, what in (("dense", "a model without experts"), ("wide", "a wider one, of whole FP8 blocks")):
+        shapes.add_argument(f"--{shape}", dest="shape", action="store_const", const=shape, default="moe", help=what)
     options = parser.parse_args(arguments)
     out_dir: Path = options.out_dir
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=out_dir) as making:
-            write_model(
-                Path(making) / "model", SHAPES / f"quickstart_{'dense' if options.dense else 'moe'}.json", options.seed
-            )
+            write_model(Path(making) / "model", SHAPES / f"quickstart_{options.shape}.json", options.seed)
             write_data(
                 Path(making) / "data", {"train": options.num_train, "heldout": options.num_heldout}, options.seed
             )

@@ -81,8 +81,9 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
     log_backends()
     require_precision(config)
     parallel = config.parallel
+    precision = precision_settings(config)
     settings: dict = dict(
-        **precision_settings(config),
+        **precision,
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads,
@@ -98,7 +99,8 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
         qk_layernorm=spec.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        use_cpu_initialization=is_cpu_backend(),
+        # Transformer Engine would quantise FP8 parameters before Megatron's initialisation on the host fills them.
+        use_cpu_initialization=is_cpu_backend() and precision["transformer_impl"] == "local",
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,

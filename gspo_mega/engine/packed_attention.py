@@ -108,8 +108,8 @@ def attend(
     query [t, heads, d], key [t, kv_heads, d], value [t, kv_heads, v] of one float dtype, where t is this rank's share
     of the packed tokens and v equals d except in latent attention. Returns [t, heads * v] of that dtype. Under context
     parallelism each rank holds the two chunks of every sequence that `context_parallel.local_positions` names; keys and
-    values are gathered over the context group; None is a group of one rank. `softmax_scale`: 1 / sqrt(d) if None. Collective over the context group
-    if its size is above 1.
+    values are gathered over the context group; None is a group of one rank. `softmax_scale`: 1 / sqrt(d) if None.
+    Collective over the context group if its size is above 1.
     """
     cp_size, cp_rank = (1, 0) if context_group is None else (context_group.size(), context_group.rank())
     layout = _padded_layout(params, cp_size, cp_rank)

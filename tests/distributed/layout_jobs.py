@@ -106,8 +106,11 @@ def shard(sequences: list[dict], data_rank: int, data_size: int, align: int, per
     return [pack(sequences, p, align) for p in mine]
 
 
-def run_layout(folder: str, parallel: dict, steps: int = 3, **sections) -> dict | None:
-    """Log-probs, loss, gradient and weights after `steps` optimizer steps. Whole on rank 0, None elsewhere."""
+def run_layout(folder: str, parallel: dict, steps: int = 3, align: int = 2, **sections) -> dict | None:
+    """Log-probs, loss, gradient and weights after `steps` optimizer steps. Whole on rank 0, None elsewhere.
+
+    Every sequence is padded to a multiple of `align` x context size x tensor size.
+    """
     parallel = {"expert_tensor": 1, **parallel}
     config = layout_config(folder, parallel, **sections)
     spec = read_model_spec(folder)
@@ -118,7 +121,7 @@ def run_layout(folder: str, parallel: dict, steps: int = 3, **sections) -> dict 
         import_huggingface(folder, spec, groups, engine.chunks)
         engine.after_weights_loaded()
         sequences = recorded_sequences()
-        batch = shard(sequences, groups.data.rank, groups.data.size, 2 * groups.context.size * groups.tensor.size)
+        batch = shard(sequences, groups.data.rank, groups.data.size, align * groups.context.size * groups.tensor.size)
         denominator = float(sum(s["mask"].any() for s in sequences))
         # A clip range as wide as the spread of the recorded ratios: some clipped on each side, some not.
         settings = ObjectiveSettings(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)

@@ -44,15 +44,15 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_hugging_face_loads_every_tensor_of_the_model(make, tmp_path, dense):
+@pytest.mark.parametrize("shape", ["moe", "dense", "wide"])
+def test_hugging_face_loads_every_tensor_of_the_model(make, tmp_path, shape):
     cpu_server.activate()  # without a GPU, transformers meets the same torchvision that SGLang does
     from transformers import AutoModelForCausalLM
 
-    assert make(tmp_path, *SMALL, *["--dense"] * dense) == 0
+    assert make(tmp_path, *SMALL, *[f"--{shape}"] * (shape != "moe")) == 0
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(loading.values()), loading
-    assert type(model).__name__ == ("Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM")
+    assert type(model).__name__ == ("Qwen3MoeForCausalLM" if shape == "moe" else "Qwen3ForCausalLM")
     assert model.dtype == torch.float32 and (
         model.generation_config.eos_token_id,
         model.generation_config.pad_token_id,

@@ -18,6 +18,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from gspo_mega.engine.cpu import te_attention, te_loading
@@ -184,6 +185,24 @@ def _complete_megatron() -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
+def _gather_as_bytes() -> None:
+    """Let gloo gather several tensors of different dtypes at once, as Megatron gathers FP8 beside bf16 parameters.
+
+    gloo joins them to one tensor, and joining converts numbers to one dtype. Bytes have one dtype from the start.
+    """
+    group_class: Any = dist.ProcessGroup
+    names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")  # since torch 2.13, and before
+    name = next(n for n in names if hasattr(group_class, n))
+    plain = getattr(group_class, name)
+
+    def gather(group, outputs, inputs, *options):
+        if len({tensor.dtype for tensor in (*outputs, *inputs)}) > 1:
+            outputs, inputs = ([tensor.view(torch.uint8) for tensor in each] for each in (outputs, inputs))
+        return plain(group, outputs, inputs, *options)
+
+    setattr(group_class, name, gather)
+
+
 _installed = False
 
 
@@ -196,6 +215,7 @@ def install() -> None:
     # Megatron's jit_fuser is torch.compile; without this variable every fused function would start a compiler.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _stand_in_for_cuda()
+    _gather_as_bytes()
     if te_loading.is_requested():
         te_loading.load_transformer_engine()
     _complete_megatron()

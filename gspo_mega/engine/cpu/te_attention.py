@@ -11,7 +11,7 @@ import torch
 
 
 def replace_kernel() -> None:
-    """Let Megatron's `TEDotProductAttention` compute with `packed_attention.attend`. Call it after Megatron's import."""
+    """Let Megatron's `TEDotProductAttention` compute with `packed_attention.attend`. Imports Megatron."""
     import megatron.core.extensions.transformer_engine as extensions
 
     extensions.TEDotProductAttention.forward = _forward

@@ -12,6 +12,7 @@ some GPU products read has no meaning for the products here.
 from __future__ import annotations
 
 import functools
+import importlib
 import types
 from typing import Any, NamedTuple
 
@@ -37,11 +38,11 @@ class Kind(NamedTuple):
 @functools.cache
 def transformer_engine_classes() -> types.SimpleNamespace:
     """Transformer Engine's quantisers and the format that each makes, imported at the first use."""
-    from transformer_engine.pytorch.tensor import float8_blockwise_tensor as blockwise
-    from transformer_engine.pytorch.tensor import float8_tensor as per_tensor
-    from transformer_engine.pytorch.tensor import mxfp8_tensor as mx
-    from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
-
+    blockwise, per_tensor, mx = (
+        importlib.import_module(f"transformer_engine.pytorch.tensor.{name}")
+        for name in ("float8_blockwise_tensor", "float8_tensor", "mxfp8_tensor")
+    )
+    utilities = importlib.import_module("transformer_engine.pytorch.utils")
     by_rows_and_columns = dict(
         _rowwise_data="rowwise_data",
         _rowwise_scale_inv="rowwise_scale_inv",
@@ -62,7 +63,7 @@ def transformer_engine_classes() -> types.SimpleNamespace:
         Float8TensorStorage=per_tensor.Float8TensorStorage,
         Float8BlockwiseQTensorStorage=blockwise.Float8BlockwiseQTensorStorage,
         MXFP8TensorStorage=mx.MXFP8TensorStorage,
-        needs_no_transpose=is_non_tn_fp8_gemm_supported,
+        needs_no_transpose=utilities.is_non_tn_fp8_gemm_supported,
         kinds={
             per_tensor.Float8Quantizer: float8,
             per_tensor.Float8CurrentScalingQuantizer: float8,
@@ -132,6 +133,7 @@ def fill(quantizer: Any, output: Any, buffers: dict) -> Any:
 
 def empty_buffers(quantizer: Any, shape: torch.Size | list[int]) -> dict[str, torch.Tensor]:
     """Zeroed buffers of a tensor of this shape, as the quantiser's usages ask for."""
+    kind_of(quantizer)  # refuses others
     classes, shape = transformer_engine_classes(), torch.Size(shape)
     buffers: dict[str, torch.Tensor] = {}
     if isinstance(quantizer, (classes.Float8Quantizer, classes.Float8CurrentScalingQuantizer)):
@@ -157,7 +159,12 @@ def quantized_buffers(x: torch.Tensor, quantizer: Any) -> dict[str, torch.Tensor
         x: [..., m] float32, bfloat16 or float16.
 
     Collective over the quantiser's amax group, where it has one and `x` is not empty.
+
+    Raises:
+        NotImplementedError: a quantiser without a CPU kernel, or per-tensor FP8 without row-wise data.
+        ValueError: MXFP8 of sides that 32 does not divide.
     """
+    kind_of(quantizer)
     classes = transformer_engine_classes()
     if x.numel() == 0:
         return empty_buffers(quantizer, x.shape)

@@ -25,8 +25,9 @@ def fused_rope_forward(
     """`input` with the first `freqs.size(-1)` of its last dimension rotated by its position's angles.
 
     input [t, heads, d] packed, [s, b, heads, d] or [b, s, heads, d], as `qkv_format` says; freqs [positions, 1, 1, r]
-    float32 radians; cu_seqlens [S + 1] int32, the bounds of whole sequences (of all context ranks). A context rank holds
-    the two chunks of each sequence that `context_parallel.local_positions` names. Returns a new tensor like `input`.
+    float32 radians; cu_seqlens [S + 1] int32, the bounds of whole sequences (of all context ranks). A context rank
+    holds the two chunks of each sequence that `context_parallel.local_positions` names. Returns a new tensor like
+    `input`.
     """
     cosines, sines = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     size = freqs.size(-1)

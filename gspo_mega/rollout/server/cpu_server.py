@@ -2,7 +2,8 @@
 
 Owns `activate()`, which must run before `sglang` is imported in every process of a server (`server_entry.py` calls it
 at import, so that spawned children call it, too). It works through import hooks alone: nothing of SGLang is edited on
-disk, and with a usable GPU it does nothing. `sglang_cpu_attention.py` owns the batched attention.
+disk, and with a usable GPU it does nothing. `sglang_cpu_attention.py` owns the batched attention,
+`sglang_cpu_quantization.py` the quantized layers.
 """
 
 from __future__ import annotations
@@ -135,6 +136,47 @@ def _register_attention(module: types.ModuleType) -> None:
         return BatchedCpuAttention(model_runner)
 
 
+def _register_quantization(module: types.ModuleType) -> None:
+    """Put quantized layers that need no GPU kernels into SGLang's registry of quantization methods."""
+    from gspo_mega.rollout.server.sglang_cpu_quantization import register
+
+    register(module.QUANTIZATION_METHODS, module.BASE_QUANTIZATION_METHODS, module.CPU_QUANTIZATION_METHODS)
+
+
+def _absorb_plain_blocks(module: types.ModuleType) -> None:
+    """Latent attention multiplies by parts of `kv_b_proj`. On a GPU SGLang dequantizes its blocks for that; elsewhere
+    it rounds them again, to one scale, for a product that a CPU has not.
+    """
+    from gspo_mega.quantization.fp8 import dequantize_blocks
+
+    def plain(weight, scale_inv, block):
+        import torch
+
+        return dequantize_blocks(weight, scale_inv, tuple(block)).to(torch.get_default_dtype()), None
+
+    vars(module)["block_quant_to_tensor_quant"] = plain
+
+
+class _CachesFp8:
+    """Stands in for SGLang's platform where the KV cache is made. On a CPU SGLang has an FP8 cache for one vendor's
+    kernels only, with scales of its own; with this it makes the plain one that it has on a GPU.
+    """
+
+    def __init__(self, platform) -> None:
+        self._platform = platform
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str):
+        return getattr(self._platform, name)
+
+
+def _cache_fp8(module: types.ModuleType) -> None:
+    """Let `kv_cache_dtype: fp8_e4m3` make the cache that it makes on a GPU: e4m3, without a scale."""
+    vars(module)["current_platform"] = _CachesFp8(module.current_platform)
+
+
 def _attend_to_latents(module: types.ModuleType) -> None:
     """Latent attention keeps latents in its cache: read them as one wide key-value head, in prefill, too."""
     module.AttentionBackendRegistry.register(
@@ -186,6 +228,9 @@ def activate() -> bool:
                 "sglang.srt.mem_cache.pool_host.common": _plain_host_buffers,
                 "sglang.srt.utils.weight_checker_comparator": _compare_on_host,
                 "sglang.srt.layers.attention.attention_registry": _register_attention,
+                "sglang.srt.layers.quantization": _register_quantization,
+                "sglang.srt.models.deepseek_common.deepseek_weight_loader": _absorb_plain_blocks,
+                "sglang.srt.mem_cache.kv_cache_configurator": _cache_fp8,
                 "sglang.srt.entrypoints.engine": _fork_children,
                 "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,
             },

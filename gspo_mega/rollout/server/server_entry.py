@@ -21,7 +21,13 @@ from gspo_mega.config.addresses import is_loopback
 from gspo_mega.errors import ConfigError, GspoMegaError
 from gspo_mega.rollout.secret import read_secret
 from gspo_mega.rollout.server import cpu_server
-from gspo_mega.rollout.server.server_spec import ServerSpec, check_options_sglang, missing_values, sglang_arguments
+from gspo_mega.rollout.server.server_spec import (
+    ServerSpec,
+    check_checkpoint,
+    check_options_sglang,
+    missing_values,
+    sglang_arguments,
+)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -49,6 +55,7 @@ def server_arguments(spec: ServerSpec):
     """SGLang's ServerArgs for `spec`. Raises ConfigError for an option SGLang does not have or refuses."""
     model_config = read_model_config(spec.model_path)
     check_context(spec, model_config)
+    check_checkpoint(spec, model_config)
     import_only(model_config.get("architectures") or [])
 
     import msgspec

@@ -17,7 +17,7 @@ from typing import Any
 
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_options import option_problems
-from gspo_mega.config.server_precision import server_dtype
+from gspo_mega.config.server_precision import BLOCK, server_dtype
 from gspo_mega.errors import ConfigError
 
 _CONTEXT_SLACK = 8
@@ -203,3 +203,21 @@ def missing_values(model_config: dict[str, Any]) -> dict[str, str]:
     wanted = [_READ_BY_SGLANG.get(architecture, {}) for architecture in model_config.get("architectures") or []]
     missing = {key: value for values in wanted for key, value in values.items() if key not in model_config}
     return {"json_model_override_args": json.dumps(missing)} if missing else {}
+
+
+def check_checkpoint(spec: ServerSpec, model_config: dict[str, Any]) -> None:
+    """Raise ConfigError where the folder's weights are not in the form that `server.quantization` begins from."""
+    found = model_config.get("quantization_config")
+    if spec.quantization == "fp8_block":
+        block = (found or {}).get("weight_block_size")
+        if found is None or found.get("quant_method") != "fp8" or list(block or ()) != list(BLOCK):
+            raise ConfigError(
+                f"server.quantization: fp8_block, and the config.json of {spec.model_path} has no `quantization_config`"
+                f" with quant_method fp8 and weight_block_size {list(BLOCK)}; servers begin with weights that are"
+                " quantized already"
+            )
+    elif found is not None:
+        raise ConfigError(
+            f"server.quantization: {spec.quantization}, and the weights in {spec.model_path} are quantized already"
+            f" (quantization_config: {found.get('quant_method')}); valid: fp8_block, or a folder of plain weights"
+        )

@@ -18,6 +18,8 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
 
+from gspo_mega.quantization.fp8 import from_fp8
+
 _MAX_SCORES = 1 << 22
 """Most query x key positions of all requests of one call. It bounds the padded copies and the mask."""
 
@@ -161,10 +163,8 @@ def _attend(bucket: _Bucket, query, keys, values, output, layer) -> None:
     kv_heads = layer.tp_k_head_num
     per_kv_head = layer.tp_q_head_num // kv_heads
     q = query.index_select(0, bucket.query_rows)
-    k = keys.index_select(0, bucket.slots).view(batch, num_keys, kv_heads, layer.qk_head_dim).transpose(1, 2)
-    v = values.index_select(0, bucket.slots).view(batch, num_keys, kv_heads, layer.v_head_dim).transpose(1, 2)
-    if k.dtype != q.dtype:
-        k, v = k.to(q.dtype), v.to(q.dtype)
+    k = _read(keys, bucket.slots, q.dtype).view(batch, num_keys, kv_heads, layer.qk_head_dim).transpose(1, 2)
+    v = _read(values, bucket.slots, q.dtype).view(batch, num_keys, kv_heads, layer.v_head_dim).transpose(1, 2)
     # The query heads of one key-value head become extra query rows, so keys and values are not repeated.
     q = q.view(batch, num_queries, kv_heads, per_kv_head, layer.qk_head_dim)
     q = q.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, per_kv_head * num_queries, layer.qk_head_dim)
@@ -178,3 +178,10 @@ def _attend(bucket: _Bucket, query, keys, values, output, layer) -> None:
         output.index_copy_(
             0, bucket.query_rows.index_select(0, bucket.valid_rows), out.index_select(0, bucket.valid_rows)
         )
+
+
+def _read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `slots` of a cache [slots, n] as `dtype`; an FP8 cache has values without a scale."""
+    if cache.dtype == torch.float8_e4m3fn:
+        return from_fp8(cache.view(torch.uint8).index_select(0, slots).view(cache.dtype)).to(dtype)
+    return cache.index_select(0, slots).to(dtype)

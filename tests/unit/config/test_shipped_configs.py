@@ -11,6 +11,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 COMMANDS = {
     "quickstart_sft.yaml": "sft",
+    "quickstart_fp8_sft.yaml": "sft",
     "certify_dense.yaml": "certify",
     "certify_mla.yaml": "certify",
     "certify_moe.yaml": "certify",
@@ -29,6 +30,9 @@ def test_a_shipped_configuration_loads_and_plans(path, tmp_path):
         assert plan.layout.world_size == 1, "each case brings its own ranks"
     elif loaded.config.cluster.gpu is not None:
         assert plan_run(loaded, "gpu").layout.world_size >= 4
+    elif path.name.startswith("quickstart_fp8"):
+        plan = plan_run(loaded, "cpu", CONFIGS / "models" / "quickstart_wide.json")
+        assert plan.layout.world_size == 1 and "hidden 256, 2 heads x 128" in render_report(plan)
     else:
         plan = plan_run(loaded, "cpu", CONFIGS / "models" / "quickstart_moe.json")
         assert plan.layout.world_size == 2 and plan.layout.expert == 2
@@ -87,16 +91,17 @@ def test_the_committed_json_schema_is_current():
     assert committed == render_json_schema(), "run: gspo-mega plan --json-schema > configs/schema.json"
 
 
-def test_only_the_quickstart_widens_the_clip_range_and_says_so():
+def test_only_the_quickstarts_widen_the_clip_range_and_say_so():
     noticed = {
         path.name: [n for n in load_config(path, (), COMMANDS.get(path.name, "train")).notices if "clip range" in n]
         for path in SHIPPED
     }
     assert noticed["gsm8k.yaml"] == [] and noticed["quickstart_sft.yaml"] == []
-    assert noticed["quickstart.yaml"] == [
-        "clip range 0.003 / 0.004 instead of 0.0003 / 0.0004, the published one of gspo"
-    ]
-    assert "does not transfer" in (CONFIGS / "quickstart.yaml").read_text()
+    quickstarts = {"quickstart.yaml", "quickstart_fp8.yaml"}
+    assert {name for name, notices in noticed.items() if notices and not name.startswith("certify")} == quickstarts
+    for name in quickstarts:
+        assert noticed[name] == ["clip range 0.003 / 0.004 instead of 0.0003 / 0.0004, the published one of gspo"]
+        assert "does not transfer" in (CONFIGS / name).read_text()
 
 
 def test_gsm8k_takes_a_file_by_override_alone():

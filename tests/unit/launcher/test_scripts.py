@@ -119,6 +119,15 @@ def test_quickstart_control_and_seed_have_folders_of_their_own(root):
     assert "run.dir=runs/quickstart-seed2 run.seed=2 data.path=runs/quickstart-seed2/data/train.jsonl" in calls[-1]
 
 
+def test_quickstart_in_fp8_has_its_own_model_configurations_and_folder(root):
+    ended, calls = call(root, "launch/quickstart.sh", "--fp8", "--seed", "2", "train.num_steps=3")
+    assert ended.returncode == 0, ended.stderr
+    assert calls[0] == "python tools/make_quickstart.py runs/quickstart-fp8-seed2 --seed 2 --wide"
+    assert calls[1].startswith("gspo-mega sft configs/quickstart_fp8_sft.yaml run.dir=runs/quickstart-fp8-seed2")
+    assert calls[2].startswith("gspo-mega train configs/quickstart_fp8.yaml run.dir=runs/quickstart-fp8-seed2")
+    assert calls[2].endswith("run.name=train train.num_steps=3") and len(calls) == 3
+
+
 @pytest.mark.parametrize("arguments", [["--seed"], ["--seed", "two"], ["fast"], ["--faster"]])
 def test_quickstart_refuses_what_it_does_not_know(root, arguments):
     ended, calls = call(root, "launch/quickstart.sh", *arguments)

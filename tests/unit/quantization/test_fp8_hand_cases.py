@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from fp8_by_numpy import fp8_value, nearest_fp8
+
 from gspo_mega.quantization.fp8 import (
     amax_of,
     dequantize_blocks,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from gspo_mega.quantization.int8 import dequantize_int8_rows, quantize_int8_rows
 from gspo_mega.quantization.mantissa import round_mantissa
 

@@ -19,6 +19,7 @@ from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.rollout.secret import Secret, ensure_secret, read_secret
 from gspo_mega.rollout.server.server_spec import (
     ServerSpec,
+    check_checkpoint,
     check_options_sglang,
     missing_values,
     sglang_arguments,
@@ -111,6 +112,35 @@ def test_a_server_may_compute_in_another_precision_than_the_trainer(tmp_path, dt
         store=tmp_path / "store",
     )
     assert arguments(spec)["dtype"] == served
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "found", "said"),
+    [
+        ("fp8_block", None, "has no `quantization_config` with quant_method fp8 and weight_block_size"),
+        ("fp8_block", {"quant_method": "fp8"}, "has no `quantization_config`"),
+        ("fp8_block", BLOCKS | {"quant_method": "mxfp8"}, "servers begin with weights that are quantized already"),
+        (
+            "none",
+            BLOCKS,
+            r"none, and the weights in .* are quantized already \(quantization_config: fp8\); valid: fp8_bl",
+        ),
+        ("fp8", BLOCKS, "fp8, and the weights in"),
+        ("int8", BLOCKS, "int8, and the weights in"),
+    ],
+)
+def test_a_folder_in_another_form_is_refused(tmp_path, quantization, found, said):
+    spec = spec_of(tmp_path, quantization=quantization)
+    with pytest.raises(ConfigError, match=f"server.quantization: .*{said}"):
+        check_checkpoint(spec, {} if found is None else {"quantization_config": found})
+
+
+@pytest.mark.parametrize(("quantization", "found"), [("fp8_block", BLOCKS), ("none", None), ("fp8", None)])
+def test_a_folder_in_the_right_form_is_taken(tmp_path, quantization, found):
+    check_checkpoint(spec_of(tmp_path, quantization=quantization), {"quantization_config": found})
 
 
 def test_on_gpu_sglang_chooses(tmp_path):

@@ -1,0 +1,218 @@
+"""Table and figures of the tolerance study, from its committed rows alone: `python tests/soak/tolerance_figures.py`.
+
+Writes docs/tolerance_arms.svg (final accuracy of every run by arm) and docs/tolerance_dose.svg (final accuracy over the
+KL between server and trainer before the first update, GSPO and GRPO), and prints the table of docs/precision.md. Where docs/precision.md has the
+lines `<!-- rows begin -->` and `<!-- rows end -->`, the table between them is replaced. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from statistics import fmean
+
+from tolerance import PROTOCOL, ROWS
+from tolerance_rows import NO_GAP, Row, by_arm, read_rows, smallest_detectable, spread_of
+
+FIGURES = """
+![Accuracy of every run, by arm](tolerance_arms.svg)
+
+![Accuracy over the gap between the engines](tolerance_dose.svg)
+"""
+BEGIN, END = "<!-- rows begin -->", "<!-- rows end -->"
+ANCHORS = {"gspo": "gspo-fp32-same-old_trainer", "grpo": "grpo-fp32-same-old_trainer"}
+WIDTH = 760
+_GSPO, _GRPO, _TEXT, _GRID, _COLD = "#b3402a", "#2f6fb0", "#444444", "#dddddd", "#999999"
+
+
+def colour(row: Row) -> str:
+    return _GRPO if row.arm.startswith("grpo") else _GSPO
+
+
+def anchor_of(name: str) -> str:
+    """The arm without a gap that an arm is compared with: its own algorithm's."""
+    return ANCHORS[name.partition("-")[0]]
+
+
+def verdict(arm: Sequence[Row], anchor: Sequence[Row], spread: float) -> str:
+    """The difference of an arm's mean accuracy to the anchor's, against two standard errors of it."""
+    difference = fmean(row.accuracy for row in arm) - fmean(row.accuracy for row in anchor)
+    bound = 2 * spread * math.sqrt(1 / len(arm) + 1 / len(anchor))
+    return f"{difference:+.3f}, {'within' if abs(difference) <= bound else 'beyond'} ± {bound:.3f}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows by arm as Markdown. Without two runs of one arm there is no spread, and no verdict."""
+    arms = by_arm(rows)
+    try:
+        spread, freedom = spread_of(rows)
+    except ValueError:
+        spread, freedom = math.nan, 0
+    lines = [
+        "| arm | runs | accuracy | to the anchor | k3, first step | k3, run | clip, all | A>0 clipped by mini-batch"
+        " | A<0 clipped by mini-batch | collapsed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, arm in arms.items():
+        anchor = anchor_of(name)
+        cells = [
+            f"`{name}`",
+            str(len(arm)),
+            " ".join(f"{row.accuracy:.3f}" for row in arm),
+            verdict(arm, arms[anchor], spread) if freedom and anchor in arms and anchor != name else "",
+            f"{fmean(row.k3_first for row in arm):.1e}",
+            f"{fmean(row.k3 for row in arm):.1e}",
+            f"{fmean(row.clip for row in arm):.3f}",
+            " ".join(f"{fmean(getattr(row, f'clip_high_{m}') for row in arm):.3f}" for m in range(4)),
+            " ".join(f"{fmean(getattr(row, f'clip_low_{m}') for row in arm):.3f}" for m in range(4)),
+            f"{sum(row.outcome != 'trained' for row in arm)} of {len(arm)}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    if freedom:
+        detectable = smallest_detectable(spread, freedom, 3)
+        lines += [
+            "",
+            f"Spread between seeds {spread:.3f} ({freedom} degrees of freedom); two arms of three runs differ detectably"
+            f" from {detectable:.3f} on. The standard error of one run's accuracy is"
+            f" {max(row.accuracy_se for row in rows):.3f} or less. Cold start {rows[0].before:.3f}.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def draw_arms(rows: Sequence[Row]) -> str:
+    """Every run's final accuracy with two standard errors, one line per arm; the cold start as a dashed line."""
+    arms = by_arm(rows)
+    left, top, line = 330, 46, 26
+    height = top + line * len(arms) + 44
+    bottom = height - 40
+
+    def x(value: float) -> float:
+        return left + (WIDTH - left - 20) * value
+
+    parts = _start(height, "Accuracy after 40 steps, ± 2 standard errors of sampling; one mark per seed")
+    for tenth in range(0, 11, 2):
+        at = x(tenth / 10)
+        parts.append(f'<path d="M{at:.1f} {top - 10}V{bottom}" stroke="{_GRID}"/>')
+        parts.append(f'<text x="{at:.1f}" y="{height - 22}" text-anchor="middle">{tenth / 10:.1f}</text>')
+    if rows:
+        at = x(rows[0].before)
+        parts.append(f'<path d="M{at:.1f} {top - 10}V{bottom}" stroke="{_COLD}" stroke-dasharray="4 3"/>')
+        parts.append(f'<text x="{at:.1f}" y="{top - 14}" text-anchor="middle" fill="{_COLD}">cold start</text>')
+    for number, (name, arm) in enumerate(arms.items()):
+        middle = top + line * number + 8
+        parts.append(f'<text x="{left - 10}" y="{middle + 4}" text-anchor="end">{escape(name)}</text>')
+        for place, row in enumerate(arm):
+            at, y = x(row.accuracy), middle + 6 * (place - (len(arm) - 1) / 2)
+            reach = (x(2 * row.accuracy_se) - x(0)) or 0.0
+            fill = colour(row) if row.outcome == "trained" else "white"
+            parts.append(
+                f'<path d="M{at - reach:.1f} {y:.1f}H{at + reach:.1f}" stroke="{colour(row)}"/>'
+                f'<circle cx="{at:.1f}" cy="{y:.1f}" r="3" fill="{fill}" stroke="{colour(row)}"/>'
+            )
+    parts += _legend(height - 4)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def draw_dose(rows: Sequence[Row]) -> str:
+    """Final accuracy of the runs whose ratio carries the gap (`old_log_probs: rollout`) over k3 at their first step, log
+    axis, and on its left end the anchors, which have none.
+    """
+    direct = [row for row in rows if row.arm.endswith("-old_rollout") or row.arm in ANCHORS.values()]
+    left, top, height = 56, 46, 340
+    bottom = height - 62
+    exponents = [math.log10(row.k3_first) for row in direct if row.k3_first > NO_GAP] or [-3.0]
+    low, high = math.floor(min(exponents)), math.ceil(max(exponents) + 1e-9)
+    high += high == low
+    start = left + 60
+
+    def x(k3: float) -> float:
+        if k3 <= NO_GAP:
+            return left + 16
+        return start + (WIDTH - start - 20) * (math.log10(k3) - low) / (high - low)
+
+    def y(value: float) -> float:
+        return bottom - (bottom - top) * value
+
+    parts = _start(height, "Accuracy after 40 steps, the server's log-probs used as old ones")
+    for tenth in range(0, 11, 2):
+        at = y(tenth / 10)
+        parts.append(f'<path d="M{left} {at:.1f}H{WIDTH - 20}" stroke="{_GRID}"/>')
+        parts.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{tenth / 10:.1f}</text>')
+    parts.append(f'<text x="{x(0.0):.1f}" y="{bottom + 18}" text-anchor="middle">none</text>')
+    for exponent in range(low, high + 1):
+        at = x(10.0**exponent)
+        parts.append(f'<path d="M{at:.1f} {top}V{bottom}" stroke="{_GRID}"/>')
+        parts.append(f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">1e{exponent}</text>')
+    if direct:
+        at = y(direct[0].before)
+        parts.append(f'<path d="M{left} {at:.1f}H{WIDTH - 20}" stroke="{_COLD}" stroke-dasharray="4 3"/>')
+        parts.append(f'<text x="{WIDTH - 20}" y="{at - 4:.1f}" text-anchor="end" fill="{_COLD}">cold start</text>')
+    for row in direct:
+        at, middle = x(row.k3_first), y(row.accuracy)
+        fill = colour(row) if row.outcome == "trained" else "white"
+        parts.append(
+            f'<path d="M{at:.1f} {y(row.accuracy - 2 * row.accuracy_se):.1f}V{y(row.accuracy + 2 * row.accuracy_se):.1f}"'
+            f' stroke="{colour(row)}"/>'
+            f'<circle cx="{at:.1f}" cy="{middle:.1f}" r="3.5" fill="{fill}" stroke="{colour(row)}"/>'
+        )
+    parts.append(
+        f'<text x="{(left + WIDTH) / 2}" y="{bottom + 36}" text-anchor="middle">k3 at the first step, nats</text>'
+    )
+    parts += _legend(height - 6)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def with_table(page: str, text: str) -> str:
+    """The page with the table between its two marks. Raises ValueError where it has not both, in order."""
+    before, mark, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(f"the page has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n\n{text}\n{END}{after}"
+
+
+def _start(height: int, title: str) -> list[str]:
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" font-family="sans-serif"'
+        f' font-size="12" fill="{_TEXT}">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="16" y="20" font-size="14">{escape(title)}</text>',
+    ]
+
+
+def _legend(y: float) -> list[str]:
+    return [
+        f'<circle cx="{at}" cy="{y - 4}" r="3.5" fill="{fill}" stroke="{edge}"/><text x="{at + 8}" y="{y}">{text}</text>'
+        for at, fill, edge, text in (
+            (24, _GSPO, _GSPO, "GSPO"),
+            (104, _GRPO, _GRPO, "GRPO"),
+            (184, "white", _TEXT, "collapsed"),
+        )
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    docs = ROWS.parent
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of the rows")
+    parser.add_argument("--out", type=Path, default=docs, help="folder of the figures and of precision.md")
+    options = parser.parse_args(arguments)
+    rows = [row for row in read_rows(options.rows) if row.protocol == PROTOCOL]
+    if not rows:
+        print(f"{options.rows}: no rows of protocol {PROTOCOL}")
+        return 1
+    text, page = table(rows) + FIGURES, options.out / "precision.md"
+    (options.out / "tolerance_arms.svg").write_text(draw_arms(rows), encoding="utf-8")
+    (options.out / "tolerance_dose.svg").write_text(draw_dose(rows), encoding="utf-8")
+    if page.exists():
+        page.write_text(with_table(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,315 @@
+"""The pure parts of tests/soak/tolerance.py: its arms, rows, resumption, definitions, statistics, figures and dose."""
+
+import dataclasses
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import tolerance
+import tolerance_arms
+import tolerance_dose
+import tolerance_figures
+import tolerance_rows
+import torch
+from tolerance_rows import Row
+
+from gspo_mega.config import load_config
+from gspo_mega.model.families import hf_tensors
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.weights import publish
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def row(arm="gspo-fp32-same-old_trainer", seed=1, accuracy=0.6, **changes):
+    values = {
+        field.name: {"int": 1, "float": 0.25, "str": "x"}[str(field.type)] for field in dataclasses.fields(Row)
+    } | dict(protocol=tolerance.PROTOCOL, arm=arm, seed=seed, accuracy=accuracy, accuracy_se=0.015, outcome="trained")
+    return Row(**(values | changes))
+
+
+# --- the arms -----------------------------------------------------------------------------------------------------
+
+
+def test_the_arms_are_those_of_the_protocol():
+    names = [arm.name for arm in tolerance_arms.ARMS]
+    assert len(names) == len(set(names)) == 19
+    grid = {(a.trainer, a.server) for a in tolerance_arms.ARMS if a.old == "trainer" and a.algorithm == "gspo"}
+    assert grid == {(t, s) for t in ("fp32", "fp8") for s in ("same", "fp8_block", "fp8_block+kv")}
+    direct = {(a.server, a.algorithm) for a in tolerance_arms.ARMS if a.block == "direct"}
+    assert direct == {(s, g) for s in ("fp8_block", "fp8_block+kv") for g in ("gspo", "grpo")}
+    dose = {(a.bits, a.algorithm) for a in tolerance_arms.ARMS if a.block == "dose"}
+    assert dose == {(b, g) for b in tolerance_arms.DOSES for g in ("gspo", "grpo")} and len(tolerance_arms.DOSES) == 4
+    for block in (*tolerance_arms.BLOCKS, "breaking"):
+        assert f"\n    {block} " in tolerance.__doc__, "the protocol names every block"
+
+
+@pytest.mark.parametrize("arm", [*tolerance_arms.ARMS, *tolerance_arms.breaking_arms(1)], ids=lambda arm: arm.name)
+def test_an_arm_is_a_configuration(arm):
+    config = load_config(tolerance.CONFIG, arm.overrides(tolerance.CORRECTION), "train").config
+    assert (config.precision, config.algorithm, config.old_log_probs) == (arm.trainer, arm.algorithm, arm.old)
+    assert config.server.quantization == ("none" if arm.server == "same" else "fp8_block")
+    assert config.server.kv_cache == ("fp8" if arm.server == "fp8_block+kv" else "auto")
+    assert (config.mismatch.correction == "none") == (not arm.corrected)
+    assert config.objective.clip_low == {"gspo": 3e-3, "grpo": 0.2}[arm.algorithm]
+
+
+def test_an_interrupted_block_has_whole_seeds():
+    runs = tolerance_arms.in_order(tolerance_arms.ARMS, (1, 2, 3))
+    assert len(runs) == 57
+    assert [(arm.trainer, arm.algorithm, seed) for arm, seed in runs[:4]] == [
+        ("fp32", "gspo", 1),
+        ("fp8", "gspo", 1),
+        ("fp32", "grpo", 1),
+        ("fp32", "gspo", 2),
+    ]
+    assert {arm.block for arm, _ in runs[9:33]} == {"dose"} and {seed for _, seed in runs[9:17]} == {1}
+
+
+# --- rows and resumption --------------------------------------------------------------------------------------------
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    path = tmp_path / "rows.csv"
+    assert tolerance_rows.read_rows(path) == []
+    written = [row(), row(seed=2, k3=1.5e-7, log_s_mismatch_sd=math.nan, outcome="collapsed")]
+    for one in written:
+        tolerance_rows.append_row(path, one)
+    read = tolerance_rows.read_rows(path)
+    assert read[0] == written[0] and math.isnan(read[1].log_s_mismatch_sd)
+    assert (read[1].k3, read[1].seed, read[1].outcome) == (1.5e-7, 2, "collapsed")
+    assert path.read_text().count("protocol") == 1 and path.read_text().endswith("\n")
+
+
+def test_a_row_cut_short_and_other_columns_are_errors(tmp_path):
+    path = tmp_path / "rows.csv"
+    tolerance_rows.append_row(path, row())
+    whole = path.read_text()
+    path.write_text(whole[: whole.rindex(",")] + "\n")
+    with pytest.raises(ValueError, match=f"rows.csv:2: {len(tolerance_rows.COLUMNS)} columns expected"):
+        tolerance_rows.read_rows(path)
+    path.write_text(whole.replace("accuracy_se", "error", 1))
+    with pytest.raises(ValueError, match="not the columns"):
+        tolerance_rows.read_rows(path)
+
+
+@pytest.fixture
+def study(monkeypatch):
+    """The study with runs that take no time; the list of those that were made. `stop_at`: the one that is interrupted."""
+
+    class Made(list):
+        stop_at = None
+        checksum = "abc"
+
+    made = Made()
+
+    def run(self, arm, seed):
+        if len(made) == made.stop_at:
+            raise KeyboardInterrupt
+        made.append((arm.name, seed))
+        return row(arm.name, seed, block=arm.block, cold_start=made.checksum)
+
+    monkeypatch.setattr(tolerance.Study, "run", run)
+    monkeypatch.setattr(tolerance.Study, "cold_start", lambda self: (Path("hf"), made.checksum, 0.4))
+    monkeypatch.setattr(tolerance.signal, "signal", lambda *_: None)
+    return made
+
+
+def test_an_interrupt_loses_the_run_in_flight_alone(study, tmp_path):
+    arguments = ["--rows", str(tmp_path / "rows.csv"), "--folder", str(tmp_path), "--block", "anchors", "direct"]
+    study.stop_at = 5
+    with pytest.raises(KeyboardInterrupt):
+        tolerance.main(arguments)
+    assert len(tolerance_rows.read_rows(tmp_path / "rows.csv")) == 5
+    study.stop_at = None
+    assert tolerance.main(arguments) == 0
+    assert len(study) == len(set(study)) == 9 + 12
+    assert tolerance.main(arguments) == 0 and len(study) == 21, "nothing is left to make"
+
+
+def test_no_run_starts_after_the_hours(study, tmp_path):
+    assert tolerance.main(["--rows", str(tmp_path / "rows.csv"), "--folder", str(tmp_path), "--hours", "0"]) == 0
+    assert study == []
+
+
+def test_two_cold_starts_are_not_mixed(study, tmp_path, capsys):
+    tolerance_rows.append_row(tmp_path / "rows.csv", row(cold_start="other"))
+    assert tolerance.main(["--rows", str(tmp_path / "rows.csv"), "--folder", str(tmp_path)]) == 2
+    assert study == [] and "rows of another cold start (other, here abc)" in capsys.readouterr().out
+
+
+def test_rows_of_another_protocol_are_no_rows_of_this_one():
+    rows = [row(seed=1), row(seed=2, protocol=tolerance.PROTOCOL + 1)]
+    assert tolerance_rows.finished(rows, tolerance.PROTOCOL) == {(rows[0].arm, 1)}
+
+
+# --- definitions ----------------------------------------------------------------------------------------------------
+
+
+def test_columns_of_a_run():
+    steps = []
+    for step in range(1, 13):
+        line = {"step": step, "reward/mean": step / 100, "mismatch/k3": 0.1 * step, "mismatch/abs_log_ratio_max": 1.0}
+        line |= {f"policy/{name}": 0.5 for name in ("clip_fraction", "kept_fraction", "entropy")}
+        line |= {f"policy/mini_batch/{m}/clip_fraction_{side}": m / 10 for m in range(4) for side in ("high", "low")}
+        line |= {f"policy/mini_batch/0/{sign}_mass_left": 0.75 for sign in ("positive", "negative")}
+        steps.append(line)
+    steps.append({"step": 12, "eval/accuracy": 0.5})  # the evaluation after a stop has a line of its own
+    columns = tolerance_rows.measured(steps)
+    assert columns["reward_last"] == columns["reward_best"] == pytest.approx(0.075)
+    assert columns["k3_first"] == pytest.approx(0.1) and columns["k3"] == pytest.approx(0.65)
+    assert columns["k3_last"] == pytest.approx(0.75) and columns["clip_low_3"] == pytest.approx(0.3)
+    assert math.isnan(columns["log_s_mismatch_sd"]), "not reported where old is the server's"
+    assert set(columns) <= set(tolerance_rows.COLUMNS)
+    steps[3]["mismatch/k3"] = None
+    assert math.isnan(tolerance_rows.measured(steps)["k3"]), "a value that was not finite is not left out"
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "last", "collapsed"),
+    [(0.38, 0.6, False), (0.371, 0.6, False), (0.369, 0.6, True), (0.6, 0.31, False), (0.6, 0.29, True)],
+)
+def test_collapse(accuracy, last, collapsed):
+    assert tolerance_rows.has_collapsed(0.4, accuracy, 0.015, best=0.6, last=last) == collapsed
+
+
+# --- statistics -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("p", "freedom", "value"),
+    [
+        (0.975, 1, 12.706),
+        (0.975, 4, 2.776),
+        (0.975, 20, 2.086),
+        (0.8, 4, 0.941),
+        (0.8, 20, 0.860),
+        (0.975, 1000, 1.962),
+    ],
+)
+def test_quantiles_of_t_are_those_of_the_tables(p, freedom, value):
+    assert tolerance_rows.t_quantile(p, freedom) == pytest.approx(value, abs=6e-4)
+
+
+def test_the_spread_is_pooled_within_arms():
+    assert tolerance_rows.pooled_spread([[0.1, 0.3], [0.7, 0.7, 0.7], [0.9]]) == (pytest.approx(math.sqrt(0.02 / 3)), 3)
+    with pytest.raises(ValueError, match="no arm has two seeds"):
+        tolerance_rows.pooled_spread([[0.1], [0.2]])
+    rows = [row("a", 1, 0.5), row("a", 2, 0.7), row("b", 1, 0.1), row("b", 2, 0.9, outcome="collapsed")]
+    assert tolerance_rows.spread_of(rows) == (pytest.approx(math.sqrt(0.02)), 1), "b has collapsed in part"
+
+
+def test_the_detectable_differences_that_the_protocol_names():
+    assert tolerance_rows.smallest_detectable(0.03, 4, 3) == pytest.approx(0.091, abs=5e-4)
+    assert tolerance_rows.smallest_detectable(0.03, 20, 3) == pytest.approx(0.072, abs=5e-4)
+    assert "with s = .03" in tolerance.__doc__ and ".091 from two arms and .072 from ten" in tolerance.__doc__
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_figures_show_every_run_and_the_page_gets_the_table(tmp_path):
+    path = tmp_path / "rows.csv"
+    other = "gspo-fp32-same-1bits-old_rollout"
+    for seed, accuracy in ((1, 0.60), (2, 0.62), (3, 0.64)):
+        tolerance_rows.append_row(path, row(seed=seed, accuracy=accuracy, k3_first=4e-13))
+        tolerance_rows.append_row(path, row(other, seed, accuracy - 0.1, k3_first=0.01 * seed, outcome="collapsed"))
+    (tmp_path / "precision.md").write_text("above\n<!-- rows begin -->\nold\n<!-- rows end -->\nbelow\n")
+    assert tolerance_figures.main(["--rows", str(path), "--out", str(tmp_path)]) == 0
+    for name, num_marks in (("tolerance_arms.svg", 6), ("tolerance_dose.svg", 6)):
+        circles = ElementTree.parse(tmp_path / name).findall("{http://www.w3.org/2000/svg}circle")
+        assert len(circles) == num_marks + 3
+    page = (tmp_path / "precision.md").read_text()
+    assert "](tolerance_arms.svg)" in page and "](tolerance_dose.svg)" in page
+    assert page.startswith("above\n") and page.endswith("\nbelow\n") and "old\n" not in page.replace("old_", "")
+    # two seeds' spread .02 with three runs on each side: 2 x .02 x sqrt(2/3)
+    assert "-0.100, beyond ± 0.033" in page and "3 of 3" in page and "Spread between seeds 0.020 (2 degrees" in page
+
+
+def test_a_page_without_the_marks_is_an_error():
+    with pytest.raises(ValueError, match="rows begin"):
+        tolerance_figures.with_table("text", "table")
+
+
+# --- the dose -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["quickstart_wide", "quickstart_moe"])
+def test_the_dose_rounds_what_fp8_would_round(shape):
+    torch.manual_seed(0)
+    spec = read_model_spec(REPOSITORY / "configs" / "models" / f"{shape}.json")
+    changed = set()
+    for entry in hf_tensors(spec):
+        exact = torch.randn(entry.shape)
+        dosed = tolerance_dose.dosed(entry.name, exact, 0)
+        assert dosed.dtype == exact.dtype and dosed.shape == exact.shape
+        if not torch.equal(dosed, exact):
+            assert torch.equal(dosed.abs().log2().round(), dosed.abs().log2()), "no mantissa bit: powers of two"
+            changed.add(entry.name.split(".")[-2])
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_the_dose_goes_where_a_publisher_takes_its_tensors_from():
+    """The dose replaces this name of the module; elsewhere it would change nothing."""
+    assert "PolicyTensors" in publish.Publisher.__init__.__code__.co_names
+    assert publish.PolicyTensors is tolerance_dose.PolicyTensors
+    assert issubclass(tolerance_dose.tensors_of_dose(1), publish.PolicyTensors)
+
+
+def test_the_plan_of_the_study_is_its_command(capsys, tmp_path):
+    tolerance_rows.append_row(tmp_path / "rows.csv", row())
+    assert tolerance.main(["--plan", "--rows", str(tmp_path / "rows.csv")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 57 and "has a row" in lines[0] and "has a row" not in "".join(lines[1:])
+    assert tolerance.main(["--plan", "--breaking", "0", "--rows", str(tmp_path / "rows.csv")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 12
+
+
+@pytest.fixture
+def one_run(monkeypatch, tmp_path):
+    """one_run(arm, k3): the row of a run that ends because its numbers are no longer finite."""
+    k3_first = [0.0]
+    monkeypatch.setattr(tolerance.Study, "cold_start", lambda self: (tmp_path, "abc", 0.4))
+    monkeypatch.setattr(tolerance, "measured", lambda steps: dict.fromkeys(WRITTEN, 0.5) | {"k3_first": k3_first[0]})
+
+    def call(command, log, good=(0,)):
+        name = next(word.removeprefix("run.name=") for word in command if word.startswith("run.name="))
+        (tmp_path / "arms" / name).mkdir(parents=True)
+        (tmp_path / "arms" / name / "metrics.jsonl").write_text(json.dumps({"step": 3, "reward/mean": 0.5}) + "\n")
+        assert tolerance.NumericsError.exit_code in good and 1 not in good, "another failure is the machine's: no row"
+        return tolerance.NumericsError.exit_code
+
+    monkeypatch.setattr(tolerance, "call", call)
+
+    def run(arm, k3):
+        k3_first[0] = k3
+        return tolerance.Study(tmp_path).run(arm, 1)
+
+    return run
+
+
+def test_a_run_that_is_no_longer_finite_has_a_row(one_run):
+    made = one_run(tolerance_arms.Arm("anchors"), 3e-13)
+    assert (made.outcome, made.accuracy, made.before, made.num_steps) == ("not finite", 0.0, 0.4, 3)
+
+
+@pytest.mark.parametrize(
+    ("arm", "k3"),
+    [
+        (tolerance_arms.Arm("dose", bits=3), 3e-13),
+        (tolerance_arms.Arm("grid", server="fp8_block"), 3e-13),
+        (tolerance_arms.Arm("anchors"), 1e-4),
+    ],
+)
+def test_an_arm_whose_gap_is_not_there_has_no_row(one_run, arm, k3):
+    with pytest.raises(tolerance.Failed, match="not what it is called"):
+        one_run(arm, k3)
+
+
+WRITTEN = {
+    *("reward_best", "reward_last", "k3_first", "k3", "k3_last", "abs_log_ratio_max", "log_s_mismatch_sd"),
+    *("clip", "positive_left", "negative_left", "kept", "entropy_last"),
+    *(f"clip_{side}_{m}" for side in ("high", "low") for m in range(4)),
+}
