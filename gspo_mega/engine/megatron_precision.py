@@ -74,9 +74,8 @@ def precision_settings(config: Config) -> dict:
     if config.precision == "fp8":
         settings |= dict(fp8=_FORMATS[fp8.recipe], fp8_recipe=fp8.recipe, fp8_param=fp8.parameters)
         if fp8.recipe == "delayed":
-            # Scales come from the largest value of many passes. With one pass, the old pass would set the training
-            # pass's.
-            settings |= dict(fp8_amax_history_len=1024, fp8_amax_compute_algo="max")
+            # Of steps: `fp8_scales.py` updates scales once in a step.
+            settings |= dict(fp8_amax_history_len=16, fp8_amax_compute_algo="max")
     return settings
 
 
