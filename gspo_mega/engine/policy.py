@@ -31,6 +31,7 @@ from gspo_mega.engine.megatron_optimizer import (
     apply_gradients,
     build_optimizer,
     build_scheduler,
+    reload_parameters,
     require_optimizer,
 )
 from gspo_mega.engine.megatron_precision import DTYPES
@@ -111,7 +112,7 @@ class PolicyEngine:
 
     def after_weights_loaded(self) -> None:
         """Copy the loaded parameters into the optimizer's fp32 copies."""
-        self.optimizer.reload_model_params()
+        reload_parameters(self.optimizer)
 
     def parameter_dtype(self) -> torch.dtype:
         return DTYPES[self.config.precision]
