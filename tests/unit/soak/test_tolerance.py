@@ -134,6 +134,15 @@ def test_no_run_starts_after_the_hours(study, tmp_path):
     assert study == []
 
 
+def test_arms_by_name(study, tmp_path, capsys):
+    place = ["--rows", str(tmp_path / "rows.csv"), "--folder", str(tmp_path)]
+    assert tolerance.main([*place, "--arm", "grpo-fp32-same-old_trainer", "--seeds", "2"]) == 0
+    assert study == [("grpo-fp32-same-old_trainer", 2)]
+    with pytest.raises(SystemExit):
+        tolerance.main([*place, "--arm", "ppo"])
+    assert "no such arm: ppo" in capsys.readouterr().err
+
+
 def test_two_cold_starts_are_not_mixed(study, tmp_path, capsys):
     tolerance_rows.append_row(tmp_path / "rows.csv", row(cold_start="other"))
     assert tolerance.main(["--rows", str(tmp_path / "rows.csv"), "--folder", str(tmp_path)]) == 2
