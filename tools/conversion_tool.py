@@ -57,13 +57,7 @@ def convert(name: str, text: str, into: Callable[..., None], arguments: list[str
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="convert to this dtype (default: keep the dtype, bit for bit)"
     )
-    parser.add_argument(
-        "--file-bytes",
-        type=int,
-        default=FILE_BYTES,
-        metavar="N",
-        help=f"approximate size of a file (default: {FILE_BYTES})",
-    )
+    add_file_bytes(parser)
     options = parser.parse_args(arguments)
 
     def run() -> int:
@@ -74,6 +68,16 @@ def convert(name: str, text: str, into: Callable[..., None], arguments: list[str
         return 0
 
     return guarded(run)
+
+
+def add_file_bytes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--file-bytes",
+        type=int,
+        default=FILE_BYTES,
+        metavar="N",
+        help=f"approximate size of a file (default: {FILE_BYTES})",
+    )
 
 
 def add_described_by(parser: argparse.ArgumentParser) -> None:

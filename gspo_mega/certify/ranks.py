@@ -30,7 +30,7 @@ from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.run_folder import RunFolder, atomic_write_json
 from gspo_mega.runtime.worker_context import WorkerContext
-from gspo_mega.weights.hf_folder import HuggingFaceFolder
+from gspo_mega.weights.block_folder import open_folder
 from gspo_mega.weights.hf_import import import_huggingface
 
 # Minimum distance of the recorded batch's router scores from a tie. A large model has too many routes for that; its
@@ -108,7 +108,7 @@ def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
     replayed = config.moe.routing_replay == "R3"
     if replayed:
         _set_routes(measurement, reference)
-    with HuggingFaceFolder(config.model.path) as start:
+    with open_folder(config.model.path, engine.spec) as start:
         numbers = measurement.run(
             np.load(reference.recorded_file),
             settings,

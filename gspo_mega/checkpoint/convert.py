@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +24,14 @@ from gspo_mega.checkpoint.safetensors_stream import write_safetensors
 from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource
 from gspo_mega.checkpoint.torch_dist import write_chunks, write_index
 from gspo_mega.errors import CheckpointError
+from gspo_mega.model.block_fp8 import quantization_config
 from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_blocks, parameter_shape
 from gspo_mega.run_folder import atomic_write_json
 from gspo_mega.weights.gather import entry_dtype
 from gspo_mega.weights.hf_export import DTYPE_NAMES, MANIFEST_NAME, copy_description, sync, tensor_digest
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME
 from gspo_mega.weights.names import table_by_parameter
+from gspo_mega.weights.quantize_published import PublishedForm
 
 FILE_BYTES = 2 * 1024**3
 _PART_SUFFIX = ".converting"
@@ -41,12 +44,39 @@ _Item = tuple[str, list[TensorEntry]]
 Progress = Callable[[int, int, str], None]
 
 
+@dataclass(frozen=True)
+class _Target:
+    """`dtype` of all tensors, None to keep the source's; or `form`, in which some are quantised."""
+
+    dtype: torch.dtype | None = None
+    form: PublishedForm | None = None
+
+    def described(self, source: TensorSource, entry: TensorEntry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Names, dtypes and shapes of what is written for a tensor."""
+        if self.form is not None:
+            return self.form.described(entry)
+        dtype = source.dtype(entry) if self.dtype is None else entry_dtype(entry, self.dtype)
+        return {entry.name: (dtype, entry.shape)}
+
+    def size(self, source: TensorSource, entry: TensorEntry) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.described(source, entry).values())
+
+    def identity(self) -> dict[str, Any]:
+        """What distinguishes this conversion from others of the same source."""
+        if self.form is None or self.form.stored is None:
+            return {"dtype": None if self.dtype is None else DTYPE_NAMES[self.dtype]}
+        return {
+            "dtype": [DTYPE_NAMES[self.form.gathered], DTYPE_NAMES[self.form.plain]],
+            "quantization": quantization_config(self.form.stored) | {"rule": self.form.rule},
+        }
+
+
 @dataclass
 class _Tally:
-    """What has been written, for progress and manifest. `dtype`: the target dtype, None to keep the source's."""
+    """What has been written, for progress and manifest."""
 
     source: TensorSource
-    dtype: torch.dtype | None
+    target: _Target
     total: int
     progress: Progress
     done: int = 0
@@ -54,17 +84,31 @@ class _Tally:
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The whole tensor in the target dtype, recorded for the manifest."""
-        tensor = self.source.read(entry)
-        tensor = tensor if self.dtype is None else tensor.to(entry_dtype(entry, self.dtype))
-        self.tensors[entry.name] = {
+        dtype = self.target.dtype
+        tensor = self.source.read(entry, None if dtype is None else entry_dtype(entry, dtype))
+        self.note(entry.name, tensor, entry)
+        return tensor
+
+    def written(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
+        """What is written for a tensor, as `_Target.described` says, recorded for the manifest."""
+        form = self.target.form
+        if form is None:
+            yield self.read(entry)
+            return
+        for name, tensor in form.tensors(entry, self.source.read(entry, entry_dtype(entry, form.gathered))):
+            self.note(name, tensor, entry)
+            yield tensor
+
+    def note(self, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
+        """Record a tensor `name` made of `entry` for the manifest."""
+        self.tensors[name] = {
             "shape": list(tensor.shape),
             "dtype": DTYPE_NAMES[tensor.dtype],
             "sha256": tensor_digest(tensor),
             "source": entry.name,
         }
         self.done += tensor.numel() * tensor.element_size()
-        self.progress(self.done, self.total, entry.name)
-        return tensor
+        self.progress(self.done, self.total, name)
 
     def skip(self, tensors: dict[str, dict[str, Any]], size: int) -> None:
         """Record tensors that an earlier attempt has written."""
@@ -98,9 +142,10 @@ def to_megatron(
         sync(part / MEGATRON_FOLDER)
         copy_description(described, part, dtype_name)
 
-    groups = _groups(source, table_by_parameter(source.spec).items(), dtype, file_bytes)
+    target = _Target(dtype)
+    groups = _groups(source, table_by_parameter(source.spec).items(), target, file_bytes)
     names = [f"{MEGATRON_FOLDER}/__{number}_0.distcp" for number in range(len(groups))]
-    _convert(source, out, dtype, progress, "Megatron torch_dist", dict(zip(names, groups)), write, complete)
+    _convert(source, out, target, progress, "Megatron torch_dist", dict(zip(names, groups)), write, complete)
 
 
 def to_huggingface(
@@ -108,34 +153,37 @@ def to_huggingface(
     out: Path,
     *,
     dtype: torch.dtype | None = None,
+    form: PublishedForm | None = None,
     progress: Progress,
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write `source` to the new Hugging Face folder `out`: safetensors with an index, config, tokenizer, manifest.json.
 
-    `dtype`, errors and continuation are as in `to_megatron`.
+    `form`, in place of `dtype`: what servers load, in which some tensors are quantised. `dtype`, errors and
+    continuation are as in `to_megatron`.
     """
+    target = _Target(dtype, form)
 
     def write(tally: _Tally, path: Path, group: list[_Item]) -> None:
         entries = [entry for _, fused in group for entry in fused]
-        described = {entry.name: (_dtype(source, entry, dtype), entry.shape) for entry in entries}
-        write_safetensors(path, described, (tally.read(entry) for entry in entries))
+        described = {name: kind for entry in entries for name, kind in target.described(source, entry).items()}
+        write_safetensors(path, described, (tensor for entry in entries for tensor in tally.written(entry)))
 
     def complete(part: Path, files: list[dict[str, Any]], described: Path, dtype_name: str) -> None:
         if len(files) > 1:
             weight_map = {name: file["file"] for file in files for name in file["tensors"]}
             total = sum((part / file["file"]).stat().st_size for file in files)
             atomic_write_json(part / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        copy_description(described, part, dtype_name)
+        copy_description(described, part, dtype_name, None if form is None else form.stored)
 
-    groups = _groups(source, ((entry.name, [entry]) for entry in hf_tensors(source.spec)), dtype, file_bytes)
+    groups = _groups(source, ((entry.name, [entry]) for entry in hf_tensors(source.spec)), target, file_bytes)
     count = len(groups)
     names = (
         [SINGLE_NAME]
         if count == 1
         else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     )
-    _convert(source, out, dtype, progress, "Hugging Face safetensors", dict(zip(names, groups)), write, complete)
+    _convert(source, out, target, progress, "Hugging Face safetensors", dict(zip(names, groups)), write, complete)
 
 
 def _fused(tally: _Tally, entries: list[TensorEntry]) -> torch.Tensor:
@@ -159,22 +207,12 @@ def _fused(tally: _Tally, entries: list[TensorEntry]) -> torch.Tensor:
     return parameter
 
 
-def _size(source: TensorSource, entry: TensorEntry, dtype: torch.dtype | None) -> int:
-    return entry.num_elements * _dtype(source, entry, dtype).itemsize
-
-
-def _dtype(source: TensorSource, entry: TensorEntry, dtype: torch.dtype | None) -> torch.dtype:
-    return source.dtype(entry) if dtype is None else entry_dtype(entry, dtype)
-
-
-def _groups(
-    source: TensorSource, items: Iterable[_Item], dtype: torch.dtype | None, file_bytes: int
-) -> list[list[_Item]]:
+def _groups(source: TensorSource, items: Iterable[_Item], target: _Target, file_bytes: int) -> list[list[_Item]]:
     """Consecutive items per file: about `file_bytes`, and at least one item."""
     groups: list[list[_Item]] = [[]]
     room = file_bytes
     for name, entries in items:
-        size = sum(_size(source, entry, dtype) for entry in entries)
+        size = sum(target.size(source, entry) for entry in entries)
         if groups[-1] and size > room:
             groups.append([])
             room = file_bytes
@@ -186,7 +224,7 @@ def _groups(
 def _convert(
     source: TensorSource,
     out: Path,
-    dtype: torch.dtype | None,
+    target: _Target,
     progress: Progress,
     kind: str,
     files: dict[str, list[_Item]],
@@ -197,11 +235,11 @@ def _convert(
     if out.exists():
         raise CheckpointError(f"{out} already exists and is not overwritten; name another folder, or remove it")
     entries = [entry for group in files.values() for _, fused in group for entry in fused]
-    tally = _Tally(source, dtype, sum(_size(source, entry, dtype) for entry in entries), progress)
+    tally = _Tally(source, target, sum(target.size(source, entry) for entry in entries), progress)
     part = out.with_name(out.name + _PART_SUFFIX)
     identity = {
         "to": kind,
-        "dtype": None if dtype is None else DTYPE_NAMES[dtype],
+        **target.identity(),
         "files": list(files),
         "config": source.spec.raw,
         "source": [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in source.files],
@@ -234,7 +272,10 @@ def _convert(
             finished[name] = {"file": name, "bytes": tally.done - before_bytes, "tensors": tensors, "written": written}
             _append(record, finished[name] | {"file_bytes": (part / name).stat().st_size})
         in_order = [finished[name] for name in files]
-        dtypes = {tally.tensors[entry.name]["dtype"] for entry in entries if not entry.is_buffer}
+        if target.form is not None:
+            dtypes = {DTYPE_NAMES[target.form.plain]}
+        else:
+            dtypes = {tally.tensors[entry.name]["dtype"] for entry in entries if not entry.is_buffer}
         # For a mixture config.json names the widest dtype, which loses nothing.
         complete(part, in_order, source.description, "float32" if "float32" in dtypes else min(dtypes))
         placed = {

@@ -20,7 +20,13 @@ import torch
 from gspo_mega.errors import CheckpointError
 from gspo_mega.weights.hf_export import tensor_bytes
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # the limit of the format's own library

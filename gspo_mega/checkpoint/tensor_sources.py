@@ -14,10 +14,13 @@ import torch
 from gspo_mega.checkpoint.safetensors_stream import SafetensorsFile
 from gspo_mega.checkpoint.torch_dist import TorchDistFolder, stored_place
 from gspo_mega.errors import CheckpointError, ModelError
+from gspo_mega.model.block_fp8 import is_quantized, scale_name
 from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks, parameter_shape
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME, HuggingFaceFolder, check_names_and_shapes
+from gspo_mega.quantization.fp8 import dequantize_blocks
+from gspo_mega.weights.block_folder import open_folder, read_scales
+from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME, check_names_and_shapes
 
 MEGATRON_FOLDER = "megatron"
 _HEAD = "lm_head.weight"
@@ -35,10 +38,15 @@ class TensorSource(Protocol):
     description: Path
     files: list[Path]
 
-    def dtype(self, entry: TensorEntry) -> torch.dtype: ...
+    def dtype(self, entry: TensorEntry) -> torch.dtype:
+        """The stored dtype; of quantised tensors the one that config.json names."""
+        ...
 
-    def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The whole tensor: shape `entry.shape`, the stored dtype, on the host. Raises CheckpointError."""
+    def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The whole tensor: shape `entry.shape`, on the host, in `dtype` or as `dtype(entry)` says; rounded once.
+
+        Raises CheckpointError.
+        """
         ...
 
 
@@ -70,7 +78,9 @@ def open_checkpoint(folder: Path, description: Path | None = None) -> TensorSour
 
 
 class HuggingFaceSource:
-    """A Hugging Face folder. Raises ModelError if config.json and the tensors disagree."""
+    """A Hugging Face folder. FP8 blocks read as plain values in the dtype that config.json names. Raises ModelError if
+    config.json and the tensors disagree.
+    """
 
     kind = "Hugging Face safetensors"
 
@@ -78,10 +88,10 @@ class HuggingFaceSource:
         self.spec = read_model_spec(folder)
         self.description = folder
         shapes = {entry.name: entry.shape for entry in hf_tensors(self.spec)}
-        with HuggingFaceFolder(folder) as names:
+        with open_folder(folder, self.spec) as names:
             problems = check_names_and_shapes(names, shapes, lambda name: may_be_there(self.spec, name))
             _refuse(problems, ModelError, f"{folder} does not hold a {self.spec.family} of its config.json")
-            self._file_of = dict(names.files)
+            self._file_of = dict(names.all_files)
         self.files = [folder / name for name in sorted(set(self._file_of.values()))]
         self._open = {file.name: SafetensorsFile(file) for file in self.files}
         if self.spec.tie_word_embeddings and _HEAD in self._file_of:
@@ -93,11 +103,18 @@ class HuggingFaceSource:
                 )
 
     def dtype(self, entry: TensorEntry) -> torch.dtype:
+        if is_quantized(self.spec.stored, entry):
+            return getattr(torch, self.spec.torch_dtype)
         return self._open[self._file_of[entry.name]].tensors[entry.name].dtype
 
-    def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The whole tensor: shape `entry.shape`, the file's dtype, on the host."""
-        return self._read(entry.name)
+    def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As the protocol says."""
+        dtype = dtype or self.dtype(entry)
+        if self.spec.stored is None or not is_quantized(self.spec.stored, entry):
+            return self._read(entry.name).to(dtype)
+        scales = scale_name(entry.name)
+        values = read_scales(self._read(scales), self.spec.stored, scales)
+        return dequantize_blocks(self._read(entry.name), values, self.spec.stored.block).to(dtype)
 
     def _read(self, name: str) -> torch.Tensor:
         return self._open[self._file_of[name]].read(name)
@@ -139,8 +156,8 @@ class MegatronSource:
     def dtype(self, entry: TensorEntry) -> torch.dtype:
         return self._folder.dtype(stored_place(self.spec, entry.parameter))
 
-    def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The whole tensor: shape `entry.shape`, the stored dtype, on the host; may share memory with a later one."""
+    def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As the protocol says; may share memory with a later one."""
         # Tensors of one parameter follow each other: read the parameter once for all of them.
         if self._last is None or self._last[0] != entry.parameter:
             self._last = None  # frees its memory before the next one is read
@@ -149,7 +166,8 @@ class MegatronSource:
         blocks = parameter_blocks(self.spec, entry, 1, 0)
         parts = [parameter.narrow(b.dim, b.local_start, b.length) for b in blocks]
         # On a single rank the blocks of a tensor are in the tensor's own order.
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=blocks[0].dim)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=blocks[0].dim)
+        return whole if dtype is None else whole.to(dtype)
 
 
 def _refuse(problems: list[str], error: type[Exception], title: str) -> None:

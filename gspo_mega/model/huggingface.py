@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import ModelError
+from gspo_mega.model.block_fp8 import read_block_fp8
 from gspo_mega.model.config_reader import ConfigReader
 from gspo_mega.model.deepseek import read_experts, read_latent_attention
 from gspo_mega.model.description import description_files
 from gspo_mega.model.rope import read_rope
-from gspo_mega.model.spec import ModelSpec, MoeSpec
+from gspo_mega.model.spec import BlockFp8, ModelSpec, MoeSpec
 from gspo_mega.model.tables import FAMILIES, ExpertKeys, Family
 
 ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
@@ -26,7 +27,6 @@ _DTYPES = ("float32", "bfloat16")
 # Where one of these is set, the model computes something that no family here implements. (False, 0 and null count as
 # absent.)
 _FOREIGN = {
-    "quantization_config": "quantised weights",
     "shared_expert_intermediate_size": "shared experts",
     "n_shared_experts": "shared experts",
     "num_nextn_predict_layers": "multi-token prediction",
@@ -57,6 +57,19 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     description_files(folder)  # refuses a bad link now, on a login node, instead of at the first export
     generation = _read_json(folder / "generation_config.json") or {}
     return spec_from_config(raw, where=str(folder / "config.json"), generation=generation)
+
+
+def read_stored(folder: str | Path) -> BlockFp8 | None:
+    """How a folder holds its weights, from its own config.json alone; None where all are plain, and without one.
+
+    Raises ModelError for a quantisation that is not supported.
+    """
+    file = Path(folder) / "config.json"
+    reader = ConfigReader(_read_json(file) or {})
+    stored = read_block_fp8(reader)
+    if reader.problems:
+        raise ModelError("\n".join(f"{file}: {problem}" for problem in reader.problems))
+    return stored
 
 
 def spec_from_config(
@@ -116,6 +129,7 @@ def spec_from_config(
         rope_scaling=rope_scaling,
         latent=latent,
         num_ignored_layers=reader.count("num_nextn_predict_layers"),
+        stored=read_block_fp8(reader),
         raw=raw,
     )
     if reader.problems:

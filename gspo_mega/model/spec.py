@@ -77,6 +77,18 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class BlockFp8:
+    """How a folder holds the weights of linear layers: one byte (e4m3) per element, and one scale for each block of
+    `block` rows and columns. `kept`: modules, by name, that are stored plain besides those that always are.
+    `power_of_two`: every scale is one.
+    """
+
+    block: tuple[int, int] = (128, 128)
+    kept: tuple[str, ...] = ()
+    power_of_two: bool = False
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP or MoE.
 
@@ -84,7 +96,8 @@ class ModelSpec:
     `head_dim` is a query's; with latent attention (`latent`) there are as many key-value heads as heads.
     `attention_bias`: the query, key and value projections add one (the output projection never does). `torch_dtype` is
     the checkpoint's (`float32`, `bfloat16`). `num_ignored_layers`: layers for multi-token prediction behind the last
-    one that a checkpoint may hold; they are not loaded. `raw` is config.json as read.
+    one that a checkpoint may hold; they are not loaded. `stored`: how the folder holds quantised weights, None where
+    all are plain. `raw` is config.json as read.
     """
 
     family: str
@@ -107,6 +120,7 @@ class ModelSpec:
     rope_scaling: RopeScaling | YarnScaling | None = None
     latent: LatentAttention | None = None
     num_ignored_layers: int = 0
+    stored: BlockFp8 | None = None
     raw: dict[str, Any] | None = None
 
     @property
@@ -131,7 +145,7 @@ class ModelSpec:
 
 
 # Fields that neither a model's weights nor its log-probs depend on.
-_IMMATERIAL = ("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings", "num_ignored_layers")
+_IMMATERIAL = ("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings", "num_ignored_layers", "stored")
 
 
 def shape_differences(theirs: ModelSpec, ours: ModelSpec) -> list[str]:

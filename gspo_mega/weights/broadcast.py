@@ -47,6 +47,16 @@ def buckets(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> I
         yield bucket
 
 
+def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The bytes of whole tensors of any shape and dtype, one after the other: [bytes] uint8, on their device.
+
+    One broadcast of bytes takes the place of one for each tensor, and carries dtypes that a backend does not know (gloo
+    has no FP8). Shares the memory of a lone tensor.
+    """
+    parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class GroupSender:
     """Rank 0's side of sending through groups. A link lasts until its server ends, over many publishes."""
 
@@ -67,8 +77,8 @@ class GroupSender:
     ) -> None:
         """Send all tensors to `servers`, in one update session each; servers that fail leave the fleet.
 
-        tensors: (name, whole tensor of any shape, in the dtype that servers hold), on rank 0 only. The iterator always
-        runs to its end: other ranks take part in producing it.
+        tensors: (name, whole tensor of any shape, as servers load it), on rank 0 only. The iterator always runs to its
+        end: other ranks take part in producing it.
         """
         try:
             self._connect(fleet, servers)
@@ -102,19 +112,21 @@ class GroupSender:
                 fleet.fail(server, str(error))
 
     def _send_bucket(self, fleet: Fleet, servers: list[ServerControl], bucket: Bucket) -> None:
+        # Larger elements first: each tensor's bytes then begin at a multiple of its element's size.
+        bucket = sorted(bucket, key=lambda named: -named[1].element_size())
         names = [name for name, _ in bucket]
         dtypes = [DTYPE_NAMES[tensor.dtype] for _, tensor in bucket]
         shapes = [list(tensor.shape) for _, tensor in bucket]
-        contents = [tensor.contiguous() for _, tensor in bucket]
+        content = flattened([tensor for _, tensor in bucket])
         links = {s.server_id: self._links[s.server_id] for s in servers if s in fleet.active}
-        stream = stream_beside(contents[0])
+        stream = stream_beside(content)
 
         def update(server: ServerControl, seconds: float) -> None:
             """Run the request and its broadcasts in parallel: a server enters a broadcast only within the request, and
             NCCL's first broadcast returns only when the server has entered it.
             """
             link, until = links[server.server_id], time.monotonic() + seconds
-            sending = link.broadcast(contents, stream)
+            sending = link.broadcast([content], stream)
             try:
                 server.update_from_distributed(names, dtypes, shapes, link.name, deadline_seconds=seconds)
                 try:

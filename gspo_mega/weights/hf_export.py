@@ -18,11 +18,14 @@ from safetensors.torch import save_file
 
 from gspo_mega import durable
 from gspo_mega.errors import ModelError, PublishError
+from gspo_mega.model.block_fp8 import KEY as QUANTIZATION_KEY
+from gspo_mega.model.block_fp8 import quantization_config
 from gspo_mega.model.description import description_files
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.model.spec import BlockFp8, ModelSpec
 from gspo_mega.weights.collectives import all_gather_json, raise_together
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME
+from gspo_mega.weights.quantize_published import PublishedForm, plain_form
 
 if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel
@@ -30,7 +33,12 @@ if TYPE_CHECKING:
 
 MANIFEST_NAME = "manifest.json"
 sync = durable.sync
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+}
 MAX_FILE_BYTES = 4 * 1024**3
 
 
@@ -47,9 +55,9 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def policy_digests(policy: PolicyTensors, dtype: torch.dtype) -> dict[str, str]:
-    """SHA-256 of every whole tensor in `dtype`, by name, on every rank; each owner hashes its own. Collective."""
-    mine = {entry.name: tensor_digest(tensor) for entry, tensor in policy.owned(dtype)}
+def policy_digests(policy: PolicyTensors, form: PublishedForm) -> dict[str, str]:
+    """SHA-256 of every whole tensor of `form`, by name, on every rank; each owner hashes its own. Collective."""
+    mine = {name: tensor_digest(tensor) for name, tensor in form.owned(policy)}
     return {name: digest for part in all_gather_json(mine, policy.groups.host) for name, digest in part.items()}
 
 
@@ -65,26 +73,26 @@ def export_huggingface(
 ) -> dict[str, Any]:
     """Write the policy in `chunks` (this rank's unwrapped GPT chunks) to `out_dir`: see `export_policy`. Collective."""
     return export_policy(
-        PolicyTensors(spec, groups, chunks), out_dir, dtype, source_folder, weight_version, max_file_bytes
+        PolicyTensors(spec, groups, chunks), out_dir, plain_form(dtype), source_folder, weight_version, max_file_bytes
     )
 
 
 def export_policy(
     policy: PolicyTensors,
     out_dir: str | Path,
-    dtype: torch.dtype,
+    form: PublishedForm,
     source_folder: str | Path,
     weight_version: int,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> dict[str, Any]:
-    """Write the policy to `out_dir`, with config and tokenizer files of `source_folder`; return the manifest.
+    """Write the policy in `form` to `out_dir`, with config and tokenizer files of `source_folder`; return the manifest.
 
     Each owner of tensors writes its own files of at most about `max_file_bytes` and uses no more host memory than that.
     Files are written to a staging folder, synced, and compared with the digests taken from memory; then the folder is
     renamed. An existing folder is replaced. `out_dir` lies on a file system that all ranks share.
 
-    The manifest (also in the folder): `weight_version`, `dtype`, and for every tensor its `shape`, `file`, and `sha256`
-    of the owner's memory. Collective over all ranks.
+    The manifest (also in the folder): `weight_version`, `dtype` of plain tensors, and for every tensor its `shape`,
+    `dtype`, `file`, and `sha256` of the owner's memory. Collective over all ranks.
 
     Raises PublishError, the same on every rank, if a file cannot be written or reads back differently.
     """
@@ -94,14 +102,14 @@ def export_policy(
     lead = groups.is_lead
     problems: list[str] = []
     if lead:
-        problems = _attempt(_start, staging, Path(source_folder), DTYPE_NAMES[dtype])
+        problems = _attempt(_start, staging, Path(source_folder), DTYPE_NAMES[form.plain], form.stored)
     raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
 
     writer = _Writer(staging, groups.world.rank, max_file_bytes)
-    for entry, tensor in policy.owned(dtype):
+    for name, tensor in form.owned(policy):
         # After a failure the iterator still runs to its end, because other ranks wait in its collectives.
         if not problems:
-            problems = _attempt(writer.add, entry.name, tensor)
+            problems = _attempt(writer.add, name, tensor)
     if not problems:
         problems = _attempt(writer.close)
     raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
@@ -114,9 +122,12 @@ def export_policy(
     tensors = {name: t | {"file": final_names[t["file"]]} for _, part in written for name, t in part.items()}
     manifest = {
         "weight_version": weight_version,
-        "dtype": DTYPE_NAMES[dtype],
+        "dtype": DTYPE_NAMES[form.plain],
         "tensors": {
-            name: tensors[name] for entries in policy.table.values() for name in (entry.name for entry in entries)
+            name: tensors[name]
+            for entries in policy.table.values()
+            for entry in entries
+            for name in form.described(entry)
         },
     }
     if lead:
@@ -161,7 +172,12 @@ class _Writer:
     def _write(self) -> None:
         file = f"rank{self.rank:05d}-{len(self.files):05d}.safetensors"
         for name, tensor in self._pending.items():
-            self.tensors[name] = {"shape": list(tensor.shape), "sha256": tensor_digest(tensor), "file": file}
+            self.tensors[name] = {
+                "shape": list(tensor.shape),
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "sha256": tensor_digest(tensor),
+                "file": file,
+            }
         with durable.operation("publish.tensors"):
             save_file(self._pending, self.folder / file, metadata={"format": "pt"})
         durable.sync(self.folder / file, at="publish.sync")
@@ -183,17 +199,18 @@ def _final_names(files: list[str]) -> dict[str, str]:
     return {file: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, start=1)}
 
 
-def _start(staging: Path, source: Path, dtype_name: str) -> None:
+def _start(staging: Path, source: Path, dtype_name: str, stored: BlockFp8 | None) -> None:
     durable.remove_tree(staging, at="publish.clear")
     durable.make_folder(staging, at="publish.folder")
-    copy_description(source, staging, dtype_name)
+    copy_description(source, staging, dtype_name, stored)
 
 
-def copy_description(source: Path, target: Path, dtype_name: str) -> None:
+def copy_description(source: Path, target: Path, dtype_name: str, stored: BlockFp8 | None = None) -> None:
     """Copy the files that describe a model (configuration, generation configuration, tokenizer); durable on return.
 
-    The copied config.json names `dtype_name` and no layers for multi-token prediction. Weights and code are not copied,
-    and no link is followed out of the folder. Raises OSError, and ModelError for such a link.
+    The copied config.json names `dtype_name`, the layout `stored` of quantised weights, whatever the source's is, and
+    no layers for multi-token prediction. Weights and code are not copied, and no link is followed out of the folder.
+    Raises OSError, and ModelError for such a link.
     """
     for file in description_files(source):
         durable.copy_file(file, target / file.name, at="publish.copy")
@@ -204,6 +221,9 @@ def copy_description(source: Path, target: Path, dtype_name: str) -> None:
             config[key] = dtype_name
     if config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0
+    config.pop(QUANTIZATION_KEY, None)
+    if stored is not None:
+        config[QUANTIZATION_KEY] = quantization_config(stored)
     durable.atomic_write_json(target / "config.json", config, at="publish.config")
 
 

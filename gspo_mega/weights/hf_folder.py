@@ -35,6 +35,11 @@ class HuggingFaceFolder:
                 f"{self.path}: has neither {INDEX_NAME} nor {SINGLE_NAME}; only safetensors checkpoints are supported"
             )
 
+    @property
+    def all_files(self) -> dict[str, str]:
+        """{tensor: file} of everything that is stored, `files` and what stands behind it."""
+        return self.files
+
     def __enter__(self) -> HuggingFaceFolder:
         return self
 
@@ -49,16 +54,21 @@ class HuggingFaceFolder:
                 raise ModelError(f"{self.path / name}: cannot be read as safetensors: {error}") from error
         return self._open[name]
 
+    def problems(self, may_be_there: Callable[[str], bool]) -> list[str]:
+        """What is wrong with how the folder stores its tensors; `may_be_there`: true for names to ignore."""
+        return []
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that the index names. Raises ModelError if its file lacks it."""
         return tuple(self._slice(name).get_shape())
 
-    def _slice(self, name: str):
+    def _slice(self, name: str, file: str | None = None):
+        file = self.files[name] if file is None else file
         try:
-            return self._file(self.files[name]).get_slice(name)
+            return self._file(file).get_slice(name)
         except SafetensorError as error:
             raise ModelError(
-                f"{self.path / self.files[name]}: the index names {name!r} there, the file lacks it ({error})"
+                f"{self.path / file}: the index names {name!r} there, the file lacks it ({error})"
             ) from error
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
@@ -92,7 +102,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 def check_names_and_shapes(
     folder: HuggingFaceFolder, shapes: dict[str, tuple[int, ...]], may_be_there: Callable[[str], bool]
 ) -> list[str]:
-    """The folder's problems for a model of these tensors: names that are missing, unexpected or of another shape.
+    """The folder's problems for a model of these tensors: names that are missing, unexpected or of another shape, and
+    its own `problems`.
 
     `may_be_there`: true for names to ignore.
     """
@@ -109,4 +120,4 @@ def check_names_and_shapes(
             continue
         if found != shapes[name]:
             problems.append(f"wrong shape: {name} is {list(found)}, config.json makes it {list(shapes[name])}")
-    return problems
+    return problems + folder.problems(may_be_there)

@@ -15,6 +15,7 @@ from gspo_mega import beats
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.weights.block_folder import open_folder
 from gspo_mega.weights.collectives import raise_together
 from gspo_mega.weights.hf_folder import HuggingFaceFolder, check_names_and_shapes
 from gspo_mega.weights.names import canonical_parameters, table_by_parameter, tensor_group
@@ -43,7 +44,7 @@ def import_huggingface(
     source, parameters = None, {}
     try:
         parameters = canonical_parameters(spec, groups, chunks)
-        source = HuggingFaceFolder(folder)
+        source = open_folder(folder, spec)
         # Rank 0 reads all headers; the others open only the files that they need.
         if groups.is_lead:
             problems = check_names_and_shapes(source, names, lambda name: may_be_there(spec, name))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_mega import kill_points
 from gspo_mega.config.schema import Config
-from gspo_mega.engine.megatron_precision import DTYPES
 from gspo_mega.errors import GspoMegaError, PublishError
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.verification import resolve_verification
@@ -26,7 +25,8 @@ from gspo_mega.weights.collectives import broadcast_json
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import export_policy, policy_digests
 from gspo_mega.weights.published_versions import PublishedVersions
-from gspo_mega.weights.server_tensors import ExpectedChecksums
+from gspo_mega.weights.quantize_published import published_form
+from gspo_mega.weights.server_tensors import ExpectedChecksums, server_tensor_names
 from gspo_mega.weights.servers import Deadline, Fleet, ServerControl
 from gspo_mega.weights.software import check_same, here
 from gspo_mega.weights.transaction import Content, Memory, Transaction
@@ -60,7 +60,8 @@ class Publisher:
 
     `chunks`: this rank's unwrapped GPT chunks. `weights_dir`: the run's folder of versions, visible to all nodes.
     `address`: rank 0's machine as the servers reach it (method distributed; default `server.host`). Servers have the
-    trainer's precision; configuration and tokenizer come from `model.path`. Construction is collective.
+    precision that the configuration gives them; configuration and tokenizer come from `model.path`. Construction is
+    collective.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class Publisher:
         self.versions = PublishedVersions(weights_dir)
         self._settings = config.publish
         self._source_folder = config.model.path
-        self._dtype = DTYPES[config.precision]
+        self._form = published_form(config)
         self._spec = spec
         self._groups = groups
         self._policy = PolicyTensors(spec, groups, chunks)
         self._memory = Memory()
         on_gpu = next(iter(chunks[0].parameters())).is_cuda
+        self._names = server_tensor_names(spec, self._form.stored, reports_scales=not on_gpu)
         self._verification = resolve_verification(config, on_gpu)
         self._backend = backend = "nccl" if on_gpu else "gloo"
         settings = config.publish
@@ -145,15 +147,15 @@ class Publisher:
             manifest = self._export(weight_version)
             digests = {name: tensor["sha256"] for name, tensor in manifest["tensors"].items()}
         if self._verification == "replicas":
-            return Content(weight_version, digests=digests or policy_digests(self._policy, self._dtype))
-        expected = ExpectedChecksums(self._spec)
-        for name, tensor in self._policy.stream(self._dtype):
+            return Content(weight_version, digests=digests or policy_digests(self._policy, self._form))
+        expected = ExpectedChecksums(self._spec, self._form.stored)
+        for name, tensor in self._form.stream(self._policy):
             expected.add(name, tensor)
         return Content(weight_version, expected=expected.checksums())
 
     def _export(self, weight_version: int) -> dict[str, Any]:
         return export_policy(
-            self._policy, self.versions.path(weight_version), self._dtype, self._source_folder, weight_version
+            self._policy, self.versions.path(weight_version), self._form, self._source_folder, weight_version
         )
 
     def _lead_or_follow(
@@ -164,7 +166,7 @@ class Publisher:
         """
         if not self._groups.is_lead:
             while (order := broadcast_json(None, self._groups.host))["do"] == "send":
-                for _ in self._policy.stream(self._dtype):
+                for _ in self._form.stream(self._policy):
                     pass
             if "error" in order:
                 raise PublishError(order["error"])
@@ -197,19 +199,18 @@ class Publisher:
                 fleet.each(lambda s, left: s.update_from_disk(path, version, deadline_seconds=left), targets)
             else:
                 broadcast_json({"do": "send"}, self._groups.host)
-                self._sender.send(fleet, targets, self._policy.stream(self._dtype), version)
+                self._sender.send(fleet, targets, self._form.stream(self._policy), version)
 
             kill_points.reached("publish.sent")
 
-        transaction = Transaction(self._spec, self._memory, content, deadline, send)
+        transaction = Transaction(self._names, self._memory, content, deadline, send)
         verified, failed = transaction.run(servers, lambda: commit(version))
-        num_elements = sum(entry.num_elements for entries in self._policy.table.values() for entry in entries)
         return PublishResult(
             weight_version=version,
             path=str(self.versions.path(version)) if self._settings.method == "disk" else None,
             verified=verified,
             failed=failed,
-            num_bytes=num_elements * self._dtype.itemsize,
+            num_bytes=self._form.num_bytes(self._policy),
             seconds=deadline.passed(),
             phase_seconds={"prepare": prepared, **transaction.phase_seconds},
         )

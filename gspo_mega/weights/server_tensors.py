@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from gspo_mega.model.block_fp8 import is_quantized, scale_name
 from gspo_mega.model.families import TensorEntry, hf_tensors
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.model.spec import BlockFp8, ModelSpec
 from gspo_mega.weights.hf_export import tensor_bytes
 
 # SGLang pads the rows of its embedding and head to this, with zeros.
@@ -38,39 +39,53 @@ def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
     return entry.name
 
 
-def server_tensor_names(spec: ModelSpec) -> dict[str, str]:
-    """From every tensor of the checkpoint to the SGLang parameter that contains it."""
-    return {entry.name: server_tensor_name(spec, entry) for entry in hf_tensors(spec)}
+def server_tensor_names(spec: ModelSpec, stored: BlockFp8 | None = None, reports_scales: bool = True) -> dict[str, str]:
+    """From every tensor that is sent to the SGLang parameter that contains it.
+
+    `stored`: how quantised tensors are sent. `reports_scales`: false for SGLang on a GPU, whose checksum of a quantised
+    parameter is that of its weights and scales together, under the weights' name.
+    """
+    names = {}
+    for entry in hf_tensors(spec):
+        names[entry.name] = server_tensor_name(spec, entry)
+        if is_quantized(stored, entry):
+            names[scale_name(entry.name)] = scale_name(names[entry.name]) if reports_scales else names[entry.name]
+    return names
 
 
 def loads_with(name: str, before: str) -> bool:
     """True if SGLang loads this tensor only in one request with `before`, the tensor before it.
 
-    SGLang drops such a tensor if it comes alone, and still reports success.
+    Down-projections that SGLang fuses, and their scales, must come together: it drops one that comes alone, and still
+    reports success.
     """
-    return before.endswith(f"{_DOWN_PROJECTIONS[0]}.weight") and name.endswith(f"{_DOWN_PROJECTIONS[1]}.weight")
+    (owner, _, _), (previous, _, _) = name.rpartition("."), before.rpartition(".")
+    return (
+        owner.endswith(_DOWN_PROJECTIONS)
+        and previous.endswith(_DOWN_PROJECTIONS)
+        and owner.rpartition(".")[0] == previous.rpartition(".")[0]
+    )
 
 
 class ExpectedChecksums:
     """The checksums that a server of tensor-parallel size 1 on a CPU must report, computed tensor by tensor.
 
-    Table order is the order of the rows in every fused parameter ([q; k; v], [gate; up], expert by expert), so one
-    running hash per parameter is enough and no fused tensor is built.
+    Table order is the order of the rows in every fused parameter ([q; k; v], [gate; up], expert by expert), and in that
+    of its scales, so one running hash per parameter is enough and no fused tensor is built.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self._spec = spec
-        self._entries = {entry.name: entry for entry in hf_tensors(spec)}
+    def __init__(self, spec: ModelSpec, stored: BlockFp8 | None = None) -> None:
+        self._names = server_tensor_names(spec, stored)
+        self._vocabulary = {entry.name: entry.shape for entry in hf_tensors(spec) if entry.sharding == "vocabulary"}
         self._hashes: dict[str, Any] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add the next tensor in table order: the whole tensor of the table's shape, local, in the server's dtype."""
-        entry = self._entries[name]
-        running = self._hashes.setdefault(server_tensor_name(self._spec, entry), hashlib.sha256())
+        """Add the next tensor in table order, a weight before its scales: the whole tensor as it is sent, local."""
+        running = self._hashes.setdefault(self._names[name], hashlib.sha256())
         running.update(tensor_bytes(tensor))
-        if entry.sharding == "vocabulary":
-            padding = -entry.shape[0] % _VOCABULARY_MULTIPLE
-            running.update(bytes(padding * entry.shape[1] * tensor.element_size()))
+        if (shape := self._vocabulary.get(name)) is not None:
+            padding = -shape[0] % _VOCABULARY_MULTIPLE
+            running.update(bytes(padding * shape[1] * tensor.element_size()))
 
     def checksums(self) -> dict[str, str]:
         return {name: running.hexdigest()[:_DIGITS] for name, running in self._hashes.items()}

@@ -85,8 +85,8 @@ class ServerControl(Protocol):
         *,
         deadline_seconds: float,
     ) -> None:
-        """Receive these tensors, in this order, as broadcasts from rank 0 of the group, which the caller sends
-        meanwhile from another thread. `dtypes` are names such as "float32".
+        """Receive the bytes of these tensors, one after the other in this order, as one broadcast of uint8 from rank 0
+        of the group, which the caller sends meanwhile from another thread. `dtypes` are names such as "float32".
         """
         ...
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from gspo_mega.model.spec import ModelSpec
-from gspo_mega.weights.server_tensors import differences, server_tensor_names
+from gspo_mega.weights.server_tensors import differences
 from gspo_mega.weights.servers import Fleet, ServerControl
 
 # One mapping from tensor name to checksum for each rank of a server.
@@ -53,17 +53,17 @@ def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str
 
 
 def check_replicas(
-    fleet: Fleet, spec: ModelSpec, reports: dict[str, Reported], digests: dict[str, str], baseline: Baseline
+    fleet: Fleet, names: Mapping[str, str], reports: dict[str, Reported], digests: dict[str, str], baseline: Baseline
 ) -> Baseline:
     """Check that servers agree, and that exactly the trainer's changed tensors changed since the last verified publish.
 
     This cannot detect a part of a fused tensor that reached no server while the rest did. `transaction.py` proves once
     per server start that updates reach every part.
 
-    `digests` are the trainer's, by checkpoint name. Servers that fail leave the fleet. Returns the new baseline, which
+    `names`: from every tensor that is sent to the server's that contains it. `digests` are the trainer's, by the names
+    that are sent. Servers that fail leave the fleet. Returns the new baseline, which
     is valid if a server is left.
     """
-    names = server_tensor_names(spec)
     expected_names = set(names.values())
     changed_here = {names[n] for n, digest in digests.items() if baseline.digests.get(n) != digest}
     for server_id, reported in reports.items():

@@ -33,6 +33,7 @@ from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import policy_digests
 from gspo_mega.weights.hf_import import import_huggingface
 from gspo_mega.weights.publish import Publisher
+from gspo_mega.weights.quantize_published import plain_form
 
 FIRST_TOKEN, VOCAB_SIZE = 3, 512
 END_TOKENS = tuple(range(2, VOCAB_SIZE, 64))  # an untaught model ends too seldom for responses of many lengths
@@ -208,7 +209,7 @@ class Trainer:
         return log_s
 
     def digests(self) -> dict[str, str]:
-        return policy_digests(PolicyTensors(self.spec, self.groups, self.engine.chunks), torch.float32)
+        return policy_digests(PolicyTensors(self.spec, self.groups, self.engine.chunks), plain_form(torch.float32))
 
     def _set_temperature(self, temperature: float) -> None:
         """A run has one temperature, given to the engine when it is made; these tests have two."""

@@ -23,6 +23,7 @@ def main(arguments: list[str]) -> None:
 
     from gspo_mega.weights.hf_export import export_policy
     from gspo_mega.weights.published_versions import PublishedVersions
+    from gspo_mega.weights.quantize_published import plain_form
 
     kill_points.arm(os.environ.get(kill_points.VARIABLE), 0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -37,7 +38,9 @@ def main(arguments: list[str]) -> None:
             owned=lambda dtype: iter([(entry, torch.full((4, 4), float(version), dtype=dtype)) for entry in entries]),
         )
         # So small a limit that every tensor has a file of its own, and the folder an index.
-        export_policy(policy, versions.path(version), torch.float32, arguments[1], version, max_file_bytes=64)
+        export_policy(
+            policy, versions.path(version), plain_form(torch.float32), arguments[1], version, max_file_bytes=64
+        )
         versions.commit(version)
         versions.prune(1)
     versions.prune(1)  # a run's start publishes, and prunes, once more

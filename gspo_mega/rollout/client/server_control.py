@@ -112,6 +112,7 @@ class HttpServerControl:
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "group_name": group_name,
+            "load_format": "flattened_bucket",
             "flush_cache": False,
             "selector": "target",
         }

@@ -151,7 +151,10 @@ def test_other_ways_the_config_can_go():
             "rope_scaling: attention_factor 1.2 is not supported; supported: mscale and mscale_all_dim",
         ),
         (dict(rope_scaling=YARN | dict(mscale=0)), "rope_scaling: mscale_all_dim 1.0 without mscale"),
-        (dict(quantization_config=dict(quant_method="fp8")), "quantization_config: quantised weights"),
+        (
+            dict(quantization_config=dict(quant_method="fp8")),
+            "quantization_config: of quantised weights only FP8 in blocks",
+        ),
         (dict(attention_bias=True), "attention_bias: biases in attention are not supported"),
     ],
 )

@@ -102,7 +102,7 @@ class Server:
         self.calls.append("update")
         if self._update is not None and "lm_head" in names:
             self._update(self, deadline_seconds)
-        self.take(len(names))
+        self.take(1)
         self.received += names
 
     def take(self, count: int) -> None:

@@ -119,7 +119,7 @@ def run(servers: list[Server], memory: Memory, version: int, now: dict[str, str]
     def send(fleet: Fleet, targets: list[Server]) -> None:
         fleet.each(lambda s, left: s.update(now, version), targets)
 
-    transaction = Transaction(SPEC, memory, content, Deadline(10), send)
+    transaction = Transaction(server_tensor_names(SPEC), memory, content, Deadline(10), send)
     verified, failed = transaction.run(servers, lambda: commits.append([c for s in servers for c in s.calls]))
     return verified, failed, commits
 
@@ -226,9 +226,11 @@ def test_replicas_with_several_ranks_a_tensor_may_change_on_some_only():
     digests = dict.fromkeys(server_tensor_names(SPEC), "1")
     before = [dict.fromkeys(NAMES, "1"), dict.fromkeys(NAMES, "1")]
     now = [before[0] | {"lm_head.weight": "2"}, before[1]]
-    check_replicas(fleet, SPEC, {"a": now}, digests | {"lm_head.weight": "2"}, Baseline(digests, {1: before}))
+    check_replicas(
+        fleet, server_tensor_names(SPEC), {"a": now}, digests | {"lm_head.weight": "2"}, Baseline(digests, {1: before})
+    )
     assert not fleet.failed
-    check_replicas(fleet, SPEC, {"a": now}, digests, Baseline(digests, {1: before}))
+    check_replicas(fleet, server_tensor_names(SPEC), {"a": now}, digests, Baseline(digests, {1: before}))
     assert "changed there and not in the trainer" in fleet.failed["a"]
 
 

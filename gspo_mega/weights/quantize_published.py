@@ -1,0 +1,115 @@
+"""The form in which weights leave the trainer for its servers: plain in the servers' dtype, or FP8 blocks with scales.
+
+Owns which tensors are quantised for a server, by which rule, and under which names they are sent; the same for files
+and broadcasts, so a weight is quantised in one place only. The arithmetic is `gspo_mega.quantization`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from gspo_mega.config.schema import Config
+from gspo_mega.config.server_precision import server_dtype
+from gspo_mega.model.block_fp8 import (
+    has_powers_of_two,
+    is_quantized,
+    scale_name,
+    scale_shape,
+    served_layout,
+    stored_bytes,
+)
+from gspo_mega.model.families import TensorEntry
+from gspo_mega.model.spec import BlockFp8
+from gspo_mega.quantization.fp8 import quantize_blocks, quantize_published_blocks
+
+if TYPE_CHECKING:
+    from gspo_mega.weights.gather import PolicyTensors
+
+Rule = Literal["checkpoint", "float32", "power_of_two"]
+"""How a block gets its scale: as DeepSeek-V3's checkpoints (amax / 448), or as Transformer Engine's blockwise recipe
+with scales of any float32, or with powers of two.
+"""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def quantize_weight(weight: torch.Tensor, rule: Rule, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A whole weight [n, m], float32 or bfloat16, as float8_e4m3fn [n, m] and scales float32 [ceil n/b0, ceil m/b1]."""
+    if rule == "checkpoint":
+        return quantize_published_blocks(weight, block)
+    return quantize_blocks(weight, block, power_of_two=rule == "power_of_two")
+
+
+@dataclass(frozen=True)
+class PublishedForm:
+    """`gathered`: the dtype in which the trainer's tensors are put together, and quantised from. `plain`: that of
+    tensors which are sent plain. `stored`: the layout of quantised tensors, None where all are plain.
+    """
+
+    gathered: torch.dtype
+    plain: torch.dtype
+    stored: BlockFp8 | None = None
+    rule: Rule = "checkpoint"
+
+    def tensors(self, entry: TensorEntry, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is sent for one whole tensor of the trainer: itself, or its FP8 elements and their scales.
+
+        tensor: [entry.shape], local. Plain tensors are in `plain` (a buffer stays fp32) and may share its memory.
+        """
+        if self.stored is None or not is_quantized(self.stored, entry):
+            yield entry.name, tensor if entry.is_buffer else tensor.to(self.plain)
+            return
+        data, scales = quantize_weight(tensor, self.rule, self.stored.block)
+        yield entry.name, data
+        yield scale_name(entry.name), scales
+
+    def described(self, entry: TensorEntry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of what `tensors` yields, in its order."""
+        if self.stored is None or not is_quantized(self.stored, entry):
+            return {entry.name: (torch.float32 if entry.is_buffer else self.plain, entry.shape)}
+        return {
+            entry.name: (torch.float8_e4m3fn, entry.shape),
+            scale_name(entry.name): (torch.float32, scale_shape(entry.shape, self.stored.block)),
+        }
+
+    def owned(self, policy: PolicyTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is sent of the tensors that this rank owns. Collective over the tensor groups: run it to its end."""
+        for entry, tensor in policy.owned(self.gathered):
+            yield from self.tensors(entry, tensor)
+
+    def stream(self, policy: PolicyTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is sent of the whole model, on rank 0; nothing elsewhere. Collective over all ranks: run it to its end,
+        on rank 0 also if its own use of a tensor fails.
+        """
+        entries = {entry.name: entry for fused in policy.table.values() for entry in fused}
+        source = policy.stream(self.gathered)
+        try:
+            for name, tensor in source:
+                yield from self.tensors(entries[name], tensor)
+        except Exception:
+            for _ in source:  # the other ranks take part in every tensor
+                pass
+            raise
+
+    def num_bytes(self, policy: PolicyTensors) -> int:
+        """Bytes of one version."""
+        entries = [entry for fused in policy.table.values() for entry in fused]
+        return stored_bytes(self.stored, entries, self.plain.itemsize)
+
+
+def plain_form(dtype: torch.dtype) -> PublishedForm:
+    """Everything plain in the dtype in which it is gathered."""
+    return PublishedForm(dtype, dtype)
+
+
+def published_form(config: Config) -> PublishedForm:
+    """The form that the run's servers hold."""
+    trainer = _DTYPES["fp32" if config.precision == "fp32" else "bf16"]
+    plain = _DTYPES[server_dtype(config)]
+    return PublishedForm(
+        trainer, plain, served_layout(config), "power_of_two" if has_powers_of_two(config) else "float32"
+    )
