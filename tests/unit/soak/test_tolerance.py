@@ -162,14 +162,16 @@ def test_columns_of_a_run():
     for step in range(1, 13):
         line = {"step": step, "reward/mean": step / 100, "mismatch/k3": 0.1 * step, "mismatch/abs_log_ratio_max": 1.0}
         line |= {f"policy/{name}": 0.5 for name in ("clip_fraction", "kept_fraction", "entropy")}
-        line |= {f"policy/mini_batch/{m}/clip_fraction_{side}": m / 10 for m in range(4) for side in ("high", "low")}
+        line |= {
+            f"policy/mini_batch/{m}/clip_fraction_{sign}": m / 10 for m in range(4) for sign in ("positive", "negative")
+        }
         line |= {f"policy/mini_batch/0/{sign}_mass_left": 0.75 for sign in ("positive", "negative")}
         steps.append(line)
     steps.append({"step": 12, "eval/accuracy": 0.5})  # the evaluation after a stop has a line of its own
     columns = tolerance_rows.measured(steps)
     assert columns["reward_last"] == columns["reward_best"] == pytest.approx(0.075)
     assert columns["k3_first"] == pytest.approx(0.1) and columns["k3"] == pytest.approx(0.65)
-    assert columns["k3_last"] == pytest.approx(0.75) and columns["clip_low_3"] == pytest.approx(0.3)
+    assert columns["k3_last"] == pytest.approx(0.75) and columns["clip_negative_3"] == pytest.approx(0.3)
     assert math.isnan(columns["log_s_mismatch_sd"]), "not reported where old is the server's"
     assert set(columns) <= set(tolerance_rows.COLUMNS)
     steps[3]["mismatch/k3"] = None
@@ -320,5 +322,5 @@ def test_an_arm_whose_gap_is_not_there_has_no_row(one_run, arm, k3):
 WRITTEN = {
     *("reward_best", "reward_last", "k3_first", "k3", "k3_last", "abs_log_ratio_max", "log_s_mismatch_sd"),
     *("clip", "positive_left", "negative_left", "kept", "entropy_last"),
-    *(f"clip_{side}_{m}" for side in ("high", "low") for m in range(4)),
+    *(f"clip_{sign}_{m}" for sign in ("positive", "negative") for m in range(4)),
 }
