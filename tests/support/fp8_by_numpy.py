@@ -4,6 +4,8 @@ import functools
 
 import numpy as np
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+BFLOAT16_MAX = 255 * 2.0**120  # eight significant bits, exponent 127
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
@@ -39,15 +41,20 @@ def nearest_fp8(x: np.ndarray, name: str) -> np.ndarray:
     return np.where(np.isnan(x), np.nan, np.copysign(grid[code], x)).astype(np.float32)
 
 
-def scale_of(amax: np.float32, name: str, power_of_two: bool, epsilon: float = 0.0) -> np.float32:
-    """Transformer Engine's documented rule for one amax, by whole-number exponents where a power of two is asked for."""
+def scale_of(
+    amax: np.float32, name: str, power_of_two: bool, epsilon: float = 0.0, highest: float = FLOAT32_MAX
+) -> np.float32:
+    """Transformer Engine's documented rule for one amax, by whole-number exponents where a power of two is asked for.
+
+    `highest`: the scale where the quotient overflows; of blocks it is the largest value of the input's type.
+    """
     amax = np.float32(max(amax, np.float32(epsilon)))
     if not np.isfinite(amax) or amax == 0:
         return np.float32(1)
     with np.errstate(over="ignore"):
         scale = np.float32(LARGEST[name]) / amax
     if np.isinf(scale):
-        scale = np.finfo(np.float32).max
+        scale = np.float32(highest)
     if power_of_two:
         _, exponent = np.frexp(scale)
         scale = np.float32(np.ldexp(1.0, int(exponent) - 1))
@@ -55,7 +62,12 @@ def scale_of(amax: np.float32, name: str, power_of_two: bool, epsilon: float = 0
 
 
 def quantize_by_loops(
-    x: np.ndarray, block: tuple[int, int], name: str = "e4m3", power_of_two: bool = False, epsilon: float = 0.0
+    x: np.ndarray,
+    block: tuple[int, int],
+    name: str = "e4m3",
+    power_of_two: bool = False,
+    epsilon: float = 0.0,
+    highest: float = FLOAT32_MAX,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(values on the FP8 grid [n, m], scale_inv per block), block after block."""
     n, m = x.shape
@@ -66,7 +78,7 @@ def quantize_by_loops(
             here = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
             part = x[here].astype(np.float32)
             known = np.abs(part[~np.isnan(part)])
-            scale = scale_of(np.float32(known.max() if known.size else 0), name, power_of_two, epsilon)
+            scale = scale_of(np.float32(known.max() if known.size else 0), name, power_of_two, epsilon, highest)
             with np.errstate(over="ignore", invalid="ignore"):
                 values[here] = nearest_fp8(part * scale, name)
             scale_inv[i, j] = np.float32(1) / scale

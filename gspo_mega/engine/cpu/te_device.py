@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import torch
 
+from gspo_mega.engine.cpu.te_quantized import dequantized
+
 _PACKAGE = "transformer_engine"
 # Hopper has every recipe but mxfp8, and block scales in fp32 or powers of two; mxfp8 came with Blackwell.
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
@@ -58,6 +60,13 @@ def pretend() -> None:
     distributed: Any = sys.modules[f"{_PACKAGE}.pytorch.distributed"]
     distributed._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=True: torch.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, device=-1, graph_safe=True: torch.set_rng_state(state)
+    # It moves an MXFP8 tensor that lies elsewhere to a GPU before it reads it.
+    mx: Any = sys.modules[f"{_PACKAGE}.pytorch.tensor.storage.mxfp8_tensor_storage"]
+    mx._FromMXFP8Func.forward = staticmethod(lambda context, tensor, dtype: _read_mx(tensor).to(dtype))
+
+
+def _read_mx(tensor: Any) -> torch.Tensor:
+    return dequantized(tensor, columnwise=tensor._rowwise_data is None)
 
 
 def compute_as_gpu_of(recipe: str | None) -> None:

@@ -133,6 +133,7 @@ def fill(quantizer: Any, output: Any, buffers: dict) -> Any:
 
 def empty_buffers(quantizer: Any, shape: torch.Size | list[int]) -> dict[str, torch.Tensor]:
     """Zeroed buffers of a tensor of this shape, as the quantiser's usages ask for."""
+    kind_of(quantizer)  # refuses others
     classes, shape = transformer_engine_classes(), torch.Size(shape)
     buffers: dict[str, torch.Tensor] = {}
     if isinstance(quantizer, (classes.Float8Quantizer, classes.Float8CurrentScalingQuantizer)):
@@ -158,7 +159,12 @@ def quantized_buffers(x: torch.Tensor, quantizer: Any) -> dict[str, torch.Tensor
         x: [..., m] float32, bfloat16 or float16.
 
     Collective over the quantiser's amax group, where it has one and `x` is not empty.
+
+    Raises:
+        NotImplementedError: a quantiser without a CPU kernel, or per-tensor FP8 without row-wise data.
+        ValueError: MXFP8 of sides that 32 does not divide.
     """
+    kind_of(quantizer)
     classes = transformer_engine_classes()
     if x.numel() == 0:
         return empty_buffers(quantizer, x.shape)
