@@ -16,6 +16,7 @@ import torch
 from tolerance_rows import Row
 
 from gspo_mega.config import load_config
+from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.weights import publish
@@ -176,6 +177,20 @@ def test_columns_of_a_run():
     assert set(columns) <= set(tolerance_rows.COLUMNS)
     steps[3]["mismatch/k3"] = None
     assert math.isnan(tolerance_rows.measured(steps)["k3"]), "a value that was not finite is not left out"
+
+
+def test_the_metrics_that_are_read_are_in_the_catalogue():
+    read = set()
+
+    class Line(dict):
+        def get(self, name, default=None):
+            read.add(name)
+            return 0.5
+
+    tolerance_rows.measured([Line()])
+    assert len(read) > 15
+    for name in read:
+        find_metric(name)
 
 
 @pytest.mark.parametrize(
