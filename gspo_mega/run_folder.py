@@ -167,6 +167,11 @@ class Attempt:
         return self.path / "command"
 
     @property
+    def work_file(self) -> Path:
+        """What the ranks of this attempt are to do, where its command says so."""
+        return self.path / "work.json"
+
+    @property
     def result_file(self) -> Path:
         return self.path / "result.json"
 

@@ -6,7 +6,7 @@ twice; where they go, to disk as the reference or into a comparison, is the call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -119,20 +119,7 @@ class Measurement:
     # --- from the ranks' parts to the whole -----------------------------------------------------------------
 
     def _gather(self, micro_batches: list[MicroBatch], old: OldState) -> np.ndarray:
-        lengths = [t.num_response_tokens for t in self.batch.trajectories]
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        whole = torch.zeros(int(starts[-1]), dtype=torch.float64)
-        groups = self.engine.groups
-        if groups.reports:
-            for micro_batch, part in zip(micro_batches, old.micro_batches, strict=True):
-                held = local_rows(
-                    torch.from_numpy(micro_batch.cu_seqlens), groups.context.size, groups.context.rank
-                ).numpy()
-                values = np.zeros(micro_batch.num_tokens)
-                values[held[micro_batch.loss_mask[held] > 0]] = part.log_probs.double().cpu().numpy()
-                for row, tokens in response_values(micro_batch, values).items():
-                    whole[starts[row] : starts[row + 1]] += torch.from_numpy(tokens)
-        return self._sum(whole).numpy()
+        return gather_tokens(self.engine, self.batch, micro_batches, [part.log_probs for part in old.micro_batches])
 
     def _sequence_log_ratios(self, report: PassReport) -> np.ndarray:
         whole = torch.zeros(len(self.batch.trajectories), dtype=torch.float64)
@@ -151,6 +138,31 @@ class Measurement:
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values, group=self.engine.groups.host.group)
         return values
+
+
+def gather_tokens(
+    engine: PolicyEngine, batch: RolloutBatch, micro_batches: list[MicroBatch], values: Sequence[torch.Tensor]
+) -> np.ndarray:
+    """[sum R] float64 on every rank: one value per response token of `batch`, 0 where it is masked. Collective.
+
+    `values`: on ranks of the last stage, for each micro-batch those of this rank's active tokens, [N] of any float
+    dtype.
+    """
+    lengths = [t.num_response_tokens for t in batch.trajectories]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    whole = torch.zeros(int(starts[-1]), dtype=torch.float64)
+    groups = engine.groups
+    if groups.reports:
+        for micro_batch, part in zip(micro_batches, values, strict=True):
+            held = local_rows(
+                torch.from_numpy(micro_batch.cu_seqlens), groups.context.size, groups.context.rank
+            ).numpy()
+            spread = np.zeros(micro_batch.num_tokens)
+            spread[held[micro_batch.loss_mask[held] > 0]] = part.double().cpu().numpy()
+            for row, tokens in response_values(micro_batch, spread).items():
+                whole[starts[row] : starts[row + 1]] += torch.from_numpy(tokens)
+    dist.all_reduce(whole, group=groups.host.group)
+    return whole.numpy()
 
 
 def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:

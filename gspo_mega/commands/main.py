@@ -24,13 +24,14 @@ COMMANDS = {
     "eval": "sampled accuracy of a run or a Hugging Face folder",
     "serve": "one SGLang server",
     "inspect": "the recorded rollouts of a run's step",
+    "budget": "where the mismatch of trainer and servers comes from, and whether the clip range bears it",
     "certify": "show that layouts compute the same numbers",
     "status": "how a run is doing, from its folder alone",
     "doctor": "what is wrong with this machine for a run",
     "completion": "a script that completes this command line in a shell",
 }
 # Commands that run something: output that cannot be written does not change their exit code.
-RUNS = ("train", "sft", "eval", "serve", "certify")
+RUNS = ("train", "sft", "eval", "serve", "certify", "budget")
 EXIT_USAGE = 2
 # The reader of the output is gone: the code that a shell reports for a program ended by SIGPIPE.
 EXIT_BROKEN_PIPE = 141

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "gpu"), help="what the ranks will run on, where known")
     parser.add_argument(
         "--command",
-        choices=("train", "sft", "eval", "certify"),
+        choices=("train", "sft", "eval", "certify", "budget"),
         help="also check what this command needs: its sections, the first rows of its data, its rewards",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _input_notices(loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify"] | None) -> list[str]:
+def _input_notices(
+    loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify", "budget"] | None
+) -> list[str]:
     """Notices on data and rewards. The checks take a moment, so they need a named command."""
     if command is None:
         return []

@@ -45,7 +45,7 @@ class LoadedConfig:
 def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | None = None) -> LoadedConfig:
     """Read, override, validate.
 
-    `overrides`: `key.sub=value` each. `command` (`train`, `sft`, `eval`, `certify`) changes what is needed.
+    `overrides`: `key.sub=value` each. `command` (`train`, `sft`, `eval`, `certify`, `budget`) changes what is needed.
     Raises ConfigError naming every problem as `file:line:column: key: what; what is valid`.
     """
     path = Path(path)

@@ -22,7 +22,8 @@ from gspo_mega.errors import Violation
 def check_rules(config: Config, command: str | None = None) -> tuple[list[Violation], list[str]]:
     """All violations and all notices of a configuration that fits the schema.
 
-    `command`: `train`, `sft` or `eval` adds what that command needs; `certify` needs no data; None adds nothing.
+    `command`: `train`, `sft`, `eval` or `budget` adds what that command needs; `certify` needs no data; None adds
+    nothing.
     """
     violations = [
         *_objective(config),
@@ -270,7 +271,7 @@ def _rollout_and_servers(config: Config) -> Iterator[Violation]:
 def _initial_weights(config: Config, command: str | None) -> Iterator[Violation]:
     if config.model.weights is None:
         return
-    if command in ("eval", "certify"):
+    if command in ("eval", "certify", "budget"):
         yield Violation(
             "model.weights",
             f"`gspo-mega {command}` takes the weights of model.path; convert these with tools/megatron_to_hf.py and"

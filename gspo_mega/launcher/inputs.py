@@ -23,7 +23,7 @@ from gspo_mega.run_folder import RunFolder
 NUM_ROWS_CHECKED = 100
 
 
-def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify"]) -> list[str]:
+def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify", "budget"]) -> list[str]:
     """Notices about where the command must run. Raises DataError or JournalError with the place of the key, or
     RewardError.
     """

@@ -93,14 +93,17 @@ class Collector:
         samples_per_prompt: int,
         temperature: float,
         *,
+        top_p: float = 1.0,
+        top_k: int = -1,
         name: str = "eval",
         on_wait: Callable[[], None] = lambda: None,
     ) -> list[Group]:
-        """Scored groups of these prompts, in their order, from the committed weights; for evaluation.
+        """Scored groups of these prompts, in their order, from the committed weights, outside training.
 
-        `temperature` 0 is greedy; top_p and top_k are never applied. `name` is the prefix of the trajectory ids.
+        `temperature` 0 is greedy; top_p and top_k are not those of training unless given. `name` is the prefix of the
+        trajectory ids.
         """
-        params = self._params(temperature, top_p=1.0, top_k=-1)
+        params = self._params(temperature, top_p, top_k)
         future = self._pool.loop.submit(self._sample_all(prompts, samples_per_prompt, params, name))
         return self._wait(future, on_wait)
 

@@ -94,6 +94,11 @@ class ServerPool:
             self.loop.close()
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens of the model's vocabulary."""
+        return self._vocab_size
+
+    @property
     def num_registration_errors(self) -> int:
         """How often a server's registration could not be read from the file system, so far."""
         return self._roster.num_errors

@@ -7,13 +7,16 @@ version 0, and committed as such.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from gspo_mega import beats
 from gspo_mega.batches.rollouts import Rollouts
+from gspo_mega.config import Config
 from gspo_mega.errors import PublishError
 from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
 from gspo_mega.runtime.stop import StopRequest, StopRequested
 from gspo_mega.runtime.worker_context import WorkerContext
@@ -26,17 +29,31 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
     reason}.
     """
     config = context.config
-    stop_request = StopRequest(context.attempt_dir)
+    with Rollouts(config, read_model_spec(config.model.path), Attempt(context.attempt_dir)) as rollouts:
+        for line in rollouts.held_out.report():
+            context.console(line)
+        try:
+            on_wait = wait_for_servers(rollouts.pool, config, StopRequest(context.attempt_dir))
+            beats.enter("eval")
+            return asdict(rollouts.evaluate(on_wait))
+        except StopRequested as request:
+            return {"stopped": str(request)}
+
+
+def wait_for_servers(pool: ServerPool, config: Config, stop_request: StopRequest) -> Callable[[], None]:
+    """Wait until all servers are up with the weights of `model.path`, which no publish replaces. Returns what to call
+    in later waits: it does the same for servers that start again, and raises StopRequested.
+    """
     trusted: set[tuple[str, int]] = set()
 
     def on_wait() -> None:
-        for server in rollouts.pool.servers_behind():
+        for server in pool.servers_behind():
             start = (server.server_id, server.generation)
             # Each start once: a server that answered nonsense since then gets no more work.
             if start not in trusted:
                 with contextlib.suppress(PublishError):  # it just went down, and is found again when it is back
                     server.set_weight_version(0, deadline_seconds=_TELL_SECONDS)
-                    rollouts.pool.commit(0, [start])
+                    pool.commit(0, [start])
                     trusted.add(start)
         stop_request.raise_if_made()
 
@@ -45,15 +62,6 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
         on_wait()
 
     server = config.server
-    with Rollouts(config, read_model_spec(config.model.path), Attempt(context.attempt_dir)) as rollouts:
-        for line in rollouts.held_out.report():
-            context.console(line)
-        try:
-            rollouts.pool.wait_ready(
-                server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start
-            )
-            on_wait()
-            beats.enter("eval")
-            return asdict(rollouts.evaluate(on_wait))
-        except StopRequested as request:
-            return {"stopped": str(request)}
+    pool.wait_ready(server.num_servers, server.start_deadline_seconds * (1 + server.max_restarts), wait_for_start)
+    on_wait()
+    return on_wait

@@ -35,7 +35,8 @@ LAYERS: dict[str, set[str]] = {
     "batches": _BELOW_BATCHES,
     "runtime": _BELOW_RUNTIME,
     "certify": _BELOW_RUNTIME | {"launcher", "runtime"},
-    "commands": _BELOW_RUNTIME | {"launcher", "runtime", "certify", "doctor"},
+    "budget": _BELOW_RUNTIME | {"launcher", "runtime", "certify"},
+    "commands": _BELOW_RUNTIME | {"launcher", "runtime", "certify", "budget", "doctor"},
     "__main__": {"commands"},
     "tools": _BELOW_RUNTIME | {"launcher", "runtime", "certify"},
 }
@@ -54,7 +55,7 @@ HOMES: dict[str, set[str]] = {
     "megatron.core.parallel_state": {"engine/process_groups.py"},
     "megatron.core.mpu": set(),
     "torch.distributed": {
-        *("engine", "weights", "checkpoint", "runtime", "certify"),
+        *("engine", "weights", "checkpoint", "runtime", "certify", "budget"),
         "doctor/all_reduce_probe.py",
     },
     "sglang": {"rollout"},

@@ -99,17 +99,17 @@ def tree(tmp_path, files):
         (
             "gspo_mega/algorithm/x.py",
             "import torch\ntorch.distributed.barrier()",
-            "torch.distributed belongs in certify, checkpoint, doctor/all_reduce_probe.py, engine, runtime, weights",
+            "torch.distributed belongs in budget, certify, checkpoint, doctor/all_reduce_probe.py, engine, runtime, weights",
         ),
         (
             "gspo_mega/algorithm/x.py",
             "import torch.distributed as dist",
-            "torch.distributed belongs in certify, checkpoint, doctor/all_reduce_probe.py, engine, runtime, weights",
+            "torch.distributed belongs in budget, certify, checkpoint, doctor/all_reduce_probe.py, engine, runtime, weights",
         ),
         (
             "gspo_mega/algorithm/x.py",
             "from torch import distributed",
-            "torch.distributed belongs in certify, checkpoint, doctor/all_reduce_probe.py, engine, runtime, weights",
+            "torch.distributed belongs in budget, certify, checkpoint, doctor/all_reduce_probe.py, engine, runtime, weights",
         ),
         (
             "gspo_mega/runtime/x.py",

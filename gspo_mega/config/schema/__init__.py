@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from gspo_mega.config.recipes import AlgorithmName
+from gspo_mega.config.schema.budget_sections import Budget
 from gspo_mega.config.schema.certify_sections import Certify, CertifyCase
 from gspo_mega.config.schema.data_sections import Data, Reward, RewardFunction, Source
 from gspo_mega.config.schema.learning_sections import Advantage, Batch, Kl, Mismatch, Objective, Optimizer, Sft, Train
@@ -22,6 +23,7 @@ from gspo_mega.config.schema.server_sections import Publish, Rollout, Server
 __all__ = [
     "Advantage",
     "Batch",
+    "Budget",
     "Certify",
     "CertifyCase",
     "Checkpoint",
@@ -100,3 +102,4 @@ class Config(Section):
     watchdog: Watchdog = Field(default=Watchdog(), json_schema_extra=MAY_CHANGE)
     sft: Sft | None = None
     certify: Certify = Certify()
+    budget: Budget = Field(default=Budget(), json_schema_extra=MAY_CHANGE)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gspo_mega.config import LoadedConfig
 from gspo_mega.errors import GspoMegaError, PlanError
@@ -29,9 +29,9 @@ from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.estimate import estimate
 from gspo_mega.plan.stop_deadlines import MARGIN
 from gspo_mega.plan.watchdog_bounds import patience
-from gspo_mega.run_folder import Attempt, RunFolder
+from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_json
 
-Command = Literal["train", "sft", "eval", "certify"]
+Command = Literal["train", "sft", "eval", "certify", "budget"]
 WORKER_COMMAND = (sys.executable, "-m", "gspo_mega.runtime.worker")
 
 
@@ -43,13 +43,15 @@ def launch(
     worker_command: Sequence[str] = WORKER_COMMAND,
     serve_command: Sequence[str] | None = None,
     stop_grace_seconds: float = STOP_GRACE_SECONDS,
+    work: Mapping[str, Any] | None = None,
+    with_servers: bool = True,
 ) -> int:
     """Run `command` with the ranks and servers of the configuration; returns the exit code.
 
     `say` shows a line to the user. `worker_command`, `serve_command`: the commands of a rank and of a server without
-    their arguments; the default server is `gspo-mega serve` in the Python of `server.python`. Call from the main
-    thread. Raises a GspoMegaError with its exit code: ConfigError, ModelError, PlanError before anything starts,
-    RankError for a later failure.
+    their arguments; the default server is `gspo-mega serve` in the Python of `server.python`. `work`: what the ranks
+    find as JSON in the attempt's `work_file`. Call from the main thread. Raises a GspoMegaError with its exit code:
+    ConfigError, ModelError, PlanError before anything starts, RankError for a later failure.
     """
     config = loaded.config
     for key, value, here in (
@@ -65,7 +67,8 @@ def launch(
     plan = plan_run(loaded, "gpu" if gpus else "cpu")
     if command != "certify":  # it neither samples nor scores
         check_rewards(loaded)
-    num_servers = 0 if command == "certify" or is_replay(loaded, command) else config.server.num_servers
+    samples = with_servers and command != "certify" and not is_replay(loaded, command)
+    num_servers = config.server.num_servers if samples else 0
     rank_gpus, server_gpus = share_gpus(gpus, config.cluster.ranks_per_node, num_servers, config.server.tensor)
     serve, serve_variables = (
         (list(serve_command or ()), {}) if serve_command or not num_servers else server_python.serve_command(loaded)
@@ -87,6 +90,8 @@ def launch(
         restarts = Restarts.begin(folder, Restarts.allowed(command, config.train))
         while True:
             attempt = new_attempt(folder, loaded, command, say)
+            if work is not None:
+                atomic_write_json(attempt.work_file, work)
             try:
                 with log_to(attempt.supervisor_log), StateKeeper(attempt) as state:
                     code = run_attempt(attempt, signals, lease)

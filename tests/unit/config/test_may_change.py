@@ -21,6 +21,7 @@ MAY_CHANGE = {
     "journal",
     "metrics",
     "watchdog",
+    "budget",
     "server",
     "publish",
     "rollout.max_concurrent_requests",

@@ -1,0 +1,156 @@
+"""What the numbers say in words, and which keys follow from it. Says nothing that the standard errors do not allow.
+
+Owns the sentences and the recommended keys. No I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo_mega.budget.attribution import Estimate
+from gspo_mega.budget.budget_findings import Findings
+from gspo_mega.budget.causes import ALTERNATIVES, CAUSES, ENGINES, R3, Facts, Nothing
+
+# Clipped by the engines alone, without an update: what a run can bear.
+BEARABLE = 0.05
+# A cause is worth a sentence from this share of the squared mismatch on; an order matters from this difference on.
+_MAIN, _INTERACTION = 0.1, 0.1
+# A mismatch below this many widths of the clip range is rounding that no decision depends on.
+_NOTHING = 0.01
+
+
+@dataclass
+class Advice:
+    """`sentences` for a person; `keys`: dotted keys with values and the reason of each."""
+
+    sentences: list[str] = field(default_factory=list)
+    keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
+
+    @property
+    def yaml(self) -> str:
+        """The keys as a block of the configuration, with their reasons as comments."""
+        lines: list[str] = []
+        section = ""
+        for key in sorted(self.keys):
+            value, why = self.keys[key]
+            outer, _, inner = key.rpartition(".")
+            if outer != section and outer:
+                lines.append(f"{outer}:")
+            section = outer
+            text = f"{'  ' if outer else ''}{inner}: {str(value).lower() if isinstance(value, bool) else value}"
+            lines.append(f"{text:<36} # {why}")
+        return "\n".join(lines)
+
+
+def percent(estimate: Estimate) -> str:
+    """A share with its standard error."""
+    return f"{100 * estimate.value:.0f} % +- {100 * estimate.error:.0f}"
+
+
+def advise(facts: Facts, findings: Findings) -> Advice:
+    """The verdict on `findings` for the run of `facts`."""
+    advice = Advice()
+    for fault in findings.faults:
+        advice.sentences.append(f"NOT PRECISION ({fault.kind}, found in `{fault.cause}`): {fault.text}")
+    if findings.faults:
+        advice.sentences.append("Mend this first: the numbers below contain it, and no key recommended here cures it.")
+    _direct_use(facts, findings, advice)
+    _origin(findings, advice)
+    _routing(facts, findings, advice)
+    _budget(facts, findings, advice)
+    return advice
+
+
+def _direct_use(facts: Facts, findings: Findings, advice: Advice) -> None:
+    total, what = findings.total, "tokens" if findings.band.per_token else "sequences"
+    clipped = (
+        f"used directly as old (`old_log_probs: rollout`), the servers' log-probs would clip {percent(total.negative)}"
+        f" of the {what} with A < 0 and {percent(total.positive)} of those with A > 0, with no update at all"
+    )
+    both = (total.negative, total.positive)
+    is_rounding = total.band_share.below(_NOTHING)
+    if any(share.above(BEARABLE) for share in both):
+        advice.sentences.append(f"{_capital(clipped)}: recompute them.")
+        advice.keys["old_log_probs"] = ("trainer", f"the servers' would clip {percent(total.negative)} of A < 0")
+    elif (is_rounding or all(share.below(BEARABLE) for share in both)) and not findings.faults:
+        advice.sentences.append(f"{_capital(clipped)}: the clip range can bear that.")
+        if facts.config.old_log_probs == "trainer" and facts.config.mismatch.correction != "none":
+            advice.sentences.append("A correction of the mismatch has next to nothing to correct here.")
+    else:
+        advice.sentences.append(
+            f"{_capital(clipped)}; {findings.num_prompts} prompts do not tell whether that is more than"
+            f" {BEARABLE:.0%}. Sample more (budget.num_prompts), or recompute them."
+        )
+        advice.keys["old_log_probs"] = ("trainer", "safe where it is not known")
+
+
+def _origin(findings: Findings, advice: Advice) -> None:
+    if findings.total.band_share.below(_NOTHING):
+        advice.sentences.append("What is left is rounding far below the clip range; its parts say nothing more.")
+        return
+    orders = list(findings.parts.values())
+    shares = {name: [parts[name].share for parts in orders if name in parts] for name in orders[0]}
+    ranked = sorted(shares, key=lambda name: -abs(shares[name][0]))
+    main = [name for name in ranked if abs(shares[name][0]) >= _MAIN]
+    if main:
+        named = ", ".join(f"{name} {shares[name][0]:.0%}" for name in main)
+        advice.sentences.append(f"Of the squared mismatch: {named}. The shares of all causes add up to 100 %.")
+    moved = [name for name in ranked if max(shares[name]) - min(shares[name]) > _INTERACTION]
+    if moved:
+        ranges = ", ".join(f"{name} {min(shares[name]):.0%} to {max(shares[name]):.0%}" for name in moved)
+        advice.sentences.append(f"Some causes act on each other; by the order in which they are changed: {ranges}.")
+    hidden = [name for name, why in findings.nothing.items() if not why.is_zero]
+    if hidden and ENGINES in main:
+        advice.sentences.append(f"`{ENGINES}` contains what cannot be changed here: {', '.join(hidden)}.")
+
+
+def _routing(facts: Facts, findings: Findings, advice: Advice) -> None:
+    other = findings.alternatives.get(R3)
+    if other is None:
+        return
+    replays = facts.config.moe.routing_replay == "R3"
+    with_it, without = (findings.total, other.row) if replays else (other.row, findings.total)
+    change = other.k3_change if not replays else Estimate(-other.k3_change.value, other.k3_change.error)
+    figures = f"k3 {_plus_minus(without.k3)} without R3 and {_plus_minus(with_it.k3)} with it"
+    keys = next(alternative.keys for alternative in ALTERNATIVES if alternative.name == R3)
+    if change.below(0.0) and -change.value >= _MAIN * without.k3.value:
+        advice.sentences.append(
+            f"With R3 the routing part falls from {-change.value:.1e} nats per token to 0 ({figures}); of A < 0,"
+            f" {percent(with_it.negative)} would then be clipped, {percent(without.negative)} without."
+        )
+        for key, value in keys.items():
+            advice.keys[key] = (value, f"k3 falls from {without.k3.value:.1e} to {with_it.k3.value:.1e}")
+    elif change.above(0.0) and change.value >= _MAIN * without.k3.value:
+        advice.sentences.append(f"R3 makes the mismatch larger here ({figures}).")
+        if replays:
+            advice.keys["moe.routing_replay"] = ("none", "R3 makes the mismatch larger here")
+    else:
+        advice.sentences.append(f"R3 makes no difference that these prompts can show ({figures}).")
+
+
+def _budget(facts: Facts, findings: Findings, advice: Advice) -> None:
+    share, allowed = findings.total.band_share, facts.config.mismatch.budget
+    text = f"The mean |log s| is {share.value:.2g} +- {share.error:.1g} widths of the clip range; mismatch.budget is"
+    if share.above(allowed):
+        advice.sentences.append(f"{text} {allowed:g}: a run will warn at every step.")
+        parts = next(iter(findings.parts.values()))
+        for cause in CAUSES:
+            part = parts.get(cause.name)
+            settings = cause.neutral(facts) if part is not None and cause.avoidable else None
+            if part is None or settings is None or isinstance(settings, Nothing) or part.share < _MAIN:
+                continue
+            for key, value in settings.items():
+                advice.keys[key] = (value, f"takes away {part.share:.0%} of the squared mismatch, at its price")
+    elif share.below(allowed):
+        advice.sentences.append(f"{text} {allowed:g}.")
+    else:
+        advice.sentences.append(f"{text} {allowed:g}, which is within two standard errors.")
+
+
+def _plus_minus(estimate: Estimate) -> str:
+    return f"{estimate.value:.1e} +- {estimate.error:.0e}"
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]

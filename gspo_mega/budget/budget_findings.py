@@ -1,0 +1,150 @@
+"""Everything that one budget found: the rows of all causes in all orders, the alternatives, the faults.
+
+Owns the step from log-probs at every point to these numbers. No I/O.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gspo_mega.budget.attribution import (
+    Band,
+    Estimate,
+    Row,
+    Tokens,
+    explained_share,
+    make_row,
+    ratio_estimate,
+    three_lengths,
+)
+from gspo_mega.budget.causes import ENGINES, SAMPLING, Facts, Nothing, units_of
+from gspo_mega.budget.faults import UNITS, Fault, Sequences, find_faults
+from gspo_mega.budget.fixed_tokens import FixedTokens
+from gspo_mega.budget.walks import Plan, Point, Side, contributions
+from gspo_mega.config import Config
+from gspo_mega.config.recipes import RECIPES
+
+
+@dataclass(frozen=True)
+class Part:
+    """One cause in one order: its row, and its share of the squared size of d."""
+
+    row: Row
+    share: float
+
+
+@dataclass(frozen=True)
+class Other:
+    """An alternative as a whole: the settings in which it differs from the run, its row, and its k3 less the run's
+    own, token by token.
+    """
+
+    settings: Mapping[str, Any]
+    row: Row
+    k3_change: Estimate
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that was measured. `parts`: by order, then by cause. `residual`: largest |sum of the parts - d| of
+    any order, nats. `num_prompts`, `num_sequences`, `num_tokens`: of the fixed tokens.
+    """
+
+    num_prompts: int
+    num_sequences: int
+    num_tokens: int
+    lengths: tuple[int, ...]
+    band: Band
+    total: Row
+    parts: Mapping[str, Mapping[str, Part]]
+    nothing: Mapping[str, Nothing]
+    alternatives: Mapping[str, Other]
+    faults: tuple[Fault, ...] = ()
+    residual: float = 0.0
+
+
+def clip_band(config: Config) -> Band:
+    """The clip range of a configuration."""
+    ratio = RECIPES[config.algorithm].ratio or config.objective.ratio
+    objective = config.objective
+    # A width of 1 or more leaves the lower side open.
+    low = math.log1p(-objective.clip_low) if objective.clip_low < 1 else -math.inf
+    return Band(low, math.log1p(objective.clip_high), ratio == "token")
+
+
+def find(
+    facts: Facts, plan: Plan, fixed: FixedTokens, scored: Mapping[Point, np.ndarray], entropies: np.ndarray
+) -> Findings:
+    """The numbers of all walks.
+
+    `scored`: [sum (tokens - 1)] float64 nats at every point of `plan`, prompts included. `entropies`: the trainer's as
+    the run computes them, of the same tokens, nats.
+    """
+    tokens, band = fixed.tokens(), clip_band(facts.config)
+    lengths = three_lengths(tokens.lengths)
+    log_probs = {point: fixed.of_responses(values) for point, values in scored.items()}
+    d = log_probs[plan.trained] - log_probs[plan.sampled]
+    parts: dict[str, dict[str, Part]] = {}
+    residual = 0.0
+    for order, links in plan.walks.items():
+        added = contributions(links, log_probs)
+        residual = max(residual, float(np.abs(sum(added.values()) - d).max()))
+        parts[order] = {
+            name: Part(make_row(values, tokens, band, lengths), explained_share(values, d))
+            for name, values in added.items()
+        }
+    alternatives = {}
+    for name, point in plan.alternatives.items():
+        other = log_probs[point] - log_probs[plan.sampled]
+        alternatives[name] = Other(point.values, make_row(other, tokens, band, lengths), _k3_change(other, d, tokens))
+    return Findings(
+        num_prompts=len(set(tokens.prompt.tolist())),
+        num_sequences=len(tokens.prompt),
+        num_tokens=len(tokens.sequence),
+        lengths=lengths,
+        band=band,
+        total=make_row(d, tokens, band, lengths),
+        parts=parts,
+        nothing=plan.nothing,
+        alternatives=alternatives,
+        faults=tuple(_faults(facts, plan, fixed, scored, log_probs, entropies)),
+        residual=residual,
+    )
+
+
+def _k3_change(other: np.ndarray, d: np.ndarray, tokens: Tokens) -> Estimate:
+    change = (np.expm1(other) - other) - (np.expm1(d) - d)
+    return ratio_estimate(change, np.ones(len(change)), tokens.prompt[tokens.sequence])
+
+
+def _faults(
+    facts: Facts,
+    plan: Plan,
+    fixed: FixedTokens,
+    scored: Mapping[Point, np.ndarray],
+    log_probs: Mapping[Point, np.ndarray],
+    entropies: np.ndarray,
+) -> list[Fault]:
+    links = next(iter(plan.walks.values()))
+    sides: dict[str, Side] = {link.cause: link.end.side for link in links if link.cause != ENGINES}
+    sides[SAMPLING] = "server"
+    bridge = next(link for link in links if link.cause == ENGINES)
+    reference = Sequences(
+        [len(sequence.prompt) for sequence in fixed.sequences],
+        fixed.split(scored[bridge.end] - scored[bridge.start]),
+    )
+    return find_faults(
+        contributions(links, log_probs),
+        log_probs[plan.trained],
+        fixed.of_responses(entropies),
+        fixed.tokens(),
+        units_of(facts, sides, plan.nothing, UNITS),
+        facts.spec.num_layers,
+        facts.config.rollout.temperature,
+        reference,
+    )

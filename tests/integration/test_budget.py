@@ -1,0 +1,123 @@
+"""`gspo-mega budget` with a real server and real ranks: injected sizes are recovered, injected faults named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from budget_faults import KL_OF_BATCH, KL_OF_PACKING, SCENARIOS
+from run_support import Command, small_overrides
+
+from gspo_mega.budget.budget_findings import find
+from gspo_mega.budget.causes import ENGINES, PREFIX_CACHE, SAMPLING
+from gspo_mega.budget.conduct import Conduct
+from gspo_mega.budget.fixed_tokens import FixedTokens
+from gspo_mega.budget.walks import make_plan
+from gspo_mega.config import load_config
+from gspo_mega.launcher.local.launch_local import launch
+
+CONFIG = "configs/quickstart.yaml"
+ONE_RANK = ("cluster.ranks_per_node=1", "parallel.expert=1")
+
+
+def overrides(quickstart_files, folder, *more):
+    return [*small_overrides(quickstart_files, folder, "run"), *ONE_RANK, *more]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, quickstart_files):
+    """What the budget finds in each scenario, from one start of a server and a rank."""
+    folder = tmp_path_factory.mktemp("budget_faults")
+    given = overrides(
+        quickstart_files, folder, "budget.causes=[server batch, trainer packing]", "budget.num_prompts=24"
+    )
+    conduct = Conduct(load_config(CONFIG, given, "budget"), given, print, ())
+    conduct.refuse_impossible()
+    plan = make_plan(conduct.facts, True, conduct.refused)
+    sides = {side: [point for point in plan.points if point.side == side] for side in ("server", "trainer")}
+    work = {
+        "tokens": None,
+        "server": [[point.side, point.settings] for point in sides["server"]],
+        # Every point undoes what another one sets.
+        "trainer": [
+            [[p.side, p.settings], [f"moe.routing_replay={p.keys.get('moe.routing_replay', 'none')}"]]
+            for p in sides["trainer"]
+        ],
+    }
+    rank = [sys.executable, str(Path(__file__).with_name("budget_faults.py"))]
+    assert launch(conduct.load({}), "budget", lambda line: None, worker_command=rank, work=work) == 0
+    attempt = conduct.folder.latest_attempt()
+    assert attempt is not None
+
+    def of(scenario):
+        there = attempt.path / scenario.__name__
+        scored = {point: np.load(there / f"{point.name}.npy") for point in plan.points}
+        entropies = np.load(there / f"{plan.trained.name}.entropies.npy")
+        return find(conduct.facts, plan, FixedTokens.load(there), scored, entropies)
+
+    return {scenario.__name__: of(scenario) for scenario in SCENARIOS}
+
+
+def test_the_parts_are_exactly_the_whole(found):
+    for name, findings in found.items():
+        assert set(findings.parts) == {"forward", "backward"}
+        assert findings.residual < 1e-12, name
+        for parts in findings.parts.values():
+            assert sum(part.share for part in parts.values()) == pytest.approx(1.0, abs=1e-6), name
+
+
+def test_engines_that_agree_have_no_fault_and_a_mismatch_of_rounding(found):
+    clean = found["none"]
+    assert clean.faults == ()
+    assert clean.total.k3.value < 1e-11 and clean.total.maximum < 1e-4
+    assert clean.num_prompts == 24 and clean.num_sequences == 96
+
+
+def test_injected_sizes_are_recovered(found):
+    for parts in found["sizes"].parts.values():
+        for name, kl in (("server batch", KL_OF_BATCH), ("trainer packing", KL_OF_PACKING)):
+            row = parts[name].row
+            assert row.k3.value == pytest.approx(kl, abs=5 * row.k3.error + 0.02 * kl), name
+            assert row.k3.error < 0.2 * kl
+        assert parts[ENGINES].row.k3.value < 1e-11
+    # Added on the server, taken off on the way to the trainer: the whole is the difference of the two.
+    whole = found["sizes"].total
+    assert whole.k3.value == pytest.approx(KL_OF_BATCH + KL_OF_PACKING, rel=0.2)
+    # And such sizes are no rounding of fp32.
+    assert {fault.cause for fault in found["sizes"].faults} == {"server batch", "trainer packing"}
+    assert {fault.kind for fault in found["sizes"].faults} == {"size"}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "kind", "cause", "words"),
+    [
+        ("temperature", "temperature", SAMPLING, "a temperature of about 1.2"),
+        ("cache", "cache", PREFIX_CACHE, "stale"),
+        ("weights", "weights", ENGINES, "other weights"),
+        ("prompt", "prompt", ENGINES, "up to token 3 of a sequence"),
+    ],
+)
+def test_an_injected_fault_is_found_and_named(found, scenario, kind, cause, words):
+    faults = found[scenario].faults
+    assert [(fault.kind, fault.cause) for fault in faults if fault.cause == cause] == [(kind, cause)], faults
+    assert words in next(fault.text for fault in faults if fault.cause == cause)
+
+
+def test_the_command(tmp_path, quickstart_files):
+    given = overrides(quickstart_files, tmp_path, "budget.num_prompts=8", "budget.causes=[trainer packing]")
+    file = tmp_path / "budget.json"
+    config = Path(__file__).parents[2] / CONFIG
+    command = Command(tmp_path, "budget", str(config), "--quick", "--json", str(file), *given)
+    try:
+        assert command.finish() == 0, command.out + command.err
+    finally:
+        assert command.end() == []
+    assert "the clip range can bear that" in command.out
+    assert "not changed here, so in the rows beside it:\n  server batch: left out by budget.causes" in command.out
+    values = json.loads(file.read_text())
+    assert list(values["parts"]) == ["forward"]
+    assert list(values["parts"]["forward"]) == [SAMPLING, PREFIX_CACHE, ENGINES, "trainer packing"]
+    assert values["total"]["k3"]["value"] < 1e-11 and values["faults"] == []

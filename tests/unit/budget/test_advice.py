@@ -1,0 +1,161 @@
+"""The verdict: what is said at which sizes, what is recommended, and that nothing is said that the errors do not allow."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from run_configs import make_config
+
+from gspo_mega.budget.advice import advise
+from gspo_mega.budget.attribution import Tokens, make_row
+from gspo_mega.budget.budget_findings import Findings, Other, Part, _k3_change, clip_band
+from gspo_mega.budget.causes import ENGINES, PREFIX_CACHE, R3, Facts, Nothing
+from gspo_mega.budget.faults import Fault
+from gspo_mega.budget.report_budget import as_json, render
+from gspo_mega.model.huggingface import read_model_spec
+
+PROMPTS, EACH, LENGTH = 30, 4, 50
+TOKENS = Tokens(np.repeat(np.arange(PROMPTS * EACH), LENGTH), np.repeat(np.arange(PROMPTS), EACH))
+LENGTHS = (5, 16, 50)
+
+
+def facts(model="configs/models/quickstart_moe.json", **sections):
+    return Facts(make_config(**sections), read_model_spec(model), "cpu")
+
+
+def noise(kl, seed=0):
+    """Token noise as two engines have it: mean -KL under the rollout policy, standard deviation sqrt(2 KL)."""
+    return np.random.default_rng(seed).normal(-kl, np.sqrt(2 * kl), len(TOKENS.sequence))
+
+
+def findings(run, parts, alternatives=(), nothing=(), faults=(), backward=None, tokens=TOKENS):
+    band, d = clip_band(run.config), sum(parts.values())
+
+    def rows(values):
+        return {name: Part(make_row(x, tokens, band, LENGTHS), float(x @ d / (d @ d))) for name, x in values.items()}
+
+    return Findings(
+        num_prompts=PROMPTS,
+        num_sequences=PROMPTS * EACH,
+        num_tokens=len(d),
+        lengths=LENGTHS,
+        band=band,
+        total=make_row(d, tokens, band, LENGTHS),
+        parts={"forward": rows(parts), "backward": rows(backward or parts)},
+        nothing=dict(nothing),
+        alternatives={
+            name: Other({"moe.routing_replay": "R3"}, make_row(x, tokens, band, LENGTHS), _k3_change(x, d, tokens))
+            for name, x in alternatives
+        },
+        faults=tuple(faults),
+    )
+
+
+def said(advice):
+    return "\n".join(advice.sentences)
+
+
+def test_a_gap_of_fp8_size_is_to_be_recomputed():
+    run = facts()
+    advice = advise(run, findings(run, {"server quantization": noise(4.5e-3), ENGINES: noise(1e-9, 1)}))
+    assert "would clip" in said(advice) and "A < 0" in said(advice) and "recompute them" in said(advice)
+    assert advice.keys["old_log_probs"][0] == "trainer"
+    assert "server quantization 100%" in said(advice)
+    assert "a run will warn at every step" in said(advice)
+
+
+def test_rounding_can_be_borne_and_nothing_is_recommended():
+    run = facts()
+    advice = advise(run, findings(run, {ENGINES: noise(1e-13)}))
+    assert "the clip range can bear that" in said(advice) and "recompute them" not in said(advice)
+    assert "rounding far below the clip range" in said(advice)
+    assert advice.keys == {}
+
+
+def test_too_few_sequences_decide_nothing():
+    # Three of four sequences inside, two prompts: 0.25 +- 0.25.
+    run = facts()
+    tokens = Tokens(np.repeat(np.arange(4), LENGTH), np.array([0, 0, 1, 1]))
+    d = np.where(tokens.sequence == 0, -1e-2, 0.0)
+    advice = advise(run, findings(run, {ENGINES: d}, tokens=tokens))
+    assert "do not tell" in said(advice) and "budget.num_prompts" in said(advice)
+    assert advice.keys["old_log_probs"] == ("trainer", "safe where it is not known")
+
+
+def test_r3_is_recommended_where_it_takes_the_routing_part_away():
+    run = facts()
+    plain, routing = noise(1e-4), noise(1e-3, 1)
+    advice = advise(run, findings(run, {"trainer precision": plain, ENGINES: routing}, [(R3, plain)]))
+    assert "With R3 the routing part falls from" in said(advice)
+    assert advice.keys["moe.routing_replay"][0] == "R3" and advice.keys["rollout.return_routed_experts"][0] is True
+    block = yaml.safe_load(advice.yaml)
+    assert block["moe"] == {"routing_replay": "R3"} and block["rollout"] == {"return_routed_experts": True}
+    assert block["old_log_probs"] == "trainer"
+
+
+def test_r3_is_not_recommended_where_it_shows_nothing():
+    run = facts()
+    d = noise(1e-3)
+    advice = advise(run, findings(run, {ENGINES: d}, [(R3, d + noise(1e-9, 1))]))
+    assert "makes no difference that these prompts can show" in said(advice)
+    assert "moe.routing_replay" not in advice.keys
+
+
+def test_a_cache_that_a_user_can_do_without_is_named_with_its_key():
+    run = facts(server=dict(kv_cache="fp8"))
+    advice = advise(run, findings(run, {"server KV cache": noise(5e-3), ENGINES: noise(1e-7, 1)}))
+    assert advice.keys["server.kv_cache"][0] == "auto"
+    assert "100%" in advice.keys["server.kv_cache"][1]
+
+
+def test_causes_that_act_on_each_other_are_said_to():
+    run = facts()
+    one, other = noise(1e-3), noise(1e-3, 1)
+    advice = advise(
+        run, findings(run, {"server KV cache": one, ENGINES: other}, backward={"server KV cache": other, ENGINES: one})
+    )
+    assert "act on each other" not in said(advice)  # both have half of it in both orders
+    both = {"server KV cache": one + other, ENGINES: 0 * one}
+    advice = advise(run, findings(run, {"server KV cache": one, ENGINES: other}, backward=both))
+    assert "act on each other" in said(advice)
+
+
+def test_what_cannot_be_changed_is_named_beside_the_engines():
+    run = facts()
+    hidden = {"trainer LM head": Nothing("no key", False), "server KV cache": Nothing("auto", True)}
+    found = findings(run, {ENGINES: noise(1e-3)}, nothing=hidden)
+    assert "contains what cannot be changed here: trainer LM head." in said(advise(run, found))
+    shown = render(found, advise(run, found))
+    assert "not changed here, so in the rows beside it:\n  trainer LM head: no key" in shown
+    assert "nothing to change: server KV cache (auto)" in shown
+
+
+def test_a_fault_comes_first_and_is_not_called_precision():
+    run = facts()
+    fault = Fault("cache", PREFIX_CACHE, "the cache is stale")
+    advice = advise(run, findings(run, {ENGINES: noise(1e-13)}, faults=[fault]))
+    assert advice.sentences[0] == "NOT PRECISION (cache, found in `prefix cache`): the cache is stale"
+    assert "can bear that" not in said(advice)
+
+
+def test_tokens_are_counted_where_tokens_are_clipped():
+    run = facts(algorithm="grpo", objective=dict(clip_low=0.2, clip_high=0.27))
+    found = findings(run, {ENGINES: noise(1e-3)})
+    assert found.band.per_token and found.band.low == pytest.approx(np.log(0.8))
+    assert "of the tokens with A < 0" in said(advise(run, found))
+
+
+def test_the_table_has_a_row_of_each_cause_and_the_object_is_json():
+    run = facts()
+    found = findings(run, {"server KV cache": noise(1e-3), ENGINES: noise(1e-9, 1)}, [(R3, noise(1e-3))])
+    advice = advise(run, found)
+    lines = render(found, advice).splitlines()
+    for name in ("server KV cache", ENGINES, "all together", "with moe.routing_replay=R3"):
+        assert sum(line.startswith(name + " ") for line in lines) == 2, name
+    assert max(map(len, lines[: lines.index("verdict")])) <= 140
+    values = json.loads(json.dumps(as_json(found, advice), allow_nan=False))
+    assert values["parts"]["forward"]["server KV cache"]["row"]["k3"]["value"] == pytest.approx(1e-3, rel=0.1)
+    assert values["recommended"] == {"old_log_probs": "trainer"}

@@ -1,0 +1,156 @@
+"""Each fault is made, found and named; rounding of the sizes that are met is not called a fault."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from gspo_mega.budget.attribution import Tokens
+from gspo_mega.budget.causes import ENGINES, PREFIX_CACHE, SAMPLING
+from gspo_mega.budget.faults import (
+    UNITS,
+    Sequences,
+    expected_size,
+    find_faults,
+    first_differing,
+    temperature_slope,
+)
+
+LAYERS, PROMPT, RESPONSE, COUNT, VOCABULARY = 4, 6, 20, 24, 50
+TOKENS = Tokens(np.repeat(np.arange(COUNT), RESPONSE), np.arange(COUNT) // 2)
+
+
+def distributions(seed=0):
+    """Logits of every response token [T, V], and the tokens drawn from them."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(scale=2.0, size=(COUNT * RESPONSE, VOCABULARY))
+    gumbel = -np.log(-np.log(rng.random(logits.shape)))
+    return logits, (logits + gumbel).argmax(axis=1)
+
+
+def at_temperature(logits, drawn, temperature):
+    """(log-probs of the drawn tokens, entropies) of softmax(logits / temperature)."""
+    scaled = logits / temperature
+    log_p = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    return log_p[np.arange(len(drawn)), drawn], -(np.exp(log_p) * log_p).sum(axis=1)
+
+
+LOGITS, DRAWN = distributions()
+LOG_P, ENTROPY = at_temperature(LOGITS, DRAWN, 1.0)
+
+
+def noise(size, seed=1, shape=COUNT * RESPONSE):
+    return np.random.default_rng(seed).normal(scale=size, size=shape)
+
+
+def whole(values):
+    """Differences of all tokens from those of the responses: the prompts agree to rounding."""
+    parts = np.split(values, COUNT)
+    return Sequences(
+        [PROMPT] * COUNT, [np.concatenate([noise(1e-8, i, PROMPT - 1), part]) for i, part in enumerate(parts)]
+    )
+
+
+def find(added, units=None, reference=None, temperature=1.0):
+    units = dict.fromkeys(added, UNITS["fp32"]) | (units or {})
+    reference = reference or whole(added.get(ENGINES, np.zeros(COUNT * RESPONSE)))
+    return find_faults(added, LOG_P, ENTROPY, TOKENS, units, LAYERS, temperature, reference)
+
+
+def test_the_size_that_rounding_explains():
+    # sqrt(2 x 8) = 4 times the unit, times the spread of the log-probs or 1.
+    assert expected_size(2.0**-24, 8, np.zeros(3)) == 4 * 2.0**-24
+    assert expected_size(2.0**-9, 8, np.array([0.0, 4.0])) == 4 * 2.0**-9 * 2
+
+
+def test_rounding_is_no_fault():
+    sizes = {"fp32": 3e-7, "bf16": 2e-2, "fp8": 0.1, "int8": 3e-2}
+    for name, size in sizes.items():
+        added = {
+            cause: noise(size, i) for i, cause in enumerate((SAMPLING, PREFIX_CACHE, ENGINES, "trainer precision"))
+        }
+        assert find(added, dict.fromkeys(added, UNITS[name])) == [], name
+
+
+def test_a_router_that_falls_the_other_way_is_no_fault():
+    values = noise(1e-7)
+    values[::200] = 0.3
+    assert find({ENGINES: values, SAMPLING: values}) == []
+
+
+@pytest.mark.parametrize("there", [1.02, 1.3, 0.8])
+def test_a_wrong_temperature_is_named_with_its_value(there):
+    wrong, _ = at_temperature(LOGITS, DRAWN, there)
+    (fault,) = find({SAMPLING: LOG_P - wrong + noise(1e-7)})
+    assert fault.kind == "temperature" and fault.cause == SAMPLING
+    named = float(fault.text.partition("about ")[2].partition(",")[0])
+    assert named == pytest.approx(there, rel=0.12)
+
+
+def test_a_wrong_temperature_of_the_trainer_shows_between_the_engines():
+    wrong, _ = at_temperature(LOGITS, DRAWN, 1.2)
+    (fault,) = find({ENGINES: LOG_P - wrong})
+    assert fault.kind == "temperature" and "the server's log-probs describe" in fault.text
+
+
+def test_the_slope_of_a_small_change_of_temperature():
+    wrong, _ = at_temperature(LOGITS, DRAWN, 1 / 0.999)
+    slope = temperature_slope(LOG_P - wrong, LOG_P, ENTROPY, TOKENS)
+    assert slope.value == pytest.approx(1e-3, rel=0.02)
+    assert slope.explained > 0.999
+
+
+def test_noise_has_no_slope():
+    slope = temperature_slope(noise(0.1), LOG_P, ENTROPY, TOKENS)
+    assert not slope.is_temperature and slope.explained < 0.1
+    assert (
+        temperature_slope(np.zeros(5), np.zeros(5), np.zeros(5), Tokens(np.zeros(5, int), np.zeros(1))).error
+        == math.inf
+    )
+
+
+def test_other_weights_differ_from_the_first_token_on():
+    differences = [noise(1e-3, i, PROMPT + RESPONSE - 1) for i in range(COUNT)]
+    responses = np.concatenate([part[PROMPT - 1 :] for part in differences])
+    (fault,) = find({ENGINES: responses}, reference=Sequences([PROMPT] * COUNT, differences))
+    assert fault.kind == "weights"
+
+
+def test_weights_that_differ_by_less_than_the_precision_are_found_in_fp32_alone():
+    differences = [noise(1e-4, i, PROMPT + RESPONSE - 1) for i in range(COUNT)]
+    responses = np.concatenate([part[PROMPT - 1 :] for part in differences])
+    reference = Sequences([PROMPT] * COUNT, differences)
+    assert [f.kind for f in find({ENGINES: responses}, reference=reference)] == ["weights"]
+    assert find({ENGINES: responses}, {ENGINES: UNITS["bf16"]}, reference) == []
+
+
+@pytest.mark.parametrize(("place", "where"), [(4, "in the prompt"), (PROMPT + 5, "in the response")])
+def test_another_prompt_is_named_with_its_place(place, where):
+    differences = [noise(1e-7, i, PROMPT + RESPONSE - 1) for i in range(COUNT)]
+    for i, part in enumerate(differences):
+        part[place - 1 :] += noise(0.05, 100 + i, len(part) - place + 1)
+    responses = np.concatenate([part[PROMPT - 1 :] for part in differences])
+    (fault,) = find({ENGINES: responses}, reference=Sequences([PROMPT] * COUNT, differences))
+    assert fault.kind == "prompt" and f"up to token {place} " in fault.text and where in fault.text
+
+
+def test_a_stale_cache_is_named():
+    (fault,) = find({PREFIX_CACHE: noise(0.01), ENGINES: noise(1e-7)})
+    assert fault.kind == "cache" and "stale" in fault.text
+
+
+def test_samples_that_another_policy_drew_are_named():
+    (fault,) = find({SAMPLING: noise(0.05)})
+    assert fault.kind == "sampling"
+
+
+def test_a_product_that_is_wrong_is_larger_than_its_rounding():
+    (fault,) = find({"trainer packing": noise(1e-3)})
+    assert fault.kind == "size" and fault.cause == "trainer packing"
+
+
+def test_the_first_place_that_differs_counts_tokens():
+    assert first_differing(np.array([0.0, 1e-9, 0.1]), 1e-6) == 3
+    assert first_differing(np.zeros(3), 1e-6) is None
