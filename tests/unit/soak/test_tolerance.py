@@ -254,6 +254,18 @@ def test_figures_show_every_run_and_the_page_gets_the_table(tmp_path):
     assert "-0.100, beyond ± 0.033" in page and "3 of 3" in page and "Spread between seeds 0.020 (2 degrees" in page
 
 
+def test_the_committed_figures_and_table_are_of_the_committed_rows():
+    docs, rows = tolerance.ROWS.parent, tolerance_rows.read_rows(tolerance.ROWS)
+    rows = [one for one in rows if one.protocol == tolerance.PROTOCOL]
+    assert {one.outcome for one in rows} <= {"trained", "collapsed", "not finite"} and len(rows) > 0
+    assert len(tolerance_rows.finished(rows, tolerance.PROTOCOL)) == len(rows), "one row for each arm and seed"
+    assert (docs / "tolerance_arms.svg").read_text() == tolerance_figures.draw_arms(rows)
+    assert (docs / "tolerance_dose.svg").read_text() == tolerance_figures.draw_dose(rows)
+    page = (docs / "precision.md").read_text()
+    text = tolerance_figures.table(rows) + tolerance_figures.FIGURES
+    assert tolerance_figures.with_table(page, text) == page, "run: python tests/soak/tolerance_figures.py"
+
+
 def test_a_page_without_the_marks_is_an_error():
     with pytest.raises(ValueError, match="rows begin"):
         tolerance_figures.with_table("text", "table")
