@@ -86,8 +86,8 @@ def _of_the_objective(config: Config) -> Iterator[str]:
 
 def _of_the_correction(config: Config) -> Iterator[str]:
     mismatch = config.mismatch
-    if mismatch.kept_weight == "one" and "kept_weight" in mismatch.model_fields_set and mismatch.correction != "mask":
-        yield f"mismatch.kept_weight has no effect with `correction: {mismatch.correction}`"
+    if mismatch.kept_weight == "ratio" and mismatch.correction == "none":
+        yield "mismatch.kept_weight has no effect with `correction: none`"
     if config.train is None or not corrects(config):
         return
     bound = f"{mismatch.bound_nats:g} / sqrt(L)"

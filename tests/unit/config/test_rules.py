@@ -243,7 +243,7 @@ def test_the_default_clip_range_of_grpo(write):
             ["train.num_steps=2", "mismatch={correction: truncate, token_veto_nats: null}"],
             "each response is weighed by exp(min(mean d - m, 0.5 / sqrt(L))) (d:",
         ),
-        (["mismatch={correction: none, kept_weight: one}"], "kept_weight has no effect with `correction: none`"),
+        (["mismatch={correction: none, kept_weight: ratio}"], "kept_weight has no effect with `correction: none`"),
         (
             ["batch.num_mini_batches=1"],
             "one mini-batch per step: old and current policy are the same, so nothing is clipped and the old log-prob"
