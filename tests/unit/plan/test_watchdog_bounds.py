@@ -53,7 +53,8 @@ def test_tight_bounds_are_looked_at_often():
 def test_no_phase_is_given_up_within_what_the_plan_expects_of_it(file):
     loaded = load_config(CONFIGS / file)
     is_here = Path(loaded.config.model.path).exists()
-    plan = plan_run(loaded, model=None if is_here else CONFIGS / "models/quickstart_moe.json")
+    stand_in = CONFIGS / "models" / ("quickstart_wide.json" if "fp8" in file else "quickstart_moe.json")
+    plan = plan_run(loaded, model=None if is_here else stand_in)
     figures = estimate(plan)
     found = patience(loaded.config, figures)
     if figures.time is not None:
