@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from gspo_mega.config.server_precision import describe_server_precision
+from gspo_mega.model.block_fp8 import served_layout
 from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate, estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS
 from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.published_bytes import needs_start_folder
 from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.watchdog_bounds import patience
 
@@ -182,6 +184,11 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
         f"weights {plan.verification}",
         describe_server_precision(config),
     ]
+    if needs_start_folder(config, plan.spec):
+        form = "plain weights" if served_layout(config) is None else "FP8 blocks"
+        lines.append(
+            f"they start from a copy of model.path as {form}, which the first of them writes into weights/start-*"
+        )
     if figures.servers.nodes is not None and figures.limit is not None:
         lines.append(f"{figures.servers.num_gpus} GPUs on {figures.servers.nodes} nodes of their own")
     if (memory := figures.servers.memory) is not None:

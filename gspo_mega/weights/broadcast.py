@@ -128,7 +128,11 @@ class GroupSender:
             link, until = links[server.server_id], time.monotonic() + seconds
             sending = link.broadcast([content], stream)
             try:
-                server.update_from_distributed(names, dtypes, shapes, link.name, deadline_seconds=seconds)
+                try:
+                    server.update_from_distributed(names, dtypes, shapes, link.name, deadline_seconds=seconds)
+                except PublishError as error:
+                    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                    raise PublishError(f"{error} (sent were {', '.join(names[:3])}{more})") from error
                 try:
                     sending.wait(until - time.monotonic())
                 except PublishError as error:

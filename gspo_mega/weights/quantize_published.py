@@ -14,6 +14,7 @@ import torch
 
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
+from gspo_mega.errors import PublishError
 from gspo_mega.model.block_fp8 import (
     is_quantized,
     publishes_powers_of_two,
@@ -60,11 +61,14 @@ class PublishedForm:
         """What is sent for one whole tensor of the trainer: itself, or its FP8 elements and their scales.
 
         tensor: [entry.shape], local. Plain tensors are in `plain` (a buffer stays fp32) and may share its memory.
+        Raises PublishError for scales that are not those of the tensor's blocks.
         """
         if self.stored is None or not is_quantized(self.stored, entry):
             yield entry.name, tensor if entry.is_buffer else tensor.to(self.plain)
             return
         data, scales = quantize_weight(tensor, self.rule, self.stored.block)
+        if tuple(scales.shape) != (wanted := scale_shape(entry.shape, self.stored.block)):
+            raise PublishError(f"{scale_name(entry.name)}: has the shape {list(scales.shape)}, not {list(wanted)}")
         yield entry.name, data
         yield scale_name(entry.name), scales
 
@@ -79,20 +83,21 @@ class PublishedForm:
 
     def owned(self, policy: PolicyTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """What is sent of the tensors that this rank owns. Collective over the tensor groups: run it to its end."""
-        for entry, tensor in policy.owned(self.gathered):
-            yield from self.tensors(entry, tensor)
+        return self._sent(policy.owned(self.gathered))
 
     def stream(self, policy: PolicyTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """What is sent of the whole model, on rank 0; nothing elsewhere. Collective over all ranks: run it to its end,
         on rank 0 also if its own use of a tensor fails.
         """
         entries = {entry.name: entry for fused in policy.table.values() for entry in fused}
-        source = policy.stream(self.gathered)
+        return self._sent((entries[name], tensor) for name, tensor in policy.stream(self.gathered))
+
+    def _sent(self, tensors: Iterator[tuple[TensorEntry, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         try:
-            for name, tensor in source:
-                yield from self.tensors(entries[name], tensor)
+            for entry, tensor in tensors:
+                yield from self.tensors(entry, tensor)
         except Exception:
-            for _ in source:  # the other ranks take part in every tensor
+            for _ in tensors:  # other ranks take part in every tensor
                 pass
             raise
 

@@ -14,8 +14,11 @@ import torch.multiprocessing
 from run_configs import make_config
 from safetensors.torch import load_file, save_file
 
+from gspo_mega.model.block_fp8 import is_quantizable, quantization_config
 from gspo_mega.model.families import hf_tensors, padded_vocab_size
 from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.model.spec import BlockFp8
+from gspo_mega.quantization.fp8 import dequantize_blocks, quantize_blocks
 
 WORLD = 4
 SHAPE = {
@@ -65,6 +68,8 @@ LAYOUTS = {
     ),
     "bf16-tensor2-expert2": ("moe-bf16", {"tensor": 2, "expert": 2}),
     "bf16-pipeline2": ("dense-bf16", {"pipeline": 2}),
+    "blocks-tensor2-expert2": ("moe-blocks", {"tensor": 2, "expert": 2}),
+    "blocks-tensor4": ("moe-blocks", {"tensor": 4}),
 }
 
 
@@ -83,12 +88,30 @@ def write_checkpoint(folder: Path, kind: str) -> None:
     generator = torch.Generator().manual_seed(7)
     spec = read_model_spec(folder)
     tensors = {e.name: (torch.randn(e.shape, generator=generator) * 0.2).to(dtype) for e in hf_tensors(spec)}
+    if kind.endswith("blocks"):
+        tensors = in_blocks(folder, tensors)
     names = sorted(tensors)
     files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     for file, part in files.items():
         save_file({name: tensors[name] for name in part}, folder / file)
     index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def in_blocks(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same in FP8 blocks, with which no rank's share ends; their values go to a plain file beside the folder."""
+    stored, spec = BlockFp8((5, 12)), read_model_spec(folder)
+    quantized, values = {}, {}
+    for entry in hf_tensors(spec):
+        quantized[entry.name] = values[entry.name] = tensors[entry.name]
+        if is_quantizable(entry):
+            data, scales = quantize_blocks(tensors[entry.name], stored.block)
+            quantized |= {entry.name: data, f"{entry.name}_scale_inv": scales}
+            values[entry.name] = dequantize_blocks(data, scales, stored.block)
+    (folder / "config.json").write_text(json.dumps(spec.raw | {"quantization_config": quantization_config(stored)}))
+    (plain := folder.with_name(f"{folder.name}-values")).mkdir()
+    save_file(values, plain / "model.safetensors")
+    return quantized
 
 
 def run_rank(rank: int, folder: str, layouts: dict) -> None:
@@ -219,7 +242,7 @@ def break_checkpoint(source: Path, target: Path, fault: str) -> None:
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
-    for kind in ("dense", "tied", "moe", "dense-bf16", "moe-bf16"):
+    for kind in ("dense", "tied", "moe", "dense-bf16", "moe-bf16", "moe-blocks"):
         write_checkpoint(root / kind, kind)
     for kind in ("dense", "moe"):
         for fault in ("missing", "unexpected", "shape"):
@@ -236,7 +259,8 @@ def seen_by_ranks(pool: Path, layout: str) -> list[dict]:
 
 
 def source_tensors(pool: Path, layout: str) -> dict[str, torch.Tensor]:
-    folder = pool / LAYOUTS[layout][0]
+    kind = LAYOUTS[layout][0]
+    folder = pool / (f"{kind}-values" if kind.endswith("blocks") else kind)
     return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
 
 
@@ -257,6 +281,7 @@ def test_export_equals_the_checkpoint_that_was_imported(pool, layout):
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
     assert (out / "tokenizer.json").read_bytes() == (pool / LAYOUTS[layout][0] / "tokenizer.json").read_bytes()
     assert not list(pool.glob(f"{layout}.out.*")), "no half-written folder is left"
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -80,8 +80,6 @@ class Faulty:
                 wrong[name.replace("proj", "projection")] = tensor
             elif self._kind == "stale":
                 wrong[name] = load_file(Path(self._old) / file.name)[name]
-            elif self._kind == "shape":
-                wrong[name] = tensor[:, :1].contiguous()
             elif self._kind == "rule":
                 wrong[name] = by_another_rule(name, right)
         save_file(wrong, file, metadata={"format": "pt"})

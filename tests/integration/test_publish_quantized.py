@@ -116,10 +116,9 @@ W2_SCALES = "model.layers.1.mlp.experts.w2_weight_scale_inv"
         ("disk", "stale", SCALES, f"{FUSED}_scale_inv"),
         ("disk", "missing", f"{EXPERT}_scale_inv", W2_SCALES),
         ("disk", "rule", "layers.1.self_attn.o_proj.weight", f"{FUSED}_scale_inv"),
-        ("disk", "shape", SCALES, "o_proj"),
         ("distributed", "stale", SCALES, f"{FUSED}_scale_inv"),
         ("distributed", "missing", f"{EXPERT}_scale_inv", W2_SCALES),
-        ("distributed", "shape", SCALES, "o_proj"),
+        ("distributed", "shape", SCALES, f"{FUSED}_scale_inv"),
     ],
 )
 def test_a_wrong_scale_fails_the_publish_and_is_named(side, method, kind, names, named):

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.config import load_config
+from gspo_mega.model.block_fp8 import quantization_config
 from gspo_mega.model.huggingface import spec_from_config
 from gspo_mega.model.sizes import count_parameters
 from gspo_mega.model.spec import BlockFp8
+from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.disk import disk_use
 from gspo_mega.plan.memory import server_memory
 from gspo_mega.plan.published_bytes import needs_start_folder, version_bytes
@@ -83,3 +85,15 @@ def test_the_disk_holds_versions_in_the_servers_form_and_the_folder_to_start_fro
     in_blocks = replace(SPEC, stored=BlockFp8())
     assert not needs_start_folder(configured(quantization="fp8_block"), in_blocks)
     assert published(in_blocks, method="distributed") == 2 * TOTAL, "plain servers of a model in blocks"
+
+
+def test_the_plan_says_that_servers_start_from_a_copy(load, shape):
+    def said(kind: str, **changes: object) -> bool:
+        loaded = load(f"server.quantization={kind}")
+        return "start from a copy of model.path as FP8 blocks" in render_report(
+            plan_run(loaded, model=shape("dense", hidden_size=128, intermediate_size=128, **changes))
+        )
+
+    blocks = {"quantization_config": quantization_config(BlockFp8())}
+    sizes = {"head_dim": 128}
+    assert said("fp8_block", **sizes) and not said("fp8_block", **sizes, **blocks) and not said("none")

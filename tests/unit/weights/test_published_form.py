@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.config import load_config
+from gspo_mega.errors import PublishError
 from gspo_mega.model.block_fp8 import is_quantizable, scale_name
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import spec_from_config
 from gspo_mega.model.spec import BlockFp8
 from gspo_mega.quantization.fp8 import dequantize_blocks, quantize_blocks
 from gspo_mega.quantization.served import served_experts, served_linear
+from gspo_mega.weights import quantize_published
 from gspo_mega.weights.broadcast import buckets, flattened
 from gspo_mega.weights.quantize_published import PublishedForm, published_form, quantised_on_load, quantize_weight
 from gspo_mega.weights.server_tensors import ExpectedChecksums, loads_with, server_tensors
@@ -205,3 +207,11 @@ def test_fused_down_projections_and_their_scales_stay_in_one_bucket():
     found = [[name for name, _ in bucket] for bucket in buckets(iter(tensors), 80)]
     assert found == [["l.0.input_layernorm.weight"], names, ["l.1.self_attn.q_a_proj.weight"]]
     assert not loads_with("l.1.self_attn.q_a_proj.weight", names[-1])
+
+
+def test_scales_of_another_shape_are_not_sent(monkeypatch):
+    form = PublishedForm(torch.float32, torch.float32, BlockFp8(), "float32")
+    entry = next(e for e in hf_tensors(SPEC) if e.name == f"{ATTENTION}.o_proj.weight")
+    monkeypatch.setattr(quantize_published, "quantize_blocks", lambda x, *_, **__: quantize_blocks(x, (1, 128)))
+    with pytest.raises(PublishError, match=f"{entry.name}_scale_inv: has the shape"):
+        list(form.tensors(entry, torch.randn(entry.shape)))
