@@ -6,8 +6,8 @@ losses; higher layers load and save weights.
 
 from __future__ import annotations
 
-from copy import copy
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
