@@ -134,7 +134,8 @@ def refuse_code(folder: Path, share: int = 0, num_shares: int = 1) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     problems = []
-    if share == 0:
+    # Megatron 0.19 writes the common part among the entries, which are all looked at below.
+    if share == 0 and (folder / "common.pt").exists():
         try:
             torch.load(folder / "common.pt", map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file can make torch.load raise anything

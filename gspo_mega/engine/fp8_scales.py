@@ -21,6 +21,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 _FLAGS = "flags"
+# A scale is 1 until it is measured, with which the small numbers of gradients round to 0. A pass therefore measures the
+# last product of a branch rightly, the next pass the one before it; a branch has two.
+MEASURING_PASSES = 3
 # Quantised tensors of a product in its forward pass: input, weight, output.
 _TENSORS_A_PRODUCT = 3
 
@@ -38,25 +41,27 @@ class Fp8Scales:
     def begin_step(self, measure: Callable[[], object]) -> None:
         """Before the first pass with new weights: update the scales of forward passes; a second call does nothing.
 
-        `measure`: one forward pass, carried out where there are no scales yet, because the run or its layout is new.
+        `measure`: a forward pass, carried out where there are no scales yet, because the run or its layout is new.
         """
         if not self.is_active:
             return
         if not self._forward_known:
-            measure()
+            for _ in range(MEASURING_PASSES):
+                measure()
+                _manager().reduce_and_update_fp8_tensors(forward=True)
             self._forward_known = True
-        elif not self._has_trained:
-            return
+        elif self._has_trained:
+            _manager().reduce_and_update_fp8_tensors(forward=True)
         self._has_trained = False
-        _manager().reduce_and_update_fp8_tensors(forward=True)
 
     def before_gradients(self, measure: Callable[[], object]) -> None:
         """`measure`: a forward and a backward pass, carried out where gradients have no scales yet. The caller forgets
         what they accumulated.
         """
         if self.is_active and not self._backward_known:
-            measure()
-            self.after_gradients()
+            for _ in range(MEASURING_PASSES):
+                measure()
+                self.after_gradients()
 
     def after_gradients(self) -> None:
         """After a mini-batch's backward passes: update the scales of gradients."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -19,6 +19,7 @@ from gspo_mega.certify.cases import case_config
 from gspo_mega.certify.compare_runs import Reference
 from gspo_mega.certify.ranks import run_case
 from gspo_mega.config import load_config
+from gspo_mega.engine import fp8_scales
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
@@ -90,3 +91,19 @@ def certified(
         if name != reference:
             found.append((name, result))
     return found if dist.get_rank() == 0 else None
+
+
+def gradients(folder: str, denominator: float, passes: int | None = None, **sections) -> dict[str, torch.Tensor]:
+    """This rank's gradient of a fresh engine by parameter, float32. `passes`: how often scales are measured before."""
+    config, spec = layout_config(folder, {"expert_tensor": 1}, **sections), read_model_spec(folder)
+    groups = create_groups(tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
+    try:
+        with mock.patch.object(fp8_scales, "MEASURING_PASSES", passes or fp8_scales.MEASURING_PASSES):
+            engine = PolicyEngine(config, spec, groups, num_optimizer_steps=20)
+            import_huggingface(folder, spec, groups, engine.chunks)
+            engine.after_weights_loaded()
+            batch = shard(recorded_sequences(), groups.data.rank, groups.data.size, alignment_tokens(config))
+            engine.policy_gradients(batch, ObjectiveSettings(), denominator, None)
+        return {name: cast(Any, p).main_grad.float().clone() for name, p in engine.chunks[0].named_parameters()}
+    finally:
+        destroy_groups()

@@ -114,3 +114,20 @@ def test_an_unchanged_policy_has_a_ratio_of_one_with_delayed_scales(pool, models
     # Without holding them the same passes leave the clip range; what this test compares is not idle.
     moving = pool.run("fp8_jobs:steps", num_steps=2, held=False, **common)
     assert np.mean(np.concatenate([rank["log_s"][1] for rank in moving]) > CLIP_LOW) > 0.3
+
+
+def test_the_first_gradients_are_not_lost_below_the_first_scales(pool, models):
+    """Of the size of a large batch's. With the scale 1 they round to 0, and what they would have caused with them."""
+
+    def errors(**arguments):
+        wanted, found = (
+            pool.run("fp8_jobs:gradients", folder=models[False][0], denominator=1e6, optimizer=dict(lr=1e-3), **given)[
+                0
+            ]
+            for given in (dict(precision="bf16", engine=dict(transformer_engine=True)), arguments)
+        )
+        return sorted(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
+
+    delayed = dict(precision="fp8", fp8=dict(recipe="delayed"))
+    assert errors(**delayed)[-1] < 0.7
+    assert errors(**delayed, passes=1)[-1] > 0.95

@@ -205,6 +205,14 @@ def test_a_program_in_the_common_part_is_refused(folder, made):
     assert "common.pt cannot be read" in problem and not made.exists()
 
 
+def test_the_common_part_may_be_an_entry(folder, made):
+    """As Megatron-Core 0.19 writes it; what it names is then checked like every entry's."""
+    (folder / "megatron" / "common.pt").unlink()
+    assert refuse_code(folder / "megatron") == []
+    with_bytes(folder, saved([{"args": Program(made)}]))
+    assert len(refuse_code(folder / "megatron")) == 1 and not made.exists()
+
+
 def move(index, **changes):
     key = next(iter(index.storage_data))
     index.storage_data[key] = _StorageInfo(**({"relative_path": "__0_0.distcp", "offset": 0, "length": 8} | changes))
