@@ -106,8 +106,9 @@ def test_an_unchanged_policy_has_a_ratio_of_one_with_delayed_scales(pool, models
     ranks = pool.run("fp8_jobs:steps", num_steps=2, held=True, **common)
     assert all(np.array_equal(step, np.zeros_like(step)) for rank in ranks for step in rank["log_s"])
     first, second = ranks[0]["scales"]
-    for direction in ("scaling_fwd", "scaling_bwd"):  # held, not for ever
-        assert (first[direction] != 1).any() and not torch.equal(first[direction], second[direction])
+    assert not torch.equal(first["scaling_fwd"], second["scaling_fwd"])  # held, not for ever
+    for direction in ("scaling_fwd", "scaling_bwd"):  # the largest gradient of 16 steps may stay that of the first
+        assert (first[direction] != 1).any()
         if not moe:
             assert torch.equal(second[direction], ranks[1]["scales"][1][direction])
 
