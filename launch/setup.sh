@@ -11,7 +11,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 log=$root/.cache/setup.log
-requirements=("$root/launch/env/cpu.txt" "$root/launch/env/cpu-no-deps.txt")
+requirements=("$root/launch/env/cpu.txt" "$root/launch/env/cpu-no-deps.txt" "$root/launch/env/cpu-te.txt")
 test_requirements=$root/launch/env/test.txt
 
 die() {
@@ -97,6 +97,9 @@ if ! is_current "$venv/gspo_mega.stamp" "$stamp"; then
   # cannot have (see launch/env/cpu-no-deps.txt), each time phase 1 runs again.
   step "packages, phase 1 of 2 (PyTorch, Megatron-Core, ...)" "${pip[@]}" --no-warn-conflicts -r "${requirements[0]}"
   step "packages, phase 2 of 2 (SGLang)" "${pip[@]}" --no-deps -r "${requirements[1]}"
+  # Beside the environment's packages, not among them: see launch/env/cpu-te.txt.
+  rm -rf "$venv/opt/transformer_engine"
+  step "Transformer Engine's Python" "${pip[@]}" --no-deps --target "$venv/opt/transformer_engine" -r "${requirements[2]}"
   step "gspo_mega itself" "${pip[@]}" --no-deps --no-build-isolation --editable "$root"
   printf '%s\n' "$stamp" >"$venv/gspo_mega.stamp"
 fi

@@ -33,3 +33,18 @@ def server_dtype(config: Config) -> ServerDtype:
 def loads_quantized(config: Config) -> bool:
     """True if servers are sent quantized weights with their scales; False if plain ones."""
     return config.server.quantization in PUBLISHED_QUANTIZED
+
+
+_WEIGHTS = {
+    "fp8": "e4m3 weights, quantized by the server while it loads",
+    "fp8_block": "e4m3 weights in 128 x 128 blocks, quantized by the trainer",
+    "int8": "INT8 weights, quantized by the server while it loads",
+}
+
+
+def describe_server_precision(config: Config) -> str:
+    """For the plan: what servers compute in, hold and cache."""
+    dtype = server_dtype(config)
+    weights = _WEIGHTS.get(config.server.quantization, f"{dtype} weights")
+    cache = "e4m3" if config.server.kv_cache == "fp8" else dtype
+    return f"{dtype} activations, {weights}, {cache} cache"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import random as megatron_random
 
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
 from gspo_mega.engine.cpu import is_cpu_backend
@@ -138,6 +139,7 @@ def destroy_groups() -> None:
     for module in list(_users):
         _dismantle(module)
     _users.clear()
+    _forget_amax_histories()
     parallel_state.destroy_model_parallel()
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, dist.ProcessGroup):  # Megatron does not reset all of them
@@ -146,6 +148,15 @@ def destroy_groups() -> None:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     gc.collect()
+
+
+def _forget_amax_histories() -> None:
+    """Drop what Transformer Engine keeps beside its modules: with delayed scaling, every module's histories and the
+    group over which they are reduced, which the next layout's first pass would reduce again.
+    """
+    reset = getattr(megatron_random.FP8GlobalStateManager, "reset", None)  # Megatron's own stand-in has no state
+    if reset is not None:
+        reset()
 
 
 def _dismantle(module: torch.nn.Module) -> None:

@@ -22,6 +22,7 @@ from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.model_division import can_divide_model, dividing, divisors, nearest, undivided_sizes
 from gspo_mega.plan.optimizer_needs import VALID_WITHOUT_GPU, check_optimizer
 from gspo_mega.plan.precision_needs import check_chip, unaligned_sizes
+from gspo_mega.plan.server_needs import check_server_precision
 from gspo_mega.plan.verification import is_on_gpu
 
 
@@ -38,6 +39,7 @@ def check_layout(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] 
         *_batches(config, sizes),
         *_lengths(config, spec, sizes),
         *_servers(config, spec, sizes, device),
+        *check_server_precision(config, spec, device),
     ]
 
 

@@ -14,6 +14,7 @@ from gspo_mega.plan.activations import head_activations, layer_activations
 from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.layout_sizes import Sizes
+from gspo_mega.plan.server_needs import cache_element_bytes, weight_bytes
 from gspo_mega.plan.shares import WEIGHT_BYTES, ModelShares, state_bytes
 
 GIB = 2**30
@@ -165,15 +166,14 @@ def server_memory(config: Config, spec: ModelSpec, total_parameters: int, memory
     share the key-value heads.
     """
     server = config.server
-    size = 4 if config.precision == "fp32" else 2
-    weights = total_parameters * size // server.tensor
+    weights = weight_bytes(config, spec, total_parameters) // server.tensor
     # Every rank of a server keeps the whole latent.
     elements = (
         2 * spec.num_layers * max(1, spec.num_kv_heads // server.tensor) * spec.head_dim
         if spec.latent is None
         else spec.cache_elements_per_token
     )
-    token = elements * size
+    token = elements * cache_element_bytes(config)
     room = max(0, int(memory_bytes * server.memory_fraction) - weights)
     tokens = room // token
     if server.max_total_tokens is not None:

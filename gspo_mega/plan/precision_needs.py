@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gspo_mega.config.schema import Config
+from gspo_mega.config.block_scales import BLACKWELL
+from gspo_mega.config.schema import Config, Fp8
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.alignment import RECIPE_SIDES
 
@@ -45,18 +46,28 @@ def check_precision(
         )
     if config.precision == "bf16":
         return None
-    return _recipe_problem(config.fp8.recipe, capability, _version(cuda_version or "0"), _version(engine_version))
+    return _fp8_problem(config.fp8, capability, _version(cuda_version or "0"), _version(engine_version))
 
 
 def check_chip(config: Config, capability: tuple[int, int]) -> str | None:
     """As `check_precision` on a chip with the newest software, which is all that a plan knows of a named GPU."""
     if config.precision != "fp32" and capability < _BF16_CHIP:
         return _too_old(config, capability)
-    return _recipe_problem(config.fp8.recipe, capability, _NEWEST, _NEWEST) if config.precision == "fp8" else None
+    return _fp8_problem(config.fp8, capability, _NEWEST, _NEWEST) if config.precision == "fp8" else None
 
 
 def _too_old(config: Config, capability: tuple[int, int]) -> str:
     return f"{config.precision} needs {_chip(_BF16_CHIP)} or later; this GPU has {_dotted(capability)}; use fp32"
+
+
+def _fp8_problem(fp8: Fp8, capability: tuple[int, int], cuda: tuple[int, ...], engine: tuple[int, ...]) -> str | None:
+    problem = _recipe_problem(fp8.recipe, capability, cuda, engine)
+    if problem is None and fp8.recipe == "blockwise" and fp8.block_scales == "float32" and capability >= BLACKWELL:
+        problem = (
+            f"fp8.block_scales float32 needs Hopper; this GPU has {_dotted(capability)}, whose products take powers of"
+            " two: use `fp8.block_scales: auto`, or power_of_two on both kinds of GPU"
+        )
+    return problem
 
 
 def _recipe_problem(

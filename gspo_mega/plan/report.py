@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gspo_mega.config.server_precision import describe_server_precision
 from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate, estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS
@@ -179,6 +180,7 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
             f" {config.publish.method}"
         ),
         f"weights {plan.verification}",
+        describe_server_precision(config),
     ]
     if figures.servers.nodes is not None and figures.limit is not None:
         lines.append(f"{figures.servers.num_gpus} GPUs on {figures.servers.nodes} nodes of their own")

@@ -70,16 +70,20 @@ def scale_from_amax(
     return torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, scale)
 
 
-def to_fp8(scaled: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+def to_fp8(scaled: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, is_bounded: bool = False) -> torch.Tensor:
     """Rounds to the nearest FP8 value, ties to even; beyond the largest and at infinity to the largest; NaN to NaN.
 
     Args:
         scaled: [...] float32: values that were multiplied by their scale.
+        is_bounded: the caller knows that there is no NaN and that nothing exceeds the largest value by more than the
+            scale's own rounding, which rounds back to it. Saves the passes that look for both.
 
     Returns:
         [...] of `dtype`.
     """
     largest = largest_value(dtype)
+    if is_bounded:
+        return scaled.to(dtype)
     data = scaled.clamp(-largest, largest).to(dtype)
     if scaled.numel() and torch.isnan(torch.aminmax(scaled).max):
         data = torch.where(torch.isnan(scaled), _NAN_BYTE, data.view(torch.uint8)).view(dtype)
@@ -108,13 +112,21 @@ def amax_of(x: torch.Tensor, dims: int | tuple[int, ...] | None = None, *, keepd
         x: [...] floating point.
         dims: the dimensions that are reduced; None reduces all of them, to a tensor of no dimension.
     """
+    return amax_and_whether_finite(x, dims, keepdim=keepdim)[0]
+
+
+def amax_and_whether_finite(
+    x: torch.Tensor, dims: int | tuple[int, ...] | None = None, *, keepdim: bool = False
+) -> tuple[torch.Tensor, bool]:
+    """`amax_of`, and whether all values of `x` are finite, which the same pass finds."""
     if x.numel() == 0 and dims is None:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device), True
     dims = tuple(range(x.dim())) if dims is None else dims
     amax = x.abs().amax(dims, keepdim=keepdim)
-    if torch.isnan(amax).any():
+    is_finite = bool(torch.isfinite(amax).all())
+    if not is_finite:
         amax = torch.where(torch.isnan(x), 0, x).abs().amax(dims, keepdim=keepdim)
-    return amax.float()
+    return amax.float(), is_finite
 
 
 def quantize_tensorwise(
@@ -129,8 +141,9 @@ def quantize_tensorwise(
     Returns:
         data [...] of `dtype`, and scale_inv [1] float32: x is about data * scale_inv.
     """
-    scale = scale_from_amax(amax_of(x).reshape(1), dtype, power_of_two=power_of_two, epsilon=epsilon)
-    return to_fp8(x.float() * scale, dtype), torch.reciprocal(scale)
+    amax, is_finite = amax_and_whether_finite(x)
+    scale = scale_from_amax(amax.reshape(1), dtype, power_of_two=power_of_two, epsilon=epsilon)
+    return to_fp8(x.float() * scale, dtype, is_bounded=is_finite), torch.reciprocal(scale)
 
 
 def quantize_blocks(
@@ -153,12 +166,13 @@ def quantize_blocks(
     Returns:
         data [n, m] of `dtype`, and scale_inv [ceil(n / b0), ceil(m / b1)] float32.
     """
-    blocks = in_blocks(x, block)
-    amax = amax_of(blocks, (1, 3), keepdim=True)
+    blocks = in_blocks(x, block).float()
+    amax, is_finite = amax_and_whether_finite(blocks, (1, 3), keepdim=True)
     scale = scale_from_amax(
         amax, dtype, power_of_two=power_of_two, epsilon=epsilon, when_infinite=torch.finfo(x.dtype).max
     )
-    return out_of_blocks(to_fp8(blocks.float() * scale, dtype), x.shape), torch.reciprocal(scale)[:, 0, :, 0]
+    data = to_fp8(blocks * scale, dtype, is_bounded=is_finite)
+    return out_of_blocks(data, x.shape), torch.reciprocal(scale)[:, 0, :, 0]
 
 
 def quantize_published_blocks(

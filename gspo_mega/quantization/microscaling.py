@@ -11,7 +11,14 @@ from __future__ import annotations
 
 import torch
 
-from gspo_mega.quantization.fp8 import amax_of, from_fp8, in_blocks, largest_value, out_of_blocks, to_fp8
+from gspo_mega.quantization.fp8 import (
+    amax_and_whether_finite,
+    from_fp8,
+    in_blocks,
+    largest_value,
+    out_of_blocks,
+    to_fp8,
+)
 
 RUN = 32  # values that share a scale
 _MANTISSA = 0x7FFFFF
@@ -61,9 +68,11 @@ def quantize_mx(
     Returns:
         data [n, m] of `dtype`, and e [ceil(n / run[0]), ceil(m / run[1])] uint8.
     """
-    blocks = in_blocks(x, run)
-    codes = e8m0_from_amax(amax_of(blocks, (1, 3), keepdim=True), dtype)
-    return out_of_blocks(to_fp8(blocks.float() * e8m0_multipliers(codes), dtype), x.shape), codes[:, 0, :, 0]
+    blocks = in_blocks(x, run).float()
+    amax, is_finite = amax_and_whether_finite(blocks, (1, 3), keepdim=True)
+    codes = e8m0_from_amax(amax, dtype)
+    data = to_fp8(blocks * e8m0_multipliers(codes), dtype, is_bounded=is_finite)
+    return out_of_blocks(data, x.shape), codes[:, 0, :, 0]
 
 
 def dequantize_mx(data: torch.Tensor, codes: torch.Tensor, run: tuple[int, int] = (1, RUN)) -> torch.Tensor:

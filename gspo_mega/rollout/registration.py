@@ -29,6 +29,7 @@ class Registration:
         weight_version: the version of the weights it was started with; None where the run has committed no version of
             them, as with `model.path`.
         heartbeat: when the file was last written, in Unix seconds.
+        precision: what it computes in, holds and caches, in words; None before it was first ready.
         error: why the server failed, or why it was last restarted.
     """
 
@@ -40,6 +41,7 @@ class Registration:
     weight_version: int | None
     heartbeat: float
     tensor_parallel: int = 1
+    precision: str | None = None
     error: str | None = None
 
     def write(self, servers_dir: Path) -> None:

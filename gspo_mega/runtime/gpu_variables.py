@@ -1,8 +1,8 @@
 """The environment variables that a rank needs on a GPU, whether one machine, Slurm, torchrun or tests/gpu/run.sh
 starts it.
 
-Owns their names, values and where they are valid. A variable that is set already stays as it is. Servers get none of
-them.
+Owns their names, values and where they are valid. A variable that is set already stays as it is, except that of block
+scales, which `fp8.block_scales` decides (`config/block_scales.py`). Servers get none of them.
 
     eval "$(python -m gspo_mega.runtime.gpu_variables)"     in a shell, for programs other than ranks
 """
@@ -15,9 +15,10 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from gspo_mega.config import Config
+from gspo_mega.config.block_scales import block_scale_variable
+
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Compute capability 10.0: its hardware has power-of-two block scales, and Transformer Engine refuses others.
-_BLACKWELL = 10
 
 
 def before_torch(environment: Mapping[str, str]) -> dict[str, str]:
@@ -31,22 +32,21 @@ def before_torch(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if not environment.get(name)}
 
 
-def before_transformer_engine(environment: Mapping[str, str], capability: tuple[int, int]) -> dict[str, str]:
-    """Variables that Transformer Engine reads at its import: block scales in fp32 where the GPU has them."""
-    name = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-    return {} if environment.get(name) or capability[0] >= _BLACKWELL else {name: "1"}
+def set_variables(
+    environment: MutableMapping[str, str], local_rank: int, config: Config | None = None, devices: Path = Path("/dev")
+) -> None:
+    """Set all of them, on a machine without GPUs only the one of Transformer Engine's block scales. Call it before
+    torch, Megatron or Transformer Engine is imported.
+    """
+    capability = None
+    if any(devices.glob("nvidia[0-9]*")):
+        environment.update(before_torch(environment))
+        import torch
 
-
-def set_variables(environment: MutableMapping[str, str], local_rank: int, devices: Path = Path("/dev")) -> None:
-    """Set all of them on a machine with GPUs. Call it before torch, Megatron or Transformer Engine is imported."""
-    if not any(devices.glob("nvidia[0-9]*")):
-        return
-    environment.update(before_torch(environment))
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-        environment.update(before_transformer_engine(environment, torch.cuda.get_device_capability()))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank)
+            capability = torch.cuda.get_device_capability()
+    environment.update(block_scale_variable(config, environment, capability))
 
 
 def main() -> None:

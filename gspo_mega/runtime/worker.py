@@ -152,7 +152,7 @@ def _keep_to_this_machine(config: Config) -> None:
 
 def _init_distributed(place: RankEnvironment, config: Config) -> None:
     """Set up torch.distributed over all ranks: gloo for host tensors, NCCL for GPU tensors. Collective."""
-    set_variables(os.environ, place.local_rank)  # before any import of torch
+    set_variables(os.environ, place.local_rank, config)  # before any import of torch
     # Read when the engine is imported on a machine without a GPU.
     on_cpu_too = has_transformer_engine_layers(config, has_gpu=False)
     os.environ[TRANSFORMER_ENGINE_VARIABLE] = "1" if on_cpu_too else "0"

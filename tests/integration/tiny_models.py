@@ -34,12 +34,28 @@ def byte_tokenizer():
     return fast
 
 
-def make_model(folder: Path, *, moe: bool, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a model with the on-disk names of a published checkpoint (one tensor an expert)."""
+# Sizes for `make_model` whose every side blocks of 128 divide.
+IN_BLOCKS = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 128,
+}
+
+
+def make_model(
+    folder: Path, *, moe: bool, seed: int = 0, dtype: torch.dtype = torch.float32, sizes: dict[str, int] | None = None
+) -> Path:
+    """Write a model with the on-disk names of a published checkpoint (one tensor an expert). `sizes` differ from the
+    usual ones.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    shared = dict(
+    shared: dict = dict(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         num_hidden_layers=3,
@@ -55,19 +71,16 @@ def make_model(folder: Path, *, moe: bool, seed: int = 0, dtype: torch.dtype = t
         pad_token_id=0,
         initializer_range=0.08,
     )
-    if moe:
-        model = Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(
-                **shared,
-                num_experts=8,
-                num_experts_per_tok=2,
-                moe_intermediate_size=64,
-                norm_topk_prob=True,
-                decoder_sparse_step=1,
-            )
-        )
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**shared))
+    sizes = dict(sizes or {})
+    experts = dict(
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=sizes.pop("moe_intermediate_size", 64),
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+    )
+    shared |= sizes
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared, **experts)) if moe else Qwen3ForCausalLM(Qwen3Config(**shared))
     model.to(dtype).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     _check_names(folder, moe)

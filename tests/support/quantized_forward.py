@@ -5,15 +5,16 @@ should answer. Nothing of the product: float64, and FP8 by the search of `fp8_by
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import torch
 from fp8_by_numpy import nearest_fp8
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 
-def _fp8_rows(x: np.ndarray, width: int) -> np.ndarray:
+def fp8_rows(x: np.ndarray, width: int) -> np.ndarray:
     """Values of [n, m], each `width` of a row divided by amax / 448, rounded to e4m3 and multiplied again."""
     parts = x.astype(np.float32).reshape(-1, width)
     scale = np.abs(parts).max(1, keepdims=True) / np.float32(448)
@@ -21,21 +22,43 @@ def _fp8_rows(x: np.ndarray, width: int) -> np.ndarray:
     return (nearest_fp8(parts / scale, "e4m3") * scale).astype(np.float64).reshape(x.shape)
 
 
-def _fp8_squares(x: np.ndarray, side: int = 128) -> np.ndarray:
+def fp8_squares(x: np.ndarray, side: int = 128) -> np.ndarray:
     out = np.empty(x.shape, np.float64)
     for i in range(0, x.shape[0], side):
         for j in range(0, x.shape[1], side):
             part = x[i : i + side, j : j + side]
-            out[i : i + side, j : j + side] = _fp8_rows(part.reshape(1, -1), part.size).reshape(part.shape)
+            out[i : i + side, j : j + side] = fp8_rows(part.reshape(1, -1), part.size).reshape(part.shape)
     return out
 
 
-def _int8_rows(x: np.ndarray) -> np.ndarray:
+def int8_rows(x: np.ndarray) -> np.ndarray:
     rows = x.astype(np.float32)
     amax = np.maximum(np.abs(rows).max(1, keepdims=True), np.float32(1e-10))
     scaled = rows * (np.float32(127) / amax)
     codes = np.sign(scaled) * np.floor(np.abs(scaled.astype(np.float64)) + 0.5)  # halves away from zero
     return codes * (amax / np.float32(127)).astype(np.float64)
+
+
+def write_blocks(source: Path, target: Path) -> Path:
+    """Copy a folder, its linear layers' weights in e4m3 blocks as published checkpoints have them."""
+    shutil.copytree(source, target)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors[name] = tensor
+        if "_proj" in name and name.endswith(".weight"):
+            weight = tensor.float().numpy()
+            rows, columns = (-(-size // 128) for size in weight.shape)
+            scales = np.empty((rows, columns), np.float32)
+            for i, j in np.ndindex(rows, columns):
+                scales[i, j] = np.abs(weight[i * 128 : i * 128 + 128, j * 128 : j * 128 + 128]).max() / np.float32(448)
+            codes = fp8_squares(weight) / np.kron(scales, np.ones((128, 128)))[: len(weight), : weight.shape[1]]
+            tensors[name] = torch.from_numpy(codes).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.from_numpy(scales)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": blocks}))
+    return target
 
 
 class QuantizedForward:
@@ -47,8 +70,13 @@ class QuantizedForward:
         self._quantization, self._cache_fp8 = quantization, cache_fp8
         self._rounded: dict[str, np.ndarray] = {}
 
-    def log_probs(self, tokens: list[int]) -> np.ndarray:
-        """[T - 1] float64: of each token after the first, given those before it."""
+    def log_probs(self, tokens: list[int], num_prompt_tokens: int | None = None) -> np.ndarray:
+        """[T - 1] float64: of each token after the first, given those before it.
+
+        `num_prompt_tokens` went through the model in one call, each later token in a call of its own; None: all in one.
+        """
+        first = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
+        self._calls = [first] + [1] * (len(tokens) - first)
         x = self._weights["model.embed_tokens.weight"][tokens].astype(np.float64)
         for index in range(self._config["num_hidden_layers"]):
             name = f"model.layers.{index}"
@@ -68,21 +96,25 @@ class QuantizedForward:
         if self._quantization == "none":
             return x
         if self._quantization == "int8":
-            return _int8_rows(x)
-        return _fp8_rows(x, 128 if self._quantization == "fp8_block" else x.shape[1])
+            return int8_rows(x)
+        return fp8_rows(x, 128 if self._quantization == "fp8_block" else x.shape[1])
 
     def _call(self, x: np.ndarray) -> np.ndarray:
-        """What enters the experts: with fp8 one scale for all tokens."""
-        return _fp8_rows(x.reshape(1, -1), x.size).reshape(x.shape) if self._quantization == "fp8" else self._tokens(x)
+        """What enters the experts: with fp8 one scale for all tokens of a call."""
+        if self._quantization != "fp8":
+            return self._tokens(x)
+        rows_a_token = len(x) // sum(self._calls)
+        parts = np.split(x, np.cumsum(self._calls)[:-1] * rows_a_token)
+        return np.concatenate([fp8_rows(part.reshape(1, -1), part.size).reshape(part.shape) for part in parts])
 
     def _weight(self, name: str) -> np.ndarray:
         if name not in self._rounded:
             weight = self._weights[f"{name}.weight"]
             self._rounded[name] = {
                 "none": lambda w: w.astype(np.float64),
-                "fp8": lambda w: _fp8_rows(w, w.shape[1]),
-                "fp8_block": _fp8_squares,
-                "int8": _int8_rows,
+                "fp8": lambda w: fp8_rows(w, w.shape[1]),
+                "fp8_block": fp8_squares,
+                "int8": int8_rows,
             }[self._quantization](weight)
         return self._rounded[name]
 
@@ -141,7 +173,7 @@ class QuantizedForward:
             parts = ["down"] if part == "down" else ["gate", "up"]
             weights = [self._weights[f"{name}.experts.{expert}.{p}_proj.weight"] for p in parts]
             flat = np.concatenate([w.reshape(-1) for w in weights])[None]
-            values = np.split(_fp8_rows(flat, flat.size)[0], len(parts))
+            values = np.split(fp8_rows(flat, flat.size)[0], len(parts))
             for p, w, v in zip(parts, weights, values, strict=True):
                 self._rounded[f"{name}.experts.{expert}.{p}_proj"] = v.reshape(w.shape)
         return self._rounded[path]

@@ -103,6 +103,14 @@ class Fp8(Section):
             " mxfp8: Blackwell."
         ),
     )
+    block_scales: Literal["auto", "float32", "power_of_two"] = Field(
+        default="auto",
+        description=(
+            "Scales of FP8 blocks: those of recipe blockwise, and those that are published to servers with"
+            " `server.quantization: fp8_block`. auto: powers of two on Blackwell, whose hardware has no others, else"
+            " float32."
+        ),
+    )
     parameters: bool = Field(
         default=False, description="Keep the linear layers' parameters in FP8 too, beside the optimizer's fp32 ones."
     )

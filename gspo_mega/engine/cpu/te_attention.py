@@ -14,7 +14,8 @@ def replace_kernel() -> None:
     """Let Megatron's `TEDotProductAttention` compute with `packed_attention.attend`. Imports Megatron."""
     import megatron.core.extensions.transformer_engine as extensions
 
-    extensions.TEDotProductAttention.forward = _forward
+    attention: Any = extensions.TEDotProductAttention
+    attention.forward = _forward
 
 
 def _forward(

@@ -85,7 +85,7 @@ def compute_as_gpu_of(recipe: str | None) -> None:
 
 def _see_tensors_on_a_gpu() -> None:
     """`tensor.is_cuda` is true in Transformer Engine's modules, which refuse other tensors, and nowhere else."""
-    plain = torch.Tensor.is_cuda
+    plain: Any = torch.Tensor.is_cuda  # on the class, what reads it
 
     def is_cuda(tensor: torch.Tensor) -> bool:
         caller = sys._getframe(1).f_globals.get("__name__", "")

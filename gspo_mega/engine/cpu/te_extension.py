@@ -20,8 +20,8 @@ NAME = "transformer_engine_torch"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _numbered(name: str, members: str, start: int = 0) -> type[enum.IntEnum]:
-    return enum.IntEnum(name, members.split(), start=start)
+def _numbered(name: str, members: str) -> Any:
+    return enum.IntEnum(name, members.split(), start=0)
 
 
 class DType(enum.IntEnum):

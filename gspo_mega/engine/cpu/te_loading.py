@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gspo_mega.config.block_scales import block_scale_variable
 from gspo_mega.config.layer_library import TRANSFORMER_ENGINE_VARIABLE as VARIABLE
 from gspo_mega.errors import ModelError
 
@@ -71,6 +72,7 @@ def load_transformer_engine(folder: Path | None = None) -> None:
         )
     if "megatron.core" in sys.modules:
         raise RuntimeError(f"Megatron-Core was imported before Transformer Engine; set {VARIABLE}=1 before the start")
+    os.environ.update(block_scale_variable(None, os.environ, None))  # a rank has set it from its configuration
     importlib.import_module("gspo_mega.engine.cpu.te_extension").provide()
     for kernels in _KERNELS:
         importlib.import_module(f"gspo_mega.engine.cpu.{kernels}")

@@ -174,20 +174,22 @@ def quantized_buffers(x: torch.Tensor, quantizer: Any) -> dict[str, torch.Tensor
     return by_axes(x, quantizer)
 
 
-def scale_of_tensor(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
+def scale_of_tensor(x: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, bool]:
     """The scale [1] float32 with which a per-tensor quantiser multiplies: the recipe's (delayed, which also notes the
-    largest value of `x` in its history), or that of the present values, over the quantiser's group if it has one.
+    largest value of `x` in its history), or that of the present values, over the quantiser's group if it has one. And
+    whether no value of `x` exceeds what the scale was made for.
     """
+    amax, is_finite = fp8.amax_and_whether_finite(x)
     if isinstance(quantizer, transformer_engine_classes().Float8Quantizer):
         if quantizer.amax.numel():
-            quantizer.amax.copy_(torch.maximum(quantizer.amax, fp8.amax_of(x).reshape(quantizer.amax.shape)))
-        return quantizer.scale.reshape(1)
-    amax = fp8.amax_of(x).reshape(1)
+            quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.reshape(quantizer.amax.shape)))
+        return quantizer.scale.reshape(1), False
+    amax = amax.reshape(1)
     if quantizer.with_amax_reduction:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
-    return fp8.scale_from_amax(
-        amax, fp8_type(quantizer), power_of_two=quantizer.force_pow_2_scales, epsilon=quantizer.amax_epsilon
-    )
+        is_finite = is_finite and bool(torch.isfinite(amax))
+    options = dict(power_of_two=quantizer.force_pow_2_scales, epsilon=quantizer.amax_epsilon)
+    return fp8.scale_from_amax(amax, fp8_type(quantizer), **options), is_finite
 
 
 def fp8_type(quantizer: Any) -> torch.dtype:
@@ -199,8 +201,8 @@ def fp8_type(quantizer: Any) -> torch.dtype:
 def _with_one_scale(x: torch.Tensor, quantizer: Any, needs_no_transpose: bool) -> dict[str, torch.Tensor]:
     if not (quantizer.rowwise_usage or needs_no_transpose):
         raise NotImplementedError("per-tensor FP8 with column-wise data only: Transformer Engine has no kernel for it")
-    scale = scale_of_tensor(x, quantizer)
-    data = fp8.to_fp8(x.float() * scale, fp8_type(quantizer)).view(torch.uint8)
+    scale, is_bounded = scale_of_tensor(x, quantizer)
+    data = fp8.to_fp8(x.float() * scale, fp8_type(quantizer), is_bounded=is_bounded).view(torch.uint8)
     buffers = dict(_data=data, _scale_inv=torch.reciprocal(scale))
     if quantizer.columnwise_usage and not needs_no_transpose:
         buffers["_transpose"] = transposed(data)

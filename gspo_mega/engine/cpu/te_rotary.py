@@ -6,6 +6,8 @@ cosines to the activations' dtype first.)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gspo_mega.engine.cpu.te_extension import extension, kernel
@@ -78,7 +80,7 @@ def _angles(
     cp_rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines that broadcast over `tensor`'s heads, float32."""
-    formats = extension.NVTE_QKV_Format
+    formats: Any = extension.NVTE_QKV_Format
     table = freqs.reshape(freqs.size(0), -1).float()
     if int(qkv_format) == formats.NVTE_THD:
         if cu_seqlens is None:

@@ -8,6 +8,7 @@ disk, and with a usable GPU it does nothing. `sglang_cpu_attention.py` owns the 
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -136,11 +137,9 @@ def _register_attention(module: types.ModuleType) -> None:
         return BatchedCpuAttention(model_runner)
 
 
-def _register_quantization(module: types.ModuleType) -> None:
+def _register_quantization(_module: types.ModuleType) -> None:
     """Put quantized layers that need no GPU kernels into SGLang's registry of quantization methods."""
-    from gspo_mega.rollout.server.sglang_cpu_quantization import register
-
-    register(module.QUANTIZATION_METHODS, module.BASE_QUANTIZATION_METHODS, module.CPU_QUANTIZATION_METHODS)
+    importlib.import_module("gspo_mega.rollout.server.sglang_cpu_quantization")
 
 
 def _absorb_plain_blocks(module: types.ModuleType) -> None:

@@ -33,6 +33,7 @@ _READ_BY_SGLANG: dict[str, dict[str, Any]] = {
 # SGLang's names. It recognizes the blocks of `fp8_block` by the checkpoint's own `quantization_config`.
 _QUANTIZATION = {"fp8": "fp8", "fp8_block": "fp8", "int8": "w8a8_int8"}
 _KV_CACHE = {"auto": "auto", "fp8": "fp8_e4m3"}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def spec_from_config(
         port=port,
         api_key_file=str(Path(api_key_file).absolute()),
         tensor=server.tensor,
-        dtype={"fp32": "float32", "bf16": "bfloat16"}[server_dtype(config)],
+        dtype=_DTYPES[server_dtype(config)],
         context_tokens=context_tokens,
         max_total_tokens=server.max_total_tokens,
         memory_fraction=server.memory_fraction,
@@ -196,6 +197,15 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
             ),
         }
     return arguments | spec.options
+
+
+def precision_arguments(config: Config) -> dict[str, str | None]:
+    """Those of SGLang's arguments, by their names, that say what a server computes in, holds and caches."""
+    return {
+        "dtype": _DTYPES[server_dtype(config)],
+        "quantization": _QUANTIZATION.get(config.server.quantization),
+        "kv_cache_dtype": _KV_CACHE[config.server.kv_cache],
+    }
 
 
 def missing_values(model_config: dict[str, Any]) -> dict[str, str]:

@@ -4,7 +4,7 @@ The classes stand in SGLang's registry of quantization methods under its own nam
 made by SGLang's own functions, with the names, shapes and dtypes that its classes have on an NVIDIA GPU, so that
 checkpoints load and published weights arrive as there. Only the products differ: the rounded operands are multiplied
 in float32. Owns these methods; the rules of rounding are `quantization/served.py`'s, the experts' product
-`sglang_cpu_experts.py`'s. Imported inside a server process only.
+`sglang_cpu_experts.py`'s. Importing this module registers them; a server process does.
 
 What SGLang quantizes while it loads (`fp8` and `int8` of a plain checkpoint) can be loaded again here: before an update
 the plain parameters are made anew, full of NaN, and an update that leaves one of them NaN is refused. SGLang's own
@@ -17,7 +17,7 @@ import logging
 from typing import Any
 
 import torch
-from sglang.srt.layers import linear
+from sglang.srt.layers import linear, quantization
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizeMethodBase
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8KVCacheMethod, Fp8LinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -171,7 +171,7 @@ class CpuQuantizedLinear(LinearMethodBase):
         tokens = x.reshape(-1, x.shape[-1])
         rounded = rounded_tokens(tokens, self.served, power_of_two=self.power_of_two)
         output = torch.nn.functional.linear(rounded, layer.operand, None if bias is None else bias.float())
-        return output.to(x.dtype).view(*x.shape[:-1], -1)
+        return output.to(x.dtype).view(*x.shape[:-1], output.shape[-1])
 
 
 def require_loaded(layer: Module, name: str) -> None:
@@ -186,10 +186,17 @@ def values_of(data: torch.Tensor) -> torch.Tensor:
     return data.float() if data.dtype == torch.int8 else from_fp8(data)
 
 
-def register(methods: dict[str, Any], *others: dict[str, Any]) -> None:
+def _register() -> None:
     """Put the emulation into SGLang's registries of quantization methods."""
-    for registry in (methods, *others):
+    for registry in (
+        quantization.QUANTIZATION_METHODS,
+        quantization.BASE_QUANTIZATION_METHODS,
+        quantization.CPU_QUANTIZATION_METHODS,
+    ):
         registry["fp8"] = CpuFp8Config
         registry["w8a8_int8"] = CpuInt8Config
     # Loads a parameter by its own methods, which know blocks of scales.
     linear.WEIGHT_LOADER_V2_SUPPORTED.append(CpuQuantizedLinear.__name__)
+
+
+_register()

@@ -28,6 +28,7 @@ from gspo_mega.rollout.secret import ensure_secret
 from gspo_mega.rollout.server.process_tree import end_group, start_group
 from gspo_mega.rollout.server.restart_budget import RestartBudget
 from gspo_mega.rollout.server.scratch import Scratch, remove_abandoned
+from gspo_mega.rollout.server.served_precision import served_precision
 from gspo_mega.rollout.server.server_spec import spec_from_config
 from gspo_mega.run_folder import Attempt, read_json
 
@@ -156,9 +157,10 @@ class ServerSupervisor:
             if time.monotonic() - started > self._config.server.start_deadline_seconds:
                 return f"not healthy {self._config.server.start_deadline_seconds:g} s after its start"
         running.note_shared_memory()
-        self._register(state="ready")
+        precision = served_precision(self._config, self._registration.address, self._attempt.api_key_file)
+        self._register(state="ready", precision=precision)
         self._budget.healthy()
-        logger.info("%s: ready at %s", self._registration.server_id, self._registration.address)
+        logger.info("%s: ready at %s, %s", self._registration.server_id, self._registration.address, precision)
         return self._watch(running)
 
     def _watch(self, running: _Running) -> str:

@@ -34,7 +34,7 @@ def test_rms_norm(dtype, zero_centered):
     x, outer, weight, _ = inputs(dtype)
     want = F.rms_norm(x, (48,), weight + 1 if zero_centered else weight, eps=1e-3)
     given = x.detach().to(dtype), weight.detach().to(dtype)
-    result, mean, inverse = te_norms.rmsnorm_fwd(*given, 1e-3, None, None, TAGS[dtype], 0, zero_centered)
+    result, mean, inverse = te_norms.rmsnorm_fwd(given[0], given[1], 1e-3, None, None, TAGS[dtype], 0, zero_centered)
     assert mean is None and inverse.shape == (15,) and result.dtype == dtype
     close(result, want.detach())
     by_x, by_weight = torch.autograd.grad(want, (x, weight), outer)
@@ -51,7 +51,7 @@ def test_rms_norm(dtype, zero_centered):
 def test_layer_norm(dtype, zero_centered):
     x, outer, weight, bias = inputs(dtype)
     want = F.layer_norm(x, (48,), weight + 1 if zero_centered else weight, bias, eps=1e-3)
-    given = [tensor.detach().to(dtype) for tensor in (x, weight, bias)]
+    given = x.detach().to(dtype), weight.detach().to(dtype), bias.detach().to(dtype)
     result, mean, inverse = te_norms.layernorm_fwd(*given, 1e-3, None, None, TAGS[dtype], 0, zero_centered)
     assert mean.shape == inverse.shape == (15,) and result.dtype == dtype
     close(result, want.detach())

@@ -92,6 +92,17 @@ def test_what_cannot_be_had_is_refused_with_a_way_out(load, precision, capabilit
     assert [part for part in said if part not in text] == [], text
 
 
+def test_float32_block_scales_are_refused_where_products_take_powers_of_two(load):
+    def text(capability, block_scales, recipe="blockwise"):
+        loaded = load("precision=fp8", f"fp8.recipe={recipe}", f"fp8.block_scales={block_scales}")
+        return check_precision(loaded.config, capability, "13.0", "2.20.2")
+
+    refused = text(BLACKWELL, "float32")
+    assert "needs Hopper; this GPU has 10.0" in refused and "`fp8.block_scales: auto`" in refused
+    assert text(BLACKWELL, "auto") is text(BLACKWELL, "power_of_two") is text(HOPPER, "float32") is None
+    assert text(BLACKWELL, "float32", "mxfp8") is None
+
+
 ALIGNED = dict(hidden_size=256, head_dim=64, intermediate_size=512)
 
 

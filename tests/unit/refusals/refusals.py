@@ -22,6 +22,7 @@ TEXTS = {
     "check_precision",
     "check_chip",
     "_recipe_problem",
+    "_fp8_problem",
     "check_optimizer",
     "explain",
     "_unknown_key",

@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 from run_configs import make_config
 
+from gspo_mega.config.block_scales import FLOAT32_SCALES_VARIABLE, block_scale_variable, has_powers_of_two
 from gspo_mega.launcher.local.launch_local import WORKER_COMMAND
 from gspo_mega.runtime import gpu_variables, worker
-from gspo_mega.runtime.gpu_variables import before_torch, before_transformer_engine
+from gspo_mega.runtime.gpu_variables import before_torch
 
 REPOSITORY = Path(__file__).parents[3]
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 FP32_SCALES = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+TWO = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}
 
 
 @pytest.mark.parametrize(
@@ -35,17 +37,32 @@ def test_what_torch_reads_is_added_and_a_choice_stands(given, added):
 
 
 @pytest.mark.parametrize(
-    ("capability", "given", "added"),
+    ("block_scales", "capability", "given", "added"),
     [
-        ((9, 0), {}, FP32_SCALES),
-        ((8, 9), {}, FP32_SCALES),
-        ((9, 0), {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}, {}),
-        ((10, 0), {}, {}),
-        ((12, 0), {}, {}),
+        ("auto", (9, 0), {}, FP32_SCALES),
+        ("auto", (8, 9), {}, FP32_SCALES),
+        ("auto", None, {}, FP32_SCALES),
+        ("auto", (9, 0), TWO, FP32_SCALES),
+        ("auto", (10, 0), {}, {}),
+        ("auto", (10, 0), FP32_SCALES, TWO),
+        ("auto", (12, 0), {}, {}),
+        ("power_of_two", (9, 0), {}, {}),
+        ("power_of_two", (9, 0), FP32_SCALES, TWO),
+        ("power_of_two", None, {}, {}),
+        ("float32", (9, 0), TWO, FP32_SCALES),
+        ("float32", None, {}, FP32_SCALES),
     ],
 )
-def test_fp32_block_scales_are_for_gpus_before_blackwell(capability, given, added):
-    assert before_transformer_engine(given, capability) == added
+def test_block_scales_are_as_configured_and_by_default_fp32_before_blackwell(block_scales, capability, given, added):
+    config = make_config(fp8=dict(block_scales=block_scales))
+    assert block_scale_variable(config, given, capability) == added
+    told = (given | added).get(FLOAT32_SCALES_VARIABLE, "0")
+    assert has_powers_of_two(block_scales, capability) == (told == "0"), "products and published weights agree"
+
+
+def test_a_program_without_a_configuration_keeps_what_is_set():
+    assert block_scale_variable(None, TWO, (9, 0)) == block_scale_variable(None, FP32_SCALES, (10, 0)) == {}
+    assert block_scale_variable(None, {}, (9, 0)) == FP32_SCALES and block_scale_variable(None, {}, (10, 0)) == {}
 
 
 # A torch that looks at what is there when it is imported, as the real one's allocator and CUDA do.
@@ -66,7 +83,7 @@ PROGRAM = """
 import os, sys
 from pathlib import Path
 from gspo_mega.runtime.gpu_variables import set_variables
-set_variables(os.environ, 3, Path(sys.argv[1]))
+set_variables(os.environ, 3, devices=Path(sys.argv[1]))
 import json, torch
 print(json.dumps([torch.FOUND, os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")]))
 """
@@ -93,10 +110,12 @@ def test_they_are_there_when_torch_is_imported(tmp_path, capability, scales):
     )
 
 
-def test_without_a_gpu_nothing_is_set_and_nothing_imported(tmp_path):
+def test_without_a_gpu_block_scales_alone_are_set(tmp_path):
     environment: dict[str, str] = {}
-    gpu_variables.set_variables(environment, 0, tmp_path)
-    assert environment == {}
+    gpu_variables.set_variables(environment, 0, devices=tmp_path)
+    assert environment == FP32_SCALES
+    gpu_variables.set_variables(environment, 0, make_config(fp8=dict(block_scales="power_of_two")), tmp_path)
+    assert environment == TWO
 
 
 def test_every_rank_sets_them_first(monkeypatch):
@@ -106,14 +125,14 @@ def test_every_rank_sets_them_first(monkeypatch):
     class Enough(Exception):
         pass
 
-    def note(environment, local_rank):
-        seen.append((environment is os.environ, local_rank))
+    def note(environment, local_rank, config):
+        seen.append((environment is os.environ, local_rank, config.fp8.block_scales))
         raise Enough
 
     monkeypatch.setattr(worker, "set_variables", note)
     with pytest.raises(Enough):
         worker._init_distributed(worker.RankEnvironment(rank=9, world_size=16, local_rank=1), make_config())
-    assert seen == [(True, 1)]
+    assert seen == [(True, 1, "auto")]
     assert (sys.executable, "-m", "gspo_mega.runtime.worker") == WORKER_COMMAND
     code = "import sys, gspo_mega.runtime.worker; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0, (

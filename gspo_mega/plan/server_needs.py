@@ -1,0 +1,124 @@
+"""What the precisions of a server need: bytes of its weights and of its cache, sides that blocks divide, and what
+SGLang 0.5.23 can do with them on a GPU.
+
+Owns the rules; what the keys mean is `config/server_precision.py`'s. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from gspo_mega.config.schema import Config
+from gspo_mega.config.server_precision import BLOCK, server_dtype
+from gspo_mega.errors import Violation
+from gspo_mega.model.families import TensorEntry, hf_tensors
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.verification import is_on_gpu
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+_SCALE_BYTES = 4
+
+
+def weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
+    """Bytes of one server's weights, all its ranks together: a byte for each quantized element, its scales, and the
+    rest in the server's dtype.
+    """
+    size = DTYPE_BYTES[server_dtype(config)]
+    if config.server.quantization == "none":
+        return total_parameters * size
+    quantized = [entry for entry in hf_tensors(spec) if _is_quantized(entry)]
+    elements = sum(entry.num_elements for entry in quantized)
+    scales = sum(_num_scales(config.server.quantization, entry) for entry in quantized)
+    return (total_parameters - elements) * size + elements + scales * _SCALE_BYTES
+
+
+def cache_element_bytes(config: Config) -> int:
+    """Bytes of one element of the cache."""
+    return 1 if config.server.kv_cache == "fp8" else DTYPE_BYTES[server_dtype(config)]
+
+
+def _is_quantized(entry: TensorEntry) -> bool:
+    """Weights of linear layers and experts. Norms, biases, embedding, LM head and router keep the server's dtype."""
+    return entry.stage == "layer" and len(entry.shape) == 2 and not entry.parameter.endswith(".router.weight")
+
+
+def _num_scales(quantization: str, entry: TensorEntry) -> int:
+    rows, columns = entry.shape
+    if quantization == "fp8_block":
+        return -(-rows // BLOCK[0]) * -(-columns // BLOCK[1])
+    return 1 if quantization == "fp8" and entry.expert is not None else rows
+
+
+def check_server_precision(
+    config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | None
+) -> Iterator[Violation]:
+    """What SGLang would refuse at a server's start, or at the first publish. `device`: the ranks', None if unknown."""
+    server = config.server
+    if server.quantization == "none":
+        return
+    if server.quantization == "fp8_block" and (sides := list(_undivided(config, spec))):
+        yield Violation(
+            "server.quantization",
+            f"fp8_block needs these sides of a linear layer on one of a server's {server.tensor} ranks to be multiples"
+            f" of {BLOCK[0]}: {', '.join(sides)}",
+            "none, or a smaller server.tensor" if server.tensor > 1 else "none, fp8, int8",
+        )
+    if not is_on_gpu(config, device):
+        return
+    if server_dtype(config) != "bf16":
+        yield Violation(
+            "server.quantization",
+            f"{server.quantization} with activations in {server_dtype(config)}: on a GPU SGLang's products of quantized"
+            " operands take bf16",
+            "`server.dtype: bf16`",
+        )
+    if server.quantization == "int8":
+        yield Violation(
+            "server.quantization",
+            "int8: on a GPU SGLang takes INT8 weights from a checkpoint only, and cannot load others into a running"
+            " server",
+            "fp8_block, or none",
+        )
+    elif server.quantization == "fp8" and (config.train is not None or config.sft is not None):
+        yield Violation(
+            "server.quantization",
+            "fp8: on a GPU SGLang cannot load new weights into layers that it quantized while loading, so that every"
+            " publish would fail; without `train` and `sft` (`gspo-mega eval`) it can be used",
+            "fp8_block, or none",
+        )
+
+
+def _undivided(config: Config, spec: ModelSpec) -> Iterator[str]:
+    """Sides of one rank's linear layers that blocks do not divide. SGLang wants whole blocks in every part of a layer
+    that has parts (query, key, value; gate, up) or is cut over ranks, and in every input: 128 values of a token share a
+    scale.
+    """
+    tensor, heads = config.server.tensor, spec.num_heads
+    sides = {
+        "hidden size": (spec.hidden_size, 1),
+        "attention output (heads x head size)": (heads * spec.value_head_dim, tensor),
+    }
+    if spec.latent is None:
+        sides["query size (heads x head size)"] = (heads * spec.head_dim, tensor)
+        sides["key size and value size (heads x head size)"] = (
+            spec.num_kv_heads * spec.head_dim,
+            min(tensor, spec.num_kv_heads),  # above that, ranks keep copies of a head
+        )
+    else:
+        latent = spec.latent
+        sides["kv_lora_rank"] = (latent.key_value_rank, 1)
+        if latent.query_rank is not None:
+            sides["q_lora_rank"] = (latent.query_rank, 1)
+        if tensor > 1:
+            sides["query size (heads x head size)"] = (heads * spec.head_dim, tensor)
+            sides["keys' and values' size (heads x both)"] = (heads * (latent.content_dim + latent.value_dim), tensor)
+    if not spec.has_experts(0):
+        sides["intermediate size"] = (spec.intermediate_size, tensor)
+    if spec.moe is not None:
+        sides["experts' intermediate size"] = (spec.moe.expert_intermediate_size, tensor)
+        if spec.moe.shared_intermediate_size:
+            sides["shared experts' intermediate size"] = (spec.moe.shared_intermediate_size, tensor)
+    for name, (size, ranks) in sides.items():
+        if size % ranks == 0 and size // ranks % BLOCK[0]:
+            yield f"{name} {size}" + (f" / {ranks} ranks" if ranks > 1 else "")

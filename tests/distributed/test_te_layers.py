@@ -1,0 +1,119 @@
+"""Transformer Engine's layers over the CPU kernels, in a pool of ranks that load it: bf16 against Megatron's plain
+layers, layouts against one rank, and each FP8 recipe.
+
+The tolerances of bf16. A rounding to 8 bits has a relative error of at most 2^-9, of 2^-9 / sqrt(3) in the mean. In the
+four layers here some 16 values are rounded a layer one after the other (norms, projections, rotary positions, attention,
+activation, residual sums): 64 roundings of independent sign leave sqrt(64) of them on a logit, whose standard deviation
+in these models is .64. So a log-prob of one computation is off by .0058, and two computations by .0082; four times that
+is the largest difference that is noise. A gradient passes forwards and backwards: sqrt(2 x 128) / sqrt(3) x 2^-9 = .018
+of it between two computations, three times that as the bound. A single expert's gradient comes from a handful of tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from layout_models import make_folder
+
+LOG_PROB_NOISE = 4 * 0.0082
+GRADIENT_NOISE = 3 * 0.018
+EXPERT_GRADIENT_NOISE = 0.5
+BF16 = dict(precision="bf16", engine=dict(transformer_engine=True))
+LAYOUTS = {
+    "TP2+SP": ("dense", dict(tensor=2)),
+    "CP2": ("dense", dict(context=2)),
+    "EP2": ("moe", dict(expert=2)),
+}
+
+
+def flat(tensors: dict[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def per_token(got: dict, want: dict) -> np.ndarray:
+    """The mean difference of each sequence's log-probs, nats."""
+    return np.abs(got["mismatch"][:, 1] - want["mismatch"][:, 1]) / np.maximum(want["mismatch"][:, 0], 1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {kind: str(make_folder(root / kind, moe=kind == "moe")) for kind in ("dense", "moe")}
+
+
+@pytest.fixture(scope="module")
+def computed(rank_pools, models):
+    """What a layout computes in a process that has loaded Transformer Engine; each thing once."""
+    known: dict = {}
+
+    def compute(kind: str, parallel: dict, *, distributed: bool = False, align: int = 2, **sections) -> dict:
+        world = 1 if not parallel else 2
+        key = repr((kind, parallel, distributed, align, sections))
+        if key not in known:
+            optimizer = dict(lr=1e-3, distributed=distributed)
+            job = dict(folder=models[kind], parallel=parallel, align=align, optimizer=optimizer) | sections
+            known[key] = rank_pools(world, transformer_engine=True).run("layout_jobs:run_layout", **job)[0]
+        return known[key]
+
+    return compute
+
+
+def same_to_bf16(got: dict, want: dict) -> None:
+    assert per_token(got, want).max() < LOG_PROB_NOISE
+    assert np.abs(got["log_s"] - want["log_s"]).max() < LOG_PROB_NOISE
+    assert relative(flat(got["gradient"]), flat(want["gradient"])) < GRADIENT_NOISE
+    for name, gradient in want["gradient"].items():
+        noise = EXPERT_GRADIENT_NOISE if ".experts." in name else 2 * GRADIENT_NOISE
+        assert relative(got["gradient"][name], gradient) < noise, name
+
+
+def test_plain_fp32_is_as_in_a_process_without_transformer_engine(rank_pools, models, computed):
+    """To the bit in the passes; three steps of its Adam order their roundings differently from torch's."""
+    plain = dict(folder=models["dense"], parallel={}, optimizer=dict(lr=1e-3, distributed=False))
+    want = rank_pools(1).run("layout_jobs:run_layout", **plain)[0]
+    got = computed("dense", {}, precision="fp32")
+    assert np.array_equal(got["mismatch"], want["mismatch"])
+    assert all(np.array_equal(got["gradient"][name], value) for name, value in want["gradient"].items())
+    assert relative(flat(got["weights"]), flat(want["weights"])) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_bf16_is_the_plain_layers_bf16(computed, kind):
+    plain, engine = computed(kind, {}, precision="bf16"), computed(kind, {}, **BF16)
+    same_to_bf16(engine, plain)
+    assert per_token(engine, plain).max() > 1e-5, "the same to the bit would mean that one of them computed both"
+    assert np.allclose(engine["grad_norms"], plain["grad_norms"], rtol=0.1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bf16_is_the_same_in_every_layout(computed, layout):
+    kind, parallel = LAYOUTS[layout]
+    same_to_bf16(computed(kind, parallel, **BF16), computed(kind, {}, **BF16))
+
+
+# Of an FP8 product's operands each has 3 bits beside the leading one: a relative error of up to 2^-4.
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "delayed"])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_fp8_follows_bf16(computed, kind, recipe):
+    """Further from bf16 than bf16's own noise, and still the same policy and the same direction."""
+    want = computed(kind, {}, align=32, **BF16)
+    got = computed(kind, {}, align=32, precision="fp8", fp8=dict(recipe=recipe))
+    assert 1e-3 < per_token(got, want).max() < 0.5
+    mine, theirs = flat(got["gradient"]), flat(want["gradient"])
+    cosine = float(mine @ theirs) / (np.linalg.norm(mine) * np.linalg.norm(theirs))
+    assert 0.9 < cosine < 0.99999
+
+
+def test_fp8_parameters_are_stepped_and_gathered(computed):
+    """Two data ranks gather FP8 and bf16 parameters; the weights are those of one rank to an FP8 rounding."""
+    sections = dict(precision="fp8", fp8=dict(recipe="blockwise", parameters=True), align=16, distributed=True)
+    one, two = computed("moe", {}, **sections), computed("moe", dict(expert=2), **sections)
+    start = computed("moe", {}, precision="fp8", fp8=dict(recipe="blockwise"), align=16, distributed=True)
+    for name, weight in one["weights"].items():
+        assert relative(two["weights"][name], weight) < 2**-4, name
+    assert relative(flat(one["weights"]), flat(start["weights"])) < 2**-4
+    assert np.allclose(one["grad_norms"], two["grad_norms"], rtol=0.1)

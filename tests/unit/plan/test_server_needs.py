@@ -1,0 +1,164 @@
+"""What the precisions of a server cost, and which of them a model or a GPU cannot have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.errors import PlanError
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.plan import plan_run, render_report
+from gspo_mega.plan.memory import server_memory
+from gspo_mega.plan.server_needs import cache_element_bytes, weight_bytes
+
+SHAPES = Path(__file__).parents[3] / "configs" / "models"
+# Every side a multiple of 128: 4 heads of 64 and 2 key-value heads.
+WIDE = dict(hidden_size=256, head_dim=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
+
+
+@pytest.fixture
+def latent_shape(tmp_path):
+    def writer(**changes: int) -> Path:
+        raw = json.loads((SHAPES / "certify_mla.json").read_text()) | changes
+        path = tmp_path / "latent.json"
+        path.write_text(json.dumps(raw))
+        return path
+
+    return writer
+
+
+def refusals(load, shape, *overrides, device="cpu", kind="dense", **sizes) -> str:
+    with pytest.raises(PlanError) as error:
+        plan_run(load(*overrides), device, shape(kind, **(WIDE | sizes)))
+    return str(error.value)
+
+
+def test_weights_take_a_byte_and_their_scales(load, shape):
+    """By hand: a layer has q 256 x 256, k and v 128 x 256, o 256 x 256, gate, up, down 512 x 256."""
+    spec = read_model_spec(shape("dense", **WIDE, num_hidden_layers=2))
+    q, kv, mlp = 256 * 256, 128 * 256, 512 * 256
+    linear, rest = 2 * (2 * q + 2 * kv + 3 * mlp), 1000
+
+    def size(quantization: str, *overrides: str) -> int:
+        return weight_bytes(
+            load("precision=fp32", f"server.quantization={quantization}", *overrides).config, spec, linear + rest
+        )
+
+    assert size("none") == 4 * (linear + rest)
+    assert size("none", "server.dtype=bf16") == 2 * (linear + rest)
+    blocks = 2 * (2 * 4 + 2 * 2 + 3 * 8)
+    assert size("fp8_block") == linear + 4 * rest + 4 * blocks
+    rows = 2 * (256 + 128 + 128 + 256 + 512 + 512 + 256)
+    assert size("fp8") == size("int8") == linear + 4 * rest + 4 * rows
+    assert size("fp8", "server.dtype=bf16") == linear + 2 * rest + 4 * rows
+
+
+def test_an_experts_weight_has_one_scale_in_fp8_and_one_a_row_in_int8(load, shape):
+    spec = read_model_spec(shape("moe"))
+    fp8, int8 = (weight_bytes(load(f"server.quantization={q}").config, spec, 10**6) for q in ("fp8", "int8"))
+    moe = spec.moe
+    rows = spec.num_layers * moe.num_experts * (2 * moe.expert_intermediate_size + spec.hidden_size)
+    assert int8 - fp8 == 4 * (rows - spec.num_layers * moe.num_experts * 3)
+
+
+def test_an_fp8_cache_holds_twice_the_tokens_of_bf16(load, shape):
+    spec = read_model_spec(shape("dense"))
+    tokens = {
+        cache: server_memory(load("precision=bf16", f"server.kv_cache={cache}").config, spec, 0, 10**6).cache_tokens
+        for cache in ("auto", "fp8")
+    }
+    assert abs(tokens["fp8"] - 2 * tokens["auto"]) <= 1
+    assert cache_element_bytes(load().config) == 2 and cache_element_bytes(load("server.dtype=fp32").config) == 4
+
+
+def test_the_report_says_what_servers_compute_in(load, shape):
+    report = render_report(
+        plan_run(load("server={quantization: fp8_block, kv_cache: fp8, dtype: fp32}"), "cpu", shape("dense", **WIDE))
+    )
+    assert "fp32 activations, e4m3 weights in 128 x 128 blocks, quantized by the trainer, e4m3 cache" in " ".join(
+        report.split()
+    )
+    assert "bf16 activations, bf16 weights, bf16 cache" in render_report(plan_run(load(), "cpu", shape("dense")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "said"),
+    [
+        ("dense", {"hidden_size": 192}, "hidden size 192"),
+        ("dense", {"num_attention_heads": 3, "num_key_value_heads": 3}, "attention output (heads x head size) 192"),
+        ("dense", {"num_attention_heads": 3, "num_key_value_heads": 3}, "query size (heads x head size) 192"),
+        ("dense", {"num_key_value_heads": 1}, "key size and value size (heads x head size) 64"),
+        ("dense", {"intermediate_size": 576}, "intermediate size 576"),
+        ("moe", {"moe_intermediate_size": 64}, "experts' intermediate size 64"),
+    ],
+)
+def test_blocks_divide_every_part_of_a_linear_layer(load, shape, kind, sizes, said):
+    text = refusals(load, shape, "server.quantization=fp8_block", kind=kind, **sizes)
+    assert "server.quantization: fp8_block needs these sides of a linear layer on one of a server's 1 ranks" in text
+    assert said in text and "valid: none, fp8, int8" in text
+
+
+def test_blocks_divide_a_ranks_share(load, shape):
+    two = ("server={quantization: fp8_block, tensor: 2}", "publish.verify=replicas")
+    text = refusals(load, shape, *two)
+    assert "key size and value size (heads x head size) 128 / 2 ranks" in text and "a smaller server.tensor" in text
+    plan_run(load(*two), "cpu", shape("dense", **(WIDE | {"num_key_value_heads": 4})))
+    # Above the number of key-value heads, ranks keep copies of a head.
+    four = ("server={quantization: fp8_block, tensor: 4}", "publish.verify=replicas")
+    plan_run(load(*four), "cpu", shape("dense", **(WIDE | {"head_dim": 128})))
+
+
+LATENT = dict(
+    hidden_size=256,
+    intermediate_size=256,
+    q_lora_rank=128,
+    kv_lora_rank=128,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=32,
+    v_head_dim=64,
+    moe_intermediate_size=128,
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "said"),
+    [
+        ([], {"q_lora_rank": 64}, "q_lora_rank 64"),
+        ([], {"kv_lora_rank": 64}, "kv_lora_rank 64"),
+        ([], {"moe_intermediate_size": 64}, "shared experts' intermediate size 64"),
+        (["server.tensor=4"], {"v_head_dim": 128, "moe_intermediate_size": 512, "intermediate_size": 512}, "384 / 4"),
+        (["server.tensor=4"], {"v_head_dim": 128}, "keys' and values' size (heads x both) 768 / 4"),
+    ],
+)
+def test_a_latents_sides(load, latent_shape, overrides, changes, said):
+    """The key-value projection with its rotary part (160 rows) is one part of one rank's: it may be ragged."""
+    blocks = ["server.quantization=fp8_block", "publish.verify=replicas"]
+    plan_run(load(*blocks), "cpu", latent_shape(**LATENT))
+    with pytest.raises(PlanError) as error:
+        plan_run(load(*blocks, *overrides), "cpu", latent_shape(**(LATENT | changes)))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["precision=fp32", "server.quantization=fp8_block"], "fp8_block with activations in fp32: on a GPU"),
+        (["precision=bf16", "server.quantization=int8"], "int8: on a GPU SGLang takes INT8 weights from a checkpoint"),
+        (
+            ["precision=bf16", "train.num_steps=1", "server.quantization=fp8"],
+            "fp8: on a GPU SGLang cannot load new weights into layers that it quantized while",
+        ),
+    ],
+)
+def test_what_sglang_cannot_on_a_gpu(load, shape, overrides, said):
+    text = refusals(load, shape, *overrides, device="gpu")
+    assert f"server.quantization: {said}" in text
+    plan_run(load(*overrides), "cpu", shape("dense", **WIDE))
+
+
+def test_servers_that_are_only_evaluated_may_quantize_on_a_gpu(load, shape):
+    loaded = load("precision=bf16", "server.quantization=fp8")
+    assert loaded.config.train is None
+    plan_run(loaded, "gpu", shape("dense", **WIDE))
