@@ -13,7 +13,7 @@ from gspo_mega.budget.conduct import Conduct
 from gspo_mega.budget.fixed_tokens import FixedTokens, Sampled
 from gspo_mega.budget.served_folders import folder_of, make_folder, start_folder
 from gspo_mega.budget.walks import Point, make_plan
-from gspo_mega.config import load_config
+from gspo_mega.config import load_config, render_config
 from gspo_mega.errors import ConfigError, PlanError
 from gspo_mega.model.block_fp8 import is_quantizable
 from gspo_mega.model.families import hf_tensors
@@ -37,6 +37,16 @@ def test_several_nodes_are_refused_with_what_to_override():
 def test_an_unknown_cause_is_refused_with_the_list():
     with pytest.raises(ConfigError, match=r"budget.causes: 'server cache' is no cause; valid: .*server KV cache"):
         conduct("budget.causes=[server cache]")
+
+
+def test_a_run_s_resolved_file_is_taken_as_it_is(tmp_path):
+    loaded = load_config(CONFIG, [MODEL, "server.num_servers=2", "train.num_steps=3"], "train")
+    file = tmp_path / "config.resolved.yaml"
+    file.write_text(render_config(loaded.config))
+    made = Conduct(load_config(file, (), "budget"), (), lambda line: None, ())
+    config = made.load({}).config
+    assert config.server.num_servers == 1 and config.eval is None
+    assert config.run.name == f"{loaded.config.run.name}-budget"
 
 
 def test_what_the_plan_refuses_is_named_as_unchangeable():
