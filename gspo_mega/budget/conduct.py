@@ -21,7 +21,7 @@ from gspo_mega.budget.budget_findings import Findings, find
 from gspo_mega.budget.causes import ALTERNATIVES, CAUSES, ONE_RANK, Facts, Nothing, Settings, value_of
 from gspo_mega.budget.fixed_tokens import FixedTokens
 from gspo_mega.budget.report_budget import as_json, render
-from gspo_mega.budget.served_folders import make_folder, start_folder
+from gspo_mega.budget.served_folders import make_folder, remove_folders, start_folder
 from gspo_mega.budget.walks import Plan, Point, make_plan
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.layer_library import has_transformer_engine_layers
@@ -214,6 +214,7 @@ def budget(
     code, plan = conduct.evaluate(both_orders)
     if code:
         return code
+    remove_folders(loaded.config)
     findings = conduct.findings(plan)
     advice = advise(conduct.facts, findings)
     say("\n" + render(findings, advice))
@@ -226,7 +227,8 @@ def budget(
 def _describe(points: list[Point], start: tuple[Any, ...]) -> str:
     count = f"{len(points)} evaluation{'s' if len(points) > 1 else ''}"
     if points[0].side == "server":
-        what = ", ".join(f"{key}={value}" for key, value in points[0].keys.items()) or "as in the run"
+        keys = {key: Path(value).name if key == "model.path" else value for key, value in points[0].keys.items()}
+        what = ", ".join(f"{key}={value}" for key, value in keys.items()) or "as in the run"
         return f"server {what}: {count}"
     library = " with Transformer Engine" if start[2] else ""
     return f"trainer on {start[1]} rank{'s' if start[1] > 1 else ''}{library}: {count}"

@@ -9,6 +9,7 @@ alone does. Owns where they lie and how they are made; the rules of rounding are
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +32,16 @@ def folder_of(config: Config, kind: Kind) -> Path:
     stamps = sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in path.glob("*.safetensors"))
     made = (str(path.absolute()), stamps, config.server.quantization, server_dtype(config), str(config.fp8), kind)
     digest = hashlib.sha256(repr(made).encode()).hexdigest()[:12]
-    return Path(config.run.dir).absolute() / f"{config.run.name}-budget" / "weights" / f"{kind}-{digest}"
+    return _parent(config) / f"{kind}-{digest}"
+
+
+def _parent(config: Config) -> Path:
+    return Path(config.run.dir).absolute() / f"{config.run.name}-budget" / "weights"
+
+
+def remove_folders(config: Config) -> None:
+    """Remove what `make_folder` made: it is as large as the model, and can be made again."""
+    shutil.rmtree(_parent(config), ignore_errors=True)
 
 
 def start_folder(config: Config) -> Path | None:

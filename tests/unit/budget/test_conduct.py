@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from gspo_mega.budget.causes import ONE_RANK
 from gspo_mega.budget.conduct import Conduct
 from gspo_mega.budget.fixed_tokens import FixedTokens, Sampled
-from gspo_mega.budget.served_folders import folder_of, make_folder, start_folder
+from gspo_mega.budget.served_folders import folder_of, make_folder, remove_folders, start_folder
 from gspo_mega.budget.walks import Point, make_plan
 from gspo_mega.config import load_config, render_config
 from gspo_mega.errors import ConfigError, PlanError
@@ -111,6 +111,8 @@ def test_rounded_weights_are_the_servers_values(model, tmp_path, quantization):
         assert not np.array_equal(one, other), entry.name
         error = np.abs(one - other).max() / np.abs(one).max()
         assert error <= step, (entry.name, error)
+    remove_folders(config)
+    assert not folder.exists()
     assert start_folder(config) == (folder_of(config, "quantized") if quantization == "fp8_block" else None)
 
 
