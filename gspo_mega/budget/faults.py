@@ -30,8 +30,9 @@ def slack(unit: float) -> float:
     return 30.0 if unit < 2.0**-20 else 3.0 if unit >= UNITS["fp8"] else 10.0
 
 
-# A router's tie that falls the other way moves single tokens far, at any precision. A fault moves many.
-_MANY = 0.02
+# A router's tie that falls the other way moves a token far. In fp32 that happens to hardly any; below, some per cent of
+# the tokens of a small model with experts go to others. A fault moves most tokens.
+_MANY, _MANY_WITH_EXPERTS = 0.02, 0.15
 # A slope is a temperature if it is this many standard errors from 0 and explains this share of the differences.
 _ERRORS, _EXPLAINED = 5.0, 0.5
 
@@ -107,24 +108,26 @@ def find_faults(
     num_layers: int,
     temperature: float,
     reference: Sequences,
+    has_experts: bool = False,
 ) -> list[Fault]:
     """Faults in the contributions of one walk, `added` [T] float64 nats by cause.
 
     `log_probs`, `entropies`: the trainer's, as the run computes them, [T] nats. `units`: the unit roundoff that each
-    cause may show. `reference`: the engines' difference at the reference, for all tokens. A cause in which a fault was
-    found is not looked at again.
+    cause may show. `reference`: the engines' difference at the reference, for all tokens. `has_experts`: of the model.
+    A cause in which a fault was found is not looked at again.
     """
     bounds = {name: slack(units[name]) * expected_size(units[name], num_layers, log_probs) for name in added}
+    many = {name: _MANY_WITH_EXPERTS if has_experts and unit > UNITS["fp32"] else _MANY for name, unit in units.items()}
     faults = []
     for name, values in added.items():
         if name in (SAMPLING, ENGINES):
             slope = temperature_slope(values, log_probs, entropies, tokens)
-            if slope.is_temperature and _is_too_large(values, bounds[name]):
+            if slope.is_temperature and _is_too_large(values, bounds[name], many[name]):
                 faults.append(Fault("temperature", name, _temperature(name, slope, temperature)))
                 continue
         if name == ENGINES:
-            faults += _between_engines(reference, bounds[name])
-        elif _is_too_large(values, bounds[name]):
+            faults += _between_engines(reference, bounds[name], many[name])
+        elif _is_too_large(values, bounds[name], many[name]):
             kind, words = {
                 PREFIX_CACHE: (
                     "cache",
@@ -141,8 +144,8 @@ def find_faults(
     return faults
 
 
-def _is_too_large(values: np.ndarray, bound: float) -> bool:
-    return float((np.abs(values) > bound).mean()) > _MANY
+def _is_too_large(values: np.ndarray, bound: float, many: float) -> bool:
+    return float((np.abs(values) > bound).mean()) > many
 
 
 def _sizes(values: np.ndarray, bound: float) -> str:
@@ -162,10 +165,10 @@ def _temperature(cause: str, slope: Slope, temperature: float) -> str:
     )
 
 
-def _between_engines(reference: Sequences, bound: float) -> list[Fault]:
+def _between_engines(reference: Sequences, bound: float, many: float) -> list[Fault]:
     """Other weights differ from the first token on; another prompt from the place where it differs."""
     flat = np.concatenate(reference.differences)
-    if not _is_too_large(flat, bound):
+    if not _is_too_large(flat, bound, many):
         return []
     pairs = list(zip(reference.num_prompt_tokens, reference.differences, strict=True))
     # Most tokens after the first place that differs differ, too; a router's tie alone leaves its neighbours alone.
