@@ -28,12 +28,15 @@ find_python() {
   return 1
 }
 
-stamp=$(sha256sum "$pins" | cut -d' ' -f1)
+stamp=$(cat "$pins" launch/env/cpu-te.txt | sha256sum | cut -d' ' -f1)
 if [[ ! -x $venv/bin/python || ! -f $venv/pins.sha256 || $(<"$venv/pins.sha256") != "$stamp" ]]; then
   python=$(find_python) || { echo "tests/versions.sh: no Python 3.12 found; nothing was run"; exit 0; }
   echo "tests/versions.sh: setting up $venv with $python"
   if [[ ! -x $venv/bin/python ]] || ! is_312 "$venv/bin/python"; then "$python" -m venv --clear "$venv"; fi
-  "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --quiet --progress-bar off --requirement "$pins"
+  pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install --quiet --progress-bar off)
+  "${pip[@]}" --requirement "$pins"
+  rm -rf "$venv/opt/transformer_engine"
+  "${pip[@]}" --no-deps --target "$venv/opt/transformer_engine" --requirement launch/env/cpu-te.txt
   printf '%s\n' "$stamp" >"$venv/pins.sha256"
 fi
 

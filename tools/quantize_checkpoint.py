@@ -35,9 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--scales",
         choices=get_args(Rule),
-        default="power_of_two",
-        help="power_of_two, float32: as fp8.block_scales in a run; checkpoint: as DeepSeek-V3's files (amax / 448)"
-        " (default: power_of_two)",
+        default="float32",
+        help="float32, power_of_two: as fp8.block_scales in a run; checkpoint: as DeepSeek-V3's files (amax / 448)"
+        " (default: float32)",
     )
     add_file_bytes(parser)
     options = parser.parse_args(arguments)

@@ -174,12 +174,10 @@ class Comparison:
         }
 
 
-def outside(result: dict[str, Any], tolerance: Tolerance) -> list[str]:
-    """The kinds of difference above the tolerance, NaN included."""
-    kinds = ("log_prob", "loss", "gradient", "weights")
-    return [
-        kind for kind in kinds if result[kind] is not None and not result[kind]["value"] <= getattr(tolerance, kind)
-    ]
+def outside(result: dict[str, Any], tolerance: Tolerance, exact: Iterable[str] = ()) -> list[str]:
+    """The kinds of difference above the tolerance, NaN included. `exact`: kinds that tolerate no difference."""
+    limits = asdict(tolerance) | dict.fromkeys(exact, 0.0)
+    return [kind for kind, limit in limits.items() if result[kind] is not None and not result[kind]["value"] <= limit]
 
 
 def num_clip_flips(log_s: np.ndarray, want: np.ndarray, edges: tuple[float, float]) -> int:

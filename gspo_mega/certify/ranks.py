@@ -12,6 +12,7 @@ import logging
 import math
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -46,7 +47,7 @@ def run_certify(context: WorkerContext) -> dict[str, Any] | None:
         started = time.monotonic()
         config = case_config(RunFolder(context.run_dir).config_file, case).config
         folder = context.run_dir / "reference" / folder_name(config.model.path)
-        result = _run_case(
+        result = run_case(
             context, config, case, Reference(folder), is_reference=case.name.startswith(certify.reference.name)
         )
         if context.is_lead:
@@ -57,9 +58,12 @@ def run_certify(context: WorkerContext) -> dict[str, Any] | None:
     return {"num_cases": len(certify.cases)} if context.is_lead else None
 
 
-def _run_case(
+def run_case(
     context: WorkerContext, config: Config, case: CertifyCase, reference: Reference, is_reference: bool
 ) -> dict[str, Any]:
+    """One case in this process: measured for the others if it `is_reference`, else compared with `reference`. Returns
+    its line of the table on rank 0, an empty one elsewhere. Collective over all ranks.
+    """
     parallel = config.parallel
     spec = read_model_spec(config.model.path)
     layout = resolve_layout(config, spec)
@@ -81,7 +85,7 @@ def _run_case(
             )
         else:
             batch = recorded_batch(config, spec.vocab_size, reference.draws())
-            result = _compare(Measurement(engine, config, layout, batch, case.packing), reference)
+            result = _compare(Measurement(engine, config, layout, batch, case.packing), reference, case.exact)
         return result if context.is_lead else {}
     finally:
         destroy_groups()
@@ -97,8 +101,8 @@ def clip_edges(objective: Objective) -> tuple[float, float]:
     return math.log1p(-objective.clip_low), math.log1p(objective.clip_high)
 
 
-def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
-    """How far this case is from the reference; on rank 0."""
+def _compare(measurement: Measurement, reference: Reference, exact: Sequence[str]) -> dict[str, Any]:
+    """How far this case is from the reference; on rank 0. `exact`: the kinds that must not differ at all."""
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
     settings, comparison = (
         objective_settings(config.algorithm, config.objective),
@@ -119,7 +123,7 @@ def _compare(measurement: Measurement, reference: Reference) -> dict[str, Any]:
     result = comparison.result(
         numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories]
     )
-    result["outside"] = outside(result, TOLERANCES[config.precision])
+    result["outside"] = outside(result, TOLERANCES[config.precision], exact)
     if config.certify.edges:
         _load(engine, config)
         tie_routers(engine)

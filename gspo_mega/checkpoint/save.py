@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from gspo_mega import durable
 from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.error_text import first_cause
-from gspo_mega.checkpoint.train_state import TrainState, layout_of, model_of, random_state, sharded_state
+from gspo_mega.checkpoint.train_state import TrainState, layout_of, model_of, random_state, rank_file, sharded_state
 from gspo_mega.config.schema import Checkpoint
 from gspo_mega.engine.megatron_versions import asynchronous_save
 from gspo_mega.engine.policy import PolicyEngine
@@ -132,6 +132,8 @@ class Saver:
             folders.clear(self._run_folder)
             durable.make_folder(draft / "megatron", at="save.folder")
             durable.make_folder(draft / "rng", at="save.folder")
+            if self._engine.scales.is_active:
+                durable.make_folder(draft / "fp8", at="save.folder")
 
         self._together(make_room, final, only_lead=True)
         record = {
@@ -144,7 +146,9 @@ class Saver:
 
         def keep_random_state() -> None:
             with durable.operation("save.random"):
-                save_file(random_state(), draft / "rng" / f"rank_{groups.world.rank:05d}.safetensors")
+                save_file(random_state(), draft / rank_file("rng", groups.world.rank))
+                if self._engine.scales.is_active:
+                    save_file(self._engine.scales.state(), draft / rank_file("fp8", groups.world.rank))
 
         self._together(keep_random_state, final)
 
@@ -239,7 +243,9 @@ class Saver:
     def _own_files(self, draft: Path) -> list[Path]:
         """The files that this rank wrote; rank 0 also has those of no rank."""
         rank = self._groups.world.rank
-        own = [draft / "rng" / f"rank_{rank:05d}.safetensors", *(draft / "megatron").glob(f"__{rank}_*.distcp")]
+        own = [draft / rank_file("rng", rank), *(draft / "megatron").glob(f"__{rank}_*.distcp")]
+        if self._engine.scales.is_active:
+            own.append(draft / rank_file("fp8", rank))
         if rank == 0:
             own += [file for file in (draft / "megatron").iterdir() if not file.name.startswith("__")]
         return own

@@ -1,9 +1,9 @@
 """A run's state on disk: everything that it needs to continue as if it had not stopped.
 
 One folder per checkpoint: `megatron/` (weights and optimizer in Megatron's `torch_dist` format), `rng/` (one file per
-rank) and `state.json` (counters, prompt order, all that the run's progress depends on, the checksum of every file).
-Owns this content, choosing a checkpoint and reading it. `save.py` writes it, `folders.py` owns the folders, and
-`gspo_mega.weights` exports weights for other programs.
+rank), `fp8/` (scales of the FP8 recipe `delayed`, one file per rank) and `state.json` (counters, prompt order, all that
+the run's progress depends on, the checksum of every file). Owns this content, choosing a checkpoint and reading it.
+`save.py` writes it, `folders.py` owns the folders, and `gspo_mega.weights` exports weights for other programs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.error_text import first_cause
 from gspo_mega.checkpoint.safe_pickle import refuse_code
 from gspo_mega.engine.cpu import is_cpu_backend
+from gspo_mega.engine.fp8_scales import without_extra_state
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.errors import CheckpointError
@@ -63,7 +64,8 @@ def sharded_state(engine: PolicyEngine, *, loading: bool) -> dict[str, Any]:
     """Megatron's sharded state of weights and optimizer: this rank's shards, in their own memory."""
     metadata = _metadata(engine.groups)
     names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
-    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, engine.chunks)}
+    with without_extra_state(engine.chunks):
+        state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, engine.chunks)}
     state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     return state
 
@@ -176,19 +178,33 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
             dict[str, Any], dist_checkpointing.load(sharded_state(engine, loading=True), str(folder / "megatron"))
         )
         names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
-        for name, chunk in zip(names, engine.chunks):
-            chunk.load_state_dict(loaded[name], strict=True)
+        scales = _scales(folder, world.rank) if saved == here else {}
+        engine.scales.load(scales)  # FP8 parameters are rounded with them when they are filled, which counts as a use
+        with without_extra_state(engine.chunks):
+            for name, chunk in zip(names, engine.chunks):
+                chunk.load_state_dict(loaded[name], strict=True)
         engine.optimizer.load_state_dict(loaded["optimizer"])
         _separate_steps(engine)
-        rng_file = folder / "rng" / f"rank_{world.rank:05d}.safetensors"
+        engine.scales.load(scales)
         if saved == here:
-            _restore_rng(load_file(rng_file))
+            _restore_rng(load_file(folder / rank_file("rng", world.rank)))
     except (CheckpointException, EOFError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
         problems.append(f"rank {world.rank}: {first_cause(error)}")
     raise_together(problems, host, CheckpointError, f"{folder} cannot be read")
     state = TrainState(**record["state"])
     engine.scheduler.step(increment=state.num_optimizer_steps)
     return state
+
+
+def rank_file(folder: str, rank: int) -> Path:
+    """The file of one rank in `rng` or `fp8`, inside a checkpoint."""
+    return Path(folder) / f"rank_{rank:05d}.safetensors"
+
+
+def _scales(folder: Path, rank: int) -> dict[str, torch.Tensor]:
+    """This rank's FP8 state; empty where the recipe has none, or an earlier version saved none."""
+    file = folder / rank_file("fp8", rank)
+    return load_file(file) if file.is_file() else {}
 
 
 def _separate_steps(engine: PolicyEngine) -> None:

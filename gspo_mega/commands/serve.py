@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gspo_mega import descriptors
+from gspo_mega.checkpoint.server_start import server_start
 from gspo_mega.config import load_config
 from gspo_mega.config.addresses import address_problem
 from gspo_mega.errors import ConfigError, PublishError
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     if config.publish.method == "distributed" and device_here() == "gpu":
         # In parallel with the server's start, which takes longer.
         threading.Thread(target=_record_software, args=(attempt, index), daemon=True, name="software").start()
-    return ServerSupervisor(config, attempt, index).run()
+    start = server_start(config, folder, makes=index == 0)
+    return ServerSupervisor(config, attempt, index, start=start).run()
 
 
 def record(folder: Path, server_id: str, software: Mapping[str, str | None]) -> None:

@@ -102,8 +102,8 @@ def _of_sampling_and_precision(config: Config) -> Iterator[str]:
         yield f"`fp8` has no effect with `precision: {config.precision}`"
     if config.precision == "fp8" and config.fp8.recipe == "delayed":
         yield (
-            "fp8.recipe delayed: scales follow the passes before, so the same weights give slightly other log-probs"
-            " from pass to pass"
+            "fp8.recipe delayed: scales follow the largest values of earlier steps, so larger ones saturate; they are"
+            " held for a step, and measured by two passes more where a run, or its layout, is new"
         )
     if config.precision == "fp8" and config.fp8.parameters:
         yield "fp8.parameters: what is published and exported are the weights rounded to FP8"

@@ -225,6 +225,12 @@ def _layers(config: Config) -> Iterator[Violation]:
 
 
 def _fp8(config: Config) -> Iterator[Violation]:
+    if config.precision == "fp8" and config.fp8.recipe == "delayed" and config.kl.coefficient > 0:
+        yield Violation(
+            "fp8.recipe",
+            "delayed with a KL term: the scales of the frozen reference would follow its passes and be in no"
+            " checkpoint; valid: blockwise, tensorwise or mxfp8",
+        )
     if config.precision != "fp8" or not config.fp8.parameters:
         return
     if not config.optimizer.distributed:

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega import beats
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
+from gspo_mega.engine.fp8_scales import held_scales
 from gspo_mega.engine.log_probs import token_log_probs
 from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.model import PolicyModel
@@ -81,7 +82,7 @@ class Pipeline:
             model.train(not forward_only)
         batches = [to_device(m, self.groups) for m in micro_batches]
         iterators: list[Iterator[tuple[int, DeviceBatch]]] = [iter(enumerate(batches)) for _ in self.models]
-        with torch.set_grad_enabled(not forward_only):
+        with torch.set_grad_enabled(not forward_only), held_scales(self.megatron_config):
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
-from gspo_mega.engine.cpu import is_cpu_backend, te_device, te_loading
+from gspo_mega.engine.cpu import is_cpu_backend, te_loading
 from gspo_mega.errors import ModelError
 from gspo_mega.plan.precision_needs import check_precision
 
@@ -45,7 +45,8 @@ def require_precision(config: Config) -> None:
                 f"precision: {config.precision} with Transformer Engine's layers, which this process has not loaded; it"
                 f" loads them if {te_loading.VARIABLE}=1 when it starts"
             )
-        te_device.compute_as_gpu_of(config.fp8.recipe if config.precision == "fp8" else None)
+        if te_loading.is_loaded():
+            te_loading.compute_as_gpu_of(config.fp8.recipe if config.precision == "fp8" else None)
         return
     capability = torch.cuda.get_device_capability()
     problem = check_precision(config, capability, torch.version.cuda, transformer_engine_version())
@@ -73,9 +74,8 @@ def precision_settings(config: Config) -> dict:
     if config.precision == "fp8":
         settings |= dict(fp8=_FORMATS[fp8.recipe], fp8_recipe=fp8.recipe, fp8_param=fp8.parameters)
         if fp8.recipe == "delayed":
-            # Scales come from the largest value of many passes. With one pass, the old pass would set the training
-            # pass's.
-            settings |= dict(fp8_amax_history_len=1024, fp8_amax_compute_algo="max")
+            # Of steps: `fp8_scales.py` updates scales once in a step.
+            settings |= dict(fp8_amax_history_len=16, fp8_amax_compute_algo="max")
     return settings
 
 

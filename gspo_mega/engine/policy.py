@@ -6,6 +6,7 @@ losses; higher layers load and save weights.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -20,6 +21,7 @@ from gspo_mega.engine.balancing import LoadBalancing
 from gspo_mega.engine.data_parallel import wrap_data_parallel
 from gspo_mega.engine.expert_bias import ExpertBias
 from gspo_mega.engine.forward_backward import Head, Pipeline
+from gspo_mega.engine.fp8_scales import Fp8Scales
 from gspo_mega.engine.losses import KlTerm, OldLogProbs, OldPass, PassOutput, PolicyLoss, SupervisedLoss
 from gspo_mega.engine.megatron_optimizer import (
     StepResult,
@@ -93,6 +95,7 @@ class PolicyEngine:
         )
         self.balancing = LoadBalancing(config.moe, self.megatron_config, groups, len(self.routers.all()))
         self.expert_bias = ExpertBias(config.moe.expert_bias_update_rate, self.routers, groups, spec.num_layers)
+        self.scales = Fp8Scales(self.megatron_config, self.chunks)
         self.optimizer = build_optimizer(config.optimizer, config.precision, self.wrapped)
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, num_optimizer_steps)
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
@@ -113,6 +116,7 @@ class PolicyEngine:
     def old_pass(self, micro_batches: list[MicroBatch]) -> OldState:
         """Log-probs of one mini-batch's packs under the current weights, without gradients. Collective."""
         replay = self._replay(micro_batches, None) if self.config.moe.routing_replay == "R3" else None
+        self._begin_step(micro_batches)
         routing = RoutingPass(self.routers, len(micro_batches), replay)
         outputs = self.pipeline.run(micro_batches, self._old_pass(), forward_only=True, routing=routing)
         report = self._report(micro_batches, outputs)
@@ -150,6 +154,8 @@ class PolicyEngine:
 
         `reference`: [N] float32 nats of this rank's active tokens per micro-batch, as in `train_mini_batch`.
         """
+        if old is None:
+            self._begin_step(micro_batches)
         replay = self._replay(micro_batches, old)
         routing = RoutingPass(self.routers, len(micro_batches), replay)
         outputs = self.accumulate_gradients(
@@ -165,6 +171,7 @@ class PolicyEngine:
 
     def train_supervised(self, micro_batches: list[MicroBatch], denominator: float) -> tuple[StepResult, PassReport]:
         """One optimizer step of the mean negative log-prob over `denominator` demonstration tokens. Collective."""
+        self._begin_step(micro_batches)
         outputs = self.accumulate_gradients(micro_batches, SupervisedLoss(denominator))
         report = self._report(micro_batches, outputs)
         report.routing = self.balancing.sums()
@@ -174,14 +181,28 @@ class PolicyEngine:
         self, micro_batches: list[MicroBatch], head: Head, routing: RoutingPass | None = None
     ) -> list[PassOutput]:
         """Forward and backward pass of a mini-batch; leaves the reduced gradients in Megatron's buffers. Collective."""
+        self.scales.before_gradients(lambda: self._forward_backward(micro_batches, copy(head), None))
+        outputs, routing = self._forward_backward(micro_batches, head, routing)
+        self.scales.after_gradients()
+        self.expert_bias.count(micro_batches, routing.taken)
+        return outputs
+
+    def _forward_backward(
+        self, micro_batches: list[MicroBatch], head: Head, routing: RoutingPass | None
+    ) -> tuple[list[PassOutput], RoutingPass]:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.balancing.start(micro_batches)
         routing = routing or RoutingPass(self.routers, len(micro_batches))
-        outputs = self.pipeline.run(micro_batches, head, forward_only=False, routing=routing)
-        self.expert_bias.count(micro_batches, routing.taken)
-        return outputs
+        return self.pipeline.run(micro_batches, head, forward_only=False, routing=routing), routing
+
+    def _begin_step(self, micro_batches: list[MicroBatch]) -> None:
+        """Every pass of a step, the old one and the training ones, rounds with the same scales."""
+        routing = RoutingPass(self.routers, len(micro_batches))
+        self.scales.begin_step(
+            lambda: self.pipeline.run(micro_batches, self._old_pass(), forward_only=True, routing=routing)
+        )
 
     # --- parts ---------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gspo_mega.config.block_scales import BLACKWELL, has_powers_of_two
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import BLOCK, loads_quantized
 from gspo_mega.model.config_reader import ConfigReader
@@ -27,6 +28,7 @@ _ONLY = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 # What else such a configuration may say, without a meaning for the stored weights.
 _UNDERSTOOD = {*_ONLY, "weight_block_size", "scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize"}
 _ROUTER = ".router.weight"
+_BLACKWELL_NAMES = ("B200",)
 
 
 def read_block_fp8(reader: ConfigReader) -> BlockFp8 | None:
@@ -74,12 +76,15 @@ def quantization_config(stored: BlockFp8) -> dict[str, Any]:
 
 def served_layout(config: Config) -> BlockFp8 | None:
     """The layout in which the run's servers get their weights; None where these are plain."""
-    return BlockFp8(BLOCK, power_of_two=has_powers_of_two(config)) if loads_quantized(config) else None
+    return BlockFp8(BLOCK, power_of_two=publishes_powers_of_two(config)) if loads_quantized(config) else None
 
 
-def has_powers_of_two(config: Config) -> bool:
-    """Are the scales of published blocks powers of two? `fp8.block_scales` says so in any precision of the trainer."""
-    return getattr(config.fp8, "block_scales", "power_of_two") == "power_of_two"
+def publishes_powers_of_two(config: Config) -> bool:
+    """Are the scales of published blocks powers of two? As `fp8.block_scales` says, in any precision of the trainer.
+
+    With `auto`, on the GPUs of `cluster.gpu`: every process of the run, with and without a GPU, must answer the same.
+    """
+    return has_powers_of_two(config.fp8.block_scales, BLACKWELL if config.cluster.gpu in _BLACKWELL_NAMES else None)
 
 
 def is_quantizable(entry: TensorEntry) -> bool:

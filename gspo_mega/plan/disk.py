@@ -15,6 +15,7 @@ from pathlib import Path
 from gspo_mega.config.schema import Config
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.memory import GIB
+from gspo_mega.plan.published_bytes import needs_start_folder, version_bytes
 from gspo_mega.plan.shares import WEIGHT_BYTES
 
 # The journal's bytes: per response token, its id (4), mask (1), log-prob (8) and weight version (4); per prompt token,
@@ -71,8 +72,11 @@ def disk_use(config: Config, spec: ModelSpec, total_parameters: int, checkpoint_
         weights = total_parameters * WEIGHT_BYTES[config.precision]
         every = config.checkpoint.export_every_steps
         parts["exports"] = (1 + (steps // every if every else 0)) * weights
-        if config.publish.method == "disk" and train.from_rollouts is None:
-            parts["published weights"] = (config.publish.keep_last + 1) * weights
+        if train.from_rollouts is None:
+            versions = config.publish.keep_last + 1 if config.publish.method == "disk" else 0
+            versions += needs_start_folder(config, spec)
+            if versions:
+                parts["published weights"] = versions * version_bytes(config, spec, total_parameters)
     folder = Path(config.run.dir) / config.run.name
     where = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:

@@ -24,6 +24,7 @@ from gspo_mega.plan.gpus import (
 )
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.memory import server_memory
+from gspo_mega.plan.published_bytes import version_bytes
 from gspo_mega.plan.shares import GRADIENT_BYTES, MAIN_BYTES, MOMENT_BYTES, WEIGHT_BYTES, ModelShares
 
 # The cost of a backward pass, in forward passes.
@@ -89,23 +90,26 @@ def step_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu, tot
     return StepTime(
         rollout=rollout_seconds(config, shares.spec, gpu, total_parameters),
         train=train_time(config, layout, shares, gpu),
-        publish=publish_seconds(config, layout, gpu, total_parameters),
+        publish=publish_seconds(config, shares.spec, layout, gpu, total_parameters),
     )
 
 
-def publish_seconds(config: Config, layout: Layout, gpu: Gpu, total_parameters: int) -> float:
+def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, total_parameters: int) -> float:
     """Seconds to move the weights of one publish: from the other ranks to rank 0, then one copy per server from rank
     0's GPU, one after another. By disk: written once and read by every server. The additional publish at a server's
     start is left out.
     """
-    weight_bytes = total_parameters * (4 if config.precision == "fp32" else 2)
+    weight_bytes = version_bytes(config, spec, total_parameters)
     servers, cluster = config.server.num_servers, config.cluster
     if config.publish.method == "disk":
         return (1 + servers) * weight_bytes / STORAGE_BYTES_PER_SECOND
     # Of a pipeline stage and an expert rank one rank has each tensor whole; rank 0 is the first of them.
     owners = layout.pipeline * layout.expert
     span = layout.world_size if layout.pipeline > 1 else layout.expert * layout.expert_tensor
-    arriving = weight_bytes * (1 - 1 / owners) / _link(gpu, span, cluster.ranks_per_node)
+    # Rank 0 quantises what it sends; it gets plain tensors.
+    arriving = (
+        total_parameters * WEIGHT_BYTES[config.precision] * (1 - 1 / owners) / _link(gpu, span, cluster.ranks_per_node)
+    )
     used = cluster.ranks_per_node + servers * config.server.tensor
     one_machine = cluster.num_nodes == 1 and cluster.num_rollout_nodes == 0 and used <= (cluster.gpus_per_node or 0)
     link = LINK_SHARE * (gpu.nvlink_bytes_per_second if one_machine else gpu.network_bytes_per_second)

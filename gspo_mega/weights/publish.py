@@ -20,13 +20,14 @@ from gspo_mega.config.schema import Config
 from gspo_mega.errors import GspoMegaError, PublishError
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.verification import resolve_verification
+from gspo_mega.quantization.served import OnLoad
 from gspo_mega.weights.broadcast import GroupSender
 from gspo_mega.weights.collectives import broadcast_json
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import export_policy, policy_digests
 from gspo_mega.weights.published_versions import PublishedVersions
-from gspo_mega.weights.quantize_published import published_form
-from gspo_mega.weights.server_tensors import ExpectedChecksums, server_tensor_names
+from gspo_mega.weights.quantize_published import published_form, quantised_on_load
+from gspo_mega.weights.server_tensors import ExpectedChecksums, server_tensors
 from gspo_mega.weights.servers import Deadline, Fleet, ServerControl
 from gspo_mega.weights.software import check_same, here
 from gspo_mega.weights.transaction import Content, Memory, Transaction
@@ -82,7 +83,8 @@ class Publisher:
         self._policy = PolicyTensors(spec, groups, chunks)
         self._memory = Memory()
         on_gpu = next(iter(chunks[0].parameters())).is_cuda
-        self._names = server_tensor_names(spec, self._form.stored, reports_scales=not on_gpu)
+        self._on_load: OnLoad | None = quantised_on_load(config)
+        self._tensors = server_tensors(spec, self._form.stored, self._on_load, reports_scales=not on_gpu)
         self._verification = resolve_verification(config, on_gpu)
         self._backend = backend = "nccl" if on_gpu else "gloo"
         settings = config.publish
@@ -148,7 +150,7 @@ class Publisher:
             digests = {name: tensor["sha256"] for name, tensor in manifest["tensors"].items()}
         if self._verification == "replicas":
             return Content(weight_version, digests=digests or policy_digests(self._policy, self._form))
-        expected = ExpectedChecksums(self._spec, self._form.stored)
+        expected = ExpectedChecksums(self._spec, self._form.stored, self._on_load)
         for name, tensor in self._form.stream(self._policy):
             expected.add(name, tensor)
         return Content(weight_version, expected=expected.checksums())
@@ -203,7 +205,7 @@ class Publisher:
 
             kill_points.reached("publish.sent")
 
-        transaction = Transaction(self._names, self._memory, content, deadline, send)
+        transaction = Transaction(self._tensors, self._memory, content, deadline, send)
         verified, failed = transaction.run(servers, lambda: commit(version))
         return PublishResult(
             weight_version=version,

@@ -15,8 +15,8 @@ import torch
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
 from gspo_mega.model.block_fp8 import (
-    has_powers_of_two,
     is_quantized,
+    publishes_powers_of_two,
     scale_name,
     scale_shape,
     served_layout,
@@ -25,6 +25,7 @@ from gspo_mega.model.block_fp8 import (
 from gspo_mega.model.families import TensorEntry
 from gspo_mega.model.spec import BlockFp8
 from gspo_mega.quantization.fp8 import quantize_blocks, quantize_published_blocks
+from gspo_mega.quantization.served import OnLoad
 
 if TYPE_CHECKING:
     from gspo_mega.weights.gather import PolicyTensors
@@ -101,6 +102,12 @@ class PublishedForm:
         return stored_bytes(self.stored, entries, self.plain.itemsize)
 
 
+def quantised_on_load(config: Config) -> OnLoad | None:
+    """How servers quantise plain weights while they load them; None where they do not."""
+    kind = config.server.quantization
+    return kind if kind in ("fp8", "int8") else None
+
+
 def plain_form(dtype: torch.dtype) -> PublishedForm:
     """Everything plain in the dtype in which it is gathered."""
     return PublishedForm(dtype, dtype)
@@ -111,5 +118,5 @@ def published_form(config: Config) -> PublishedForm:
     trainer = _DTYPES["fp32" if config.precision == "fp32" else "bf16"]
     plain = _DTYPES[server_dtype(config)]
     return PublishedForm(
-        trainer, plain, served_layout(config), "power_of_two" if has_powers_of_two(config) else "float32"
+        trainer, plain, served_layout(config), "power_of_two" if publishes_powers_of_two(config) else "float32"
     )

@@ -7,14 +7,17 @@ size, checksums for size 1). The server's `/weights_checker` reports the same. T
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from gspo_mega.model.block_fp8 import is_quantized, scale_name
+from gspo_mega.model.block_fp8 import is_quantizable, is_quantized, scale_name
 from gspo_mega.model.families import TensorEntry, hf_tensors
 from gspo_mega.model.spec import BlockFp8, ModelSpec
+from gspo_mega.quantization.served import OnLoad, served_experts, served_linear
 from gspo_mega.weights.hf_export import tensor_bytes
 
 # SGLang pads the rows of its embedding and head to this, with zeros.
@@ -53,6 +56,35 @@ def server_tensor_names(spec: ModelSpec, stored: BlockFp8 | None = None, reports
     return names
 
 
+@dataclass(frozen=True)
+class ServerTensors:
+    """`names`: from every tensor that is sent to the server's that contains it. `own_scales`: from the scales that the
+    server makes itself, while it quantises what it loads, to the tensor that they belong to.
+    """
+
+    names: Mapping[str, str]
+    own_scales: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> set[str]:
+        """Everything that a server must report."""
+        return {*self.names.values(), *self.own_scales}
+
+
+def server_tensors(
+    spec: ModelSpec, stored: BlockFp8 | None = None, on_load: OnLoad | None = None, reports_scales: bool = True
+) -> ServerTensors:
+    """The tensors of a server that is sent quantised ones in layout `stored`, or quantises them itself `on_load`."""
+    names = server_tensor_names(spec, stored, reports_scales)
+    quantised = {names[entry.name] for entry in hf_tensors(spec) if on_load and is_quantizable(entry)}
+    return ServerTensors(names, {own_scale_name(name): name for name in quantised})
+
+
+def own_scale_name(name: str) -> str:
+    """The scales that a server makes for its parameter `name`."""
+    return f"{name}_scale"
+
+
 def loads_with(name: str, before: str) -> bool:
     """True if SGLang loads this tensor only in one request with `before`, the tensor before it.
 
@@ -71,21 +103,49 @@ class ExpectedChecksums:
     """The checksums that a server of tensor-parallel size 1 on a CPU must report, computed tensor by tensor.
 
     Table order is the order of the rows in every fused parameter ([q; k; v], [gate; up], expert by expert), and in that
-    of its scales, so one running hash per parameter is enough and no fused tensor is built.
+    of its scales, so one running hash per parameter is enough and no fused tensor is built. Only what a server
+    quantises itself (`on_load`) is put together first, as it is there.
     """
 
-    def __init__(self, spec: ModelSpec, stored: BlockFp8 | None = None) -> None:
+    def __init__(self, spec: ModelSpec, stored: BlockFp8 | None = None, on_load: OnLoad | None = None) -> None:
         self._names = server_tensor_names(spec, stored)
-        self._vocabulary = {entry.name: entry.shape for entry in hf_tensors(spec) if entry.sharding == "vocabulary"}
+        self._entries = {entry.name: entry for entry in hf_tensors(spec)}
+        self._vocabulary = {name: e.shape for name, e in self._entries.items() if e.sharding == "vocabulary"}
+        self._on_load: OnLoad | None = on_load
+        self._num_experts = 0 if spec.moe is None else spec.moe.num_experts
+        self._missing = Counter(
+            self._names[name] for name, entry in self._entries.items() if on_load and is_quantizable(entry)
+        )
+        self._parts: dict[str, list[torch.Tensor]] = {}
         self._hashes: dict[str, Any] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add the next tensor in table order, a weight before its scales: the whole tensor as it is sent, local."""
+        if self._names[name] in self._missing:
+            self._add_part(name, tensor)
+            return
         running = self._hashes.setdefault(self._names[name], hashlib.sha256())
         running.update(tensor_bytes(tensor))
         if (shape := self._vocabulary.get(name)) is not None:
             padding = -shape[0] % _VOCABULARY_MULTIPLE
             running.update(bytes(padding * shape[1] * tensor.element_size()))
+
+    def _add_part(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a part of a parameter that the server quantises; with its last part, quantise as the server does."""
+        assert self._on_load is not None
+        fused = self._names[name]
+        parts = self._parts.setdefault(fused, [])
+        parts.append(tensor.detach().to("cpu", copy=True))
+        if len(parts) < self._missing[fused]:
+            return
+        del self._parts[fused]
+        if self._entries[name].expert is None:
+            data, scale = served_linear(torch.cat(parts), self._on_load)
+        else:
+            rows, columns = sum(part.shape[0] for part in parts) // self._num_experts, tensor.shape[1]
+            data, scale = served_experts(torch.cat(parts).view(self._num_experts, rows, columns), self._on_load)
+        self._hashes[fused] = hashlib.sha256(tensor_bytes(data))
+        self._hashes[own_scale_name(fused)] = hashlib.sha256(tensor_bytes(scale))
 
     def checksums(self) -> dict[str, str]:
         return {name: running.hexdigest()[:_DIGITS] for name, running in self._hashes.items()}

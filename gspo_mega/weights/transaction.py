@@ -7,10 +7,11 @@ others go on. `publish.py` owns ranks and collectives, and passes in how weights
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from gspo_mega.weights.server_tensors import ServerTensors
 from gspo_mega.weights.servers import Deadline, Fleet, ServerControl
 from gspo_mega.weights.verify import Baseline, check_replicas, check_tensors, read_reports
 
@@ -41,14 +42,14 @@ class Memory:
 
 
 class Transaction:
-    """Brings servers to `content`. `names`: from every tensor that is sent to the server's that contains it. `send`
-    updates servers in full; servers that fail leave the fleet.
+    """Brings servers to `content`. `tensors`: what they hold. `send` updates servers in full; servers that fail leave
+    the fleet.
     """
 
     def __init__(
-        self, names: Mapping[str, str], memory: Memory, content: Content, deadline: Deadline, send: Send
+        self, tensors: ServerTensors, memory: Memory, content: Content, deadline: Deadline, send: Send
     ) -> None:
-        self._names = names
+        self._tensors = tensors
         self._memory = memory
         self._content = content
         self._deadline = deadline
@@ -113,4 +114,4 @@ class Transaction:
         if self._content.expected is not None:
             check_tensors(fleet, reports, self._content.expected)
             return self._memory.baseline
-        return check_replicas(fleet, self._names, reports, self._content.digests or {}, self._memory.baseline)
+        return check_replicas(fleet, self._tensors, reports, self._content.digests or {}, self._memory.baseline)

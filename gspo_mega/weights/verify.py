@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from gspo_mega.weights.server_tensors import differences
+from gspo_mega.weights.server_tensors import ServerTensors, differences
 from gspo_mega.weights.servers import Fleet, ServerControl
 
 # One mapping from tensor name to checksum for each rank of a server.
@@ -53,25 +53,24 @@ def check_tensors(fleet: Fleet, reports: dict[str, Reported], expected: dict[str
 
 
 def check_replicas(
-    fleet: Fleet, names: Mapping[str, str], reports: dict[str, Reported], digests: dict[str, str], baseline: Baseline
+    fleet: Fleet, tensors: ServerTensors, reports: dict[str, Reported], digests: dict[str, str], baseline: Baseline
 ) -> Baseline:
     """Check that servers agree, and that exactly the trainer's changed tensors changed since the last verified publish.
 
     This cannot detect a part of a fused tensor that reached no server while the rest did. `transaction.py` proves once
     per server start that updates reach every part.
 
-    `names`: from every tensor that is sent to the server's that contains it. `digests` are the trainer's, by the names
-    that are sent. Servers that fail leave the fleet. Returns the new baseline, which
-    is valid if a server is left.
+    What servers quantise themselves may stay as it was although the trainer's tensor changed: a small change is rounded
+    away there. It may not change otherwise. `digests` are the trainer's, by the names that are sent. Servers that fail
+    leave the fleet. Returns the new baseline, which is valid if a server is left.
     """
-    expected_names = set(names.values())
-    changed_here = {names[n] for n, digest in digests.items() if baseline.digests.get(n) != digest}
+    changed_here = {tensors.names[n] for n, digest in digests.items() if baseline.digests.get(n) != digest}
     for server_id, reported in reports.items():
         server = _server(fleet, server_id)
-        problem = _names_problem(reported, expected_names)
+        problem = _names_problem(reported, tensors.expected)
         before = baseline.reported.get(server.tensor_parallel)
         if problem is None and before is not None:
-            problem = _change_problem(reported, before, changed_here)
+            problem = _change_problem(reported, before, changed_here, tensors.own_scales)
         if problem:
             fleet.fail(server, f"{server_id}: {problem}")
     _check_agreement(fleet, reports)
@@ -88,15 +87,22 @@ def _names_problem(reported: Reported, expected: set[str]) -> str | None:
     return None
 
 
-def _change_problem(reported: Reported, before: Reported, changed_here: set[str]) -> str | None:
-    """A changed tensor must change on at least one rank of the server; any other tensor on none."""
+def _change_problem(
+    reported: Reported, before: Reported, changed_here: set[str], own_scales: Mapping[str, str]
+) -> str | None:
+    """A changed tensor must change on at least one rank of the server, unless the server rounds it; any other tensor on
+    none.
+    """
     changed_there = {
-        name for now, then in zip(reported, before, strict=True) for name in now if now[name] != then[name]
+        own_scales.get(name, name)
+        for now, then in zip(reported, before, strict=True)
+        for name in now
+        if now[name] != then[name]
     }
     parts = [
         f"{words}: {', '.join(sorted(found)[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}"
         for words, found in (
-            ("changed in the trainer and not there", changed_here - changed_there),
+            ("changed in the trainer and not there", changed_here - changed_there - set(own_scales.values())),
             ("changed there and not in the trainer", changed_there - changed_here),
         )
         if found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,6 +18,7 @@ from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.errors import GspoMegaError
 from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.plan.alignment import alignment_tokens
 from gspo_mega.run_folder import RunFolder
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_import import import_huggingface
@@ -53,9 +55,8 @@ def run(
                 saver = Saver(run_folder, engine, Checkpoint(**(checkpoint or {})))
             elif act == "train":
                 sequences = recorded_sequences(seed=state.step)
-                batch = shard(
-                    sequences, groups.data.rank, groups.data.size, 2 * groups.context.size * groups.tensor.size
-                )
+                align = math.lcm(2 * groups.context.size * groups.tensor.size, alignment_tokens(config))
+                batch = shard(sequences, groups.data.rank, groups.data.size, align)
                 result, _ = engine.train_mini_batch(batch, ObjectiveSettings(), 11.0, None)
                 assert not result.skipped
                 state.step, state.num_optimizer_steps = state.step + 1, state.num_optimizer_steps + 1

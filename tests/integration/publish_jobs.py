@@ -80,6 +80,10 @@ class Faulty:
                 wrong[name.replace("proj", "projection")] = tensor
             elif self._kind == "stale":
                 wrong[name] = load_file(Path(self._old) / file.name)[name]
+            elif self._kind == "shape":
+                wrong[name] = tensor[:, :1].contiguous()
+            elif self._kind == "rule":
+                wrong[name] = by_another_rule(name, right)
         save_file(wrong, file, metadata={"format": "pt"})
         index = Path(path) / "model.safetensors.index.json"
         indexed = index.read_text() if index.exists() else None
@@ -99,9 +103,20 @@ class Faulty:
         if self._kind == "refused" and any(self._names in n for n in names):
             group_name = "a group that the server is not in"
         # SGLang receives what it has no name for and drops it.
-        unknown = {"renamed": "projection", "missing": "nowhere", "stale": "nowhere", "refused": "proj"}[self._kind]
+        unknown = {"renamed": "projection", "missing": "nowhere", "stale": "nowhere"}.get(self._kind, "proj")
+        if self._kind == "shape":  # of the same number of bytes
+            shapes = [s[::-1] if self._names in n else s for n, s in zip(names, shapes, strict=True)]
         names = [n.replace("proj", unknown) if self._names in n else n for n in names]
         self._control.update_from_distributed(names, dtypes, shapes, group_name, deadline_seconds=deadline_seconds)
+
+
+def by_another_rule(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The weight, or its scales, as the quantiser with powers of two makes them of the same values."""
+    from gspo_mega.quantization.fp8 import dequantize_blocks, quantize_blocks
+
+    weight = name.removesuffix("_scale_inv")
+    values = dequantize_blocks(tensors[weight], tensors[f"{weight}_scale_inv"])
+    return quantize_blocks(values, (128, 128), power_of_two=True)[0 if name == weight else 1]
 
 
 _trainer: Trainer | None = None

@@ -59,7 +59,7 @@ WIDE = dict(
     v_head_dim=16, moe_intermediate_size=32,
 )  # fmt: skip
 # Mean difference of a sequence's log-probs in nats, and of the gradient relative to it.
-BOUNDS = {"same": (1e-7, 1e-6), "rows": (1e-2, 5e-2), "bf16": (0.033, 0.054), "cut": (0.5, 0.6)}
+BOUNDS = {"same": (1e-7, 1e-6), "rows": (1e-2, 5e-2), "bf16": (0.036, 0.054), "cut": (0.5, 0.6)}
 
 
 def bound_of(precision: str, layout: str) -> tuple[float, float]:

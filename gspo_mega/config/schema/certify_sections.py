@@ -25,6 +25,9 @@ class CertifyCase(Section):
             " one pack per sequence. uneven: data-parallel shards of different sizes."
         ),
     )
+    exact: tuple[Literal["log_prob", "loss", "gradient", "weights"], ...] = Field(
+        default=(), description="Numbers that must be the reference's to the last bit, instead of to the tolerance."
+    )
     refused: bool = Field(default=False, description="This case must be refused with a reason before it runs.")
 
 

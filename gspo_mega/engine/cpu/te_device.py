@@ -6,9 +6,11 @@ process there is no GPU. Random states are the CPU's. Kernels are in the other `
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -47,8 +49,17 @@ _CUDA = _Seen(
         is_current_stream_capturing=lambda: False,
     ),
 )
+
+
+@contextlib.contextmanager
+def _one_after_the_other(*arguments: object, **settings: object) -> Iterator[types.SimpleNamespace]:
+    """In place of NCCL's way to send several tensors as one, which gloo lacks: each collective is done at once."""
+    yield types.SimpleNamespace(wait=lambda: None)
+
+
+_DISTRIBUTED = _Seen(cast(types.ModuleType, torch.distributed), dict(_coalescing_manager=_one_after_the_other))
 _VERSION = _Seen(cast(types.ModuleType, torch.version), dict(cuda="13.0"))  # the first with every recipe is 12.9
-_TORCH = _Seen(torch, dict(cuda=_CUDA, version=_VERSION))
+_TORCH = _Seen(torch, dict(cuda=_CUDA, distributed=_DISTRIBUTED, version=_VERSION))
 
 
 def pretend() -> None:

@@ -83,6 +83,11 @@ def load_transformer_engine(folder: Path | None = None) -> None:
     _loaded = True
 
 
+def compute_as_gpu_of(recipe: str | None) -> None:
+    """Choose the GPU whose code path Transformer Engine takes from now on: the first that has this FP8 recipe."""
+    importlib.import_module("gspo_mega.engine.cpu.te_device").compute_as_gpu_of(recipe)
+
+
 def _import_without_library(folder: Path) -> None:
     """Import the package in the order in which its loader of shared libraries can be replaced before it is called."""
     before = os.environ.get("NVTE_PROJECT_BUILDING")

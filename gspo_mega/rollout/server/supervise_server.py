@@ -23,6 +23,8 @@ from typing import NoReturn
 from gspo_mega.config.addresses import address_problem, with_port
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ConfigError, GspoMegaError, RankError
+from gspo_mega.model.block_fp8 import served_layout
+from gspo_mega.model.huggingface import read_stored
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.secret import ensure_secret
 from gspo_mega.rollout.server.process_tree import end_group, start_group
@@ -66,7 +68,7 @@ class ServerSupervisor:
     allowed.
 
     `entry` is the command that runs a server, without --spec and --parent; it may use the Python of another
-    environment.
+    environment. `start`: the folder that a server starts from before anything is published; `model.path` if None.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class ServerSupervisor:
         attempt: Attempt,
         index: int,
         entry: Sequence[str] = (sys.executable, "-m", "gspo_mega.rollout.server.server_entry"),
+        start: Path | None = None,
     ) -> None:
         self._entry = list(entry)
+        self._start_folder = config.model.path if start is None else str(start)
         self._config = config
         self._attempt = attempt
         self._index = index
@@ -226,22 +230,23 @@ class ServerSupervisor:
 
     def _current_weights(self) -> tuple[int | None, str]:
         """The version and the folder of the weights that this start loads; the version is None where nobody in this
-        attempt has committed one for that folder.
+        attempt has committed one for that folder. A folder in another form than the run's servers hold is passed over.
 
-        `model.path` has no version, not even 0: with `model.weights` the trainer begins with other weights, and a run
-        that publishes through groups leaves nothing on disk. Weights that an earlier attempt committed have none
-        either: this attempt, continuing from a checkpoint, gives the same numbers to other weights. A server without a
-        version gets work after the next publish to it.
+        The folder to start from has no version, not even 0: with `model.weights` the trainer begins with other weights,
+        and a run that publishes through groups leaves nothing on disk. Weights that an earlier attempt committed have
+        none either: this attempt gives the same numbers to other weights. Such a server gets work after a publish.
         """
         current_file = self._attempt.run_folder.current_weights_file
         committed = _modified(current_file)  # read before the content, which may be replaced in between
         current = read_json(current_file)
         if current is None:
-            return None, self._config.model.path
+            return None, self._start_folder
         try:
             version, path = int(current["weight_version"]), str(current["path"])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{current_file}: needs weight_version and path: {error!r}") from error
+        if read_stored(path) != served_layout(self._config):
+            return None, self._start_folder
         # The attempt begins with its key. Both files are in the run folder, so that one clock wrote both times.
         began = _modified(self._attempt.api_key_file)
         is_of_this_attempt = committed is not None and began is not None and committed >= began

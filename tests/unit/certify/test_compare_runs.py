@@ -1,5 +1,7 @@
 """Differences are found, named, and judged; what cannot be compared is not called equal."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
@@ -105,3 +107,10 @@ def test_a_row_passes_only_for_what_was_asked_of_it(reference):
     assert row(refusal="no", refused=True).passed and "refused: no" in render_table([row(refusal="no", refused=True)])
     assert not row(refusal="no").passed and "REFUSED" in render_table([row(refusal="no")])
     assert not row(result, refused=True).passed and "NOT REFUSED" in render_table([row(result, refused=True)])
+
+
+def test_exact_numbers_tolerate_no_difference():
+    last_bit = dict(log_prob=Difference(1e-12), loss=Difference(), gradient=Difference(1e-12), weights=None)
+    result = {kind: asdict(difference) if difference else None for kind, difference in last_bit.items()}
+    assert outside(result, TOLERANCES["fp8"]) == []
+    assert outside(result, TOLERANCES["fp8"], ["log_prob", "loss", "weights"]) == ["log_prob"]

@@ -84,7 +84,7 @@ def test_it_writes_what_is_published_by_the_rule_asked_for(plain, tmp_path, scal
 def test_what_it_writes_is_read_again_and_becomes_plain_again(plain, tmp_path):
     """Values with a power of two as scale are values of bfloat16, so nothing is rounded a second time."""
     out, back = tmp_path / "out", tmp_path / "back"
-    assert quantize_checkpoint.main([str(plain), str(out)]) == 0
+    assert quantize_checkpoint.main([str(plain), str(out), "--scales", "power_of_two"]) == 0
     assert megatron_to_hf.main([str(out), str(back)]) == 0
     spec, tensors = read_model_spec(out), everything(back)
     with open_folder(out, spec) as folder:
@@ -93,7 +93,7 @@ def test_what_it_writes_is_read_again_and_becomes_plain_again(plain, tmp_path):
             assert torch.equal(folder.read(entry.name).float(), tensors[entry.name].float())
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
     again = tmp_path / "again"
-    assert quantize_checkpoint.main([str(back), str(again)]) == 0
+    assert quantize_checkpoint.main([str(back), str(again), "--scales", "power_of_two"]) == 0
     with open_folder(again, spec) as folder:
         assert all(torch.equal(folder.read(e.name).float(), tensors[e.name].float()) for e in hf_tensors(spec))
 
@@ -130,7 +130,7 @@ def test_the_rest_of_another_rule_is_not_gone_on_with(plain, tmp_path, capsys):
 
     with pytest.raises(KeyboardInterrupt):
         to_blocks(open_checkpoint(plain), tmp_path / "out", rule="float32", progress=stop, file_bytes=FILE_BYTES)
-    arguments = [str(plain), str(tmp_path / "out"), "--file-bytes", str(FILE_BYTES)]
+    arguments = [str(plain), str(tmp_path / "out"), "--file-bytes", str(FILE_BYTES), "--scales", "power_of_two"]
     assert quantize_checkpoint.main(arguments) == 6 and "belongs to another conversion" in capsys.readouterr().err
 
 

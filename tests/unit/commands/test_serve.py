@@ -24,7 +24,7 @@ def served(tmp_path, monkeypatch):
     started = []
 
     class Supervisor:
-        def __init__(self, config, attempt, index):
+        def __init__(self, config, attempt, index, start):
             started.append((attempt.number, index))
 
         def run(self):

@@ -115,6 +115,11 @@ def refused(path, *overrides, command=None):
             "contradicts `precision: fp8`",
         ),
         (["precision=fp32", "engine.transformer_engine=true"], "engine.transformer_engine", "valid: false"),
+        (
+            ["precision=fp8", "fp8.recipe=delayed", "algorithm=grpo", "kl.coefficient=0.1"],
+            "fp8.recipe",
+            "delayed with a KL term",
+        ),
         (["precision=fp8", "fp8={parameters: true, recipe: mxfp8}"], "fp8.parameters", "valid: false"),
         (["rollout.top_k=0"], "rollout.top_k", "-1"),
         (
@@ -257,7 +262,7 @@ def test_the_default_clip_range_of_grpo(write):
             "not by the own rewards of a; eval.reward",
         ),
         (["precision=bf16", "fp8.recipe=delayed"], "`fp8` has no effect with `precision: bf16`"),
-        (["precision=fp8", "fp8.recipe=delayed"], "from pass to pass"),
+        (["precision=fp8", "fp8.recipe=delayed"], "held for a step"),
         (["precision=fp8", "fp8.parameters=true"], "rounded to FP8"),
         (["algorithm=grpo", "kl.coefficient=0.01"], "KL term 0.01 x k3"),
         (["algorithm=grpo", "kl={coefficient: 0.01, estimator: k1}"], "k1 vanishes in expectation"),

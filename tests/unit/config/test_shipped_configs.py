@@ -13,6 +13,8 @@ COMMANDS = {
     "quickstart_sft.yaml": "sft",
     "quickstart_fp8_sft.yaml": "sft",
     "certify_dense.yaml": "certify",
+    "certify_fp8.yaml": "certify",
+    "certify_te_bf16.yaml": "certify",
     "certify_mla.yaml": "certify",
     "certify_moe.yaml": "certify",
 }

@@ -92,7 +92,7 @@ def test_megatron_takes_every_setting_and_keeps_attention_and_router_out_of_fp8(
     pretend((9, 0))
     settings = settings_of(fp8(recipe="delayed", parameters=True)) | {"apply_rope_fusion": False}
     built = precision_config(settings)
-    assert built.fp8 == "hybrid" and built.fp8_param and built.fp8_amax_history_len == 1024
+    assert built.fp8 == "hybrid" and built.fp8_param and built.fp8_amax_history_len == 16
     assert (
         not built.fp8_dot_product_attention and not built.fp8_multi_head_attention and not built.first_last_layers_bf16
     )

@@ -128,4 +128,6 @@ def test_servers_get_what_the_configuration_says():
     plain = load_config(ROOT / "configs/quickstart.yaml").config
     blocks = plain.model_copy(update={"server": plain.server.model_copy(update={"quantization": "fp8_block"})})
     assert served_layout(plain) is None
-    assert served_layout(blocks) == BlockFp8(power_of_two=True)
+    assert served_layout(blocks) == BlockFp8()
+    blackwell = blocks.model_copy(update={"cluster": blocks.cluster.model_copy(update={"gpu": "B200"})})
+    assert served_layout(blackwell) == BlockFp8(power_of_two=True)

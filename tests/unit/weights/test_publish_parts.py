@@ -17,7 +17,7 @@ from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.spec import ModelSpec, MoeSpec
 from gspo_mega.weights.broadcast import buckets
 from gspo_mega.weights.published_versions import PublishedVersions
-from gspo_mega.weights.server_tensors import ExpectedChecksums, differences, server_tensor_names
+from gspo_mega.weights.server_tensors import ExpectedChecksums, differences, server_tensor_names, server_tensors
 from gspo_mega.weights.servers import Deadline, Fleet
 from gspo_mega.weights.transaction import Content, Memory, Transaction
 from gspo_mega.weights.verify import Baseline, check_replicas
@@ -119,7 +119,7 @@ def run(servers: list[Server], memory: Memory, version: int, now: dict[str, str]
     def send(fleet: Fleet, targets: list[Server]) -> None:
         fleet.each(lambda s, left: s.update(now, version), targets)
 
-    transaction = Transaction(server_tensor_names(SPEC), memory, content, Deadline(10), send)
+    transaction = Transaction(server_tensors(SPEC), memory, content, Deadline(10), send)
     verified, failed = transaction.run(servers, lambda: commits.append([c for s in servers for c in s.calls]))
     return verified, failed, commits
 
@@ -227,10 +227,10 @@ def test_replicas_with_several_ranks_a_tensor_may_change_on_some_only():
     before = [dict.fromkeys(NAMES, "1"), dict.fromkeys(NAMES, "1")]
     now = [before[0] | {"lm_head.weight": "2"}, before[1]]
     check_replicas(
-        fleet, server_tensor_names(SPEC), {"a": now}, digests | {"lm_head.weight": "2"}, Baseline(digests, {1: before})
+        fleet, server_tensors(SPEC), {"a": now}, digests | {"lm_head.weight": "2"}, Baseline(digests, {1: before})
     )
     assert not fleet.failed
-    check_replicas(fleet, server_tensor_names(SPEC), {"a": now}, digests, Baseline(digests, {1: before}))
+    check_replicas(fleet, server_tensors(SPEC), {"a": now}, digests, Baseline(digests, {1: before}))
     assert "changed there and not in the trainer" in fleet.failed["a"]
 
 

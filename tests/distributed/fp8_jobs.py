@@ -1,0 +1,92 @@
+"""What ranks run in the tests of FP8 scales."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from layout_jobs import layout_config, recorded_sequences, shard
+
+from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.certify.cases import case_config
+from gspo_mega.certify.compare_runs import Reference
+from gspo_mega.certify.ranks import run_case
+from gspo_mega.config import load_config
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.plan.alignment import alignment_tokens
+from gspo_mega.runtime.worker_context import WorkerContext
+from gspo_mega.weights.hf_import import import_huggingface
+
+
+def steps(folder: str, parallel: dict, num_steps: int, *, held: bool, **sections) -> dict:
+    """|log s| of this rank's sequences per step, on the first mini-batch after the old pass: the policy is unchanged.
+
+    Two mini-batches per step. `held` False: scales move as Transformer Engine moves them. `scales`: what forward and
+    gradient scales were at the end of each step.
+    """
+    parallel = {"expert_tensor": 1, **parallel}
+    config = layout_config(folder, parallel, **sections)
+    spec = read_model_spec(folder)
+    sizes = {name: parallel.get(name, 1) for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
+    groups = create_groups(**sizes)
+    moving = mock.patch("gspo_mega.engine.forward_backward.held_scales", lambda config: contextlib.nullcontext())
+    try:
+        engine = PolicyEngine(config, spec, groups, num_optimizer_steps=20)
+        import_huggingface(folder, spec, groups, engine.chunks)
+        engine.after_weights_loaded()
+        log_s, scales = [], []
+        with contextlib.nullcontext() if held else moving:
+            if not held:
+                engine.scales.is_active = False
+            align = math.lcm(2 * groups.context.size * groups.tensor.size, alignment_tokens(config))
+            for step in range(num_steps):
+                sequences = recorded_sequences(seed=step)
+                halves = [shard(part, groups.data.rank, groups.data.size, align) for part in (sequences, sequences[6:])]
+                old = [engine.old_pass(half) for half in halves]
+                for index, (half, before) in enumerate(zip(halves, old, strict=True)):
+                    result, report = engine.train_mini_batch(half, ObjectiveSettings(), 11.0, before)
+                    assert not result.skipped and (index == 1 or result.grad_norm > 0)
+                    if index == 0:
+                        log_s.append(np.abs(report.columns["log_s"]))
+                state = engine.scales.state()
+                scales.append(
+                    {
+                        direction: torch.cat([v for k, v in sorted(state.items()) if k.endswith(f"{direction}/scale")])
+                        for direction in ("scaling_fwd", "scaling_bwd")
+                    }
+                    if held
+                    else {}
+                )
+        return {"log_s": log_s, "scales": scales}
+    finally:
+        destroy_groups()
+
+
+def certified(
+    file: str, names: list[str], reference: str, run_dir: str, model: str, overrides: list[str]
+) -> list | None:
+    """`gspo-mega certify` of the cases `names` of `file`, in this process, against its case `reference`.
+
+    Returns on rank 0 (name, result) of each case.
+    """
+    own = [*overrides, f"model.path={model}"]
+    given = {case.name: case for case in load_config(file, own, "certify").config.certify.cases}
+    folder, found = Reference(Path(run_dir) / "reference"), []
+    for name in [reference, *names]:
+        case = given[name]
+        config = case_config(file, case, own).config
+        result = run_case(
+            cast(WorkerContext, SimpleNamespace(is_lead=dist.get_rank() == 0)), config, case, folder, name == reference
+        )
+        if name != reference:
+            found.append((name, result))
+    return found if dist.get_rank() == 0 else None

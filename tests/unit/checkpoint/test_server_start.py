@@ -1,0 +1,110 @@
+"""The folder that a server starts from: model.path where that is in the run's form, and else a copy made once."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
+from test_block_folder import CONFIG as MODEL
+from test_block_folder import QUERY, block_folder
+
+from gspo_mega.checkpoint.server_start import server_start, start_folder
+from gspo_mega.config import load_config
+from gspo_mega.errors import CheckpointError
+from gspo_mega.model.block_fp8 import served_layout
+from gspo_mega.model.families import hf_tensors
+from gspo_mega.model.huggingface import read_model_spec, read_stored
+from gspo_mega.model.spec import BlockFp8
+from gspo_mega.quantization.fp8 import quantize_blocks
+from gspo_mega.rollout.server.supervise_server import ServerSupervisor
+from gspo_mega.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(tmp_path: Path, model: Path, *changes: str):
+    words = [f"run.dir={tmp_path}", "run.name=run", f"model.path={model}", *changes]
+    return load_config(ROOT / "configs/quickstart.yaml", words).config, RunFolder(tmp_path / "run")
+
+
+@pytest.fixture
+def plain(tmp_path) -> Path:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    generator = torch.Generator().manual_seed(1)
+    entries = hf_tensors(read_model_spec(folder))
+    save_file({e.name: torch.randn(e.shape, generator=generator) for e in entries}, folder / "model.safetensors")
+    return folder
+
+
+def test_plain_servers_start_from_a_plain_model_itself(tmp_path, plain):
+    config, folder = run(tmp_path, plain)
+    assert server_start(config, folder, makes=True) == plain and not folder.weights_dir.exists()
+
+
+def test_the_copy_holds_what_a_publish_would_send(tmp_path, plain):
+    """The trainer's precision first (bf16), then blocks; tensors that stay plain are in the server's dtype."""
+    config, folder = run(tmp_path, plain, "precision=bf16", "server.quantization=fp8_block")
+    start = server_start(config, folder, makes=True)
+    assert start == folder.weights_dir / "start-blocks-float32-bf16-bf16" and read_stored(start) == BlockFp8()
+    source, found = load_file(plain / "model.safetensors"), load_file(start / "model.safetensors")
+    data, scales = quantize_blocks(source[QUERY].to(torch.bfloat16), (128, 128))
+    assert torch.equal(found[QUERY].view(torch.uint8), data.view(torch.uint8))
+    assert torch.equal(found[f"{QUERY}_scale_inv"], scales)
+    assert torch.equal(found["lm_head.weight"], source["lm_head.weight"].to(torch.bfloat16))
+    before = (start / "model.safetensors").stat().st_mtime_ns
+    assert server_start(config, folder, makes=True) == start, "made once"
+    assert (start / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_model_in_the_same_blocks_is_started_from_itself_and_other_blocks_are_not(tmp_path):
+    # As Qwen3-FP8 does: modules that are never quantised are listed.
+    block_folder(tmp_path / "same", BlockFp8(kept=("lm_head", "model.layers.0.mlp.gate")))
+    config, folder = run(tmp_path, tmp_path / "same", "precision=bf16", "server.quantization=fp8_block")
+    assert server_start(config, folder, makes=True) == tmp_path / "same"
+    block_folder(tmp_path / "other", BlockFp8((64, 64)))
+    config, folder = run(tmp_path, tmp_path / "other", "precision=bf16", "server.quantization=fp8_block")
+    assert read_stored(server_start(config, folder, makes=True)) == served_layout(config) == BlockFp8()
+
+
+def test_plain_servers_of_a_model_in_blocks_get_its_values(tmp_path):
+    _, values = block_folder(tmp_path / "blocks")
+    config, folder = run(tmp_path, tmp_path / "blocks", "precision=fp32")
+    start = server_start(config, folder, makes=True)
+    assert start.name == "start-plain-fp32-fp32" and read_stored(start) is None
+    assert torch.equal(load_file(start / "model.safetensors")[QUERY], values[QUERY])
+
+
+def test_other_servers_wait_for_the_first_and_say_so_when_it_does_not_come(tmp_path, plain):
+    changes = ("precision=bf16", "server.quantization=fp8_block", "server.start_deadline_seconds=2")
+    config, folder = run(tmp_path, plain, *changes)
+    with pytest.raises(CheckpointError, match="first server has not written it within 2 s"):
+        server_start(config, folder, makes=False)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(server_start(config, folder, makes=False)))
+    waiting.start()
+    time.sleep(0.2)
+    start_folder(config, folder).mkdir(parents=True)
+    waiting.join(5)
+    assert found == [start_folder(config, folder)]
+
+
+def test_a_restart_takes_the_committed_version_only_in_the_form_that_servers_hold(tmp_path, plain):
+    config, folder = run(tmp_path, plain, "precision=bf16", "server.quantization=fp8_block")
+    block_folder(tmp_path / "v1")
+    folder.weights_dir.mkdir(parents=True)
+    attempt = folder.new_attempt()
+    attempt.api_key_file.write_text("key")
+    server = ServerSupervisor(config, attempt, 0, start=tmp_path / "start")
+    for committed, want in ((plain, (None, str(tmp_path / "start"))), (tmp_path / "v1", (1, str(tmp_path / "v1")))):
+        folder.current_weights_file.write_text(json.dumps({"weight_version": 1, "path": str(committed)}))
+        assert server._current_weights() == want
