@@ -26,12 +26,25 @@ class Column:
 
 MISMATCH_SUMS = Column("mismatch_sums", "sum", "[S, len(SUM_NAMES)] of mismatch_sums: over the tokens held here")
 MISMATCH_MAXIMA = Column("mismatch_maxima", "max", "[S, len(MAXIMUM_NAMES)] of mismatch_sums; -inf without a token")
-MISMATCH_WEIGHT = Column("mismatch_weight", "same", "[S] correction weight of the sequence; 0 where it was dropped")
+CORRECTION_WEIGHT = Column("correction_weight", "same", "[S] weight of the sequence; 0 where it was dropped")
+CORRECTION_DEVIATION = Column("correction_deviation", "same", "[S] nats: sqrt(L) (mean d - m), what the bound bounds")
+CORRECTION_VETOES = Column("correction_vetoes", "same", "[S] tokens of the sequence with |d| above the veto")
+CORRECTION_CENTRE = Column("correction_centre", "same", "[S] nats: m of the rollout batch, the same for each sequence")
 ENTROPY_SUM = Column("entropy_sum", "sum", "[S] nats: entropy of the next-token distribution at the tokens held here")
 LOG_S = Column("log_s", "same", "[S] nats: log s_i of the whole sequence")
 
 COLUMNS: dict[str, Column] = {
-    column.name: column for column in (MISMATCH_SUMS, MISMATCH_MAXIMA, MISMATCH_WEIGHT, ENTROPY_SUM, LOG_S)
+    column.name: column
+    for column in (
+        MISMATCH_SUMS,
+        MISMATCH_MAXIMA,
+        CORRECTION_WEIGHT,
+        CORRECTION_DEVIATION,
+        CORRECTION_VETOES,
+        CORRECTION_CENTRE,
+        ENTROPY_SUM,
+        LOG_S,
+    )
 }
 
 

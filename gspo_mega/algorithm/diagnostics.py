@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from gspo_mega.algorithm.objective import ObjectiveOutput
+from gspo_mega.algorithm.objective import ObjectiveOutput, clipped_terms
+from gspo_mega.algorithm.objective_settings import ObjectiveSettings
 from gspo_mega.algorithm.ratio import active_values, exp_minus_linear
 
 POLICY_SUMS = (
@@ -25,6 +26,10 @@ POLICY_SUMS = (
     "clipped_high_sequences",
     "clipped_low_sequences",
     "dual_clipped_sequences",
+    "positive_sequences",
+    "negative_sequences",
+    "positive_clipped_sequences",
+    "negative_clipped_sequences",
     "k1",
     "k2",
     "k3",
@@ -76,6 +81,10 @@ def policy_sums(
         "clipped_high_sequences": torch.where(high, share, 0.0).sum(),
         "clipped_low_sequences": torch.where(low, share, 0.0).sum(),
         "dual_clipped_sequences": torch.where(dual, share, 0.0).sum(),
+        "positive_sequences": torch.where(mass > 0, share, 0.0).sum(),
+        "negative_sequences": torch.where(mass < 0, share, 0.0).sum(),
+        "positive_clipped_sequences": torch.where(clipped & (mass > 0), share, 0.0).sum(),
+        "negative_clipped_sequences": torch.where(clipped & (mass < 0), share, 0.0).sum(),
         "k1": -d.sum(),
         "k2": d.square().sum() / 2,
         "k3": exp_minus_linear(d).sum(),
@@ -92,7 +101,7 @@ def policy_metrics(sums: Tensor) -> dict[str, float]:
     """Metrics of one mini-batch from its `policy_sums` added over micro-batches and ranks: [len(POLICY_SUMS)].
 
     `k1`, `k2`, `k3`: estimates of KL(old || current) per token, nats. `*_mass_left`: share of |A| that still has a
-    gradient. Shares of nothing are 0 clipped, 1 left.
+    gradient. Shares of nothing are 0 clipped, 1 left; `clip_fraction_<sign>` of no such sequence is left out.
     """
     total: dict[str, float] = dict(zip(POLICY_SUMS, sums.double().tolist(), strict=True))
 
@@ -101,6 +110,11 @@ def policy_metrics(sums: Tensor) -> dict[str, float]:
 
     token_clips = total["clipped_high_tokens"] + total["clipped_low_tokens"] + total["dual_clipped_tokens"]
     sequence_clips = total["clipped_high_sequences"] + total["clipped_low_sequences"] + total["dual_clipped_sequences"]
+    by_sign = {
+        f"clip_fraction_{sign}": share(f"{sign}_clipped_sequences", f"{sign}_sequences")
+        for sign in ("positive", "negative")
+        if total[f"{sign}_sequences"] > 0
+    }
     return {
         "objective": total["objective"],
         "num_sequences": total["num_sequences"],
@@ -110,6 +124,7 @@ def policy_metrics(sums: Tensor) -> dict[str, float]:
         "clip_fraction_high": share("clipped_high_sequences", "num_sequences"),
         "clip_fraction_low": share("clipped_low_sequences", "num_sequences"),
         "dual_clip_fraction": share("dual_clipped_sequences", "num_sequences"),
+        **by_sign,
         "token_clip_fraction": token_clips / total["num_tokens"] if total["num_tokens"] > 0 else 0.0,
         "token_clip_fraction_high": share("clipped_high_tokens", "num_tokens"),
         "token_clip_fraction_low": share("clipped_low_tokens", "num_tokens"),
@@ -149,6 +164,18 @@ def _quantile(values: Tensor, q: float) -> float:
     position = q * (ordered.numel() - 1)
     below, above = ordered[math.floor(position)], ordered[math.ceil(position)]
     return float(below + (above - below) * (position - math.floor(position)))
+
+
+def clip_fraction_of(settings: ObjectiveSettings, log_ratios: Tensor, advantages: Tensor) -> float:
+    """Share of sequences that the objective with a sequence ratio clips at these ratios; 0 of none.
+
+    `log_ratios`: log s_i, [S] nats of any float dtype; `advantages`: [S].
+    """
+    if log_ratios.numel() == 0:
+        return 0.0
+    values, counts = log_ratios.double(), torch.ones_like(log_ratios, dtype=torch.bool)
+    terms = clipped_terms(settings, values, values, advantages.double(), counts)
+    return float((terms.high | terms.low | terms.dual).double().mean())
 
 
 def band_fractions(log_ratios: Tensor, clip_low: float, clip_high: float) -> tuple[float, float]:

@@ -1,21 +1,19 @@
 """The gap between the two engines: the trainer's log-probs against those the rollout server sampled with.
 
-Owns the sequence-level correction weights and the mismatch metrics. d = trainer - rollout, nats, over active
-tokens; every KL is KL(rollout || trainer), because the rollout is what was sampled from. The gap to the
-*current* policy (staleness, the importance ratio) is not here: see `ratio` and `objective`.
+Owns the mismatch metrics. d = trainer - rollout, nats, over active tokens; every KL is KL(rollout || trainer),
+because the rollout is what was sampled from. What is done about the gap is `correction`'s, its split by length and
+advantage `gap_split`'s. The gap to the *current* policy (staleness, the importance ratio) is not here: see `ratio` and
+`objective`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gspo_mega.algorithm.ratio import active_values, exp_minus_linear, segment_sum, token_log_ratios
-
-Correction = Literal["none", "truncate", "mask"]
 
 SUM_NAMES = (
     "tokens",
@@ -30,41 +28,7 @@ SUM_NAMES = (
 )
 MAXIMUM_NAMES = ("abs_log_ratio", "abs_prob_difference", "negative_log_ratio")
 ICEPOP_BAND = (0.5, 5.0)
-
-
-def sequence_mismatch_weights(mean_log_ratio: Tensor, mode: Correction, cap: float) -> tuple[Tensor, Tensor]:
-    """Detached weight and keep flag of each sequence: ([S] float64, [S] bool).
-
-    `mean_log_ratio: [S]` nats, the mean over the response of trainer - rollout: the weight is the *geometric* mean
-    ratio w = exp(mean), of the same scale as GSPO's own s_i. (The full product exp(sum) shrinks with the length:
-    4000 tokens of an unremarkable 7e-4 nats make 0.06 where 0.9993 is meant.) `none`: 1. `truncate`: min(w, cap).
-    `mask`: w where 1/cap <= w <= cap; other sequences are not kept, and their weight is 0.
-
-    Raises ValueError for another mode or a cap of at most 1.
-    """
-    if cap <= 1:
-        raise ValueError(f"cap must be > 1; got {cap}")
-    log_ratio, log_cap = mean_log_ratio.detach().double(), math.log(cap)
-    keep = torch.ones_like(log_ratio, dtype=torch.bool)
-    if mode == "none":
-        return torch.ones_like(log_ratio), keep
-    if mode == "truncate":
-        return log_ratio.clamp(max=log_cap).exp(), keep
-    if mode == "mask":
-        keep = log_ratio.abs() <= log_cap
-        return torch.where(keep, torch.where(keep, log_ratio, 0.0).exp(), 0.0), keep
-    raise ValueError(f"correction {mode!r}; valid: none, truncate, mask")
-
-
-def acted_on(mean_log_ratio: Tensor, mode: Correction, cap: float) -> Tensor:
-    """Which sequences the bound of `sequence_mismatch_weights` changes, its arguments here: [S] bool.
-
-    True where `truncate` cuts the weight to the cap, or `mask` drops the sequence; nowhere for `none`.
-    """
-    log_ratio, log_cap = mean_log_ratio.detach().double(), math.log(cap)
-    if mode == "truncate":
-        return log_ratio > log_cap
-    return log_ratio.abs() > log_cap if mode == "mask" else torch.zeros_like(log_ratio, dtype=torch.bool)
+TOKEN_CAP = 2.0  # of truncated importance sampling by tokens; a metric only
 
 
 def mismatch_sums(
@@ -73,7 +37,7 @@ def mismatch_sums(
     mask: Tensor,
     segment_ids: Tensor,
     num_sequences: int,
-    token_cap: float,
+    token_cap: float = TOKEN_CAP,
 ) -> tuple[Tensor, Tensor]:
     """What the metrics need of each sequence: sums [S, len(SUM_NAMES)] and maxima [S, len(MAXIMUM_NAMES)], float64.
 

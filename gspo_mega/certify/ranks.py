@@ -21,7 +21,7 @@ import numpy as np
 from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.certify.batch import Draws, old_log_probs, recorded_batch, redraw
 from gspo_mega.certify.cases import RESULTS_FILE, case_config, folder_name
-from gspo_mega.certify.compare_runs import TOLERANCES, Comparison, Reference, outside
+from gspo_mega.certify.compare_runs import Comparison, Reference, outside, tolerance_of
 from gspo_mega.certify.measure import Measurement, Numbers
 from gspo_mega.certify.route_comparison import RouterMargins, tie_routers
 from gspo_mega.config.schema import CertifyCase, Config, Objective
@@ -123,7 +123,7 @@ def _compare(measurement: Measurement, reference: Reference, exact: Sequence[str
     result = comparison.result(
         numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories]
     )
-    result["outside"] = outside(result, TOLERANCES[config.precision], exact)
+    result["outside"] = outside(result, tolerance_of(config), exact)
     if config.certify.edges:
         _load(engine, config)
         tie_routers(engine)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gspo_mega.algorithm.advantages import group_advantages
 from gspo_mega.algorithm.aggregation import mini_batch_denominator
+from gspo_mega.algorithm.correction import CorrectionMode, CorrectionResult, CorrectionRule, weigh
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS, band_fractions, policy_metrics, policy_sums
 from gspo_mega.algorithm.mismatch import (
     MAXIMUM_NAMES,
@@ -26,7 +27,6 @@ from gspo_mega.algorithm.mismatch import (
     mismatch_metrics,
     mismatch_sums,
     sequence_mean_log_ratio,
-    sequence_mismatch_weights,
 )
 from gspo_mega.algorithm.objective import ObjectiveOutput, policy_objective
 from gspo_mega.algorithm.objective_settings import ObjectiveSettings
@@ -272,6 +272,13 @@ def replay_mismatch_case(case: dict[str, Any], rtol: float) -> Iterator[str]:
     metrics = mismatch_metrics(sums, maxima)
     mean_log_ratio = sequence_mean_log_ratio(sums)
     product_log_ratio = sums[:, SUM_NAMES.index("log_ratio")]
+
+    def of_products(mode: CorrectionMode) -> CorrectionResult:
+        """The file's weights are of whole products around 1: those of responses of one token, centred on 0."""
+        rule = CorrectionRule(mode, math.log(cap), token_veto_nats=None)
+        ones = torch.ones_like(product_log_ratio)
+        return weigh(rule, product_log_ratio, ones, ones < 1, centre=0.0)
+
     lowest = -maxima[:, MAXIMUM_NAMES.index("negative_log_ratio")]
     got = {
         "k1": metrics["k1"],
@@ -289,10 +296,10 @@ def replay_mismatch_case(case: dict[str, Any], rtol: float) -> Iterator[str]:
         "chi2_seq_lengthnorm": metrics["chi2_sequence_length_normalised"],
         "tis_token_weights_mean": metrics["token_truncated_ratio_mean"],
         "tis_token_trunc_frac": metrics["token_truncated_fraction"],
-        "tis_seq_weights": sequence_mismatch_weights(product_log_ratio, "truncate", cap)[0].tolist(),
+        "tis_seq_weights": of_products("truncate").weights.tolist(),
         "ess_frac_token": metrics["ess_token"],
         "ess_frac_seq": metrics["ess_sequence"],
-        "mis_seq_keep": sequence_mismatch_weights(product_log_ratio, "mask", cap)[1].long().tolist(),
+        "mis_seq_keep": of_products("mask").keep.long().tolist(),
         "geo_keep": ((mean_log_ratio >= math.log(geo_low)) & (mean_log_ratio <= math.log(geo_high))).long().tolist(),
         "veto_reject": (lowest < math.log(inputs["veto"])).long().tolist(),
         "icepop_keep_frac_0p5_5": metrics["icepop_kept_fraction"],

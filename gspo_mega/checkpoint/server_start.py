@@ -90,7 +90,6 @@ def _make(config: Config, out: Path) -> None:
             shown = time.monotonic()
             logger.info("%s: %d %%", out.name, 100 * done // max(total, 1))
 
-    out.parent.mkdir(parents=True, exist_ok=True)
     to_form(open_checkpoint(Path(config.model.path)), out, published_form(config), progress=progress)
 
 

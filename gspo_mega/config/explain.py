@@ -38,6 +38,15 @@ _BOUNDS = {
 }
 
 
+# Keys that are gone, and what took their place.
+_GONE: dict[tuple[str | int, ...], str] = {
+    ("mismatch", "cap"): (
+        "the bound is `bound_nats` now, in nats for a response of one token and divided by sqrt(L) for one of L;"
+        " docs/mismatch.md"
+    ),
+}
+
+
 def explain(error: ErrorDetails) -> str:
     """Text for one entry of pydantic's `ValidationError.errors()`."""
     kind, location, value, context = error["type"], error["loc"], error.get("input"), error.get("ctx", {})
@@ -78,6 +87,8 @@ def all_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> I
 
 
 def _unknown_key(location: tuple[str | int, ...]) -> str:
+    if location in _GONE:
+        return f"is no longer a key: {_GONE[location]}"
     model = _model_at(location[:-1])
     name = str(location[-1])
     siblings = list(model.model_fields) if model is not None else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from gspo_mega.config.old_pass import corrects, makes_old_pass
 from gspo_mega.config.recipes import RECIPES
 from gspo_mega.config.schema import Config, Fp8, Objective
 
@@ -62,17 +63,7 @@ def _of_the_objective(config: Config) -> Iterator[str]:
         yield "moe: router losses are added to the objective, which the paper does not do"
     if objective.dual_clip is not None:
         yield f"dual clip {objective.dual_clip:g}: negative-advantage terms are bounded, which the papers do not do"
-    if config.train is not None and config.mismatch.correction != "none" and config.old_log_probs == "trainer":
-        bound = (
-            f"min(w, {config.mismatch.cap:g})"
-            if config.mismatch.correction == "truncate"
-            else f"w, or dropped where w leaves [1/{config.mismatch.cap:g}, {config.mismatch.cap:g}]"
-        )
-        yield (
-            f"mismatch.correction {config.mismatch.correction}: each sequence's term is weighed by {bound}, w the"
-            " geometric mean ratio of trainer to server, which the paper does not do (`none` leaves it out);"
-            " mismatch/acted_fraction shows whether the bound acts"
-        )
+    yield from _of_the_correction(config)
     if rollout.filter_constant_groups and rollout.max_oversampling > 1:
         yield (
             "rollout.filter_constant_groups: groups whose rewards are all equal are replaced, up to"
@@ -82,13 +73,35 @@ def _of_the_objective(config: Config) -> Iterator[str]:
     if config.old_log_probs == "rollout":
         yield (
             "old_log_probs: rollout: the engines' mismatch enters the policy ratio and clips many negative-advantage "
-            "responses (mismatch.correction then has nothing to correct)"
+            "responses, as policy/mini_batch/0/clip_fraction_negative measures (mismatch.correction then has nothing to"
+            " correct)"
         )
     elif config.batch.num_mini_batches == 1:
+        made = "is made for mismatch.correction only" if makes_old_pass(config) else "is skipped"
         yield (
-            "one mini-batch per step: old and current policy are the same, so the old log-prob pass is skipped and"
-            " nothing is clipped"
+            "one mini-batch per step: old and current policy are the same, so nothing is clipped and the old log-prob"
+            f" pass {made}"
         )
+
+
+def _of_the_correction(config: Config) -> Iterator[str]:
+    mismatch = config.mismatch
+    if mismatch.kept_weight == "ratio" and mismatch.correction == "none":
+        yield "mismatch.kept_weight has no effect with `correction: none`"
+    if config.train is None or not corrects(config):
+        return
+    bound = f"{mismatch.bound_nats:g} / sqrt(L)"
+    if mismatch.correction == "truncate":
+        rule = f"each response is weighed by exp(min(mean d - m, {bound}))"
+    else:
+        weighs = "" if mismatch.kept_weight == "one" else "; one that is kept is weighed by exp(mean d - m)"
+        rule = f"a response of L tokens is dropped where its mean d is further than {bound} from the batch's m{weighs}"
+    if mismatch.token_veto_nats is not None:
+        rule += f"; a token with |d| > {mismatch.token_veto_nats:g} drops its response"
+    yield (
+        f"mismatch.correction {mismatch.correction}: {rule} (d: trainer - server, nats), which the paper does not do"
+        " (`none` leaves it out); mismatch/acted_fraction shows whether it acts"
+    )
 
 
 def _of_sampling_and_precision(config: Config) -> Iterator[str]:

@@ -169,10 +169,13 @@ def _experts(config: Config) -> Iterator[Violation]:
             "R3 replays what the servers return; needs `rollout.return_routed_experts: true` (or R2, or none)",
         )
     if moe.routing_replay == "R2" and (config.old_log_probs == "rollout" or config.batch.num_mini_batches == 1):
-        why = "`old_log_probs: rollout`" if config.old_log_probs == "rollout" else "`batch.num_mini_batches: 1`"
+        why = (
+            "`old_log_probs: rollout` leaves that pass out"
+            if config.old_log_probs == "rollout"
+            else "with `batch.num_mini_batches: 1` the policy has not moved since"
+        )
         yield Violation(
-            "moe.routing_replay",
-            f"R2 replays the routes of the old log-prob pass, which {why} leaves out; valid then: none, R3",
+            "moe.routing_replay", f"R2 replays the routes of the old log-prob pass, and {why}; valid then: none, R3"
         )
 
 

@@ -13,16 +13,27 @@ from typing import ClassVar
 
 import torch
 
-from gspo_mega.algorithm.columns import ENTROPY_SUM, LOG_S, MISMATCH_MAXIMA, MISMATCH_SUMS, MISMATCH_WEIGHT
+from gspo_mega.algorithm.columns import (
+    CORRECTION_CENTRE,
+    CORRECTION_DEVIATION,
+    CORRECTION_VETOES,
+    CORRECTION_WEIGHT,
+    ENTROPY_SUM,
+    LOG_S,
+    MISMATCH_MAXIMA,
+    MISMATCH_SUMS,
+)
+from gspo_mega.algorithm.correction import CorrectionRule, exact_sums
 from gspo_mega.algorithm.diagnostics import policy_sums
 from gspo_mega.algorithm.kl import Estimator, reference_kl
-from gspo_mega.algorithm.mismatch import SUM_NAMES, Correction, mismatch_sums, sequence_mismatch_weights
+from gspo_mega.algorithm.mismatch import SUM_NAMES, mismatch_sums
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
-from gspo_mega.algorithm.ratio import check_finite, segment_sum
+from gspo_mega.algorithm.ratio import check_finite, segment_sum, token_log_ratios
 from gspo_mega.algorithm.supervised_loss import supervised_loss
 from gspo_mega.engine.context_parallel import sum_over_context, with_known_sum
 from gspo_mega.engine.device_batch import DeviceBatch
 from gspo_mega.engine.process_groups import ParallelGroups
+from gspo_mega.engine.shared_correction import GapSums, SequenceCorrection
 from gspo_mega.errors import NumericsError
 
 
@@ -30,15 +41,16 @@ from gspo_mega.errors import NumericsError
 class OldLogProbs:
     """What the old pass leaves for the training passes of one micro-batch, on last-stage ranks.
 
-    `log_probs` [N] float32 nats for this rank's active tokens. `weights` [S] float64 and `keep` [S] bool correct the
-    gap between the two engines (1 and True without a correction). `gap_sums` [S] float64 nats: the gap, trainer -
-    rollout, summed over each whole sequence. Tensors [S] are the same on all context ranks.
+    `log_probs` [N] float32 nats for this rank's active tokens. `gap_sums` [S] float64 nats: the gap between the two
+    engines, trainer - rollout, summed over each whole sequence, the same on all context ranks. `gap`: what its
+    correction is decided by. `correction`: what was decided over the whole rollout batch; None where nothing corrects
+    the gap, and until `PolicyEngine.correct` has been called.
     """
 
     log_probs: torch.Tensor
-    weights: torch.Tensor
-    keep: torch.Tensor
     gap_sums: torch.Tensor
+    gap: GapSums
+    correction: SequenceCorrection | None = None
 
 
 @dataclass
@@ -77,14 +89,13 @@ def _wanted(entropies: torch.Tensor | None) -> torch.Tensor:
 
 @dataclass
 class OldPass:
-    """Trainer log-probs at the start of a rollout batch, and the correction of their gap to the server's.
+    """Trainer log-probs at the start of a rollout batch, and their gap to the server's. `rule` corrects that gap later.
 
     Called with a batch, `log_probs` [N] float32 nats and `entropies` [N] float32 nats of this rank's active tokens.
     """
 
     groups: ParallelGroups
-    correction: Correction
-    cap: float
+    rule: CorrectionRule
     wants_entropy: ClassVar[bool] = True
 
     def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
@@ -102,18 +113,30 @@ class OldPass:
         require_finite(batch, old_log_probs=log_probs, rollout_log_probs=batch.rollout_log_probs)
         active = torch.ones_like(batch.sequence_ids)
         sums, maxima = mismatch_sums(
-            log_probs, batch.rollout_log_probs, active, batch.sequence_ids, batch.num_sequences, token_cap=self.cap
+            log_probs, batch.rollout_log_probs, active, batch.sequence_ids, batch.num_sequences
         )
-        gap = sum_over_context(sums[:, SUM_NAMES.index("log_ratio")], self.groups.context)
-        mean_gap = gap / batch.sequence["length"].double().clamp(min=1.0)
-        weights, keep = sequence_mismatch_weights(mean_gap, self.correction, self.cap)
+        d = token_log_ratios(log_probs.detach(), batch.rollout_log_probs, active)
+        parts = torch.stack(
+            [
+                sums[:, SUM_NAMES.index("log_ratio")],
+                exact_sums(d, batch.sequence_ids, batch.num_sequences),
+                segment_sum((d.abs() > self.rule.veto_limit).double(), batch.sequence_ids, batch.num_sequences),
+            ],
+            dim=1,
+        )
+        gap_sums, exact, num_vetoes = sum_over_context(parts, self.groups.context).unbind(dim=1)
         columns = {
             MISMATCH_SUMS.name: sums,
             MISMATCH_MAXIMA.name: maxima,
             ENTROPY_SUM.name: segment_sum(_wanted(entropies).double(), batch.sequence_ids, batch.num_sequences),
-            MISMATCH_WEIGHT.name: weights,
         }
-        return columns, OldLogProbs(log_probs, weights, keep, gap)
+        gap = GapSums(
+            rows=torch.from_numpy(batch.trajectory_index).to(exact.device),
+            sums=exact,
+            lengths=batch.sequence["length"].double(),
+            num_vetoes=num_vetoes,
+        )
+        return columns, OldLogProbs(log_probs, gap_sums, gap)
 
 
 @dataclass
@@ -131,8 +154,8 @@ class PolicyLoss:
     """The clipped objective of one mini-batch, with the KL term to a reference policy if there is one.
 
     `old` has the old pass of its micro-batches in order, or is None if the old pass was skipped because old is current
-    (one optimizer step per rollout batch). With `use_rollout` the server's log-probs serve as old ones, and the engine
-    gap is part of the ratio instead of being corrected.
+    (one optimizer step per rollout batch, and no correction). With `use_rollout` the server's log-probs serve as old
+    ones, and the engine gap is part of the ratio instead of being corrected.
 
     Called with the micro-batches in order: a batch, `log_probs` [N] float32 nats and, if `wants_entropy`, `entropies`
     [N] float32 nats of this rank's active tokens. Collective over the context group.
@@ -162,12 +185,13 @@ class PolicyLoss:
             columns, old = self.old_pass.measure(batch, log_probs.detach(), entropies)
             # Old is current or the server's, so the log-ratio sums to 0 or to the gap that `measure` has just shared.
             known = old.gap_sums if self.use_rollout else torch.zeros_like(old.gap_sums)
-        if self.use_rollout:
-            old = OldLogProbs(
-                batch.rollout_log_probs, torch.ones_like(old.weights), torch.ones_like(old.keep), old.gap_sums
-            )
-            columns = {
-                name: old.weights if name == MISMATCH_WEIGHT.name else values for name, values in columns.items()
+        correction = None if self.use_rollout else old.correction
+        if correction is not None:
+            columns |= {
+                CORRECTION_WEIGHT.name: correction.weights,
+                CORRECTION_DEVIATION.name: correction.deviations,
+                CORRECTION_VETOES.name: old.gap.num_vetoes,
+                CORRECTION_CENTRE.name: correction.centre,
             }
 
         def reduce_sequences(sums: torch.Tensor) -> torch.Tensor:
@@ -179,20 +203,21 @@ class PolicyLoss:
             segment_ids=batch.sequence_ids,
             advantages=batch.sequence["advantage"],
             lengths=batch.sequence["length"],
-            keep=old.keep,
         )
+        keep, weights = (None, None) if correction is None else (correction.keep, correction.weights)
         out = policy_objective(
             self.settings,
             log_probs=log_probs,
-            old_log_probs=old.log_probs,
+            old_log_probs=batch.rollout_log_probs if self.use_rollout else old.log_probs,
             num_sequences=batch.num_sequences,
             denominator=self.denominator,
-            sequence_weights=old.weights,
+            keep=keep,
+            sequence_weights=weights,
             group_sizes=batch.sequence["group_size"],
             reduce_sequences=reduce_sequences,
             **shared,
         )
-        loss, totals = out.loss, {"policy_sums": policy_sums(out, **shared)}
+        loss, totals = out.loss, {"policy_sums": policy_sums(out, **shared, keep=keep)}
         if self.kl is not None:
             kl = reference_kl(
                 self.settings,
@@ -204,8 +229,8 @@ class PolicyLoss:
                 num_sequences=batch.num_sequences,
                 lengths=batch.sequence["length"],
                 denominator=self.denominator,
-                keep=old.keep,
-                sequence_weights=old.weights,
+                keep=keep,
+                sequence_weights=weights,
                 group_sizes=batch.sequence["group_size"],
             )
             loss = loss + self.kl.coefficient * kl.value

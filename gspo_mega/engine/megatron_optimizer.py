@@ -6,7 +6,7 @@ import importlib
 import inspect
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,30 @@ def build_optimizer(settings: Optimizer, precision: str, chunks: list[Distribute
     overrides = {} if settings.decay_norms_and_biases else no_decay
     # Megatron declares the base class and returns a chain, of a single optimizer too.
     return cast("ChainedOptimizer", get_megatron_optimizer(config, [*chunks], config_overrides=overrides))
+
+
+@torch.no_grad()
+def reload_parameters(optimizer: ChainedOptimizer) -> None:
+    """Copy freshly loaded parameters into the optimizer's fp32 ones.
+
+    Of an FP8 parameter Megatron would copy the rounded numbers. The fp32 ones would then lie on FP8's grid, and no step
+    below half its spacing (3 % of a weight) would change the policy, until hundreds had added up. So they are made of
+    the loaded numbers where the loader left them on the parameter, as `exact_values` of its shape, which are dropped.
+    """
+    optimizer.reload_model_params()
+    for part in optimizer.chained_optimizers:
+        shards: Any = part  # only the distributed optimizer, which FP8 parameters need, has these attributes
+        if not hasattr(shards, "shard_fp32_from_float16_groups"):
+            continue
+        for models, mains in zip(shards.model_float16_groups, shards.shard_fp32_from_float16_groups, strict=True):
+            for model, main in zip(models, mains, strict=True):
+                exact = getattr(model, "exact_values", None)
+                if exact is not None and main is not None:
+                    where = shards._get_model_param_range_map(model)["param"]
+                    main.copy_(exact.view(-1)[where.start : where.end])
+    for chunk in optimizer.model_chunks:
+        for parameter in chunk.parameters():  # those too of which other data ranks hold the fp32 numbers
+            vars(parameter).pop("exact_values", None)
 
 
 # Includes query and key norms.

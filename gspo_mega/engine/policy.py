@@ -6,6 +6,7 @@ losses; higher layers load and save weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import reduce
@@ -15,7 +16,9 @@ import numpy as np
 import torch
 from megatron.core.distributed import finalize_model_grads
 
+from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.config.old_pass import corrects
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.balancing import LoadBalancing
 from gspo_mega.engine.data_parallel import wrap_data_parallel
@@ -28,12 +31,14 @@ from gspo_mega.engine.megatron_optimizer import (
     apply_gradients,
     build_optimizer,
     build_scheduler,
+    reload_parameters,
     require_optimizer,
 )
 from gspo_mega.engine.megatron_precision import DTYPES
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.engine.routing import Routers, Routes, RoutingPass, count_changed
+from gspo_mega.engine.shared_correction import correct_batch
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import MicroBatch
 
@@ -56,7 +61,8 @@ class PassReport:
 @dataclass
 class OldState:
     """The old pass of one mini-batch, this rank's part: for each micro-batch the input of its training pass (last stage
-    only), and the routes through this rank's layers."""
+    only), and the routes through this rank's layers. Nothing is corrected until `PolicyEngine.correct` has been given
+    all old passes of the rollout batch."""
 
     micro_batches: list[OldLogProbs]
     routes: list[Routes]
@@ -106,7 +112,7 @@ class PolicyEngine:
 
     def after_weights_loaded(self) -> None:
         """Copy the loaded parameters into the optimizer's fp32 copies."""
-        self.optimizer.reload_model_params()
+        reload_parameters(self.optimizer)
 
     def parameter_dtype(self) -> torch.dtype:
         return DTYPES[self.config.precision]
@@ -123,6 +129,19 @@ class PolicyEngine:
         if replay is None:
             report.routing = self._changed_since_rollout(micro_batches, routing.recorded)
         return OldState([output.old for output in outputs if output.old is not None], routing.recorded, report)
+
+    def correct(self, old: Sequence[OldState]) -> None:
+        """Decide the correction of the engine gap for a whole rollout batch, from all its old passes, in place.
+
+        Nothing with `mismatch.correction: none` or `old_log_probs: rollout`. Collective. Raises NumericsError naming a
+        trajectory whose gap is not finite.
+        """
+        if not corrects(self.config) or not self.groups.is_last_stage:
+            return
+        passes = [micro_batch for state in old for micro_batch in state.micro_batches]
+        decided = correct_batch(self._rule(), [p.gap for p in passes], self.groups)
+        for one, correction in zip(passes, decided, strict=True):
+            one.correction = correction
 
     def train_mini_batch(
         self,
@@ -230,7 +249,11 @@ class PolicyEngine:
         )
 
     def _old_pass(self) -> OldPass:
-        return OldPass(self.groups, self.config.mismatch.correction, self.config.mismatch.cap)
+        return OldPass(self.groups, self._rule())
+
+    def _rule(self) -> CorrectionRule:
+        mismatch = self.config.mismatch
+        return CorrectionRule(mismatch.correction, mismatch.bound_nats, mismatch.token_veto_nats, mismatch.kept_weight)
 
     def _apply(self, report: PassReport | None = None) -> StepResult:
         """The optimizer step and, unless it was skipped, the update of the expert bias, which adds to the report."""

@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from gspo_mega.metrics.length_bins import LENGTH_BINS
+
 Reduction = Literal["mean", "sum", "min", "max", "sd", "quantile", "ratio", "value"]
 
 
@@ -57,6 +59,8 @@ _POLICY: dict[str, tuple[str, Reduction, str]] = {
     "clip_fraction_high": ("fraction", "ratio", "sequences with A > 0 above the band"),
     "clip_fraction_low": ("fraction", "ratio", "sequences with A < 0 below the band"),
     "dual_clip_fraction": ("fraction", "ratio", "sequences bounded by the dual clip"),
+    "clip_fraction_positive": ("fraction", "ratio", "sequences with A > 0 that were clipped, of all with A > 0"),
+    "clip_fraction_negative": ("fraction", "ratio", "sequences with A < 0 that were clipped, of all with A < 0"),
     "token_clip_fraction": ("fraction", "ratio", "clip_fraction weighed by length"),
     "token_clip_fraction_high": ("fraction", "ratio", "clip_fraction_high weighed by length"),
     "token_clip_fraction_low": ("fraction", "ratio", "clip_fraction_low weighed by length"),
@@ -81,11 +85,35 @@ _MISMATCH: dict[str, tuple[str, Reduction, str]] = {
     "chi2_sequence": ("1", "mean", "mean(w^2) - 1 of w = exp(sum d)"),
     "chi2_sequence_log1p": ("nats", "mean", "log(1 + chi2_sequence), finite where that overflows"),
     "chi2_sequence_length_normalised": ("1", "mean", "mean(w^2) - 1 of w = exp(mean d)"),
-    "token_truncated_ratio_mean": ("1", "mean", "mean min(e^d, cap) per token"),
-    "token_truncated_fraction": ("fraction", "ratio", "tokens with e^d above the cap"),
+    "token_truncated_ratio_mean": ("1", "mean", "mean min(e^d, 2) per token"),
+    "token_truncated_fraction": ("fraction", "ratio", "tokens with e^d above 2"),
     "ess_token": ("fraction", "ratio", "effective share of tokens under weights e^d"),
     "ess_sequence": ("fraction", "ratio", "effective share of sequences under weights exp(sum d)"),
     "icepop_kept_fraction": ("fraction", "ratio", "tokens with e^d in [0.5, 5]"),
+}
+
+# The same numbers of the responses of each length and of each sign of A, before any update.
+_PARTS = {
+    **{f"length/{name}": f"responses of {name} tokens" for name in LENGTH_BINS},
+    "advantage/positive": "responses with A > 0",
+    "advantage/negative": "responses with A < 0",
+}
+_SPLIT: dict[str, tuple[str, Reduction, str]] = {
+    "num_sequences": ("sequences", "sum", "their number"),
+    "log_s_mean": ("nats", "mean", "mean of log s = mean d, trainer - server"),
+    "log_s_sd": ("nats", "sd", "sd of log s = mean d, trainer - server"),
+    "k3": ("nats", "mean", "KL(server || trainer) per token, mean(e^d - 1 - d)"),
+    "budget_share": ("fraction", "ratio", "mean |log s| / (clip_low + clip_high)"),
+    "clip_fraction": ("fraction", "ratio", "clipped with no update if the server's log-probs were the old ones"),
+    "kept_fraction": ("fraction", "ratio", "not dropped by mismatch.correction"),
+}
+_CORRECTION: dict[str, tuple[str, Reduction, str]] = {
+    "acted_fraction": ("fraction", "ratio", "sequences that mismatch.correction dropped or whose weight it cut"),
+    "weight_mean": ("1", "mean", "correction weight of kept sequences"),
+    "centre": ("nats", "value", "m, the rollout batch's mean d per token that the correction is centred on"),
+    "deviation_abs_max": ("nats", "max", "largest sqrt(L) |mean d - m| of a sequence; mismatch.bound_nats bounds it"),
+    "num_token_vetoes": ("tokens", "sum", "tokens with |d| above mismatch.token_veto_nats"),
+    "num_vetoed_sequences": ("sequences", "sum", "sequences dropped for such a token"),
 }
 
 _ROLLOUT_COUNTS = {
@@ -168,20 +196,13 @@ def _entries() -> list[Metric]:
         ),
         Metric("policy/ess", "fraction", "ratio", "effective share of sequences under weights s_i"),
         *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _MISMATCH.items()),
-        Metric("mismatch/weight_mean", "1", "mean", "correction weight of kept sequences"),
-        Metric(
-            "mismatch/acted_fraction",
-            "fraction",
-            "ratio",
-            "sequences whose correction weight was cut to mismatch.cap, or that it dropped",
-        ),
-        Metric(
-            "mismatch/log_weight_abs_max",
-            "nats",
-            "max",
-            "largest |log correction weight| of a sequence, before the cap",
-        ),
         Metric("mismatch/budget_share", "fraction", "ratio", "mean |sequence log mismatch| / (clip_low + clip_high)"),
+        *(
+            Metric(f"mismatch/{part}/{name}", unit, reduction, f"{whose}: {what}")
+            for part, whose in _PARTS.items()
+            for name, (unit, reduction, what) in _SPLIT.items()
+        ),
+        *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _CORRECTION.items()),
         Metric(
             "routing/changed_since_rollout",
             "fraction",

@@ -14,7 +14,9 @@ from gspo_mega.model.spec import ModelSpec
 
 
 def differing_blocks(config: Config, spec: ModelSpec) -> dict[str, str]:
-    """From each quantised tensor whose bits in the servers are not the trainer's to the reason; empty where all are.
+    """From each quantised tensor whose rounded values in the servers are not the trainer's to the reason; empty where
+    all are. They are then the same bits as well, but with `fp8.parameters`: there FP8 values are rounded once more, by
+    which a block may come out with half the scale and twice the elements.
 
     For a trainer that computes in FP8 blocks, and servers of `fp8_block`; for any other pair every tensor has a reason.
     """

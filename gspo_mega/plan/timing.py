@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gspo_mega.config.old_pass import makes_old_pass
 from gspo_mega.config.schema import Config
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.gpus import (
@@ -178,8 +179,7 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
         * sum(seconds * (1 + again + _BACKWARD_EXCHANGE[kind]) for kind, seconds in layer.exchange.items())
     )
     forward_pass = passes * (slower * layer.total + head) * (1 + bubble)
-    runs_old_pass = config.old_log_probs == "trainer" and num_steps > 1
-    num_passes = runs_old_pass + (config.kl.coefficient > 0)
+    num_passes = makes_old_pass(config) + (config.kl.coefficient > 0)
     state = shares.state(config, layout, 0).largest
     update = (
         state.optimized

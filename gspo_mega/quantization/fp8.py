@@ -84,6 +84,7 @@ def to_fp8(scaled: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, is
     largest = largest_value(dtype)
     if is_bounded:
         return scaled.to(dtype)
+    # torch's conversion makes an infinity or a NaN of what is beyond the largest, or not, by type and version.
     data = scaled.clamp(-largest, largest).to(dtype)
     if scaled.numel() and torch.isnan(torch.aminmax(scaled).max):
         data = torch.where(torch.isnan(scaled), _NAN_BYTE, data.view(torch.uint8)).view(dtype)

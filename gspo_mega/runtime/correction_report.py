@@ -1,17 +1,19 @@
 """Whether the correction of the engine gap acts: its metrics, and a notice to the user where it never does.
 
-A bound that is never reached corrects nothing: the weights are then the ratios themselves, all close to 1. A run
-shows whether it acts.
+A bound that is never reached corrects nothing. A run shows whether it acts, and how far from acting it is.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from gspo_mega.algorithm.mismatch import acted_on
+from gspo_mega.algorithm.columns import CORRECTION_CENTRE, CORRECTION_DEVIATION, CORRECTION_VETOES, CORRECTION_WEIGHT
+from gspo_mega.algorithm.correction import acted_on
+from gspo_mega.config.old_pass import corrects
 from gspo_mega.config.schema import Config, Mismatch
 
 # The notice comes after this many steps without effect, or at the end of a shorter run.
@@ -19,21 +21,29 @@ NOTICE_AFTER_STEPS = 100
 _KEY = "mismatch_correction"
 
 
-def is_on(config: Config) -> bool:
-    """Whether the loss is weighed by the correction at all."""
-    return config.mismatch.correction != "none" and config.old_log_probs == "trainer"
-
-
-def correction_metrics(config: Config, mean_log_ratio: torch.Tensor) -> dict[str, float]:
-    """Metrics of the sequences of a step. `mean_log_ratio` [N] float64 nats: trainer - server, the log of each
-    sequence's weight before the bound. Empty where there is no correction.
+def correction_metrics(config: Config, train: Mapping[str, np.ndarray], present: np.ndarray) -> dict[str, float]:
+    """Metrics of the correction of a step. `train`: columns of all trajectories from the training passes; `present`
+    [N] bool: with an active token. Empty where there is no correction.
     """
-    if not is_on(config) or mean_log_ratio.numel() == 0:
+    if not corrects(config) or not present.any():
         return {}
-    acted = acted_on(mean_log_ratio, config.mismatch.correction, config.mismatch.cap)
+    weights, deviations, vetoes = (
+        train[column.name][present] for column in (CORRECTION_WEIGHT, CORRECTION_DEVIATION, CORRECTION_VETOES)
+    )
+    kept = weights > 0
+    acted = acted_on(
+        config.mismatch.correction,
+        config.mismatch.bound_nats,
+        torch.from_numpy(kept),
+        torch.from_numpy(deviations),
+    )
     return {
         "mismatch/acted_fraction": float(acted.double().mean()),
-        "mismatch/log_weight_abs_max": float(mean_log_ratio.abs().max()),
+        "mismatch/weight_mean": float(weights[kept].mean()) if kept.any() else 0.0,
+        "mismatch/centre": float(train[CORRECTION_CENTRE.name][present][0]),
+        "mismatch/deviation_abs_max": float(np.abs(deviations).max()),
+        "mismatch/num_token_vetoes": float(vetoes.sum()),
+        "mismatch/num_vetoed_sequences": float((vetoes > 0).sum()),
     }
 
 
@@ -41,10 +51,10 @@ def note_correction(summary: dict[str, Any], metrics: dict[str, float]) -> None:
     """Record in the summary, which every checkpoint of the run keeps, whether the correction ever acted."""
     if "mismatch/acted_fraction" not in metrics:
         return
-    kept = summary.setdefault(_KEY, {"num_steps": 0, "num_steps_acted": 0, "log_weight_abs_max": 0.0, "is_said": False})
+    kept = summary.setdefault(_KEY, {"num_steps": 0, "num_steps_acted": 0, "deviation_abs_max": 0.0, "is_said": False})
     kept["num_steps"] += 1
     kept["num_steps_acted"] += metrics["mismatch/acted_fraction"] > 0
-    kept["log_weight_abs_max"] = max(kept["log_weight_abs_max"], metrics["mismatch/log_weight_abs_max"])
+    kept["deviation_abs_max"] = max(kept["deviation_abs_max"], metrics["mismatch/deviation_abs_max"])
 
 
 def correction_notice(mismatch: Mismatch, summary: dict[str, Any], at_end: bool = False) -> str | None:
@@ -58,9 +68,9 @@ def correction_notice(mismatch: Mismatch, summary: dict[str, Any], at_end: bool 
     ):
         return None
     kept["is_said"] = True
-    furthest = kept["log_weight_abs_max"]
-    what = "no weight reached" if mismatch.correction == "truncate" else "no sequence was dropped by"
+    what = "no weight was cut" if mismatch.correction == "truncate" else "no response was dropped"
     return (
-        f"notice   mismatch.correction {mismatch.correction} has not acted in {kept['num_steps']} steps: {what} the cap"
-        f" {mismatch.cap:g}; all weights were between {math.exp(-furthest):.6g} and {math.exp(furthest):.6g}"
+        f"notice   mismatch.correction {mismatch.correction} has not acted in {kept['num_steps']} steps: {what}; the"
+        f" furthest response deviated by {kept['deviation_abs_max']:.2g} nats, mismatch.bound_nats is"
+        f" {mismatch.bound_nats:g}"
     )

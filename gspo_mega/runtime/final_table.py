@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gspo_mega.config.old_pass import corrects
 from gspo_mega.metrics.catalogue import PHASES
 from gspo_mega.metrics.console import final_table
 from gspo_mega.runtime.session import Session
@@ -45,6 +46,14 @@ def run_table(session: Session) -> tuple[str, dict[str, Any]]:
         ["mismatch |d| per token, mean", f"{mean('mismatch/abs_log_ratio_mean'):.1e} nats"],
         ["mismatch |d| per token, largest", f"{totals.get('mismatch/abs_log_ratio_max', 0.0):.1e} nats"],
     ]
+    if corrects(session.config):
+        rows.append(["kept by mismatch.correction, mean", f"{mean('policy/kept_fraction'):.4f}"])
+    first = {sign: mean(f"policy/mini_batch/0/clip_fraction_{sign}") for sign in ("negative", "positive")}
+    if session.config.old_log_probs == "rollout":
+        rows += [
+            ["clipped with no update, A < 0, mean", f"{first['negative']:.3f}"],
+            ["clipped with no update, A > 0, mean", f"{first['positive']:.3f}"],
+        ]
     text = ["", final_table(rows), ""]
     text += [f"notice   {notice}" for notice in session.context.notices]
     text += [
@@ -64,6 +73,8 @@ def run_table(session: Session) -> tuple[str, dict[str, Any]]:
         "tokens_per_second": tokens_per_second,
         "seconds": seconds,
         "clip_fraction": mean("policy/clip_fraction"),
+        "first_clip_fraction_negative": first["negative"],
+        "first_clip_fraction_positive": first["positive"],
         "mismatch_k3": mean("mismatch/k3"),
         "huggingface_dir": str(session.run_folder.huggingface_dir),
     }

@@ -15,6 +15,8 @@ import torch
 from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.batches.assemble import assemble, fill_advantages, scored_batch
 from gspo_mega.config.command_types import train_config
+from gspo_mega.config.old_pass import makes_old_pass
+from gspo_mega.engine.policy import OldState
 from gspo_mega.records import RolloutBatch
 from gspo_mega.runtime.correction_report import correction_notice
 from gspo_mega.runtime.final_table import accuracy_text, run_table
@@ -89,12 +91,14 @@ def train_step(session: Session, num_steps: int) -> str | None:
         return work.stop
     report = StepReport(session, batch, work.num_positions)
 
-    # With one optimizer step, or the server's log-probs as old ones, there is no old pass to make.
-    skip_old_pass = config.batch.num_mini_batches == 1 or config.old_log_probs == "rollout"
-    old = [
-        None if skip_old_pass else engine.old_pass(mini_batch.micro_batches)
-        for mini_batch in session.each("old_log_probs", work.mini_batches)
-    ]
+    old: list[OldState | None] = [None] * len(work.mini_batches)
+    if makes_old_pass(config):
+        passes: list[OldState] = []
+        for mini_batch in session.each("old_log_probs", work.mini_batches):
+            passes.append(engine.old_pass(mini_batch.micro_batches))
+            if len(passes) == len(work.mini_batches):
+                engine.correct(passes)
+        old = [*passes]
     reference: list[list[torch.Tensor] | None] = [None] * len(work.mini_batches)
     if session.reference is not None:
         with session.phase("reference_log_probs"):

@@ -15,19 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from gspo_mega.algorithm.columns import (
-    ENTROPY_SUM,
-    LOG_S,
-    MISMATCH_MAXIMA,
-    MISMATCH_SUMS,
-    MISMATCH_WEIGHT,
-    merge_columns,
-)
+from gspo_mega.algorithm.columns import ENTROPY_SUM, LOG_S, MISMATCH_SUMS, merge_columns
 from gspo_mega.algorithm.diagnostics import log_ratio_summary, policy_metrics
 from gspo_mega.algorithm.kl import KL_SUMS
-from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction, mismatch_metrics
+from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction
 from gspo_mega.batches.held_out import Evaluation
 from gspo_mega.config.command_types import train_config
+from gspo_mega.config.old_pass import makes_old_pass
 from gspo_mega.engine.megatron_optimizer import StepResult
 from gspo_mega.engine.policy import PassReport
 from gspo_mega.metrics.console import progress_line
@@ -35,6 +29,7 @@ from gspo_mega.metrics.reduction import reduced
 from gspo_mega.records import RolloutBatch
 from gspo_mega.rollout.freshness import Freshness
 from gspo_mega.runtime.correction_report import correction_metrics, correction_notice, note_correction
+from gspo_mega.runtime.mismatch_report import GapRows, gap_metrics, gap_warnings
 from gspo_mega.runtime.routing_report import changed_routes, expert_loads, router_losses
 from gspo_mega.runtime.session import Session
 from gspo_mega.weights.publish import PublishResult
@@ -63,6 +58,7 @@ class StepReport:
         self._results: list[StepResult] = []
         self._passes: list[MiniBatchPasses] = []
         self._gathered: list[list[MiniBatchPasses]] = []
+        self._gap: GapRows | None = None
         self.evaluation: Evaluation | None = None
         self.published: PublishResult | None = None
 
@@ -117,13 +113,12 @@ class StepReport:
         note_correction(session.state.summary, metrics)
         if notice := correction_notice(session.config.mismatch, session.state.summary):
             session.say(notice)
-        budget = session.config.mismatch.budget
-        if metrics.get("mismatch/budget_share", 0.0) > budget and "mismatch_warned_at" not in session.state.summary:
-            session.state.summary["mismatch_warned_at"] = step
-            session.say(
-                f"warning  the engines' log-probs differ by {metrics['mismatch/budget_share']:.2f} of the clip range"
-                f" (mismatch.budget {budget}); see mismatch/* in metrics.jsonl"
+        if self._gap is not None:
+            warnings = gap_warnings(
+                session.config, session.run_folder.config_file, self._gap, metrics, session.state.summary, step
             )
+            for line in warnings:
+                session.say(line)
 
     def _batch_metrics(self, batch: RolloutBatch) -> dict[str, float]:
         trajectories = batch.trajectories
@@ -190,30 +185,35 @@ class StepReport:
             kl = _total([report.totals.get("kl_sums") for report in self._reports("train")])
             metrics["policy/kl_reference"] = float(kl[KL_SUMS.index("k")] / max(kl[KL_SUMS.index("num_tokens")], 1.0))
         old, train = self._columns("old"), self._columns("train")
-        gap_sums = torch.from_numpy(old[MISMATCH_SUMS.name])
-        metrics |= {
-            f"mismatch/{k}": v
-            for k, v in mismatch_metrics(gap_sums, torch.from_numpy(old[MISMATCH_MAXIMA.name])).items()
-        }
-        tokens, gap = (gap_sums[:, SUM_NAMES.index(name)] for name in ("tokens", "log_ratio"))
+        sums = old[MISMATCH_SUMS.name]
+        tokens = sums[:, SUM_NAMES.index("tokens")]
         present = tokens > 0
-        mismatch = gap[present] / tokens[present]
-        weights = torch.from_numpy(old[MISMATCH_WEIGHT.name])[present]
+        self._gap = self._measured_gap(old, train)
+        metrics |= gap_metrics(config, self._gap) | correction_metrics(config, train, present)
         metrics["policy/entropy"] = float(old[ENTROPY_SUM.name].sum() / max(float(tokens.sum()), 1.0))
-        metrics["mismatch/weight_mean"] = float(weights[weights > 0].mean()) if (weights > 0).any() else 0.0
-        metrics["mismatch/budget_share"] = float(mismatch.abs().mean()) / max(
-            config.objective.clip_low + config.objective.clip_high, 1e-12
-        )
-        metrics |= correction_metrics(config, mismatch)
-        log_s = torch.from_numpy(train[LOG_S.name])[present]
+        log_s = torch.from_numpy(train[LOG_S.name])[torch.from_numpy(present)]
         metrics["policy/ess"] = effective_sample_fraction(log_s)
         if config.old_log_probs == "rollout":
             parts = {"log_ratio": log_s}  # old is the server's: the two parts cannot be told apart
         else:
+            mismatch = torch.from_numpy(sums[present, SUM_NAMES.index("log_ratio")] / tokens[present])
             parts = {"log_ratio": mismatch + log_s, "log_ratio/mismatch": mismatch, "log_ratio/staleness": log_s}
         for name, values in parts.items():
             metrics |= {f"policy/{name}/{k}": v for k, v in log_ratio_summary(values).items()}
         return metrics
+
+    def _measured_gap(self, old: dict[str, np.ndarray], train: dict[str, np.ndarray]) -> GapRows:
+        """The gap of the responses measured before any update: all of them in an old pass of its own, those of the
+        first mini-batch where the training passes measure it.
+        """
+        assert self._batch is not None
+        trajectories = self._batch.trajectories
+        rows = np.full(len(trajectories), makes_old_pass(self._session.config))
+        for rank in self._gathered:
+            rows[rank[0].old.trajectory_index] = True
+        stale = [any(self._freshness.staleness(v, self._version) for v in t.weight_versions) for t in trajectories]
+        advantages = np.array([t.advantage for t in trajectories], dtype=np.float64)
+        return GapRows.measured(old, train, rows, advantages, np.array(stale, dtype=bool))
 
     def _reports(self, which: Literal["old", "train"]) -> list[PassReport]:
         """The reports of all ranks on one pass of every mini-batch."""
@@ -248,6 +248,17 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     }
 
 
+# Means over the steps that have them, for the final table.
+SUMMARISED = (
+    "policy/clip_fraction",
+    "policy/kept_fraction",
+    "policy/mini_batch/0/clip_fraction_positive",
+    "policy/mini_batch/0/clip_fraction_negative",
+    "mismatch/k3",
+    "mismatch/abs_log_ratio_mean",
+)
+
+
 def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_tokens: int, step: int) -> None:
     """Keep what the final table shows, over all attempts of the run (the summary is in the checkpoint)."""
     totals = summary.setdefault("totals", {})
@@ -255,7 +266,7 @@ def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_token
         if name.startswith("time/") and name.count("/") == 1:
             totals[name] = totals.get(name, 0.0) + value
     totals["num_tokens"] = totals.get("num_tokens", 0) + num_tokens
-    for name in ("policy/clip_fraction", "mismatch/k3", "mismatch/abs_log_ratio_mean"):
+    for name in SUMMARISED:
         if name in metrics:
             totals[name] = totals.get(name, 0.0) + metrics[name]
             totals[name + "/count"] = totals.get(name + "/count", 0) + 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,8 @@ def plain_values(parameter: torch.Tensor) -> torch.Tensor:
 def filled(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     """A zeroed plain tensor of the parameter's local shape and (nominal) dtype, to fill slice by slice.
 
-    On leaving the context, its content is the parameter's.
+    On leaving the context, its content is the parameter's. A quantized parameter keeps it as `exact_values` until the
+    optimizer has made its fp32 copy of it (`engine/megatron_optimizer.py`).
     """
     values = (
         torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -45,3 +46,4 @@ def filled(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     yield values
     if is_quantized(parameter):
         cast(_Quantized, parameter).quantize_(values)
+        cast(Any, parameter).exact_values = values

@@ -15,6 +15,7 @@ from layout_jobs import layout_config, recorded_sequences, shard
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.engine import forward_backward
 from gspo_mega.engine.context_parallel import local_rows
@@ -189,7 +190,7 @@ def run_context_sums(context: int, skipped: bool, use_rollout: bool, ratio: str 
     groups = create_groups(context=context)
     try:
         batch, values = context_batch(groups.context.size, groups.context.rank)
-        old_pass = OldPass(groups, "truncate", 2.0)
+        old_pass = OldPass(groups, CorrectionRule("none"))
         entropies = torch.ones_like(values)
         with counted(groups.context.group) as in_old_pass:
             old = None if skipped else [old_pass(batch, values - 0.01 * torch.cos(batch.labels.float()), entropies).old]

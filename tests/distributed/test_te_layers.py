@@ -121,6 +121,17 @@ def test_fp8_parameters_are_stepped_and_gathered(computed):
     assert np.allclose(one["grad_norms"], two["grad_norms"], rtol=0.1)
 
 
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_the_fp32_copies_of_fp8_parameters_are_the_imported_numbers(rank_pools, models, moments):
+    """Else they lie on FP8's grid, and small steps change no weight."""
+    sections = dict(
+        precision="fp8", fp8=dict(recipe="blockwise", parameters=True), optimizer=dict(moments_dtype=moments)
+    )
+    job = dict(folder=models["moe"], parallel=dict(expert=2), **sections)
+    for num, between, distance, left in rank_pools(2, transformer_engine=True).run("te_jobs:fp32_copies", **job):
+        assert num > 0 and between > 1000 and distance == 0.0 and left == 0
+
+
 @pytest.mark.parametrize("sections", [BF16, dict(precision="fp8", fp8=dict(recipe="blockwise"))], ids=["bf16", "fp8"])
 def test_recomputed_layers_give_the_same_gradient_to_the_bit(computed, sections):
     want = computed("moe", {}, align=32, **sections)

@@ -12,6 +12,7 @@ import torch
 from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.batches.assemble import assemble, fill_advantages
 from gspo_mega.certify.gradients import complete_gradients
+from gspo_mega.config.old_pass import makes_old_pass
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
@@ -74,8 +75,8 @@ def _train(config: Config, phase: list[str]) -> dict[str, np.ndarray]:
     fill_advantages(batch, config, 0)
     mine = assemble(batch, config, layout, 0)[groups.data.rank]
     phase[0] = "train"
-    skip_old_pass = config.batch.num_mini_batches == 1 or config.old_log_probs == "rollout"
-    old = [None if skip_old_pass else engine.old_pass(m.micro_batches) for m in mine]
+    # Nothing is corrected: made-up log-probs of a server would have most of the batch dropped.
+    old = [engine.old_pass(m.micro_batches) if makes_old_pass(config) else None for m in mine]
     frozen = [reference.log_probs(m.micro_batches) if reference is not None else None for m in mine]
     settings = objective_settings(config.algorithm, config.objective)
     engine.policy_gradients(mine[0].micro_batches, settings, mine[0].denominator, old[0], frozen[0])

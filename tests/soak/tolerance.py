@@ -87,7 +87,7 @@ CONFIG = REPOSITORY / "configs" / "quickstart_fp8.yaml"
 COLD_START = REPOSITORY / "configs" / "quickstart_fp8_sft.yaml"
 PROTOCOL = 1
 COLD_START_STEPS = 220
-CORRECTION = ("mismatch.correction=truncate",)
+CORRECTION = ("mismatch.correction=mask",)
 # The first measurement: plain fp32, whatever the run was trained in.
 EXACT = ("precision=fp32", "server.quantization=none", "server.kv_cache=auto", "eval.samples_per_prompt=2")
 
@@ -234,6 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of the rows")
     parser.add_argument("--block", nargs="+", choices=BLOCKS, default=list(BLOCKS), help="only these blocks of arms")
+    parser.add_argument("--arm", nargs="+", metavar="NAME", help="only the arms of these names, in the study's order")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--breaking", type=int, metavar="BITS", help="the arms at the dose that breaks, instead")
     parser.add_argument("--hours", type=float, default=float("inf"), help="start no run after this time")
@@ -243,6 +244,9 @@ def main(arguments: list[str] | None = None) -> int:
         arms = tuple(arm for arm in ARMS if arm.block in options.block)
     else:
         arms = breaking_arms(options.breaking)
+    if unknown := set(options.arm or ()) - {arm.name for arm in arms}:
+        parser.error(f"no such arm: {', '.join(sorted(unknown))}; --plan shows them")
+    arms = tuple(arm for arm in arms if options.arm is None or arm.name in options.arm)
     rows = read_rows(options.rows)
     done, runs = finished(rows, PROTOCOL), in_order(arms, tuple(options.seeds))
     if options.plan:

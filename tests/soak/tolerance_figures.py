@@ -66,8 +66,8 @@ def table(rows: Sequence[Row]) -> str:
             f"{fmean(row.k3_first for row in arm):.1e}",
             f"{fmean(row.k3 for row in arm):.1e}",
             f"{fmean(row.clip for row in arm):.3f}",
-            " ".join(f"{fmean(getattr(row, f'clip_high_{m}') for row in arm):.3f}" for m in range(4)),
-            " ".join(f"{fmean(getattr(row, f'clip_low_{m}') for row in arm):.3f}" for m in range(4)),
+            " ".join(f"{fmean(getattr(row, f'clip_positive_{m}') for row in arm):.3f}" for m in range(4)),
+            " ".join(f"{fmean(getattr(row, f'clip_negative_{m}') for row in arm):.3f}" for m in range(4)),
             f"{sum(row.outcome != 'trained' for row in arm)} of {len(arm)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -24,8 +24,8 @@ class Row:
 
     `accuracy`: the exported weights on an fp32 server without quantization. `server_accuracy`: what the run itself
     measured after its last step, on its own server. `k3`: KL(server || trainer) per token in nats, of the first step,
-    before any update, and the means over all and over the last ten steps. `clip_high_m`, `clip_low_m`: sequences with
-    A > 0 above and with A < 0 below the band, as shares of all sequences of mini-batch m, means over steps.
+    before any update, and the means over all and over the last ten steps. `clip_positive_m`, `clip_negative_m`: clipped
+    sequences of mini-batch m with A > 0 and with A < 0, as shares of all with that sign, means over steps.
     `positive_left`, `negative_left`: the share of |A| by sign that has a gradient after clipping, first mini-batch.
     """
 
@@ -47,14 +47,14 @@ class Row:
     abs_log_ratio_max: float
     log_s_mismatch_sd: float
     clip: float
-    clip_high_0: float
-    clip_high_1: float
-    clip_high_2: float
-    clip_high_3: float
-    clip_low_0: float
-    clip_low_1: float
-    clip_low_2: float
-    clip_low_3: float
+    clip_positive_0: float
+    clip_positive_1: float
+    clip_positive_2: float
+    clip_positive_3: float
+    clip_negative_0: float
+    clip_negative_1: float
+    clip_negative_2: float
+    clip_negative_3: float
     positive_left: float
     negative_left: float
     kept: float
@@ -114,13 +114,9 @@ def measured(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         found = [line.get(name, math.nan) for line in of]
         return [math.nan if value is None else float(value) for value in found]
 
-    def mini_batch(name: str) -> dict[str, float]:
-        return {
-            f"{name.removesuffix('_fraction').replace('_fraction_', '_')}_{m}": fmean(
-                values(f"policy/mini_batch/{m}/{name}")
-            )
-            for m in range(NUM_MINI_BATCHES)
-        }
+    def mini_batch(sign: str) -> dict[str, float]:
+        names = (f"policy/mini_batch/{m}/clip_fraction_{sign}" for m in range(NUM_MINI_BATCHES))
+        return {f"clip_{sign}_{m}": fmean(values(name)) for m, name in enumerate(names)}
 
     rewards = values("reward/mean")
     windows = [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)] or [fmean(rewards)]
@@ -134,8 +130,8 @@ def measured(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         # With the server's log-probs as old ones the run reports one log s; before the first update it is the gap.
         "log_s_mismatch_sd": values("policy/log_ratio/mismatch/sd", lines[:1])[0],
         "clip": fmean(values("policy/clip_fraction")),
-        **mini_batch("clip_fraction_high"),
-        **mini_batch("clip_fraction_low"),
+        **mini_batch("positive"),
+        **mini_batch("negative"),
         "positive_left": fmean(values("policy/mini_batch/0/positive_mass_left")),
         "negative_left": fmean(values("policy/mini_batch/0/negative_mass_left")),
         "kept": fmean(values("policy/kept_fraction")),

@@ -63,21 +63,44 @@ class Kl(Section):
 
 
 class Mismatch(Section):
-    """Correction of the gap between the two engines, pi_old(trainer) / mu(server), apart from the policy ratio."""
+    """The gap between the two engines, d = log pi_old(trainer) - log mu(server) of a sampled token, apart from the
+    policy ratio (docs/mismatch.md)."""
 
     correction: Literal["none", "truncate", "mask"] = Field(
-        default="truncate",
+        default="mask",
         description=(
-            "truncate: weigh a sequence by min(exp(mean log ratio), cap), detached. mask: drop sequences whose weight"
-            " leaves [1/cap, cap]."
+            "mask: drop a response of L tokens whose mean d is further than bound_nats / sqrt(L) from the batch's mean"
+            " m. truncate: keep it, and weigh every response by exp(mean d - m), cut above at that bound."
         ),
     )
-    cap: float = Field(default=2.0, gt=1, description="Bound of the sequence-level importance weight.")
+    bound_nats: float = Field(
+        default=0.5,
+        gt=0,
+        description=(
+            "Bound of sqrt(L) x |mean d - m|, nats; the noise of rounding has sd sqrt(2 KL) there, .04 (BF16) to .10"
+            " (FP8 KV cache), at every length."
+        ),
+    )
+    token_veto_nats: float | None = Field(
+        default=9.2,
+        gt=0,
+        description="A token with |d| above this drops its response: a ratio of 10,000. null: none does.",
+    )
+    kept_weight: Literal["one", "ratio"] = Field(
+        default="one",
+        description=(
+            "What a response that `mask` keeps weighs: 1, or exp(mean d - m). The second only adds the noise of mean d"
+            " to A; the importance weight that would remove a bias is exp(sum d)."
+        ),
+    )
     budget: float = Field(
         default=0.5,
         gt=0,
         json_schema_extra=MAY_CHANGE,
-        description="Warn when the mean |sequence log mismatch| exceeds this share of clip_low + clip_high.",
+        description=(
+            "Warn when the mean |mean d| of responses exceeds this share of clip_low + clip_high: a response in the"
+            " middle of the clip range is half of it away from an edge."
+        ),
     )
 
 

@@ -68,7 +68,7 @@ class ServerSupervisor:
     allowed.
 
     `entry` is the command that runs a server, without --spec and --parent; it may use the Python of another
-    environment. `start`: the folder that a server starts from before anything is published; `model.path` if None.
+    environment. `start`: the folder to start from before anything is published; `model.path` if None.
     """
 
     def __init__(
@@ -199,9 +199,8 @@ class ServerSupervisor:
             raise
 
     def _start_in(self, scratch: Scratch) -> _Running:
-        config, attempt = self._config, self._attempt
+        config, attempt, generation = self._config, self._attempt, self._registration.generation + 1
         weight_version, model_path = self._current_weights()
-        generation = self._registration.generation + 1
         port = _free_port(config.server.host)
         spec = spec_from_config(
             config,
@@ -232,9 +231,8 @@ class ServerSupervisor:
         """The version and the folder of the weights that this start loads; the version is None where nobody in this
         attempt has committed one for that folder. A folder in another form than the run's servers hold is passed over.
 
-        The folder to start from has no version, not even 0: with `model.weights` the trainer begins with other weights,
-        and a run that publishes through groups leaves nothing on disk. Weights that an earlier attempt committed have
-        none either: this attempt gives the same numbers to other weights. Such a server gets work after a publish.
+        The folder to start from has no version, not even 0: the trainer may begin with other weights (`model.weights`).
+        What an earlier attempt committed has none either: this attempt gives the same numbers to other weights.
         """
         current_file = self._attempt.run_folder.current_weights_file
         committed = _modified(current_file)  # read before the content, which may be replaced in between

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gspo_mega.algorithm.columns import COLUMNS, ENTROPY_SUM, LOG_S, MISMATCH_MAXIMA, MISMATCH_WEIGHT, merge_columns
+from gspo_mega.algorithm.columns import COLUMNS, CORRECTION_WEIGHT, ENTROPY_SUM, LOG_S, MISMATCH_MAXIMA, merge_columns
 
 
 def part(rows, **columns):
@@ -23,8 +23,8 @@ def test_sums_add_maxima_take_the_largest_and_the_rest_is_the_same():
 
 def test_a_name_says_nothing_about_the_reduction():
     """A weight of a name that ends like a sum's would be doubled by a reduction that follows names."""
-    merged = merge_columns([part([0], mismatch_weight=[0.5])] * 2, 1)
-    assert merged[MISMATCH_WEIGHT.name].tolist() == [0.5]
+    merged = merge_columns([part([0], correction_weight=[0.5])] * 2, 1)
+    assert merged[CORRECTION_WEIGHT.name].tolist() == [0.5]
     assert all(column.reduction in ("sum", "max", "same") for column in COLUMNS.values())
 
 

@@ -1,4 +1,4 @@
-"""The engine gap: correction weights and metrics."""
+"""The metrics of the engine gap."""
 
 from __future__ import annotations
 
@@ -11,37 +11,7 @@ from gspo_mega.algorithm.mismatch import (
     effective_sample_fraction,
     mismatch_metrics,
     mismatch_sums,
-    sequence_mean_log_ratio,
-    sequence_mismatch_weights,
 )
-
-LOG_RATIOS = torch.tensor([0.0, math.log(2.0), 3.0, -math.log(2.0), -3.0, 800.0], dtype=torch.float64)
-
-
-def test_weights_of_each_mode():
-    weights, keep = sequence_mismatch_weights(LOG_RATIOS, "none", 2.0)
-    assert weights.tolist() == [1.0] * 6 and keep.all()
-    weights, keep = sequence_mismatch_weights(LOG_RATIOS, "truncate", 2.0)
-    assert weights.tolist() == pytest.approx([1.0, 2.0, 2.0, 0.5, math.exp(-3), 2.0]) and keep.all()
-    weights, keep = sequence_mismatch_weights(LOG_RATIOS, "mask", 2.0)
-    assert keep.tolist() == [True, True, False, True, False, False]
-    assert weights.tolist() == pytest.approx([1.0, 2.0, 0.0, 0.5, 0.0, 0.0])
-
-
-def test_the_weight_does_not_shrink_with_the_length():
-    """A constant 7e-4 nats a token, over 4000 of them: near 1, not the 0.06 of the full product."""
-    tokens = 4000
-    new, old = torch.full((tokens,), -1.0007, dtype=torch.float64), torch.full((tokens,), -1.0, dtype=torch.float64)
-    sums, _ = mismatch_sums(new, old, torch.ones(tokens), torch.zeros(tokens, dtype=torch.int64), 1, 2.0)
-    weights, _ = sequence_mismatch_weights(sequence_mean_log_ratio(sums), "truncate", 2.0)
-    assert float(weights[0]) == pytest.approx(math.exp(-7e-4), rel=1e-10)
-
-
-def test_bad_correction_is_refused():
-    with pytest.raises(ValueError, match="valid: none, truncate, mask"):
-        sequence_mismatch_weights(LOG_RATIOS, "clip", 2.0)
-    with pytest.raises(ValueError, match="cap"):
-        sequence_mismatch_weights(LOG_RATIOS, "mask", 1.0)
 
 
 def test_parts_of_context_parallel_ranks_combine_to_the_whole():

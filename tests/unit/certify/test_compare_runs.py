@@ -5,9 +5,18 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from run_configs import make_config
 
 from gspo_mega.certify.cases import Case
-from gspo_mega.certify.compare_runs import TOLERANCES, Comparison, Difference, Reference, num_clip_flips, outside
+from gspo_mega.certify.compare_runs import (
+    TOLERANCES,
+    Comparison,
+    Difference,
+    Reference,
+    num_clip_flips,
+    outside,
+    tolerance_of,
+)
 from gspo_mega.certify.measure import Edges, Numbers
 from gspo_mega.certify.route_comparison import num_route_flips
 from gspo_mega.certify.table import Row, render_table
@@ -114,3 +123,11 @@ def test_exact_numbers_tolerate_no_difference():
     result = {kind: asdict(difference) if difference else None for kind, difference in last_bit.items()}
     assert outside(result, TOLERANCES["fp8"]) == []
     assert outside(result, TOLERANCES["fp8"], ["log_prob", "loss", "weights"]) == ["log_prob"]
+
+
+def test_one_scale_for_a_tensor_tolerates_more_than_one_for_a_block():
+    blocks, tensors = (
+        tolerance_of(make_config(precision="fp8", fp8=dict(recipe=recipe))) for recipe in ("mxfp8", "delayed")
+    )
+    assert blocks == TOLERANCES["fp8"] and tensors.log_prob == 2 * blocks.log_prob
+    assert tolerance_of(make_config(precision="bf16", fp8=dict(recipe="delayed"))) == TOLERANCES["bf16"]

@@ -137,3 +137,12 @@ def test_loading_and_planning_import_neither_torch_nor_numpy(write):
     seconds = time.perf_counter() - start
     assert done.stdout.strip() == "[]"
     assert seconds < 5  # measured 0.25; the bound allows for a machine busy with other tests
+
+
+def test_a_key_that_is_gone_names_its_successor(write):
+    path = write("mismatch:\n  correction: mask\n  cap: 2.0\n")
+    assert refused(path) == [
+        f"{path}:10:3: mismatch.cap: is no longer a key: the bound is `bound_nats` now, in nats for a response of one"
+        " token and divided by sqrt(L) for one of L; docs/mismatch.md"
+    ]
+    assert "is no longer a key" in refused(write(), ["mismatch.cap=3"])[0]

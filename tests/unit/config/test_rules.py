@@ -46,12 +46,12 @@ def refused(path, *overrides, command=None):
         (
             ["moe.routing_replay=R2", "batch.num_mini_batches=1"],
             "moe.routing_replay",
-            "`batch.num_mini_batches: 1` leaves out",
+            "with `batch.num_mini_batches: 1` the policy has not moved since",
         ),
         (
             ["moe.routing_replay=R2", "old_log_probs=rollout"],
             "moe.routing_replay",
-            "`old_log_probs: rollout` leaves out",
+            "`old_log_probs: rollout` leaves that pass out",
         ),
         (["algorithm=custom"], "objective.ratio", "valid: sequence, sequence_token, token"),
         (["objective.ratio=sequence"], "objective.ratio", "leave it out"),
@@ -225,8 +225,8 @@ def test_the_default_clip_range_of_grpo(write):
         (["algorithm=grpo", "objective.clip_low=3e-4"], "clip range 0.0003 / 0.27 instead of 0.2 / 0.27"),
         (["algorithm=custom", "objective.ratio=sequence"], "algorithm custom"),
         (["objective.dual_clip=3"], "dual clip 3"),
-        (["old_log_probs=rollout"], "old_log_probs: rollout"),
-        (["batch.num_mini_batches=1"], "old log-prob pass is skipped"),
+        (["old_log_probs=rollout"], "old_log_probs: rollout: the engines' mismatch enters the policy ratio"),
+        (["batch.num_mini_batches=1", "mismatch.correction=none"], "old log-prob pass is skipped"),
         (["rollout.top_p=0.9"], "truncated"),
         (["rollout.top_k=50"], "truncated"),
         (["rollout.temperature=0.7"], "temperature 0.7"),
@@ -235,10 +235,24 @@ def test_the_default_clip_range_of_grpo(write):
             ["rollout.filter_constant_groups=true"],
             "are replaced, up to 3 x prompts_per_step, which the paper does not do",
         ),
-        (["train.num_steps=2"], "mismatch.correction truncate: each sequence's term is weighed by min(w, 2)"),
         (
-            ["train.num_steps=2", "mismatch={correction: mask, cap: 3}"],
-            "weighed by w, or dropped where w leaves [1/3, 3]",
+            ["train.num_steps=2"],
+            "mismatch.correction mask: a response of L tokens is dropped where its mean d is further than 0.5 / sqrt(L)"
+            " from the batch's m; a token with |d| > 9.2 drops its response (d: trainer - server, nats)",
+        ),
+        (
+            ["train.num_steps=2", "mismatch={bound_nats: 0.3, token_veto_nats: null, kept_weight: ratio}"],
+            "further than 0.3 / sqrt(L) from the batch's m; one that is kept is weighed by exp(mean d - m) (d:",
+        ),
+        (
+            ["train.num_steps=2", "mismatch={correction: truncate, token_veto_nats: null}"],
+            "each response is weighed by exp(min(mean d - m, 0.5 / sqrt(L))) (d:",
+        ),
+        (["mismatch={correction: none, kept_weight: ratio}"], "kept_weight has no effect with `correction: none`"),
+        (
+            ["batch.num_mini_batches=1"],
+            "one mini-batch per step: old and current policy are the same, so nothing is clipped and the old log-prob"
+            " pass is made for mismatch.correction only",
         ),
         (["reward.permute_in_batch=true"], "a control"),
         (["advantage.std_ddof=1"], "divided by the sample standard deviation; the paper"),

@@ -125,6 +125,9 @@ def test_quantising_uses_the_given_scale_notes_the_amax_and_saturates():
     assert (ours._scale_inv.tolist(), amax.tolist()) == ([1 / 64], [14.0])
     quantizer(torch.tensor([[1.0]]))
     assert amax.tolist() == [14.0]
+    # Gradients: 1e4 * 64 is beyond E5M2's 57344, and no infinity is written.
+    gradients = Float8Quantizer(torch.tensor([64.0]), torch.zeros(1), DType.kFloat8E5M2)
+    assert gradients(torch.tensor([[1e4, -1e4, 1.0]]))._data.tolist() == [[0x7B, 0xFB, 0x54]]
     # Flat shards of FP8 parameters are cast with a quantiser that has no amax to note.
     silent = Float8Quantizer(torch.tensor([64.0]), torch.Tensor(), DType.kFloat8E4M3)
     assert silent(torch.tensor([[7.0]]))._data.tolist() == [[0x7E]]

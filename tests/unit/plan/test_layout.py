@@ -187,7 +187,7 @@ def test_the_report(load, shape):
     assert "longest sequence 48, padded to multiples of 2" in report
     assert "48 tokens of context" in report
     first, last = report.splitlines()[-2:]
-    assert first.startswith("notice   mismatch.correction truncate") and last.strip().startswith("temperature 0.5")
+    assert first.startswith("notice   mismatch.correction mask") and last.strip().startswith("temperature 0.5")
 
 
 def test_the_report_of_many_ranks_leaves_out_the_middle(load, shape):

@@ -1,4 +1,4 @@
-"""The pure parts of tests/soak/tolerance.py: its arms, rows, resumption, definitions, statistics, figures and dose."""
+"""The pure parts of tests/soak/tolerance.py: rows, resumption, definitions, statistics, figures."""
 
 import dataclasses
 import json
@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 import tolerance
 import tolerance_arms
-import tolerance_dose
 import tolerance_figures
 import tolerance_rows
-import torch
 from tolerance_rows import Row
 
-from gspo_mega.config import load_config
-from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.weights import publish
-
-REPOSITORY = Path(__file__).parents[3]
+from gspo_mega.metrics.catalogue import find_metric
 
 
 def row(arm="gspo-fp32-same-old_trainer", seed=1, accuracy=0.6, **changes):
@@ -28,44 +21,6 @@ def row(arm="gspo-fp32-same-old_trainer", seed=1, accuracy=0.6, **changes):
         field.name: {"int": 1, "float": 0.25, "str": "x"}[str(field.type)] for field in dataclasses.fields(Row)
     } | dict(protocol=tolerance.PROTOCOL, arm=arm, seed=seed, accuracy=accuracy, accuracy_se=0.015, outcome="trained")
     return Row(**(values | changes))
-
-
-# --- the arms -----------------------------------------------------------------------------------------------------
-
-
-def test_the_arms_are_those_of_the_protocol():
-    names = [arm.name for arm in tolerance_arms.ARMS]
-    assert len(names) == len(set(names)) == 19
-    grid = {(a.trainer, a.server) for a in tolerance_arms.ARMS if a.old == "trainer" and a.algorithm == "gspo"}
-    assert grid == {(t, s) for t in ("fp32", "fp8") for s in ("same", "fp8_block", "fp8_block+kv")}
-    direct = {(a.server, a.algorithm) for a in tolerance_arms.ARMS if a.block == "direct"}
-    assert direct == {(s, g) for s in ("fp8_block", "fp8_block+kv") for g in ("gspo", "grpo")}
-    dose = {(a.bits, a.algorithm) for a in tolerance_arms.ARMS if a.block == "dose"}
-    assert dose == {(b, g) for b in tolerance_arms.DOSES for g in ("gspo", "grpo")} and len(tolerance_arms.DOSES) == 4
-    for block in (*tolerance_arms.BLOCKS, "breaking"):
-        assert f"\n    {block} " in tolerance.__doc__, "the protocol names every block"
-
-
-@pytest.mark.parametrize("arm", [*tolerance_arms.ARMS, *tolerance_arms.breaking_arms(1)], ids=lambda arm: arm.name)
-def test_an_arm_is_a_configuration(arm):
-    config = load_config(tolerance.CONFIG, arm.overrides(tolerance.CORRECTION), "train").config
-    assert (config.precision, config.algorithm, config.old_log_probs) == (arm.trainer, arm.algorithm, arm.old)
-    assert config.server.quantization == ("none" if arm.server == "same" else "fp8_block")
-    assert config.server.kv_cache == ("fp8" if arm.server == "fp8_block+kv" else "auto")
-    assert (config.mismatch.correction == "none") == (not arm.corrected)
-    assert config.objective.clip_low == {"gspo": 3e-3, "grpo": 0.2}[arm.algorithm]
-
-
-def test_an_interrupted_block_has_whole_seeds():
-    runs = tolerance_arms.in_order(tolerance_arms.ARMS, (1, 2, 3))
-    assert len(runs) == 57
-    assert [(arm.trainer, arm.algorithm, seed) for arm, seed in runs[:4]] == [
-        ("fp32", "gspo", 1),
-        ("fp8", "gspo", 1),
-        ("fp32", "grpo", 1),
-        ("fp32", "gspo", 2),
-    ]
-    assert {arm.block for arm, _ in runs[9:33]} == {"dose"} and {seed for _, seed in runs[9:17]} == {1}
 
 
 # --- rows and resumption --------------------------------------------------------------------------------------------
@@ -134,6 +89,15 @@ def test_no_run_starts_after_the_hours(study, tmp_path):
     assert study == []
 
 
+def test_arms_by_name(study, tmp_path, capsys):
+    place = ["--rows", str(tmp_path / "rows.csv"), "--folder", str(tmp_path)]
+    assert tolerance.main([*place, "--arm", "grpo-fp32-same-old_trainer", "--seeds", "2"]) == 0
+    assert study == [("grpo-fp32-same-old_trainer", 2)]
+    with pytest.raises(SystemExit):
+        tolerance.main([*place, "--arm", "ppo"])
+    assert "no such arm: ppo" in capsys.readouterr().err
+
+
 def test_two_cold_starts_are_not_mixed(study, tmp_path, capsys):
     tolerance_rows.append_row(tmp_path / "rows.csv", row(cold_start="other"))
     assert tolerance.main(["--rows", str(tmp_path / "rows.csv"), "--folder", str(tmp_path)]) == 2
@@ -153,18 +117,34 @@ def test_columns_of_a_run():
     for step in range(1, 13):
         line = {"step": step, "reward/mean": step / 100, "mismatch/k3": 0.1 * step, "mismatch/abs_log_ratio_max": 1.0}
         line |= {f"policy/{name}": 0.5 for name in ("clip_fraction", "kept_fraction", "entropy")}
-        line |= {f"policy/mini_batch/{m}/clip_fraction_{side}": m / 10 for m in range(4) for side in ("high", "low")}
+        line |= {
+            f"policy/mini_batch/{m}/clip_fraction_{sign}": m / 10 for m in range(4) for sign in ("positive", "negative")
+        }
         line |= {f"policy/mini_batch/0/{sign}_mass_left": 0.75 for sign in ("positive", "negative")}
         steps.append(line)
     steps.append({"step": 12, "eval/accuracy": 0.5})  # the evaluation after a stop has a line of its own
     columns = tolerance_rows.measured(steps)
     assert columns["reward_last"] == columns["reward_best"] == pytest.approx(0.075)
     assert columns["k3_first"] == pytest.approx(0.1) and columns["k3"] == pytest.approx(0.65)
-    assert columns["k3_last"] == pytest.approx(0.75) and columns["clip_low_3"] == pytest.approx(0.3)
+    assert columns["k3_last"] == pytest.approx(0.75) and columns["clip_negative_3"] == pytest.approx(0.3)
     assert math.isnan(columns["log_s_mismatch_sd"]), "not reported where old is the server's"
     assert set(columns) <= set(tolerance_rows.COLUMNS)
     steps[3]["mismatch/k3"] = None
     assert math.isnan(tolerance_rows.measured(steps)["k3"]), "a value that was not finite is not left out"
+
+
+def test_the_metrics_that_are_read_are_in_the_catalogue():
+    read = set()
+
+    class Line(dict):
+        def get(self, name, default=None):
+            read.add(name)
+            return 0.5
+
+    tolerance_rows.measured([Line()])
+    assert len(read) > 15
+    for name in read:
+        find_metric(name)
 
 
 @pytest.mark.parametrize(
@@ -228,34 +208,21 @@ def test_figures_show_every_run_and_the_page_gets_the_table(tmp_path):
     assert "-0.100, beyond ± 0.033" in page and "3 of 3" in page and "Spread between seeds 0.020 (2 degrees" in page
 
 
+def test_the_committed_figures_and_table_are_of_the_committed_rows():
+    docs, rows = tolerance.ROWS.parent, tolerance_rows.read_rows(tolerance.ROWS)
+    rows = [one for one in rows if one.protocol == tolerance.PROTOCOL]
+    assert {one.outcome for one in rows} <= {"trained", "collapsed", "not finite"} and len(rows) > 0
+    assert len(tolerance_rows.finished(rows, tolerance.PROTOCOL)) == len(rows), "one row for each arm and seed"
+    assert (docs / "tolerance_arms.svg").read_text() == tolerance_figures.draw_arms(rows)
+    assert (docs / "tolerance_dose.svg").read_text() == tolerance_figures.draw_dose(rows)
+    page = (docs / "precision.md").read_text()
+    text = tolerance_figures.table(rows) + tolerance_figures.FIGURES
+    assert tolerance_figures.with_table(page, text) == page, "run: python tests/soak/tolerance_figures.py"
+
+
 def test_a_page_without_the_marks_is_an_error():
     with pytest.raises(ValueError, match="rows begin"):
         tolerance_figures.with_table("text", "table")
-
-
-# --- the dose -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", ["quickstart_wide", "quickstart_moe"])
-def test_the_dose_rounds_what_fp8_would_round(shape):
-    torch.manual_seed(0)
-    spec = read_model_spec(REPOSITORY / "configs" / "models" / f"{shape}.json")
-    changed = set()
-    for entry in hf_tensors(spec):
-        exact = torch.randn(entry.shape)
-        dosed = tolerance_dose.dosed(entry.name, exact, 0)
-        assert dosed.dtype == exact.dtype and dosed.shape == exact.shape
-        if not torch.equal(dosed, exact):
-            assert torch.equal(dosed.abs().log2().round(), dosed.abs().log2()), "no mantissa bit: powers of two"
-            changed.add(entry.name.split(".")[-2])
-    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
-
-def test_the_dose_goes_where_a_publisher_takes_its_tensors_from():
-    """The dose replaces this name of the module; elsewhere it would change nothing."""
-    assert "PolicyTensors" in publish.Publisher.__init__.__code__.co_names
-    assert publish.PolicyTensors is tolerance_dose.PolicyTensors
-    assert issubclass(tolerance_dose.tensors_of_dose(1), publish.PolicyTensors)
 
 
 def test_the_plan_of_the_study_is_its_command(capsys, tmp_path):
@@ -311,5 +278,5 @@ def test_an_arm_whose_gap_is_not_there_has_no_row(one_run, arm, k3):
 WRITTEN = {
     *("reward_best", "reward_last", "k3_first", "k3", "k3_last", "abs_log_ratio_max", "log_s_mismatch_sd"),
     *("clip", "positive_left", "negative_left", "kept", "entropy_last"),
-    *(f"clip_{side}_{m}" for side in ("high", "low") for m in range(4)),
+    *(f"clip_{sign}_{m}" for sign in ("positive", "negative") for m in range(4)),
 }

@@ -1,0 +1,24 @@
+"""Whether a step makes an old log-prob pass, and whether the engine gap is corrected: what follows from several keys.
+
+One place for the loop, the engine, the plan and the notices. Owns no default and no refusal.
+"""
+
+from __future__ import annotations
+
+from gspo_mega.config.schema import Config
+
+
+def corrects(config: Config) -> bool:
+    """Whether the gap between the two engines is corrected at all. With the server's log-probs as old ones it is in
+    the policy ratio, and nothing is left to correct.
+    """
+    return config.mismatch.correction != "none" and config.old_log_probs == "trainer"
+
+
+def makes_old_pass(config: Config) -> bool:
+    """Whether the trainer computes log-probs at the start of a rollout batch in a pass of its own.
+
+    With one optimizer step per rollout batch old is current, so the pass is needed for the correction only: it judges a
+    response by the whole batch, before the first gradient.
+    """
+    return config.old_log_probs == "trainer" and (config.batch.num_mini_batches > 1 or corrects(config))

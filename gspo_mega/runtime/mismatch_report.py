@@ -1,0 +1,182 @@
+"""The engine gap in a step's metrics: as a whole, by response length and by sign of the advantage; and its warnings.
+
+All of it is measured before any update of the step, where the gap is nothing but the difference of the two engines (and
+of the weights that sampled, where rollouts are stale). Owns the names and the sentences. The statistics are
+`gspo_mega.algorithm`'s, and whether the correction acts is `correction_report.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gspo_mega.algorithm.columns import CORRECTION_WEIGHT, MISMATCH_MAXIMA, MISMATCH_SUMS
+from gspo_mega.algorithm.diagnostics import clip_fraction_of, log_ratio_summary
+from gspo_mega.algorithm.mismatch import SUM_NAMES, mismatch_metrics
+from gspo_mega.algorithm.objective_settings import objective_settings
+from gspo_mega.config.schema import Config
+from gspo_mega.config.server_precision import server_dtype
+from gspo_mega.metrics.length_bins import rows_by_length
+
+# A warning that still holds is repeated after this many steps.
+WARN_AGAIN_STEPS = 100
+
+
+@dataclass(frozen=True)
+class GapRows:
+    """The responses of a step whose gap was measured before any update, n of them with an active token.
+
+    `sums` [n, K] and `maxima` [n, M] of `mismatch_sums`; `advantages` [n]; `is_stale` [n] bool: sampled, in part, by
+    older weights; `weights` [n] of the correction, None where there is none.
+    """
+
+    sums: np.ndarray
+    maxima: np.ndarray
+    advantages: np.ndarray
+    is_stale: np.ndarray
+    weights: np.ndarray | None
+
+    @classmethod
+    def measured(
+        cls,
+        old: Mapping[str, np.ndarray],
+        train: Mapping[str, np.ndarray],
+        rows: np.ndarray,
+        advantages: np.ndarray,
+        is_stale: np.ndarray,
+    ) -> GapRows:
+        """From the columns of all trajectories, [N] or [N, K]; `rows` [N] bool: measured before any update."""
+        sums = old[MISMATCH_SUMS.name]
+        chosen = rows & (sums[:, SUM_NAMES.index("tokens")] > 0)
+        weights = train.get(CORRECTION_WEIGHT.name)
+        return cls(
+            sums[chosen],
+            old[MISMATCH_MAXIMA.name][chosen],
+            advantages[chosen],
+            is_stale[chosen],
+            None if weights is None else weights[chosen],
+        )
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[n] active tokens of each response."""
+        return self.sums[:, SUM_NAMES.index("tokens")]
+
+    @property
+    def log_s(self) -> np.ndarray:
+        """[n] nats: mean over the response of trainer - server, which is log s with the server's as old log-probs."""
+        return self.sums[:, SUM_NAMES.index("log_ratio")] / np.maximum(self.lengths, 1.0)
+
+
+def gap_metrics(config: Config, gap: GapRows) -> dict[str, float]:
+    """The metrics `mismatch/...` of a step, but for those of the correction."""
+    metrics = {
+        f"mismatch/{name}": value
+        for name, value in mismatch_metrics(torch.from_numpy(gap.sums), torch.from_numpy(gap.maxima)).items()
+    }
+    metrics["mismatch/budget_share"] = _budget_share(config, gap.log_s)
+    parts = {f"length/{name}": rows for name, rows in rows_by_length(gap.lengths).items()}
+    for name, rows in (("positive", gap.advantages > 0), ("negative", gap.advantages < 0)):
+        if rows.any():
+            parts[f"advantage/{name}"] = rows
+    for part, rows in parts.items():
+        metrics |= {f"mismatch/{part}/{name}": value for name, value in _split(config, gap, rows).items()}
+    return metrics
+
+
+def _budget_share(config: Config, log_s: np.ndarray) -> float:
+    band = config.objective.clip_low + config.objective.clip_high
+    return float(np.abs(log_s).mean()) / max(band, 1e-12) if len(log_s) else 0.0
+
+
+def _split(config: Config, gap: GapRows, rows: np.ndarray) -> dict[str, float]:
+    log_s = torch.from_numpy(gap.log_s[rows])
+    summary = log_ratio_summary(log_s)
+    k3 = gap.sums[rows, SUM_NAMES.index("k3")].sum() / gap.lengths[rows].sum()
+    values = {
+        "num_sequences": float(rows.sum()),
+        "log_s_mean": summary["mean"],
+        "log_s_sd": summary["sd"],
+        "k3": float(k3),
+        "budget_share": _budget_share(config, gap.log_s[rows]),
+    }
+    settings = objective_settings(config.algorithm, config.objective)
+    if settings.ratio != "token":
+        values["clip_fraction"] = clip_fraction_of(settings, log_s, torch.from_numpy(gap.advantages[rows]))
+    if gap.weights is not None:
+        values["kept_fraction"] = float((gap.weights[rows] > 0).mean())
+    return values
+
+
+def gap_warnings(
+    config: Config, config_file: Path, gap: GapRows, metrics: Mapping[str, float], summary: dict[str, Any], step: int
+) -> list[str]:
+    """What to tell the user after a step, each thing once and then rarely. `summary`, which every checkpoint keeps,
+    remembers what was told.
+    """
+    told = summary.setdefault("mismatch_told", {})
+    lines = []
+
+    def is_due(what: str) -> bool:
+        if what in told and step - told[what] < WARN_AGAIN_STEPS:
+            return False
+        told[what] = step
+        return True
+
+    share, budget = metrics["mismatch/budget_share"], config.mismatch.budget
+    if share > budget and is_due("budget"):
+        lines.append(
+            f"warning  the engines' log-probs differ by {share:.2f} of the clip range before any update (mean |log s|"
+            f" of a response; mismatch.budget {budget:g}), k3 {metrics['mismatch/k3']:.1e} nats per token. "
+            + " ".join(_causes(config, gap, metrics))
+            + f" `gspo-mega budget {config_file}` measures each cause alone"
+        )
+    first = {sign: metrics.get(f"policy/mini_batch/0/clip_fraction_{sign}") for sign in ("negative", "positive")}
+    if config.old_log_probs == "rollout" and first["negative"] is not None and is_due("rollout"):
+        unit = "tokens" if objective_settings(config.algorithm, config.objective).ratio == "token" else "responses"
+        lines.append(
+            f"warning  old_log_probs: rollout clips {first['negative']:.2f} of the {unit} with A < 0 and"
+            f" {first['positive'] or 0.0:.2f} of those with A > 0 with no update at all (clip range"
+            f" {config.objective.clip_low:g} / {config.objective.clip_high:g}): the engines' difference takes their"
+            " gradient. `old_log_probs: trainer` does not"
+        )
+    kept = metrics.get("policy/kept_fraction", 1.0)
+    if gap.weights is not None and kept < 0.9 and is_due("dropped"):
+        lines.append(
+            f"warning  mismatch.correction {config.mismatch.correction} dropped {1 - kept:.2f} of the responses:"
+            " mismatch/length/... and mismatch/advantage/... say which (docs/mismatch.md)"
+        )
+    return lines
+
+
+def _causes(config: Config, gap: GapRows, metrics: Mapping[str, float]) -> list[str]:
+    """Sentences about what the difference is made of, as far as a step can tell."""
+    sentences = []
+    stale = gap.is_stale
+    if stale.all():
+        sentences.append("Staleness is part of it: all responses were sampled with older weights.")
+    elif stale.any():
+        fresh = _budget_share(config, gap.log_s[~stale])
+        whose = "staleness" if fresh <= config.mismatch.budget else "the engines, with staleness on top"
+        sentences.append(
+            f"The cause is {whose}: {fresh:.2f} for responses of the current weights,"
+            f" {_budget_share(config, gap.log_s[stale]):.2f} for the {stale.mean():.0%} that older ones sampled."
+        )
+    changed = metrics.get("routing/changed_since_rollout")
+    if changed:
+        sentences.append(
+            f"Routing is part of it: {changed:.2%} of (token, layer) pairs go to other experts than on the server"
+            " (`moe.routing_replay: R3` removes that part)."
+        )
+    elif config.moe.routing_replay == "R3":
+        sentences.append("Routing is not: R3 replays the server's.")
+    server, trainer = server_dtype(config), config.precision
+    formats = [name for name in (config.server.quantization, config.server.kv_cache) if name not in ("none", "auto")]
+    if formats or server != trainer:
+        sentences.append(f"The trainer computes in {trainer}, the server in {', '.join([server, *formats])}.")
+    return sentences or ["Its cause is not known from the step alone."]

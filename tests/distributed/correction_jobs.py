@@ -1,0 +1,101 @@
+"""What ranks run in the tests of the mismatch correction: known log-probs, and a model's own, through the old pass."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from layout_jobs import layout_config, pack, recorded_sequences
+
+from gspo_mega.algorithm.correction import CorrectionRule
+from gspo_mega.algorithm.diagnostics import POLICY_SUMS
+from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.engine.device_batch import to_device
+from gspo_mega.engine.losses import OldPass
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destroy_groups
+from gspo_mega.engine.shared_correction import correct_batch
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.records import MicroBatch
+from gspo_mega.weights.hf_import import import_huggingface
+
+NUM_ROWS = 12
+
+
+def mini_batches(data_rank: int, data_size: int, align: int, per_pack: int) -> list[list[MicroBatch]]:
+    """Two mini-batches of the twelve recorded sequences, this data rank's packs of each; filler where one runs out."""
+    sequences = recorded_sequences()
+    parts = []
+    for rows in ((0, 3, 5, 7, 8, 9), (1, 2, 4, 6, 10, 11)):
+        mine = list(rows)[data_rank::data_size]
+        packs = [mine[i : i + per_pack] for i in range(0, len(mine), per_pack)] or [[-1]]
+        parts.append([pack(sequences, [*p, -1] if per_pack == 2 else p, align) for p in packs])
+    return parts
+
+
+def of_known_log_probs(rules: dict[str, dict], context: int = 1, per_pack: int = 3) -> dict[str, dict]:
+    """The correction by each rule where trainer and server have known log-probs: nothing but its own arithmetic depends
+    on the layout. By rule and trajectory: weight, keep, deviation; the centre.
+    """
+    groups = create_groups(context=context)
+    try:
+        return {name: _by_rule(CorrectionRule(**rule), groups, per_pack) for name, rule in rules.items()}
+    finally:
+        destroy_groups()
+
+
+def _by_rule(rule: CorrectionRule, groups: ParallelGroups, per_pack: int) -> dict:
+    old_pass = OldPass(groups, rule)
+    gaps, rows = [], []
+    for packs in mini_batches(groups.data.rank, groups.data.size, 2 * groups.context.size, per_pack):
+        for micro_batch in packs:
+            # From certain tokens, 1e-12 nats, to rare ones, so that plain sums would depend on their order. The trainer's
+            # differ in proportion, and at one token in eleven by much.
+            x = micro_batch.rollout_log_probs.astype(np.float64)
+            theirs = -np.minimum(np.exp(40 * (x + 6.4)), 8.0)
+            noise = 0.02 * theirs * np.sin(1e4 * x) + np.where(micro_batch.labels % 11 == 0, 1.7 * np.cos(x), 0.0)
+            server, trainer = (
+                to_device(dataclasses.replace(micro_batch, rollout_log_probs=values.astype(np.float32)), groups)
+                for values in (theirs, theirs + noise)
+            )
+            ours = trainer.rollout_log_probs
+            gaps.append(old_pass.measure(server, ours, torch.zeros_like(ours))[1].gap)
+            rows.append(micro_batch.trajectory_index)
+    decided = correct_batch(rule, gaps, groups)
+    result = dict(weights=np.full(NUM_ROWS, np.nan), deviations=np.full(NUM_ROWS, np.nan))
+    for index, part in zip(rows, decided, strict=True):
+        real = index >= 0
+        assert part.keep[~real].all() and (part.weights[~real] == 1).all(), "filler is not corrected"
+        assert torch.equal(part.keep, part.weights > 0)
+        for name, values in result.items():
+            values[index[real]] = getattr(part, name).numpy()[real]
+    return result | dict(centre=float(decided[0].centre[0]))
+
+
+def of_a_model(folder: str, rule: dict, parallel: dict, per_pack: int = 3) -> dict:
+    """The correction in the engine: old passes of two mini-batches, then what the training passes report. By
+    trajectory, this rank's: weight and deviation; the kept and all sequences of this rank's part.
+    """
+    config = layout_config(folder, {"expert_tensor": 1, **parallel}, mismatch=rule)
+    groups = create_groups(context=parallel.get("context", 1), pipeline=parallel.get("pipeline", 1))
+    try:
+        engine = PolicyEngine(config, read_model_spec(folder), groups, num_optimizer_steps=10)
+        import_huggingface(folder, engine.spec, groups, engine.chunks)
+        engine.after_weights_loaded()
+        parts = mini_batches(groups.data.rank, groups.data.size, 2 * groups.context.size, per_pack)
+        old = [engine.old_pass(packs) for packs in parts]
+        engine.correct(old)
+        result = dict(weights=np.full(NUM_ROWS, np.nan), deviations=np.full(NUM_ROWS, np.nan))
+        sums = np.zeros(len(POLICY_SUMS))
+        for packs, state in zip(parts, old, strict=True):
+            report = engine.policy_gradients(packs, ObjectiveSettings(), 11.0, state)
+            if report.columns:
+                result["weights"][report.trajectory_index] = report.columns["correction_weight"]
+                result["deviations"][report.trajectory_index] = report.columns["correction_deviation"]
+                sums += report.totals["policy_sums"]
+        totals = torch.from_numpy(sums)
+        torch.distributed.all_reduce(totals, group=groups.host.group)
+        return result | dict(sums=dict(zip(POLICY_SUMS, totals.tolist(), strict=True)))
+    finally:
+        destroy_groups()

@@ -1,0 +1,74 @@
+"""The mismatch correction keeps the same responses, with the same weights, in every layout and packing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from layout_models import make_folder
+
+LAYOUTS = {
+    "DP2": dict(world=2),
+    "CP2": dict(world=2, context=2),
+    "one-rank-packs-of-2-and-filler": dict(world=1, per_pack=2),
+    "one-rank-one-pack": dict(world=1, per_pack=6),
+}
+RULES = {
+    "mask": dict(mode="mask", bound_nats=0.45, token_veto_nats=1.65),
+    "mask-ratio": dict(mode="mask", bound_nats=0.45, token_veto_nats=None, kept_weight="ratio"),
+    "truncate": dict(mode="truncate", bound_nats=0.2, token_veto_nats=1.65),
+}
+
+
+def merged(results: list[dict], name: str) -> np.ndarray:
+    """[12], each trajectory's value from the ranks that have it, which must agree to the bit."""
+    values = np.stack([result[name] for result in results])
+    first = np.nanmax(values, axis=0)
+    assert np.array_equal(np.where(np.isnan(values), first, values), np.broadcast_to(first, values.shape))
+    return first
+
+
+@pytest.fixture(scope="module")
+def one_rank(rank_pools):
+    return rank_pools(1).run("correction_jobs:of_known_log_probs", rules=RULES)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_known_log_probs_are_decided_alike_to_the_bit(rank_pools, one_rank, layout):
+    arguments = dict(LAYOUTS[layout])
+    ranks = rank_pools(arguments.pop("world")).run("correction_jobs:of_known_log_probs", rules=RULES, **arguments)
+    for rule, values in RULES.items():
+        want, got = [rank[rule] for rank in one_rank], [rank[rule] for rank in ranks]
+        for name in ("weights", "deviations"):
+            assert merged(got, name).tobytes() == merged(want, name).tobytes(), (rule, name)
+        assert {result["centre"] for result in got} == {want[0]["centre"]}
+        # The case decides something: some are dropped or cut, some are not.
+        changed = merged(want, "weights") == 0
+        if values["mode"] == "truncate":
+            changed |= merged(want, "deviations") > values["bound_nats"]
+        assert 1 <= changed.sum() <= 7
+
+
+MODEL_RULE = dict(correction="mask", bound_nats=2.5, token_veto_nats=1.85)
+
+
+@pytest.fixture(scope="module")
+def model(rank_pools, tmp_path_factory):
+    folder = str(make_folder(tmp_path_factory.mktemp("model") / "dense", moe=False))
+    return folder, rank_pools(1).run("correction_jobs:of_a_model", folder=folder, rule=MODEL_RULE, parallel={})
+
+
+@pytest.mark.parametrize("layout", ["DP2", "CP2", "PP2"])
+def test_a_model_in_any_layout_trains_on_the_same_responses(rank_pools, model, layout):
+    folder, want = model
+    arguments = dict(LAYOUTS.get(layout, dict(world=2, pipeline=2)))
+    pool = rank_pools(arguments.pop("world"))
+    got = pool.run("correction_jobs:of_a_model", folder=folder, rule=MODEL_RULE, parallel=arguments)
+    weights, deviations = merged(want, "weights"), merged(want, "deviations")
+    assert np.abs(np.abs(deviations) - 2.5).min() > 1e-3, "rounding decides nothing"
+    assert np.array_equal(merged(got, "weights"), weights) and 2 <= weights.sum() <= 10
+    assert np.abs(merged(got, "deviations") - deviations).max() < 1e-4
+    # The fully masked trajectory is in no sum; what is dropped stays in the denominator.
+    for sums in (want[0]["sums"], got[0]["sums"]):
+        assert sums["num_sequences"] == pytest.approx(11)
+        assert sums["num_kept_sequences"] == pytest.approx(weights.sum() - 1)
+    assert got[0]["sums"]["objective"] == pytest.approx(want[0]["sums"]["objective"], abs=1e-5)

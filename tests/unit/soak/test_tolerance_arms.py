@@ -1,0 +1,73 @@
+"""The arms of tests/soak/tolerance.py are configurations, in the order of its protocol; its dose rounds what it says."""
+
+from pathlib import Path
+
+import pytest
+import tolerance
+import tolerance_arms
+import tolerance_dose
+import torch
+
+from gspo_mega.config import load_config
+from gspo_mega.model.families import hf_tensors
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.weights import publish
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def test_the_arms_are_those_of_the_protocol():
+    names = [arm.name for arm in tolerance_arms.ARMS]
+    assert len(names) == len(set(names)) == 19
+    grid = {(a.trainer, a.server) for a in tolerance_arms.ARMS if a.old == "trainer" and a.algorithm == "gspo"}
+    assert grid == {(t, s) for t in ("fp32", "fp8") for s in ("same", "fp8_block", "fp8_block+kv")}
+    direct = {(a.server, a.algorithm) for a in tolerance_arms.ARMS if a.block == "direct"}
+    assert direct == {(s, g) for s in ("fp8_block", "fp8_block+kv") for g in ("gspo", "grpo")}
+    dose = {(a.bits, a.algorithm) for a in tolerance_arms.ARMS if a.block == "dose"}
+    assert dose == {(b, g) for b in tolerance_arms.DOSES for g in ("gspo", "grpo")} and len(tolerance_arms.DOSES) == 4
+    for block in (*tolerance_arms.BLOCKS, "breaking"):
+        assert f"\n    {block} " in tolerance.__doc__, "the protocol names every block"
+
+
+@pytest.mark.parametrize("arm", [*tolerance_arms.ARMS, *tolerance_arms.breaking_arms(1)], ids=lambda arm: arm.name)
+def test_an_arm_is_a_configuration(arm):
+    config = load_config(tolerance.CONFIG, arm.overrides(tolerance.CORRECTION), "train").config
+    assert (config.precision, config.algorithm, config.old_log_probs) == (arm.trainer, arm.algorithm, arm.old)
+    assert config.server.quantization == ("none" if arm.server == "same" else "fp8_block")
+    assert config.server.kv_cache == ("fp8" if arm.server == "fp8_block+kv" else "auto")
+    assert (config.mismatch.correction == "none") == (not arm.corrected)
+    assert config.objective.clip_low == {"gspo": 3e-3, "grpo": 0.2}[arm.algorithm]
+
+
+def test_an_interrupted_block_has_whole_seeds():
+    runs = tolerance_arms.in_order(tolerance_arms.ARMS, (1, 2, 3))
+    assert len(runs) == 57
+    assert [(arm.trainer, arm.algorithm, seed) for arm, seed in runs[:4]] == [
+        ("fp32", "gspo", 1),
+        ("fp8", "gspo", 1),
+        ("fp32", "grpo", 1),
+        ("fp32", "gspo", 2),
+    ]
+    assert {arm.block for arm, _ in runs[9:33]} == {"dose"} and {seed for _, seed in runs[9:17]} == {1}
+
+
+@pytest.mark.parametrize("shape", ["quickstart_wide", "quickstart_moe"])
+def test_the_dose_rounds_what_fp8_would_round(shape):
+    torch.manual_seed(0)
+    spec = read_model_spec(REPOSITORY / "configs" / "models" / f"{shape}.json")
+    changed = set()
+    for entry in hf_tensors(spec):
+        exact = torch.randn(entry.shape)
+        dosed = tolerance_dose.dosed(entry.name, exact, 0)
+        assert dosed.dtype == exact.dtype and dosed.shape == exact.shape
+        if not torch.equal(dosed, exact):
+            assert torch.equal(dosed.abs().log2().round(), dosed.abs().log2()), "no mantissa bit: powers of two"
+            changed.add(entry.name.split(".")[-2])
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_the_dose_goes_where_a_publisher_takes_its_tensors_from():
+    """The dose replaces this name of the module; elsewhere it would change nothing."""
+    assert "PolicyTensors" in publish.Publisher.__init__.__code__.co_names
+    assert publish.PolicyTensors is tolerance_dose.PolicyTensors
+    assert issubclass(tolerance_dose.tensors_of_dose(1), publish.PolicyTensors)
