@@ -141,6 +141,8 @@ def _budget(facts: Facts, findings: Findings, advice: Advice) -> None:
             if part is None or settings is None or isinstance(settings, Nothing) or part.share < _MAIN:
                 continue
             for key, value in settings.items():
+                if key == "model.path":  # a folder of the budget's own
+                    continue
                 advice.keys[key] = (value, f"takes away {part.share:.0%} of the squared mismatch, at its price")
     elif share.below(allowed):
         advice.sentences.append(f"{text} {allowed:g}.")

@@ -109,12 +109,12 @@ def ratio_estimate(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) 
 
 
 def share_estimate(flags: np.ndarray, groups: np.ndarray) -> Estimate:
-    """The share of true `flags` [N] bool. None or all of N say no more than that the share is within 3 / N of that,
-    which two standard errors then are.
+    """The share of true `flags` [N] bool. None or all of G groups say no more than that the share is within 3 / G of
+    that, which two standard errors then are.
     """
     estimate = ratio_estimate(flags.astype(float), np.ones(len(flags)), groups)
     if len(flags) and estimate.value in (0.0, 1.0):
-        return Estimate(estimate.value, 1.5 / len(flags))
+        return Estimate(estimate.value, 1.5 / len(np.unique(groups)))
     return estimate
 
 

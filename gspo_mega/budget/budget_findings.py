@@ -147,4 +147,5 @@ def _faults(
         facts.spec.num_layers,
         facts.config.rollout.temperature,
         reference,
+        facts.spec.moe is not None,
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gspo_mega.budget.served_folders import folder_of
 from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
@@ -97,6 +98,20 @@ def _attention(facts: Facts) -> Settings | Nothing:
     if facts.spec.latent is not None and facts.device == "cpu":
         return Nothing("latent attention has one backend on a CPU", False)
     return _keys({"server.attention_backend": plain})(facts)
+
+
+def _server_activations(facts: Facts) -> Settings | Nothing:
+    if facts.config.server.quantization == "none":
+        return Nothing("server.quantization is none", True)
+    return {"server.quantization": "none", "model.path": str(folder_of(facts.config, "rounded"))}
+
+
+def _server_weights(facts: Facts) -> Settings | Nothing:
+    if facts.config.server.quantization == "none":
+        return Nothing("server.quantization is none", True)
+    if facts.spec.stored is not None:
+        return Nothing("model.path is quantized itself: both engines hold rounded weights", True)
+    return {"model.path": facts.config.model.path}
 
 
 def _server_precision(facts: Facts) -> Settings | Nothing:
@@ -193,11 +208,18 @@ CAUSES: tuple[Cause, ...] = (
         avoidable=True,
     ),
     Cause(
-        "server quantization",
+        "server activations",
         "server",
-        "quantized weights and activations against plain ones",
-        _keys({"server.quantization": "none"}),
+        "quantized activations against plain ones, with rounded weights in both",
+        _server_activations,
         avoidable=True,
+    ),
+    Cause(
+        "server weights",
+        "server",
+        "weights rounded as the servers quantize them against the model's own",
+        _server_weights,
+        after=("server activations",),
     ),
     Cause(
         "server LM head", "server", "the servers' LM head in their precision against fp32", _server_head, avoidable=True

@@ -21,6 +21,7 @@ from gspo_mega.budget.budget_findings import Findings, find
 from gspo_mega.budget.causes import ALTERNATIVES, CAUSES, ONE_RANK, Facts, Nothing, Settings, value_of
 from gspo_mega.budget.fixed_tokens import FixedTokens
 from gspo_mega.budget.report_budget import as_json, render
+from gspo_mega.budget.served_folders import make_folder, remove_folders, start_folder
 from gspo_mega.budget.walks import Plan, Point, make_plan
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.config.layer_library import has_transformer_engine_layers
@@ -85,7 +86,8 @@ class Conduct:
 
     def check(self, settings: Settings, side: str) -> str | None:
         """Why a start with these keys is refused; None where it is not."""
-        keys = {key: value for key, value in settings.items() if not key.startswith("@")}
+        # A folder of weights that is not there yet is that of a model of the same shape.
+        keys = {key: value for key, value in settings.items() if not key.startswith("@") and key != "model.path"}
         try:
             plan_run(self.load({**ONE_RANK, **keys} if side == "server" else keys), self.facts.device)
         except GspoMegaError as error:
@@ -137,12 +139,23 @@ class Conduct:
         library = self.facts.device == "cpu" and has_transformer_engine_layers(config, has_gpu=False)
         return ("trainer", config.cluster.ranks_per_node, library)
 
+    def weights(self, settings: Settings) -> Settings:
+        """The settings of a server with the folder it starts from, which is made where it is one of the budget's."""
+        config = self.loaded.config
+        own = start_folder(config)
+        if own is not None and "model.path" not in settings:
+            settings = {**settings, "model.path": str(own)}
+        path = settings.get("model.path")
+        if path is not None and path != config.model.path:
+            make_folder(config, Path(path))
+        return settings
+
     def start(self, points: list[Point]) -> tuple[RankError | None, int]:
         """Evaluate points of one start; (the failure of its processes, the exit code of a stop)."""
         started = time.monotonic()
         on_server = points[0].side == "server"
         if on_server:
-            settings, trainer = {**ONE_RANK, **points[0].keys}, []
+            settings, trainer = {**ONE_RANK, **self.weights(points[0].keys)}, []
         else:
             # A point says what differs from the run; on these ranks it must also undo what another one sets.
             touched = sorted({key for point in points for key in point.keys})
@@ -201,6 +214,7 @@ def budget(
     code, plan = conduct.evaluate(both_orders)
     if code:
         return code
+    remove_folders(loaded.config)
     findings = conduct.findings(plan)
     advice = advise(conduct.facts, findings)
     say("\n" + render(findings, advice))
@@ -213,7 +227,8 @@ def budget(
 def _describe(points: list[Point], start: tuple[Any, ...]) -> str:
     count = f"{len(points)} evaluation{'s' if len(points) > 1 else ''}"
     if points[0].side == "server":
-        what = ", ".join(f"{key}={value}" for key, value in points[0].keys.items()) or "as in the run"
+        keys = {key: Path(value).name if key == "model.path" else value for key, value in points[0].keys.items()}
+        what = ", ".join(f"{key}={value}" for key, value in keys.items()) or "as in the run"
         return f"server {what}: {count}"
     library = " with Transformer Engine" if start[2] else ""
     return f"trainer on {start[1]} rank{'s' if start[1] > 1 else ''}{library}: {count}"

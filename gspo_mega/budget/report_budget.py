@@ -13,7 +13,8 @@ from gspo_mega.budget.budget_findings import Findings
 _LEGEND = (
     "k3: mean(e^x - 1 - x) per token, nats, of the difference x that the cause adds to d = trainer - rollout;",
     "band: mean |log s| in widths of the clip range, log s being the mean of x over a sequence (or over its first so",
-    "many tokens); A<0, A>0: share that the clip range would cut off with no update at all, had the cause acted alone;",
+    "many tokens); A<0, A>0: share of all responses below, above the clip range, had the cause acted alone: there",
+    "A < 0, A > 0 is clipped with no update at all (no reward is looked at);",
     "forward, backward: share of the squared mismatch in each order of changing the causes, 100 % together.",
     "(+-): one standard error, from the spread between prompts.",
 )

@@ -6,6 +6,7 @@ Runs on rank 0 of a start with servers. Owns how the server is asked; `prompt_sc
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from gspo_mega.rollout.server_pool import ServerPool
 _FLUSH_SECONDS = 60.0
 
 
-def sample_tokens(rollouts: Rollouts, config: Config, on_wait) -> FixedTokens:
+def sample_tokens(rollouts: Rollouts, config: Config, on_wait: Callable[[], None]) -> FixedTokens:
     """Sample the tokens from the run's own data as training does, temperature, top_p and top_k included. `on_wait` is
     called meanwhile, and what it raises ends the wait.
     """

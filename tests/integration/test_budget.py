@@ -32,7 +32,11 @@ def found(tmp_path_factory, quickstart_files):
     """What the budget finds in each scenario, from one start of a server and a rank."""
     folder = tmp_path_factory.mktemp("budget_faults")
     given = overrides(
-        quickstart_files, folder, "budget.causes=[server batch, trainer packing]", "budget.num_prompts=24"
+        quickstart_files,
+        folder,
+        "budget.causes=[server batch, trainer packing]",
+        "budget.num_prompts=24",
+        "budget.samples_per_prompt=4",
     )
     conduct = Conduct(load_config(CONFIG, given, "budget"), given, print, ())
     conduct.refuse_impossible()

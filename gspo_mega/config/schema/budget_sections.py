@@ -13,11 +13,11 @@ class Budget(Section):
     """`gspo-mega budget`: where the mismatch of trainer and servers comes from, before a run."""
 
     num_prompts: int = Field(
-        default=32,
+        default=64,
         ge=1,
         description="Prompts of the run's own data whose responses are scored; standard errors need at least 2.",
     )
-    samples_per_prompt: int = Field(default=4, ge=1, description="Responses sampled for each of them.")
+    samples_per_prompt: int = Field(default=2, ge=1, description="Responses sampled for each of them.")
     together: int = Field(
         default=64,
         ge=1,

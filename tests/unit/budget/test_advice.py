@@ -60,10 +60,10 @@ def said(advice):
 
 def test_a_gap_of_fp8_size_is_to_be_recomputed():
     run = facts()
-    advice = advise(run, findings(run, {"server quantization": noise(4.5e-3), ENGINES: noise(1e-9, 1)}))
+    advice = advise(run, findings(run, {"server weights": noise(4.5e-3), ENGINES: noise(1e-9, 1)}))
     assert "would clip" in said(advice) and "A < 0" in said(advice) and "recompute them" in said(advice)
     assert advice.keys["old_log_probs"][0] == "trainer"
-    assert "server quantization 100%" in said(advice)
+    assert "server weights 100%" in said(advice)
     assert "a run will warn at every step" in said(advice)
 
 

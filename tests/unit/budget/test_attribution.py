@@ -18,6 +18,7 @@ from gspo_mega.budget.attribution import (
     prefix_means,
     ratio_estimate,
     sequence_means,
+    share_estimate,
     three_lengths,
 )
 
@@ -117,3 +118,12 @@ def test_shares_of_parts_add_up_to_one(pairs):
 def test_a_part_that_takes_away_has_a_negative_share():
     assert explained_share(np.array([-1.0, -1.0]), np.array([2.0, 2.0])) == pytest.approx(-0.5)
     assert explained_share(np.zeros(2), np.zeros(2)) == 0.0
+
+
+def test_none_of_a_few_prompts_is_no_certain_zero():
+    # The rule of three: none of 10 prompts is at most 3 / 10, whatever the number of samples of each.
+    flags, prompts = np.zeros(40, bool), np.repeat(np.arange(10), 4)
+    assert share_estimate(flags, prompts) == Estimate(0.0, 0.15)
+    assert share_estimate(~flags, prompts) == Estimate(1.0, 0.15)
+    flags[0] = True
+    assert share_estimate(flags, prompts).error == pytest.approx(0.025)

@@ -82,7 +82,7 @@ def test_every_cause_of_a_quantized_run_is_changed():
     for names in (forward, backward):
         assert names.index("trainer precision") < names.index("trainer layers") < names.index("trainer FP8")
         assert names.index("server LM head") < names.index("server precision")
-    free = ("server batch", "server KV cache", "server quantization")
+    free = ("server batch", "server KV cache", "server weights")
     assert [n for n in backward if n in free] == [n for n in forward if n in free][::-1]
 
 
@@ -123,7 +123,7 @@ def test_a_chosen_cause_is_changed_alone_and_the_others_are_named():
     plan = make_plan(run)
     assert order(plan, "forward") == [SAMPLING, "prefix cache", ENGINES, "trainer precision"]
     assert plan.nothing["server attention"] == Nothing("left out by budget.causes", False)
-    assert plan.nothing["server quantization"].is_zero
+    assert plan.nothing["server weights"].is_zero
 
 
 def test_a_refused_cause_is_named_with_its_reason():

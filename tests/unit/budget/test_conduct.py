@@ -1,0 +1,125 @@
+"""What `gspo-mega budget` refuses before it starts anything, and which evaluations share a start."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from gspo_mega.budget.causes import ONE_RANK
+from gspo_mega.budget.conduct import Conduct
+from gspo_mega.budget.fixed_tokens import FixedTokens, Sampled
+from gspo_mega.budget.served_folders import folder_of, make_folder, remove_folders, start_folder
+from gspo_mega.budget.walks import Point, make_plan
+from gspo_mega.config import load_config, render_config
+from gspo_mega.errors import ConfigError, PlanError
+from gspo_mega.model.block_fp8 import is_quantizable
+from gspo_mega.model.families import hf_tensors
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.weights.random_folder import make_random_folder
+
+CONFIG = "configs/quickstart.yaml"
+MODEL = "model.path=configs/models/quickstart_moe.json"
+
+
+def conduct(*overrides):
+    given = [MODEL, *overrides]
+    return Conduct(load_config(CONFIG, given, "budget"), given, lambda line: None, ())
+
+
+def test_several_nodes_are_refused_with_what_to_override():
+    with pytest.raises(PlanError, match=r"cluster.num_nodes: 2: `gspo-mega budget` runs on one machine. Override"):
+        conduct("cluster.num_nodes=2")
+
+
+def test_an_unknown_cause_is_refused_with_the_list():
+    with pytest.raises(ConfigError, match=r"budget.causes: 'server cache' is no cause; valid: .*server KV cache"):
+        conduct("budget.causes=[server cache]")
+
+
+def test_a_run_s_resolved_file_is_taken_as_it_is(tmp_path):
+    loaded = load_config(CONFIG, [MODEL, "server.num_servers=2", "train.num_steps=3"], "train")
+    file = tmp_path / "config.resolved.yaml"
+    file.write_text(render_config(loaded.config))
+    made = Conduct(load_config(file, (), "budget"), (), lambda line: None, ())
+    config = made.load({}).config
+    assert config.server.num_servers == 1 and config.eval is None
+    assert config.run.name == f"{loaded.config.run.name}-budget"
+
+
+def test_what_the_plan_refuses_is_named_as_unchangeable():
+    # One rank cannot hold the run's pack.
+    made = conduct()
+    assert made.check({"parallel.tensor": 3}, "trainer") is not None
+    made.refuse_impossible()
+    assert made.refused == {}
+
+
+def test_r2_is_measured_as_the_old_pass_which_chooses_its_own_experts():
+    made = conduct("moe.routing_replay=R2", "model.weights=null")
+    assert made.load({}).config.moe.routing_replay == "none"
+
+
+def test_evaluations_share_a_start_by_what_a_process_cannot_change():
+    made = conduct("precision=bf16")
+    starts = {point: made.start_of(point) for point in make_plan(made.facts).points}
+    kinds = {start[0] for start in starts.values()}
+    assert kinds == {"server", "trainer"}
+    assert {start[1:] for start in starts.values() if start[0] == "trainer"} == {(1, False), (2, False)}
+    with_library = Point.of("trainer", {**ONE_RANK, "engine.transformer_engine": True})
+    assert made.start_of(with_library) == ("trainer", 1, True)
+
+
+def test_the_tokens_come_back_from_their_file(tmp_path):
+    sequences = (Sampled(0, (1, 2, 3), (4, 5), (-0.5, -1.0)), Sampled(1, (6,), (7,), (-2.0,)))
+    fixed = FixedTokens(sequences, (np.zeros((4, 1, 2), np.int32), np.ones((1, 1, 2), np.int32)))
+    fixed.save(tmp_path)
+    again = FixedTokens.load(tmp_path)
+    assert again.sequences == fixed.sequences
+    assert [r.tolist() for r in again.routes] == [r.tolist() for r in fixed.routes]
+    assert fixed.sampled.tolist() == [-0.5, -1.0, -2.0]
+    # All tokens but the first of each sequence: 2, 3, 4, 5 and 7, of which 4, 5 and 7 are responses.
+    assert fixed.of_responses(np.array([2.0, 3, 4, 5, 7])).tolist() == [4, 5, 7]
+    batch = fixed.batch()
+    assert [t.response_token_ids for t in batch.trajectories] == [[2, 3, 4, 5], [7]]
+    assert json.loads((tmp_path / "tokens.json").read_text())["sequences"][1]["prompt"] == [6]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_random_folder("configs/models/certify_moe.json", tmp_path_factory.mktemp("model") / "hf", seed=1)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_block", "int8"])
+def test_rounded_weights_are_the_servers_values(model, tmp_path, quantization):
+    given = [f"model.path={model}", f"run.dir={tmp_path}", f"server.quantization={quantization}"]
+    config = load_config(CONFIG, given, "budget").config
+    folder = folder_of(config, "rounded")
+    make_folder(config, folder)
+    before, after = (
+        {k: v for f in path.glob("*.safetensors") for k, v in load_file(f).items()} for path in (model, folder)
+    )
+    assert before.keys() == after.keys()
+    step = {"fp8": 2.0**-4, "fp8_block": 2.0**-4, "int8": 1 / 127}[quantization]
+    for entry in hf_tensors(read_model_spec(model)):
+        one, other = before[entry.name].astype(np.float64), after[entry.name].astype(np.float64)
+        if not is_quantizable(entry):
+            assert np.array_equal(one, other), entry.name
+            continue
+        assert not np.array_equal(one, other), entry.name
+        error = np.abs(one - other).max() / np.abs(one).max()
+        assert error <= step, (entry.name, error)
+    remove_folders(config)
+    assert not folder.exists()
+    assert start_folder(config) == (folder_of(config, "quantized") if quantization == "fp8_block" else None)
+
+
+def test_other_weights_get_another_folder(model, tmp_path):
+    given = [f"model.path={model}", f"run.dir={tmp_path}", "server.quantization=fp8"]
+    config = load_config(CONFIG, given, "budget").config
+    before = folder_of(config, "rounded")
+    file = next(model.glob("*.safetensors"))
+    save_file(load_file(file), file, metadata={"format": "pt"})
+    assert folder_of(config, "rounded") != before
