@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("distributed", "integration")]
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("distributed", "integration", "support")]
 
 KINDS = ("fp8", "int8", "fp8_block")
 
