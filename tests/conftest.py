@@ -10,6 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A property is not a benchmark: an example may take longer on a busy machine.
+settings.register_profile("any_speed", deadline=None)
+settings.load_profile("any_speed")
 
 # What several folders of tests share.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
