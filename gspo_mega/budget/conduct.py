@@ -99,7 +99,15 @@ class Conduct:
         plan_run(self.load({}), self.facts.device)
         for cause in CAUSES:
             settings = cause.neutral(self.facts)
-            if not isinstance(settings, Nothing) and (why := self.check(settings, cause.side)) is not None:
+            if isinstance(settings, Nothing):
+                continue
+            # With those causes neutral that are, wherever this one is.
+            for other in reversed(CAUSES):
+                theirs = other.neutral(self.facts)
+                with_it = other.name in cause.after if cause.side == "server" else cause.name in other.after
+                if with_it and not isinstance(theirs, Nothing):
+                    settings = {**theirs, **settings}
+            if (why := self.check(settings, cause.side)) is not None:
                 self.refused[cause.name] = why
         for alternative in ALTERNATIVES:
             settings = alternative.settings(self.facts)

@@ -57,6 +57,13 @@ def test_what_the_plan_refuses_is_named_as_unchangeable():
     assert made.refused == {}
 
 
+def test_the_steps_from_fp8_to_fp32_are_allowed_one_after_the_other():
+    given = ["model.path=configs/models/quickstart_wide.json", "server.quantization=none"]
+    made = Conduct(load_config("configs/quickstart_fp8.yaml", given, "budget"), given, lambda line: None, ())
+    made.refuse_impossible()
+    assert made.refused == {}
+
+
 def test_r2_is_measured_as_the_old_pass_which_chooses_its_own_experts():
     made = conduct("moe.routing_replay=R2", "model.weights=null")
     assert made.load({}).config.moe.routing_replay == "none"
