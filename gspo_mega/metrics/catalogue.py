@@ -120,7 +120,11 @@ _SPLIT: dict[str, tuple[str, Reduction, str]] = {
 _CORRECTION: dict[str, tuple[str, Reduction, str]] = {
     "acted_fraction": ("fraction", "ratio", "sequences that mismatch.correction dropped or whose weight it cut"),
     "weight_mean": ("1", "mean", "correction weight of kept sequences"),
-    "centre": ("nats", "value", "m, the rollout batch's mean d per token that the correction is centred on"),
+    "centre": (
+        "nats",
+        "value",
+        "m, mean d per token of the responses inside their band: what the correction is centred on",
+    ),
     "deviation_abs_max": ("nats", "max", "largest sqrt(L) |mean d - m| of a sequence; mismatch.bound_nats bounds it"),
     "num_token_vetoes": ("tokens", "sum", "tokens with |d| above mismatch.token_veto_nats"),
     "num_vetoed_sequences": ("sequences", "sum", "sequences dropped for such a token"),
