@@ -138,9 +138,10 @@ def gap_warnings(
         )
     first = {sign: metrics.get(f"policy/mini_batch/0/clip_fraction_{sign}") for sign in ("negative", "positive")}
     if config.old_log_probs == "rollout" and first["negative"] is not None and is_due("rollout"):
-        unit = "tokens" if objective_settings(config.algorithm, config.objective).ratio == "token" else "responses"
+        by_token = objective_settings(config.algorithm, config.objective).ratio == "token"
+        unit = "a response's tokens, in the mean over responses," if by_token else "the responses"
         lines.append(
-            f"warning  old_log_probs: rollout clips {first['negative']:.2f} of the {unit} with A < 0 and"
+            f"warning  old_log_probs: rollout clips {first['negative']:.2f} of {unit} with A < 0 and"
             f" {first['positive'] or 0.0:.2f} of those with A > 0 with no update at all (clip range"
             f" {config.objective.clip_low:g} / {config.objective.clip_high:g}): the engines' difference takes their"
             " gradient. `old_log_probs: trainer` does not"
