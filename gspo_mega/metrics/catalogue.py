@@ -59,8 +59,16 @@ _POLICY: dict[str, tuple[str, Reduction, str]] = {
     "clip_fraction_high": ("fraction", "ratio", "sequences with A > 0 above the band"),
     "clip_fraction_low": ("fraction", "ratio", "sequences with A < 0 below the band"),
     "dual_clip_fraction": ("fraction", "ratio", "sequences bounded by the dual clip"),
-    "clip_fraction_positive": ("fraction", "ratio", "sequences with A > 0 that were clipped, of all with A > 0"),
-    "clip_fraction_negative": ("fraction", "ratio", "sequences with A < 0 that were clipped, of all with A < 0"),
+    "clip_fraction_positive": (
+        "fraction",
+        "ratio",
+        "clipped share of sequences with A > 0; GRPO: of their tokens, mean",
+    ),
+    "clip_fraction_negative": (
+        "fraction",
+        "ratio",
+        "clipped share of sequences with A < 0; GRPO: of their tokens, mean",
+    ),
     "token_clip_fraction": ("fraction", "ratio", "clip_fraction weighed by length"),
     "token_clip_fraction_high": ("fraction", "ratio", "clip_fraction_high weighed by length"),
     "token_clip_fraction_low": ("fraction", "ratio", "clip_fraction_low weighed by length"),
@@ -68,8 +76,8 @@ _POLICY: dict[str, tuple[str, Reduction, str]] = {
     "k2": ("nats", "mean", "KL(old || current) per token, mean(d^2) / 2"),
     "k3": ("nats", "mean", "KL(old || current) per token, mean(e^d - 1 - d)"),
     "chi2_token": ("1", "mean", "mean(e^2d) - 1 of old to current, per token"),
-    "positive_mass_left": ("fraction", "ratio", "share of A > 0 that still has a gradient"),
-    "negative_mass_left": ("fraction", "ratio", "share of A < 0 that still has a gradient"),
+    "positive_mass_left": ("fraction", "ratio", "share of A > 0 of the kept sequences that still has a gradient"),
+    "negative_mass_left": ("fraction", "ratio", "share of A < 0 of the kept sequences that still has a gradient"),
 }
 
 _MISMATCH: dict[str, tuple[str, Reduction, str]] = {
