@@ -64,12 +64,12 @@ _POLICY: dict[str, tuple[str, Reduction, str]] = {
     "clip_fraction_positive": (
         "fraction",
         "ratio",
-        f"sequences that were clipped, of the kept ones with A > 0; {_COUNTED}",
+        f"sequences that were clipped, of those with A > 0; {_COUNTED}",
     ),
     "clip_fraction_negative": (
         "fraction",
         "ratio",
-        f"sequences that were clipped, of the kept ones with A < 0; {_COUNTED}",
+        f"sequences that were clipped, of those with A < 0; {_COUNTED}",
     ),
     "token_clip_fraction": ("fraction", "ratio", "clip_fraction weighed by length"),
     "token_clip_fraction_high": ("fraction", "ratio", "clip_fraction_high weighed by length"),
@@ -78,8 +78,8 @@ _POLICY: dict[str, tuple[str, Reduction, str]] = {
     "k2": ("nats", "mean", "KL(old || current) per token, mean(d^2) / 2"),
     "k3": ("nats", "mean", "KL(old || current) per token, mean(e^d - 1 - d)"),
     "chi2_token": ("1", "mean", "mean(e^2d) - 1 of old to current, per token"),
-    "positive_mass_left": ("fraction", "ratio", "share of A > 0 that still has a gradient"),
-    "negative_mass_left": ("fraction", "ratio", "share of A < 0 that still has a gradient"),
+    "positive_mass_left": ("fraction", "ratio", "share of A > 0 of the kept sequences that still has a gradient"),
+    "negative_mass_left": ("fraction", "ratio", "share of A < 0 of the kept sequences that still has a gradient"),
 }
 
 _MISMATCH: dict[str, tuple[str, Reduction, str]] = {

@@ -87,6 +87,22 @@ def test_a_rejected_sequence_is_not_counted_as_clipped():
     assert metrics["clip_fraction"] == 0.0 and metrics["kept_fraction"] == 0.0 and metrics["num_sequences"] > 0
 
 
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+def test_clip_fractions_of_both_signs_add_up_to_that_of_all(dropped):
+    """Of A = 2, 1, -1, -3 the first is above the band and the third below; a dropped one stays in every denominator."""
+    batch = Batch(0, num_sequences=4)
+    batch.segment_ids, batch.mask = torch.arange(4), torch.ones(4, dtype=torch.bool)
+    batch.old = torch.zeros(4, dtype=torch.float64)
+    batch.new = torch.tensor([0.1, 0.0, -0.1, 0.0], dtype=torch.float64)
+    batch.lengths, batch.weights = torch.ones(4, dtype=torch.int64), torch.ones(4)
+    batch.keep = torch.arange(4) != dropped
+    batch.advantages = torch.tensor([2.0, 1.0, -1.0, -3.0])
+    metrics = policy_metrics(sums_of(batch, settings_of()))
+    assert metrics["clip_fraction_positive"] == (0.0 if dropped == 0 else 0.5)
+    assert metrics["clip_fraction_negative"] == (0.0 if dropped == 2 else 0.5)
+    assert 4 * metrics["clip_fraction"] == 2 * (metrics["clip_fraction_positive"] + metrics["clip_fraction_negative"])
+
+
 def test_of_nothing():
     metrics = policy_metrics(torch.zeros(len(POLICY_SUMS), dtype=torch.float64))
     assert metrics["clip_fraction"] == 0.0 and metrics["kept_fraction"] == 1.0 and metrics["positive_mass_left"] == 1.0
