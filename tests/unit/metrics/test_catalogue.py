@@ -53,4 +53,4 @@ def test_a_clip_fraction_by_sign_says_what_a_token_ratio_counts(place, sign):
     """GRPO's is a mean over sequences of the share of their tokens, neither a share of sequences nor of all tokens."""
     name = "positive" if sign == ">" else "negative"
     said = CATALOGUE[f"{place}/clip_fraction_{name}"].description
-    assert f"of the kept ones with A {sign} 0" in said and "a sequence counts by its share of tokens" in said
+    assert f"of those with A {sign} 0" in said and "a sequence counts by its share of tokens" in said
