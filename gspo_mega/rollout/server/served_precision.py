@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from pathlib import Path
 
 from gspo_mega.config.schema import Config
@@ -16,18 +17,20 @@ from gspo_mega.errors import ConfigError, RankError
 from gspo_mega.rollout.secret import read_secret
 from gspo_mega.rollout.server.server_spec import precision_arguments
 
-_ANSWER_SECONDS = 60.0
+_ANSWER_SECONDS = 15.0
+_TRIES = 3
+_PAUSE_SECONDS = 1.0
 
 
 def served_precision(config: Config, address: str, api_key_file: Path) -> str:
     """What the server at `address` computes in, in words. Raises ConfigError where it is not what was asked for, and
-    RankError where the server does not say.
+    RankError where the server does not say: it has died, or did not answer repeatedly.
 
     Where nothing was asked for (`dtype: auto` and neither quantization nor an FP8 cache), it is not asked.
     """
     server = config.server
     if (server.dtype, server.quantization, server.kv_cache) != ("auto", "none", "auto"):
-        said = _server_info(address, api_key_file)
+        said = _asked_repeatedly(address, api_key_file)
         for name, wanted in precision_arguments(config).items():
             if said.get(name) != wanted:
                 raise ConfigError(
@@ -35,6 +38,16 @@ def served_precision(config: Config, address: str, api_key_file: Path) -> str:
                     f" {said.get(name)!r}; see server.dtype, server.quantization, server.kv_cache"
                 )
     return describe_server_precision(config)
+
+
+def _asked_repeatedly(address: str, api_key_file: Path) -> dict[str, object]:
+    """A server that has just become healthy may be busy."""
+    for _ in range(_TRIES - 1):
+        try:
+            return _server_info(address, api_key_file)
+        except RankError:
+            time.sleep(_PAUSE_SECONDS)
+    return _server_info(address, api_key_file)
 
 
 def _server_info(address: str, api_key_file: Path) -> dict[str, object]:

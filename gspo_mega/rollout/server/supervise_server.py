@@ -10,7 +10,6 @@ import http.client
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,13 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from gspo_mega.config.addresses import address_problem, with_port
+from gspo_mega.config.addresses import with_port
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ConfigError, GspoMegaError, RankError
 from gspo_mega.model.block_fp8 import served_layout
 from gspo_mega.model.huggingface import read_stored
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.secret import ensure_secret
+from gspo_mega.rollout.server.listening_port import free_port
 from gspo_mega.rollout.server.process_tree import end_group, start_group
 from gspo_mega.rollout.server.restart_budget import RestartBudget
 from gspo_mega.rollout.server.scratch import Scratch, remove_abandoned
@@ -161,7 +161,10 @@ class ServerSupervisor:
             if time.monotonic() - started > self._config.server.start_deadline_seconds:
                 return f"not healthy {self._config.server.start_deadline_seconds:g} s after its start"
         running.note_shared_memory()
-        precision = served_precision(self._config, self._registration.address, self._attempt.api_key_file)
+        try:
+            precision = served_precision(self._config, self._registration.address, self._attempt.api_key_file)
+        except RankError as error:
+            return str(error)
         self._register(state="ready", precision=precision)
         self._budget.healthy()
         logger.info("%s: ready at %s, %s", self._registration.server_id, self._registration.address, precision)
@@ -201,7 +204,7 @@ class ServerSupervisor:
     def _start_in(self, scratch: Scratch) -> _Running:
         config, attempt, generation = self._config, self._attempt, self._registration.generation + 1
         weight_version, model_path = self._current_weights()
-        port = _free_port(config.server.host)
+        port = free_port(config.server.host)
         spec = spec_from_config(
             config,
             model_path=model_path,
@@ -324,27 +327,3 @@ def _modified(path: Path) -> int | None:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-
-
-def _free_port(host: str) -> int:
-    """A port of `host` that is free now, below the ephemeral range, so that no outgoing connection takes it. Raises
-    ConfigError where `host` is not an address of this machine, or resolves to the wildcard address.
-    """
-    low, high = 20_000, 32_000
-    start = (os.getpid() * 7919) % (high - low)
-    for offset in range(high - low):
-        port = low + (start + offset) % (high - low)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((host, port))
-                if (problem := address_problem(probe.getsockname()[0])) is not None:
-                    raise ConfigError(f"server.host: {host}: {problem}")
-            except PermissionError:
-                continue
-            except OSError as error:
-                if error.errno == 98:  # in use
-                    continue
-                raise ConfigError(f"server.host: cannot bind {host}: {error}") from error
-            return port
-    raise ConfigError(f"server.host: no free port of {host} between {low} and {high}")

@@ -10,6 +10,7 @@ from gspo_mega.config import load_config
 from gspo_mega.errors import ConfigError
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.server import supervise_server
+from gspo_mega.rollout.server.listening_port import free_port
 from gspo_mega.run_folder import RunFolder
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -56,4 +57,4 @@ def test_a_heartbeat_that_cannot_be_written_leaves_the_server_alone(tmp_path, mo
 def test_a_name_of_the_wildcard_is_found_where_it_is_bound():
     """The configuration asks no name server; the process that binds the address checks it."""
     with pytest.raises(ConfigError, match="server.host: .*opens the server to every network"):
-        supervise_server._free_port("0.0.0.0")
+        free_port("0.0.0.0")

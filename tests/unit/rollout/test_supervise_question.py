@@ -1,0 +1,56 @@
+"""A server that dies, or says nothing, at its first question after /health is started again like any that dies."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.config import load_config
+from gspo_mega.rollout.secret import ensure_secret
+from gspo_mega.rollout.server import served_precision, supervise_server
+from gspo_mega.run_folder import RunFolder
+
+CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
+STAND_IN = """
+import http.server, json, os, sys
+spec = json.load(open(sys.argv[sys.argv.index("--spec") + 1]))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/server_info":
+            os._exit(9) if "dies" in sys.argv else None
+        self.send_response(200 if self.path == "/health" else 503)
+        self.end_headers()
+http.server.ThreadingHTTPServer((spec["host"], spec["port"]), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(("behaviour", "said"), [("dies", "ConnectionRefusedError"), ("busy", "JSONDecodeError")])
+def test_it_is_a_cause_to_start_again(tmp_path, monkeypatch, behaviour, said):
+    monkeypatch.setattr(served_precision, "_PAUSE_SECONDS", 0.2)
+    attempt = RunFolder(tmp_path / "run").new_attempt()
+    attempt.logs_dir.mkdir(parents=True, exist_ok=True)
+    ensure_secret(attempt.api_key_file)
+    config = load_config(CONFIG, ["server.dtype=bf16"]).config
+    server = supervise_server.ServerSupervisor(config, attempt, 0, entry=(sys.executable, "-c", STAND_IN, behaviour))
+    try:
+        cause = server._serve_once()
+    finally:
+        server._end()
+    assert "does not say what it computes in" in cause and said in cause
+
+
+def test_a_server_that_answers_the_second_question_is_ready(monkeypatch):
+    answers = iter([OSError("reset"), {"dtype": "bfloat16", "quantization": None, "kv_cache_dtype": "auto"}])
+
+    def once(*_):
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise served_precision.RankError("does not say what it computes in")
+        return answer
+
+    monkeypatch.setattr(served_precision, "_server_info", once)
+    monkeypatch.setattr(served_precision, "_PAUSE_SECONDS", 0.0)
+    config = load_config(CONFIG, ["server.dtype=bf16"]).config
+    assert served_precision.served_precision(config, "http://x", Path("key")).startswith("bf16 activations")
