@@ -56,8 +56,18 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def policy_digests(policy: PolicyTensors, form: PublishedForm) -> dict[str, str]:
-    """SHA-256 of every whole tensor of `form`, by name, on every rank; each owner hashes its own. Collective."""
-    mine = {name: tensor_digest(tensor) for name, tensor in form.owned(policy)}
+    """SHA-256 of every whole tensor of `form`, by name, on every rank; each owner hashes its own. Collective.
+
+    Raises PublishError, the same on every rank, for a tensor that cannot be sent in that form.
+    """
+    mine: dict[str, str] = {}
+    problems: list[str] = []
+    try:
+        for name, tensor in form.owned(policy):
+            mine[name] = tensor_digest(tensor)
+    except PublishError as error:
+        problems = [str(error)]
+    raise_together(problems, policy.groups.host, PublishError, "the weights cannot be published")
     return {name: digest for part in all_gather_json(mine, policy.groups.host) for name, digest in part.items()}
 
 
@@ -94,7 +104,8 @@ def export_policy(
     The manifest (also in the folder): `weight_version`, `dtype` of plain tensors, and for every tensor its `shape`,
     `dtype`, `file`, and `sha256` of the owner's memory. Collective over all ranks.
 
-    Raises PublishError, the same on every rank, if a file cannot be written or reads back differently.
+    Raises PublishError, the same on every rank, if a tensor cannot be sent in that form, or a file cannot be written or
+    reads back differently.
     """
     out_dir = Path(out_dir)
     staging = out_dir.with_name(out_dir.name + ".writing")
@@ -106,10 +117,13 @@ def export_policy(
     raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
 
     writer = _Writer(staging, groups.world.rank, max_file_bytes)
-    for name, tensor in form.owned(policy):
-        # After a failure the iterator still runs to its end, because other ranks wait in its collectives.
-        if not problems:
-            problems = _attempt(writer.add, name, tensor)
+    try:
+        for name, tensor in form.owned(policy):
+            # After a failure the iterator still runs to its end, because other ranks wait in its collectives.
+            if not problems:
+                problems = _attempt(writer.add, name, tensor)
+    except PublishError as error:  # the iterator's own, after its end
+        problems = [str(error)]
     if not problems:
         problems = _attempt(writer.close)
     raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")

@@ -11,6 +11,7 @@ steps on the servers, `broadcast.py` sending through groups, `hf_export.py` writ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,11 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.verification import resolve_verification
 from gspo_mega.quantization.served import OnLoad
 from gspo_mega.weights.broadcast import GroupSender
-from gspo_mega.weights.collectives import broadcast_json
+from gspo_mega.weights.collectives import broadcast_json, raise_together
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import export_policy, policy_digests
 from gspo_mega.weights.published_versions import PublishedVersions
-from gspo_mega.weights.quantize_published import published_form, quantised_on_load
+from gspo_mega.weights.quantize_published import PublishedForm, published_form, quantised_on_load
 from gspo_mega.weights.server_tensors import ExpectedChecksums, server_tensors
 from gspo_mega.weights.servers import Deadline, Fleet, ServerControl
 from gspo_mega.weights.software import check_same, here
@@ -54,6 +55,23 @@ class PublishResult:
     num_bytes: int
     seconds: float
     phase_seconds: dict[str, float]
+
+
+def expected_checksums(policy: PolicyTensors, form: PublishedForm, expected: ExpectedChecksums) -> dict[str, str]:
+    """What every server tensor's checksum must be, on rank 0. Collective over all ranks; all of them get a PublishError
+    that rank 0 has while it computes them.
+    """
+    stream, problems = form.stream(policy), []
+    try:
+        for name, tensor in stream:
+            expected.add(name, tensor)
+    except PublishError as error:
+        problems = [str(error)]
+        with suppress(PublishError):
+            for _ in stream:  # other ranks take part in every tensor
+                pass
+    raise_together(problems, policy.groups.host, PublishError, "the weights cannot be published")
+    return expected.checksums()
 
 
 class Publisher:
@@ -151,9 +169,7 @@ class Publisher:
         if self._verification == "replicas":
             return Content(weight_version, digests=digests or policy_digests(self._policy, self._form))
         expected = ExpectedChecksums(self._spec, self._form.stored, self._on_load)
-        for name, tensor in self._form.stream(self._policy):
-            expected.add(name, tensor)
-        return Content(weight_version, expected=expected.checksums())
+        return Content(weight_version, expected=expected_checksums(self._policy, self._form, expected))
 
     def _export(self, weight_version: int) -> dict[str, Any]:
         return export_policy(

@@ -61,11 +61,14 @@ class PublishedForm:
         """What is sent for one whole tensor of the trainer: itself, or its FP8 elements and their scales.
 
         tensor: [entry.shape], local. Plain tensors are in `plain` (a buffer stays fp32) and may share its memory.
-        Raises PublishError for scales that are not those of the tensor's blocks.
+        Raises PublishError for a weight that is not finite, which FP8 would round to a finite one, and for scales that
+        are not those of the tensor's blocks.
         """
         if self.stored is None or not is_quantized(self.stored, entry):
             yield entry.name, tensor if entry.is_buffer else tensor.to(self.plain)
             return
+        if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor)):  # both are NaN if any value is
+            raise PublishError(f"{entry.name}: has a value that is not finite, which FP8 blocks would make finite")
         data, scales = quantize_weight(tensor, self.rule, self.stored.block)
         if tuple(scales.shape) != (wanted := scale_shape(entry.shape, self.stored.block)):
             raise PublishError(f"{scale_name(entry.name)}: has the shape {list(scales.shape)}, not {list(wanted)}")
@@ -82,12 +85,15 @@ class PublishedForm:
         }
 
     def owned(self, policy: PolicyTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is sent of the tensors that this rank owns. Collective over the tensor groups: run it to its end."""
+        """What is sent of the tensors that this rank owns. Collective over the tensor groups: run it to its end.
+
+        Raises PublishError of `tensors`, on this rank only and after that end.
+        """
         return self._sent(policy.owned(self.gathered))
 
     def stream(self, policy: PolicyTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """What is sent of the whole model, on rank 0; nothing elsewhere. Collective over all ranks: run it to its end,
-        on rank 0 also if its own use of a tensor fails.
+        on rank 0 also if its own use of a tensor fails. Raises PublishError as `owned`.
         """
         entries = {entry.name: entry for fused in policy.table.values() for entry in fused}
         return self._sent((entries[name], tensor) for name, tensor in policy.stream(self.gathered))

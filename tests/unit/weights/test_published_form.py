@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from gspo_mega.model.huggingface import spec_from_config
 from gspo_mega.model.spec import BlockFp8
 from gspo_mega.quantization.fp8 import dequantize_blocks, quantize_blocks
 from gspo_mega.quantization.served import served_experts, served_linear
-from gspo_mega.weights import quantize_published
+from gspo_mega.weights import hf_export, publish, quantize_published
 from gspo_mega.weights.broadcast import buckets, flattened
 from gspo_mega.weights.quantize_published import PublishedForm, published_form, quantised_on_load, quantize_weight
 from gspo_mega.weights.server_tensors import ExpectedChecksums, loads_with, server_tensors
@@ -215,3 +216,57 @@ def test_scales_of_another_shape_are_not_sent(monkeypatch):
     monkeypatch.setattr(quantize_published, "quantize_blocks", lambda x, *_, **__: quantize_blocks(x, (1, 128)))
     with pytest.raises(PublishError, match=f"{entry.name}_scale_inv: has the shape"):
         list(form.tensors(entry, torch.randn(entry.shape)))
+
+
+@pytest.mark.parametrize("rule", ["checkpoint", "float32", "power_of_two"])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_weight_that_is_not_finite_is_not_sent_as_a_finite_one(rule, value):
+    form = PublishedForm(torch.float32, torch.float32, BlockFp8(), rule)
+    entry = next(e for e in hf_tensors(SPEC) if e.name == f"{ATTENTION}.o_proj.weight")
+    tensor = torch.randn(entry.shape)
+    tensor[3, 5] = value
+    with pytest.raises(PublishError, match=f"{entry.name}: has a value that is not finite"):
+        list(form.tensors(entry, tensor))
+
+
+class _Policy:
+    """The tensors that one rank owns; the first linear weight is infinite. Counts what was gathered."""
+
+    groups = SimpleNamespace(host="host", is_lead=True, world=SimpleNamespace(rank=0))
+    table = {entry.name: [entry] for entry in hf_tensors(SPEC)}
+
+    def __init__(self) -> None:
+        self.num_gathered = 0
+
+    def owned(self, dtype):
+        for entry in hf_tensors(SPEC):
+            self.num_gathered += 1
+            yield entry, torch.full(entry.shape, float("inf"))
+
+    def stream(self, dtype):
+        return ((entry.name, tensor) for entry, tensor in self.owned(dtype))
+
+
+@pytest.mark.parametrize("through", ["digests", "export", "checksums"])
+def test_what_one_rank_cannot_send_all_ranks_are_told(tmp_path, monkeypatch, through):
+    """Other ranks wait in the next collective; an error of one rank alone would leave them there."""
+    told: list[tuple[list[str], object]] = []
+
+    def raise_together(problems, group, error, title, limit=20):
+        told.append((problems, group))
+        if problems:
+            raise error(problems[0])
+
+    for module in (hf_export, publish):
+        monkeypatch.setattr(module, "raise_together", raise_together)
+    monkeypatch.setattr(hf_export, "_start", lambda staging, *_: staging.mkdir())
+    form, policy = PublishedForm(torch.float32, torch.float32, BlockFp8(), "float32"), _Policy()
+    with pytest.raises(PublishError, match="has a value that is not finite"):
+        if through == "digests":
+            hf_export.policy_digests(policy, form)
+        elif through == "export":
+            hf_export.export_policy(policy, tmp_path / "v1", form, tmp_path, 1)
+        else:
+            publish.expected_checksums(policy, form, ExpectedChecksums(SPEC, form.stored, None))
+    assert told[-1][0] and told[-1][1] == "host"
+    assert policy.num_gathered == len(hf_tensors(SPEC)), "the collectives were run to their end"
