@@ -20,6 +20,7 @@ from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.errors import CheckpointError
 from gspo_mega.weights.collectives import raise_together
+from gspo_mega.weights.quantized import keep_exact
 
 _EXTRA_STATE = "_extra_state"
 
@@ -48,6 +49,9 @@ def load_weights(folder: Path, engine: PolicyEngine) -> None:
             loaded = cast(dict[str, Any], dist_checkpointing.load(wanted, str(folder / MEGATRON_FOLDER)))
             odd = chunk.load_state_dict({name: loaded[name] for name in wanted}, strict=False)
             problems += [f"{name} is not filled" for name in odd.missing_keys if not name.endswith(_EXTRA_STATE)]
+            for name, parameter in chunk.named_parameters():
+                if name in loaded:  # all but the ones named in `problems`
+                    keep_exact(parameter, loaded[name])
     except (
         CheckpointException,
         dist_checkpointing.core.CheckpointingException,

@@ -50,24 +50,26 @@ _SUMMARIES: dict[str, Reduction] = {
     "p99": "quantile",
 }
 
+_COUNTED = "with a token ratio, a sequence counts by its share of tokens that are"
+
 _POLICY: dict[str, tuple[str, Reduction, str]] = {
     "objective": ("reward", "sum", "J of the mini-batch; the loss is -J"),
     "num_sequences": ("sequences", "sum", "sequences with an active token: the denominator"),
     "num_tokens": ("tokens", "sum", "active response tokens trained on"),
     "kept_fraction": ("fraction", "ratio", "sequences not rejected by the mismatch correction"),
-    "clip_fraction": ("fraction", "ratio", "sequences whose gradient was clipped away"),
-    "clip_fraction_high": ("fraction", "ratio", "sequences with A > 0 above the band"),
-    "clip_fraction_low": ("fraction", "ratio", "sequences with A < 0 below the band"),
-    "dual_clip_fraction": ("fraction", "ratio", "sequences bounded by the dual clip"),
+    "clip_fraction": ("fraction", "ratio", f"sequences whose gradient was clipped away; {_COUNTED}"),
+    "clip_fraction_high": ("fraction", "ratio", f"sequences with A > 0 above the band; {_COUNTED}"),
+    "clip_fraction_low": ("fraction", "ratio", f"sequences with A < 0 below the band; {_COUNTED}"),
+    "dual_clip_fraction": ("fraction", "ratio", f"sequences bounded by the dual clip; {_COUNTED}"),
     "clip_fraction_positive": (
         "fraction",
         "ratio",
-        "clipped share of sequences with A > 0; GRPO: of their tokens, mean",
+        f"sequences that were clipped, of those with A > 0; {_COUNTED}",
     ),
     "clip_fraction_negative": (
         "fraction",
         "ratio",
-        "clipped share of sequences with A < 0; GRPO: of their tokens, mean",
+        f"sequences that were clipped, of those with A < 0; {_COUNTED}",
     ),
     "token_clip_fraction": ("fraction", "ratio", "clip_fraction weighed by length"),
     "token_clip_fraction_high": ("fraction", "ratio", "clip_fraction_high weighed by length"),

@@ -148,7 +148,7 @@ def gap_warnings(
     clips = any(share for share in first.values())
     if config.old_log_probs == "rollout" and first["negative"] is not None and clips and is_due("rollout"):
         by_token = objective_settings(config.algorithm, config.objective).ratio == "token"
-        unit = "a response's tokens, in the mean of the responses," if by_token else "the responses"
+        unit = "a response's tokens, in the mean over responses," if by_token else "the responses"
         lines.append(
             f"warning  old_log_probs: rollout clips {first['negative']:.2f} of {unit} with A < 0 and"
             f" {first['positive'] or 0.0:.2f} of those with A > 0 with no update at all (clip range"

@@ -34,8 +34,7 @@ def plain_values(parameter: torch.Tensor) -> torch.Tensor:
 def filled(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     """A zeroed plain tensor of the parameter's local shape and (nominal) dtype, to fill slice by slice.
 
-    On leaving the context, its content is the parameter's. A quantized parameter keeps it as `exact_values` until the
-    optimizer has made its fp32 copy of it (`engine/megatron_optimizer.py`).
+    On leaving the context, its content is the parameter's. A quantized parameter keeps it as `keep_exact` says.
     """
     values = (
         torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -46,4 +45,14 @@ def filled(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     yield values
     if is_quantized(parameter):
         cast(_Quantized, parameter).quantize_(values)
+        keep_exact(parameter, values)
+
+
+def keep_exact(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Leave the loaded `values`, of the parameter's local shape and nominal dtype, on a quantized parameter that is
+    trained, as `exact_values`, until the optimizer has made its fp32 copy of them (`engine/megatron_optimizer.py`).
+
+    Nothing on a plain parameter, which holds them itself, and on a frozen one, of which there is no copy.
+    """
+    if is_quantized(parameter) and parameter.requires_grad:
         cast(Any, parameter).exact_values = values

@@ -1,10 +1,9 @@
 """Transformer Engine's released Python in a process without a GPU.
 
-Owns how a process says that it computes with it (the variable of
-`config/layer_library.py`, which a rank sets from its configuration),
-where its wheel lies, and what has to stand in for the parts that cannot be imported here: the compiled extension
-(`te_extension.py`) and the ONNX export. Nothing is written into the wheel's folder. The kernels are in the `te_*.py`
-beside this file.
+Owns how a process says that it computes with it (the variable of `config/layer_library.py`, which a rank sets from its
+configuration), where its wheel lies, and what has to stand in for the parts that cannot be imported here: the compiled
+extension (`te_extension.py`) and the ONNX export. Nothing is written into the wheel's folder. The kernels are in the
+`te_*.py` beside this file.
 
 The wheel has a folder of its own because Megatron-Core cannot be imported beside a Transformer Engine without its
 library: only a process that calls `load_transformer_engine` has that folder on its path.
@@ -26,7 +25,15 @@ from gspo_mega.errors import ModelError
 
 _SETS_UP = "launch/setup.sh"
 # Each puts its functions into the extension when it is imported, which has to be before Transformer Engine copies them.
-_KERNELS: tuple[str, ...] = ("te_fp8", "te_products", "te_norms", "te_rotary", "te_rows", "te_optimizer")
+_KERNELS: tuple[str, ...] = (
+    "te_fp8",
+    "te_products",
+    "te_norms",
+    "te_activations",
+    "te_rotary",
+    "te_rows",
+    "te_optimizer",
+)
 _ONNX_NAMES = (
     "torch_onnx_gemm_inf_op",
     "onnx_quantize_fp8_op",

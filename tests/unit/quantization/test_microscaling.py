@@ -1,4 +1,6 @@
-"""MXFP8 against values worked out by hand, a loop over runs in numpy, and `torchao` where it is installed."""
+"""MXFP8 against values worked out by hand and a loop over runs in numpy. `tests/soak/microscaling_torchao.py` holds it
+against torchao.
+"""
 
 import numpy as np
 import pytest
@@ -75,21 +77,6 @@ def test_columns_are_the_rows_of_the_transpose_and_squares_share_a_byte():
     assert torch.equal(codes, transposed.t()) and torch.equal(from_fp8(by_columns), from_fp8(by_rows).t())
     _, squares = quantize_mx(x, (32, 32))
     assert torch.equal(squares, codes.reshape(2, 3, 32).amax(-1))
-
-
-def test_against_torchao():
-    """Its RCEIL mode: "round up to the next power of two", NVIDIA's rule."""
-    pytest.importorskip("torchao", reason="torchao is not installed; an oracle beside the loops in numpy")
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-
-    for seed, (dtype, source) in enumerate((d, s) for d in NAMES for s in (torch.float32, torch.bfloat16)):
-        x = spread(64, 256, seed).to(source)
-        x[3] = 0
-        scales, theirs = to_mx(x, dtype, 32, ScaleCalculationMode.RCEIL)
-        data, codes = quantize_mx(x, (1, 32), dtype)
-        assert torch.equal(codes, scales.view(torch.uint8))
-        assert torch.equal(data.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_every_value_of_the_tables_is_its_own_quantisation():

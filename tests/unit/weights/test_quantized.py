@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from gspo_mega.weights.quantized import filled, is_quantized, plain_values
+from gspo_mega.weights.quantized import filled, is_quantized, keep_exact, plain_values
 
 
 class EightBits(torch.Tensor):
@@ -47,3 +47,14 @@ def test_a_quantized_parameter_is_filled_whole_and_read_as_a_plain_tensor():
     read = plain_values(parameter)
     assert type(read) is torch.Tensor
     assert torch.equal(read, VALUES.to(torch.float8_e4m3fn).float()) and not torch.equal(read, VALUES)
+
+
+def test_loaded_numbers_wait_for_the_optimizer_on_trained_quantized_parameters_only():
+    trained, frozen = (EightBits.of(VALUES).requires_grad_(is_trained) for is_trained in (True, False))
+    plain = nn.Parameter(VALUES.clone())
+    for parameter in (trained, frozen, plain):
+        with torch.no_grad(), filled(parameter) as values:
+            values.copy_(VALUES)
+        keep_exact(parameter, values)
+    assert torch.equal(vars(trained)["exact_values"], VALUES)
+    assert not hasattr(frozen, "exact_values") and not hasattr(plain, "exact_values")
