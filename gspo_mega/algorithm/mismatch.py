@@ -2,8 +2,8 @@
 
 Owns the mismatch metrics. d = trainer - rollout, nats, over active tokens; every KL is KL(rollout || trainer),
 because the rollout is what was sampled from. What is done about the gap is `correction`'s, its split by length and
-advantage `gap_split`'s. The gap to the *current* policy (staleness, the importance ratio) is not here: see `ratio` and
-`objective`.
+advantage `mismatch_report`'s. The gap to the *current* policy (staleness, the importance ratio) is not here: see
+`ratio` and `objective`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from gspo_mega.algorithm.correction import (
     bounded_centre,
     correct,
     exact_sums,
+    weigh,
 )
 from gspo_mega.errors import NumericsError
 
@@ -118,6 +119,43 @@ def test_of_one_of_equal_ones_and_of_none():
     assert equal.keep.all() and equal.deviations.abs().max() < 1e-15
     empty = correct(CorrectionRule(), tensor(0.0, 2.0), tensor(0, 4), tensor(0, 0))
     assert empty.keep.all() and empty.weights.tolist() == [1.0, 1.0] and empty.centre == 0.5
+
+
+# Four responses of 4, 9, 1 and 16 tokens with means 0.1, -0.2, 0.9 and 0.05; a token of the last is 10 below. Around
+# m = 0.05 they deviate by 2 x 0.05, 3 x -0.25, 1 x 0.85 and 4 x 0.
+D = [[0.1, 0.3, -0.1, 0.1], [-0.2] * 9, [0.9], [-10.0] + [10.8 / 15] * 15]
+BY_HAND = {
+    ("mask", "one", 9.2): [1.0, 1.0, 0.0, 0.0],
+    ("mask", "ratio", 9.2): [1.0512710963760241, 0.7788007830714049, 0.0, 0.0],  # e^0.05, e^-0.25
+    ("mask", "ratio", None): [1.0512710963760241, 0.7788007830714049, 0.0, 1.0],
+    ("truncate", "one", 9.2): [1.0512710963760241, 0.7788007830714049, 2.225540928492468, 0.0],  # e^0.8 of e^0.85
+    ("truncate", "one", None): [1.0512710963760241, 0.7788007830714049, 2.225540928492468, 1.0],
+    ("none", "one", 9.2): [1.0] * 4,
+}
+
+
+@pytest.mark.parametrize(("mode", "kept_weight", "veto"), BY_HAND)
+def test_around_a_known_centre_by_hand(mode, kept_weight, veto):
+    """From tokens to weights with a bound of 0.8: the lengths, the centre and the veto all count."""
+    rule = CorrectionRule(mode, 0.8, veto, kept_weight)
+    ids = torch.tensor([i for i, row in enumerate(D) for _ in row])
+    d = tensor(*[value for row in D for value in row])
+    lengths = tensor(*[len(row) for row in D])
+    vetoed = torch.tensor([any(abs(value) > rule.veto_limit for value in row) for row in D])
+    result = weigh(rule, exact_sums(d, ids, 4), lengths, vetoed, centre=0.05)
+    assert result.deviations.tolist() == pytest.approx([0.1, -0.75, 0.85, 0.0], abs=1e-8)
+    assert result.weights.tolist() == pytest.approx(BY_HAND[mode, kept_weight, veto], rel=1e-8)
+
+
+def test_the_centre_of_four_by_hand():
+    """Bound 0.8, no veto. All pulls inside: 2 (0.1 - m) + 3 (-0.2 - m) + (0.9 - m) + 4 (0.05 - m) = 0 gives 0.07, where
+    the second pulls by -0.81: so 2 (0.1 - m) - 0.8 + 0.9 - m + 4 (0.05 - m) = 0, and the start is 0.5 / 7, where the
+    third is 0.829 above: 2 (0.1 - m) - 0.8 + 0.8 + 4 (0.05 - m) = 0, the start is 0.4 / 6. The first and the last are
+    inside of it: m = (0.4 + 0.8) / 20 = 0.06. There the second is at 3 x -0.26 = -0.78, inside: m = (1.2 - 1.8) / 29.
+    """
+    sums, lengths = tensor(0.4, -1.8, 0.9, 0.8), tensor(4, 9, 1, 16)
+    assert bounded_centre(sums / lengths, lengths.sqrt(), 0.8) == pytest.approx(0.4 / 6, rel=1e-12)
+    assert batch_centre(sums, lengths, 0.8) == pytest.approx(-0.6 / 29, rel=1e-12)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

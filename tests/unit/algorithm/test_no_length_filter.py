@@ -120,3 +120,20 @@ def test_two_in_five_off_to_one_side_drop_none_of_the_others(which):
         d = -kl + math.sqrt(2 * kl) * rng.standard_normal(64) / np.sqrt(lengths) - 3.0 * is_broken
         keep = correct(CorrectionRule(), torch.from_numpy(d * lengths), torch.from_numpy(lengths), torch.zeros(64)).keep
         assert np.array_equal(keep.numpy(), ~is_broken)
+
+
+def test_responses_whose_own_kl_differs_are_dropped_by_length():
+    """The limit of the rule, not its purpose: where each response has a KL of its own (here lognormal, sd .5, around
+    the one of FP8), its mean deviates by sqrt(L) times the difference, which no factor of length alone takes out.
+    """
+    rng = np.random.default_rng(6)
+    counts = {16: 4000, 4096: 1000, 16384: 500, 32768: 500}
+    lengths = np.repeat(list(counts), list(counts.values())).astype(np.float64)
+    kl = GAPS["kv_fp8"] * np.exp(0.5 * rng.standard_normal(len(lengths)) - 0.125)
+    means = -kl + np.sqrt(2 * kl / lengths) * rng.standard_normal(len(lengths))
+    keep = correct(
+        CorrectionRule(), torch.from_numpy(means * lengths), torch.from_numpy(lengths), torch.zeros(len(lengths))
+    ).keep.numpy()
+    shares = [keep[lengths == length].mean() for length in counts]
+    # The figures of docs/mismatch.md; their standard errors are 0, .005, .012 and .017.
+    assert shares == pytest.approx([1.0, 0.98, 0.92, 0.84], abs=0.04) and shares == sorted(shares, reverse=True)
