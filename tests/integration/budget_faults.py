@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-# Sizes of the noise that `sizes` adds, as KL per token: noise of mean -KL and standard deviation sqrt(2 KL).
-KL_OF_BATCH, KL_OF_PACKING = 2e-3, 5e-4
-
-
-def noise(kl, count, name):
-    rng = np.random.default_rng(zlib.crc32(name.encode()))
-    return rng.normal(-kl, np.sqrt(2 * kl), count)
+# How far `sizes` moves a tensor, relative to its spread: of the server while it scores requests together, and of the
+# trainer in its own packing. What that does to a log-prob, transformers says (test_budget.py).
+OF_BATCH, OF_PACKING = 0.5, 0.25
 
 
 def perturbed_folder(folder: Path, size: float) -> Path:
@@ -127,24 +120,64 @@ def prompt(_ranks):
 
 @contextlib.contextmanager
 def sizes(ranks):
-    """Noise of known sizes: on the server while it scores requests together, and in the trainer's own packing."""
+    """Both engines compute with other weights in one setting each: the server unless it scores requests one by one
+    (it samples with them, too), the trainer in its own packing. What is scored is what the engines compute.
+    """
+    held: dict[str, Path] = {}
+
+    def serve(pool, folder):
+        async def send():
+            server = await pool.acquire()
+            body = {"model_path": str(folder), "weight_version": "0", "flush_cache": True}
+            try:
+                await server.client.update("/update_weights_from_disk", body, 120.0)
+            finally:
+                await pool.release(server)
+
+        if held.get("server") != folder:
+            pool.loop.run(send())
+            held["server"] = folder
+
+    def sampled(sample):
+        def with_others(rollouts, config, on_wait):
+            held["server"] = Path(config.model.path)
+            serve(rollouts.pool, perturbed_folder(Path(config.model.path), OF_BATCH))
+            return sample(rollouts, config, on_wait)
+
+        return with_others
 
     def in_a_batch(score):
-        def noisy(pool, config, tokens, point):
+        def with_others(pool, config, tokens, point):
+            own = Path(config.model.path)
+            serve(pool, own if point.values.get("@together") == 1 else perturbed_folder(own, OF_BATCH))
             values = score(pool, config, tokens, point)
-            return values + (noise(KL_OF_BATCH, len(values), "batch") if point.values.get("@together") != 1 else 0.0)
+            serve(pool, own)
+            return values
 
-        return noisy
+        return with_others
 
     def in_packs(score):
-        def noisy(engine, config, tokens, kind):
-            log_probs, entropies = score(engine, config, tokens, kind)
-            added = noise(KL_OF_PACKING, len(log_probs), "packing") if kind == "planned" else 0.0
-            return log_probs + added, entropies
+        def with_others(engine, config, tokens, kind):
+            from gspo_mega.weights.hf_import import import_huggingface
 
-        return noisy
+            def load(folder):
+                import_huggingface(str(folder), engine.spec, engine.groups, engine.chunks)
+                engine.after_weights_loaded()
 
-    with changed(ranks, "score_on_server", in_a_batch), changed(ranks, "score_on_trainer", in_packs):
+            own = Path(config.model.path)
+            load(perturbed_folder(own, OF_PACKING) if kind == "planned" else own)
+            try:
+                return score(engine, config, tokens, kind)
+            finally:
+                load(own)
+
+        return with_others
+
+    with (
+        changed(ranks, "sample_tokens", sampled),
+        changed(ranks, "score_on_server", in_a_batch),
+        changed(ranks, "score_on_trainer", in_packs),
+    ):
         yield
 
 

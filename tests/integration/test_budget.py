@@ -1,4 +1,6 @@
-"""`gspo-mega budget` with a real server and real ranks: injected sizes are recovered, injected faults named."""
+"""`gspo-mega budget` with a real server and real ranks: weights that differ in one setting give the rows that
+transformers computes for them, and injected faults are named.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from budget_faults import KL_OF_BATCH, KL_OF_PACKING, SCENARIOS
+from budget_faults import OF_BATCH, OF_PACKING, SCENARIOS, perturbed_folder
 from run_support import Command, small_overrides
 
+from gspo_mega.budget.attribution import make_row
 from gspo_mega.budget.budget_findings import find
 from gspo_mega.budget.causes import ENGINES, PREFIX_CACHE, SAMPLING
 from gspo_mega.budget.conduct import Conduct
@@ -28,7 +31,13 @@ def overrides(quickstart_files, folder, *more):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, quickstart_files):
+def folders():
+    """`model`: of the run; `attempt`: of the start, with a folder of each scenario. `found` fills them in."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, quickstart_files, folders):
     """What the budget finds in each scenario, from one start of a server and a rank."""
     folder = tmp_path_factory.mktemp("budget_faults")
     given = overrides(
@@ -56,6 +65,8 @@ def found(tmp_path_factory, quickstart_files):
     attempt = conduct.folder.latest_attempt()
     assert attempt is not None
 
+    folders.update(model=Path(conduct.loaded.config.model.path), attempt=attempt.path)
+
     def of(scenario):
         there = attempt.path / scenario.__name__
         scored = {point: np.load(there / f"{point.name}.npy") for point in plan.points}
@@ -70,7 +81,7 @@ def test_the_parts_are_exactly_the_whole(found):
         assert set(findings.parts) == {"forward", "backward"}
         assert findings.residual < 1e-12, name
         for parts in findings.parts.values():
-            assert sum(part.share for part in parts.values()) == pytest.approx(1.0, abs=1e-6), name
+            assert sum(part.share.value for part in parts.values()) == pytest.approx(1.0, abs=1e-6), name
 
 
 def test_engines_that_agree_have_no_fault_and_a_mismatch_of_rounding(found):
@@ -80,19 +91,51 @@ def test_engines_that_agree_have_no_fault_and_a_mismatch_of_rounding(found):
     assert clean.num_prompts == 24 and clean.num_sequences == 96
 
 
-def test_injected_sizes_are_recovered(found):
-    for parts in found["sizes"].parts.values():
-        for name, kl in (("server batch", KL_OF_BATCH), ("trainer packing", KL_OF_PACKING)):
-            row = parts[name].row
-            assert row.k3.value == pytest.approx(kl, abs=5 * row.k3.error + 0.02 * kl), name
-            assert row.k3.error < 0.2 * kl
+def by_transformers(folder, fixed):
+    """log-probs of the responses' tokens, [sum R] float64 nats, as transformers computes them in float64."""
+    import torch
+
+    from gspo_mega.rollout.server import cpu_server
+
+    cpu_server.activate()  # without a GPU: lets transformers be imported
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
+    found = []
+    with torch.no_grad():
+        for sequence in fixed.sequences:
+            log_p = model(torch.tensor([sequence.token_ids])).logits[0].log_softmax(-1)
+            at = torch.arange(len(sequence.prompt), len(sequence.token_ids))
+            found.append(log_p[at - 1, torch.tensor(sequence.response)].numpy())
+    return np.concatenate(found)
+
+
+def test_injected_sizes_are_recovered(found, folders):
+    """Two engines of other weights in one setting each: the rows are what another library says of these weights."""
+    fixed = FixedTokens.load(folders["attempt"] / "sizes")
+    own, batch, packing = (
+        by_transformers(folder, fixed)
+        for folder in (folders["model"], *(perturbed_folder(folders["model"], size) for size in (OF_BATCH, OF_PACKING)))
+    )
+    sizes, tokens = found["sizes"], fixed.tokens()
+
+    def assert_is(row, expected):
+        want = make_row(expected, tokens, sizes.band, sizes.lengths)
+        assert want.k3.value > 1e-6 and want.maximum > 1e-2  # far above the rounding of fp32
+        for one, other in ((row.k3, want.k3), (row.mean, want.mean), (row.band_share, want.band_share)):
+            assert one.value == pytest.approx(other.value, rel=1e-2, abs=1e-6)
+        assert row.maximum == pytest.approx(want.maximum, rel=1e-2)
+        assert abs(row.negative.value - want.negative.value) < 0.02  # a response at the edge of the range may change
+
+    for parts in sizes.parts.values():
+        # The server's cause is taken away on the way, the trainer's put back.
+        assert_is(parts["server batch"].row, own - batch)
+        assert_is(parts["trainer packing"].row, packing - own)
         assert parts[ENGINES].row.k3.value < 1e-11
-    # Added on the server, taken off on the way to the trainer: the whole is the difference of the two.
-    whole = found["sizes"].total
-    assert whole.k3.value == pytest.approx(KL_OF_BATCH + KL_OF_PACKING, rel=0.2)
+    assert_is(sizes.total, packing - batch)
     # And such sizes are no rounding of fp32.
-    assert {fault.cause for fault in found["sizes"].faults} == {"server batch", "trainer packing"}
-    assert {fault.kind for fault in found["sizes"].faults} == {"size"}
+    assert {fault.cause for fault in sizes.faults} == {"server batch", "trainer packing"}
+    assert {fault.kind for fault in sizes.faults} == {"size"}
 
 
 @pytest.mark.parametrize(
