@@ -36,7 +36,12 @@ class Fp8Scales:
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[torch.nn.Module]) -> None:
         self._config, self._chunks, self.is_active = config, chunks, _is_delayed(config)
-        self._forward_known = self._backward_known = self._has_trained = False
+        self._forward_known = self._backward_known = self._has_trained = self._is_measuring = False
+
+    def require_known(self) -> None:
+        """Raise RuntimeError before a pass whose scales would be 1: nobody has begun a step."""
+        if self.is_active and not (self._forward_known or self._is_measuring):
+            raise RuntimeError("a pass with FP8 recipe `delayed` before its scales were measured; begin a step first")
 
     def begin_step(self, measure: Callable[[], object]) -> None:
         """Before the first pass with new weights: update the scales of forward passes; a second call does nothing.
@@ -46,9 +51,13 @@ class Fp8Scales:
         if not self.is_active:
             return
         if not self._forward_known:
-            for _ in range(MEASURING_PASSES):
-                measure()
-                _manager().reduce_and_update_fp8_tensors(forward=True)
+            self._is_measuring = True
+            try:
+                for _ in range(MEASURING_PASSES):
+                    measure()
+                    _manager().reduce_and_update_fp8_tensors(forward=True)
+            finally:
+                self._is_measuring = False
             self._forward_known = True
         elif self._has_trained:
             _manager().reduce_and_update_fp8_tensors(forward=True)

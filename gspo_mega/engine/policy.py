@@ -83,6 +83,7 @@ class PolicyEngine:
         self.megatron_config = transformer_config(config, spec)
         self.chunks = build_chunks(self.megatron_config, spec, groups)
         self.wrapped = wrap_data_parallel(self.megatron_config, self.chunks, config.optimizer)
+        self.scales = Fp8Scales(self.megatron_config, self.chunks)
         self.pipeline = Pipeline(
             spec,
             groups,
@@ -91,6 +92,7 @@ class PolicyEngine:
             self.wrapped,
             temperature=config.rollout.temperature,
             log_prob_chunk_tokens=config.batch.log_prob_chunk_tokens,
+            before_pass=self.scales.require_known,
         )
         self.routers = Routers(
             self.chunks,
@@ -101,7 +103,6 @@ class PolicyEngine:
         )
         self.balancing = LoadBalancing(config.moe, self.megatron_config, groups, len(self.routers.all()))
         self.expert_bias = ExpertBias(config.moe.expert_bias_update_rate, self.routers, groups, spec.num_layers)
-        self.scales = Fp8Scales(self.megatron_config, self.chunks)
         self.optimizer = build_optimizer(config.optimizer, config.precision, self.wrapped)
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, num_optimizer_steps)
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
@@ -129,6 +130,16 @@ class PolicyEngine:
         if replay is None:
             report.routing = self._changed_since_rollout(micro_batches, routing.recorded)
         return OldState([output.old for output in outputs if output.old is not None], routing.recorded, report)
+
+    def score(self, micro_batches: list[MicroBatch], head: Head, replays_rollout: bool) -> list[PassOutput]:
+        """A pass without gradients and with a head of the caller's, under the current weights. Collective.
+
+        `replays_rollout`: its routes are those of the rollout, whatever the configuration says; else the routers' own.
+        """
+        replay = [self.routers.of_rollout(m) for m in micro_batches] if replays_rollout else None
+        self._begin_step(micro_batches)
+        routing = RoutingPass(self.routers, len(micro_batches), replay)
+        return self.pipeline.run(micro_batches, head, forward_only=True, routing=routing)
 
     def correct(self, old: Sequence[OldState]) -> None:
         """Decide the correction of the engine gap for a whole rollout batch, from all its old passes, in place.

@@ -20,8 +20,10 @@ from gspo_mega.certify.compare_runs import Reference
 from gspo_mega.certify.ranks import run_case
 from gspo_mega.config import load_config
 from gspo_mega.engine import fp8_scales
+from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.engine.routing import RoutingPass
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan.alignment import alignment_tokens
 from gspo_mega.runtime.worker_context import WorkerContext
@@ -105,5 +107,35 @@ def gradients(folder: str, denominator: float, passes: int | None = None, **sect
             batch = shard(recorded_sequences(), groups.data.rank, groups.data.size, alignment_tokens(config))
             engine.policy_gradients(batch, ObjectiveSettings(), denominator, None)
         return {name: cast(Any, p).main_grad.float().clone() for name, p in engine.chunks[0].named_parameters()}
+    finally:
+        destroy_groups()
+
+
+def scored(folder: str, **sections) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
+    """(what a pass of a fresh engine through its bare pipeline says, its log-probs by `score`, those of an old pass of
+    another fresh engine), of this rank's active tokens per micro-batch.
+    """
+    config, spec = layout_config(folder, {"expert_tensor": 1}, **sections), read_model_spec(folder)
+    groups = create_groups(tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
+    try:
+        batch = shard(recorded_sequences(), groups.data.rank, groups.data.size, alignment_tokens(config))
+        engines = [PolicyEngine(config, spec, groups, num_optimizer_steps=20) for _ in range(2)]
+        for engine in engines:
+            import_huggingface(folder, spec, groups, engine.chunks)
+            engine.after_weights_loaded()
+        kept: list[torch.Tensor] = []
+
+        def keep(batch: object, log_probs: torch.Tensor, entropies: object) -> PassOutput:
+            kept.append(log_probs.detach())
+            return PassOutput()
+
+        try:
+            routing = RoutingPass(engines[0].routers, len(batch))
+            engines[0].pipeline.run(batch, keep, forward_only=True, routing=routing)
+            said = "nothing"
+        except RuntimeError as error:
+            said = str(error)
+        engines[0].score(batch, keep, replays_rollout=False)
+        return said, kept, [one.log_probs for one in engines[1].old_pass(batch).micro_batches]
     finally:
         destroy_groups()

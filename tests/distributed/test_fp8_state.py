@@ -132,3 +132,10 @@ def test_the_first_gradients_are_not_lost_below_the_first_scales(pool, models):
     delayed = dict(precision="fp8", fp8=dict(recipe="delayed"))
     assert errors(**delayed)[-1] < 0.7
     assert errors(**delayed, passes=1)[-1] > 0.95
+
+
+def test_a_pass_of_the_budget_is_made_with_measured_scales(pool, models):
+    delayed = dict(precision="fp8", fp8=dict(recipe="delayed"), optimizer=dict(lr=1e-3))
+    for said, found, wanted in pool.run("fp8_jobs:scored", folder=models[False][0], **delayed):
+        assert "before its scales were measured" in said
+        assert len(found) == len(wanted) > 0 and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
