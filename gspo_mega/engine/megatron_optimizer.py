@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -102,6 +103,8 @@ def reload_parameters(optimizer: ChainedOptimizer) -> None:
     Of an FP8 parameter Megatron would copy the rounded numbers. The fp32 ones would then lie on FP8's grid, and no step
     below half its spacing (3 % of a weight) would change the policy, until hundreds had added up. So they are made of
     the loaded numbers where the loader left them on the parameter, as `exact_values` of its shape, which are dropped.
+
+    Raises RuntimeError for an FP8 parameter without loaded numbers, or with ones and without a copy to make of them.
     """
     optimizer.reload_model_params()
     for part in optimizer.chained_optimizers:
@@ -111,9 +114,30 @@ def reload_parameters(optimizer: ChainedOptimizer) -> None:
         for models, mains in zip(shards.model_float16_groups, shards.shard_fp32_from_float16_groups, strict=True):
             for model, main in zip(models, mains, strict=True):
                 exact = getattr(model, "exact_values", None)
-                if exact is not None and main is not None:
+                if (exact is None) != (not is_float8tensor(model)) or (exact is not None and main is None):
+                    missing = "loaded numbers" if exact is None else "fp32 copy"
+                    raise RuntimeError(f"an FP8 parameter of {tuple(model.shape)} is without its {missing}")
+                if exact is not None:
                     where = shards._get_model_param_range_map(model)["param"]
                     main.copy_(exact.view(-1)[where.start : where.end])
+    _drop_exact_values(optimizer)
+
+
+@torch.no_grad()
+def write_parameters(optimizer: ChainedOptimizer) -> None:
+    """Write the parameters from their loaded fp32 copies, as an optimizer step does at its end. Collective.
+
+    Of FP8 parameters the copies must be separate ones (`shard_fp32_from_float16_groups`).
+    """
+    for part in optimizer.chained_optimizers:
+        shards: Any = part  # as above
+        shards._copy_main_params_to_model_params()
+    for chunk in optimizer.model_chunks:
+        chunk.start_param_sync(force_sync=True)
+    _drop_exact_values(optimizer)
+
+
+def _drop_exact_values(optimizer: ChainedOptimizer) -> None:
     for chunk in optimizer.model_chunks:
         for parameter in chunk.parameters():  # those too of which other data ranks hold the fp32 numbers
             vars(parameter).pop("exact_values", None)

@@ -33,6 +33,7 @@ from gspo_mega.engine.megatron_optimizer import (
     build_scheduler,
     reload_parameters,
     require_optimizer,
+    write_parameters,
 )
 from gspo_mega.engine.megatron_precision import DTYPES
 from gspo_mega.engine.model import build_chunks, transformer_config
@@ -112,8 +113,18 @@ class PolicyEngine:
         )
 
     def after_weights_loaded(self) -> None:
-        """Copy the loaded parameters into the optimizer's fp32 copies."""
+        """Copy the loaded parameters into the optimizer's fp32 copies; round FP8 ones with scales of their own."""
+        self.scales.fit_parameters()
         reload_parameters(self.optimizer)
+
+    def after_optimizer_loaded(self) -> None:
+        """After both were loaded in a layout whose scales no checkpoint has: FP8 parameters from the fp32 copies, as
+        after an optimizer step. Collective.
+        """
+        if not self.megatron_config.fp8_param:
+            return
+        self.scales.fit_parameters()
+        write_parameters(self.optimizer)
 
     def parameter_dtype(self) -> torch.dtype:
         return DTYPES[self.config.precision]
@@ -228,7 +239,8 @@ class PolicyEngine:
         return self.pipeline.run(micro_batches, head, forward_only=False, routing=routing), routing
 
     def _begin_step(self, micro_batches: list[MicroBatch]) -> None:
-        """Every pass of a step, the old one and the training ones, rounds with the same scales."""
+        """Old passes, and training passes that are compared with them, round with the same scales; without old passes
+        each mini-batch has scales of its own."""
         routing = RoutingPass(self.routers, len(micro_batches))
         self.scales.begin_step(
             lambda: self.pipeline.run(micro_batches, self._old_pass(), forward_only=True, routing=routing)
