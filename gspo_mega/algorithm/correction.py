@@ -30,6 +30,8 @@ KeptWeight = Literal["one", "ratio"]
 
 # Sums of d on this grid are exact in float64 up to 2^21 nats, so that they are the same in every order of addition.
 GRID_NATS = 2.0**-32
+# The inside of the centre settles in a few turns; the number only keeps a rounding error from turning it forever.
+_MOST_TURNS = 100
 
 
 @dataclass(frozen=True)
@@ -81,40 +83,58 @@ def exact_sums(d: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
 
 
 def batch_centre(sums: Tensor, lengths: Tensor, bound: float) -> float:
-    """m of N responses: their token-weighted mean of d, in which none pulls harder than one at the edge of its band.
+    """m of N responses, nats: the token-weighted mean of d over those that lie inside their band around it.
 
-    `sums: [N]` nats of d over `lengths: [N]` tokens each; those without token do not count, and 0 is the m of none. m
-    is the root of sum_i sqrt(L_i) clip(z_i(m), -bound, bound), which falls in m (Huber's estimate of location, with the
-    inverse variances as weights). Where all |z_i| <= bound it is sum d / sum L, and a broken response of L tokens
-    shifts it by at most bound sqrt(L) / sum of the other tokens. Where a whole interval is root, its middle.
+    `sums: [N]` nats of d, of `exact_sums`, over `lengths: [N]` tokens each; those without token do not count, and 0 is
+    the m of none. Starts at `bounded_centre` and takes the mean of those inside until they stay the same, which lowers
+    sum_i min(z_i^2, bound^2) at every turn. So a response outside does not move m at all, and where all are inside m is
+    sum d / sum L. Where none is inside of the start, that is m.
     """
     present = lengths > 0
     totals, tokens = sums[present].double(), lengths[present].double()
     if totals.numel() == 0:
         return 0.0
-    # Around one of the means, so that a shift common to all of them costs no digits.
-    origin = float((totals / tokens).median())
-    totals = totals - origin * tokens
-    return origin + (_smallest_root(totals, tokens, bound) - _smallest_root(-totals, tokens, bound)) / 2
-
-
-def _smallest_root(totals: Tensor, tokens: Tensor, bound: float) -> float:
     means, roots = totals / tokens, tokens.sqrt()
-    nothing = 1e-12 * bound * float(roots.sum())
+    centre = bounded_centre(means, roots, bound)
+    before = torch.zeros_like(present[present])
+    for _ in range(_MOST_TURNS):
+        inside = (roots * (means - centre)).abs() <= bound
+        if torch.equal(inside, before) or not bool(inside.any()):
+            break
+        centre, before = float(totals[inside].sum() / tokens[inside].sum()), inside
+    return centre
+
+
+def bounded_centre(means: Tensor, roots: Tensor, bound: float) -> float:
+    """The root of sum_i clip(roots_i (means_i - m), -bound, bound) in m, nats: `means: [N]` nats, `roots: [N]` sqrt(L).
+
+    Huber's estimate of location, of z rather than of the mean: the largest pull is the same for a response of any
+    length, so that it breaks down where half of the responses are broken. (With sqrt(L) times that pull it would be
+    where sqrt(L) adds up to half, and one long broken response outvotes many short healthy ones.) Its own bias is
+    largest for long responses, in z, which is why m is not this. Where a whole interval is root, its middle.
+    """
+    # Around one of the means, so that a shift common to all of them costs no digits.
+    origin = float(means.median())
+    means = means - origin
+    return origin + (_smallest_root(means, roots, bound) - _smallest_root(-means, roots, bound)) / 2
+
+
+def _smallest_root(means: Tensor, roots: Tensor, bound: float) -> float:
+    nothing = 1e-12 * bound * means.numel()
     edges = torch.cat([means - bound / roots, means + bound / roots]).sort().values
     # The pull is linear between neighbouring edges, positive at the first and negative at the last.
     low, high = 1, edges.numel() - 1
     while low < high:
         middle = (low + high) // 2
-        if float((roots * (roots * (means - edges[middle])).clamp(-bound, bound)).sum()) > nothing:
+        if float((roots * (means - edges[middle])).clamp(-bound, bound).sum()) > nothing:
             low = middle + 1
         else:
             high = middle
     left, right = edges[low - 1], edges[low]
     offsets = means - (left + right) / 2
     inside = offsets.abs() <= bound / roots
-    outer = bound * (roots * offsets.sign())[~inside].sum()
-    root = (totals[inside].sum() + outer) / tokens[inside].sum()
+    outer = bound * offsets.sign()[~inside].sum()
+    root = ((roots * means)[inside].sum() + outer) / roots[inside].sum()
     return float(root.clamp(left, right)) if bool(inside.any()) else float(right)
 
 

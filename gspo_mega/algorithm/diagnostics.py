@@ -55,7 +55,8 @@ def policy_sums(
 
     Arguments as given to `policy_objective`. A sequence counts as its tokens held here over its length, so the
     parts of context-parallel ranks add up to one; for the token forms a sequence counts as clipped by the share
-    of its tokens that are. `*_mass` is |A| by sign, in sequences, and the part of it that was clipped away.
+    of its tokens that are. A sequence that `keep` drops counts in every number of sequences, and as clipped in none.
+    `*_mass` is |A| of those kept by sign, in sequences, and the part of it that was clipped away.
     """
     active = mask.bool()
     share = torch.where(active, 1.0 / lengths.double().clamp(min=1.0)[segment_ids], 0.0)
@@ -68,7 +69,8 @@ def policy_sums(
     unit_advantages = advantages.detach().double()[segment_ids]
     if token_advantages is not None and output.flags_are_per_token:
         unit_advantages = active_values(token_advantages.detach(), mask)
-    mass = torch.where(kept, share * unit_advantages, 0.0)
+    signed = torch.where(active, share * unit_advantages, 0.0)
+    mass = torch.where(kept, signed, 0.0)
     clipped = high | low | dual
     columns = {
         "objective": output.value,
@@ -81,10 +83,10 @@ def policy_sums(
         "clipped_high_sequences": torch.where(high, share, 0.0).sum(),
         "clipped_low_sequences": torch.where(low, share, 0.0).sum(),
         "dual_clipped_sequences": torch.where(dual, share, 0.0).sum(),
-        "positive_sequences": torch.where(mass > 0, share, 0.0).sum(),
-        "negative_sequences": torch.where(mass < 0, share, 0.0).sum(),
-        "positive_clipped_sequences": torch.where(clipped & (mass > 0), share, 0.0).sum(),
-        "negative_clipped_sequences": torch.where(clipped & (mass < 0), share, 0.0).sum(),
+        "positive_sequences": torch.where(signed > 0, share, 0.0).sum(),
+        "negative_sequences": torch.where(signed < 0, share, 0.0).sum(),
+        "positive_clipped_sequences": torch.where(clipped & (signed > 0), share, 0.0).sum(),
+        "negative_clipped_sequences": torch.where(clipped & (signed < 0), share, 0.0).sum(),
         "k1": -d.sum(),
         "k2": d.square().sum() / 2,
         "k3": exp_minus_linear(d).sum(),
@@ -100,8 +102,9 @@ def policy_sums(
 def policy_metrics(sums: Tensor) -> dict[str, float]:
     """Metrics of one mini-batch from its `policy_sums` added over micro-batches and ranks: [len(POLICY_SUMS)].
 
-    `k1`, `k2`, `k3`: estimates of KL(old || current) per token, nats. `*_mass_left`: share of |A| that still has a
-    gradient. Shares of nothing are 0 clipped, 1 left; `clip_fraction_<sign>` of no such sequence is left out.
+    `k1`, `k2`, `k3`: estimates of KL(old || current) per token, nats. `*_mass_left`: share of |A| of the kept
+    sequences that still has a gradient. Shares of nothing are 0 clipped, 1 left; `clip_fraction_<sign>` of no such
+    sequence is left out.
     """
     total: dict[str, float] = dict(zip(POLICY_SUMS, sums.double().tolist(), strict=True))
 

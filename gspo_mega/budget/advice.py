@@ -5,6 +5,9 @@ Owns the sentences and the recommended keys. No I/O.
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +48,8 @@ class Advice:
 
 def percent(estimate: Estimate) -> str:
     """A share with its standard error."""
-    return f"{100 * estimate.value:.0f} % +- {100 * estimate.error:.0f}"
+    error = f"{100 * estimate.error:.0f}" if math.isfinite(estimate.error) else "?"
+    return f"{100 * estimate.value:.0f} % +- {error}"
 
 
 def advise(facts: Facts, findings: Findings) -> Advice:
@@ -57,8 +61,10 @@ def advise(facts: Facts, findings: Findings) -> Advice:
         advice.sentences.append("Mend this first: the numbers below contain it, and no key recommended here cures it.")
     _direct_use(facts, findings, advice)
     _origin(findings, advice)
+    _blocks(findings, advice)
     _routing(facts, findings, advice)
     _budget(facts, findings, advice)
+    _unseen(findings, advice)
     return advice
 
 
@@ -90,19 +96,59 @@ def _origin(findings: Findings, advice: Advice) -> None:
         advice.sentences.append("What is left is rounding far below the clip range; its parts say nothing more.")
         return
     orders = list(findings.parts.values())
-    shares = {name: [parts[name].share for parts in orders if name in parts] for name in orders[0]}
-    ranked = sorted(shares, key=lambda name: -abs(shares[name][0]))
-    main = [name for name in ranked if abs(shares[name][0]) >= _MAIN]
+    shares = {name: part.share for name, part in orders[0].items()}
+    ranked = sorted(shares, key=lambda name: -abs(shares[name].value))
+    main = [name for name in ranked if _is_beyond(shares[name], _MAIN)]
     if main:
-        named = ", ".join(f"{name} {shares[name][0]:.0%}" for name in main)
+        named = ", ".join(f"{name} {percent(shares[name])}" for name in main)
         advice.sentences.append(f"Of the squared mismatch: {named}. The shares of all causes add up to 100 %.")
-    moved = [name for name in ranked if max(shares[name]) - min(shares[name]) > _INTERACTION]
+    unknown = [name for name in ranked if abs(shares[name].value) >= _MAIN and name not in main]
+    if unknown:
+        named = ", ".join(f"{name} {percent(shares[name])}" for name in unknown)
+        advice.sentences.append(
+            f"{findings.num_prompts} prompts do not tell whether it is a tenth of the squared mismatch: {named}."
+        )
+    moved = [name for name in ranked if name in findings.moved and _is_beyond(findings.moved[name], _INTERACTION)]
     if moved:
-        ranges = ", ".join(f"{name} {min(shares[name]):.0%} to {max(shares[name]):.0%}" for name in moved)
+        ranges = ", ".join(
+            f"{name} {' or '.join(f'{parts[name].share.value:.0%}' for parts in orders)} (difference"
+            f" {percent(findings.moved[name])})"
+            for name in moved
+        )
         advice.sentences.append(f"Some causes act on each other; by the order in which they are changed: {ranges}.")
     hidden = [name for name, why in findings.nothing.items() if not why.is_zero]
-    if hidden and ENGINES in main:
+    if hidden and ENGINES in [*main, *unknown]:
         advice.sentences.append(f"`{ENGINES}` contains what cannot be changed here: {', '.join(hidden)}.")
+
+
+def _is_beyond(share: Estimate, bound: float) -> bool:
+    return share.above(bound) or share.below(-bound)
+
+
+def _blocks(findings: Findings, advice: Advice) -> None:
+    if findings.blocks is None:
+        return
+    if not findings.blocks:
+        advice.sentences.append(
+            "The blocks of all quantized weights coincide in trainer and servers: what their rounding adds in `server"
+            " weights` the trainer's own takes away in `trainer FP8`."
+        )
+    for why in dict.fromkeys(findings.blocks.values()):
+        alike = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name, reason in findings.blocks.items() if reason == why)
+        named = ", ".join(f"{name} ({count})" for name, count in sorted(alike.items()))
+        advice.sentences.append(
+            "Part of `server weights` and `trainer FP8`: other blocks of 128 x 128 in the trainer than in the servers,"
+            f" in {named}: {why}."
+        )
+
+
+def _unseen(findings: Findings, advice: Advice) -> None:
+    by_size: dict[str, list[str]] = {}
+    for name, bound in findings.bounds.items():
+        by_size.setdefault(f"{bound:.2g}", []).append(f"`{name}`")
+    if by_size:
+        text = ", ".join(f"{size} in {', '.join(names)}" for size, names in by_size.items())
+        advice.sentences.append(f"No fault is seen below these differences of a token, in nats: {text}.")
 
 
 def _routing(facts: Facts, findings: Findings, advice: Advice) -> None:
@@ -133,17 +179,17 @@ def _budget(facts: Facts, findings: Findings, advice: Advice) -> None:
     share, allowed = findings.total.band_share, facts.config.mismatch.budget
     text = f"The mean |log s| is {share.value:.2g} +- {share.error:.1g} widths of the clip range; mismatch.budget is"
     if share.above(allowed):
-        advice.sentences.append(f"{text} {allowed:g}: a run will warn at every step.")
+        advice.sentences.append(f"{text} {allowed:g}: a run will warn of it, once and then rarely.")
         parts = next(iter(findings.parts.values()))
         for cause in CAUSES:
             part = parts.get(cause.name)
             settings = cause.neutral(facts) if part is not None and cause.avoidable else None
-            if part is None or settings is None or isinstance(settings, Nothing) or part.share < _MAIN:
+            if part is None or settings is None or isinstance(settings, Nothing) or not part.share.above(_MAIN):
                 continue
             for key, value in settings.items():
                 if key == "model.path":  # a folder of the budget's own
                     continue
-                advice.keys[key] = (value, f"takes away {part.share:.0%} of the squared mismatch, at its price")
+                advice.keys[key] = (value, f"takes away {percent(part.share)} of the squared mismatch, at its price")
     elif share.below(allowed):
         advice.sentences.append(f"{text} {allowed:g}.")
     else:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_RESAMPLES = 2000
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -56,13 +58,54 @@ class Estimate:
     value: float
     error: float
 
-    def above(self, bound: float, errors: float = 2.0) -> bool:
-        """Whether it is larger than `bound` by more than so many standard errors."""
-        return self.value - errors * self.error > bound
+    @property
+    def low(self) -> float:
+        """Two standard errors below."""
+        return self.value - 2 * self.error
 
-    def below(self, bound: float, errors: float = 2.0) -> bool:
-        """Whether it is smaller than `bound` by more than so many standard errors."""
-        return self.value + errors * self.error < bound
+    @property
+    def high(self) -> float:
+        """Two standard errors above."""
+        return self.value + 2 * self.error
+
+    def above(self, bound: float) -> bool:
+        """Whether it is larger than `bound` by more than two standard errors."""
+        return self.low > bound
+
+    def below(self, bound: float) -> bool:
+        """Whether it is smaller than `bound` by more than two standard errors."""
+        return self.high < bound
+
+
+@dataclass(frozen=True)
+class Share(Estimate):
+    """A share of units, as of `trials` independent ones. `low` and `high` are Wilson's interval at two standard errors,
+    which is not symmetric; `error` is half the way to its farther end.
+
+    Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).
+    """
+
+    trials: float
+
+    @classmethod
+    def of(cls, value: float, trials: float) -> Share:
+        return cls(value, max(_wilson(value, trials, +1) - value, value - _wilson(value, trials, -1)) / 2, trials)
+
+    @property
+    def low(self) -> float:
+        return _wilson(self.value, self.trials, -1)
+
+    @property
+    def high(self) -> float:
+        return _wilson(self.value, self.trials, +1)
+
+
+def _wilson(value: float, trials: float, sign: int) -> float:
+    """The share b with value - b = -sign 2 sqrt(b (1 - b) / trials)."""
+    square = 4.0
+    centre = value + square / (2 * trials)
+    half = math.sqrt(square * value * (1 - value) / trials + (square / (2 * trials)) ** 2)
+    return min(1.0, max(0.0, (centre + sign * half) / (1 + square / trials)))
 
 
 @dataclass(frozen=True)
@@ -109,13 +152,16 @@ def ratio_estimate(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) 
 
 
 def share_estimate(flags: np.ndarray, groups: np.ndarray) -> Estimate:
-    """The share of true `flags` [N] bool. None or all of G groups say no more than that the share is within 3 / G of
-    that, which two standard errors then are.
+    """The share of true `flags` [N] bool, as of as many independent trials as there are groups.
+
+    Units of one group may be all alike, and few flags do not say whether they are: the variance of the share is then
+    p (1 - p) sum n_g^2 / (sum n_g)^2 with n_g units of group g, that of (sum n_g)^2 / sum n_g^2 independent trials. So
+    an interval is never too narrow for being seen in few groups, and one more true flag never says less.
     """
-    estimate = ratio_estimate(flags.astype(float), np.ones(len(flags)), groups)
-    if len(flags) and estimate.value in (0.0, 1.0):
-        return Estimate(estimate.value, 1.5 / len(np.unique(groups)))
-    return estimate
+    if not len(flags):
+        return Estimate(0.0, math.inf)
+    sizes = np.unique(groups, return_counts=True)[1].astype(float)
+    return Share.of(float(flags.mean()), float(sizes.sum() ** 2 / (sizes @ sizes)))
 
 
 def three_lengths(lengths: np.ndarray) -> tuple[int, ...]:
@@ -166,9 +212,24 @@ def make_row(values: np.ndarray, tokens: Tokens, band: Band, lengths: Sequence[i
     )
 
 
-def explained_share(part: np.ndarray, whole: np.ndarray) -> float:
-    """How much of the squared size of `whole` lies along `part`: sum(part whole) / sum(whole^2), both [T]. Shares of
+def explained_share(part: np.ndarray, whole: np.ndarray, groups: np.ndarray) -> Estimate:
+    """How much of the squared size of `whole` lies along `part`: sum(part whole) / sum(whole^2), all [T]. Shares of
     parts that add up to the whole add up to 1; one is negative where a part takes away from the others.
+
+    The standard error is that of a bootstrap over `groups`: squares have long tails, and where one group has most of
+    them a linearised error would be far too small.
     """
     size = float(whole @ whole)
-    return float(part @ whole) / size if size > 0 else 0.0
+    if size == 0:
+        return Estimate(0.0, math.inf)
+    value = float(part @ whole) / size
+    _, place = np.unique(groups, return_inverse=True)
+    along, squares = np.bincount(place, part * whole), np.bincount(place, whole * whole)
+    count = len(squares)
+    if count == 1:
+        return Estimate(value, math.inf)
+    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_RESAMPLES)
+    sizes = drawn @ squares
+    shares = (drawn @ along)[sizes > 0] / sizes[sizes > 0]
+    # A resample of G groups spreads by (G - 1) / G less than G groups do.
+    return Estimate(value, float(shares.std()) * math.sqrt(count / (count - 1)))

@@ -23,11 +23,12 @@ from gspo_mega.budget.attribution import (
     three_lengths,
 )
 from gspo_mega.budget.causes import ENGINES, SAMPLING, Facts, Nothing, units_of
-from gspo_mega.budget.faults import UNITS, Fault, Sequences, find_faults
+from gspo_mega.budget.faults import UNITS, Fault, Sequences, fault_bounds, find_faults
 from gspo_mega.budget.fixed_tokens import FixedTokens
 from gspo_mega.budget.walks import Plan, Point, Side, contributions
 from gspo_mega.config import Config
 from gspo_mega.config.recipes import RECIPES
+from gspo_mega.plan.coinciding_blocks import differing_blocks
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Part:
     """One cause in one order: its row, and its share of the squared size of d."""
 
     row: Row
-    share: float
+    share: Estimate
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ class Other:
 @dataclass(frozen=True)
 class Findings:
     """Everything that was measured. `parts`: by order, then by cause. `residual`: largest |sum of the parts - d| of
-    any order, nats. `num_prompts`, `num_sequences`, `num_tokens`: of the fixed tokens.
+    any order, nats. `num_prompts`, `num_sequences`, `num_tokens`: of the fixed tokens. `bounds`: by cause, the
+    difference of a token below which no fault is seen, nats. `moved`: by cause, its share in the other order less that
+    in the first. `blocks`: of a trainer and servers that both compute in FP8 blocks, the tensors whose blocks are not
+    the same, with the reasons; None for any other pair.
     """
 
     num_prompts: int
@@ -62,10 +66,13 @@ class Findings:
     band: Band
     total: Row
     parts: Mapping[str, Mapping[str, Part]]
+    bounds: Mapping[str, float]
+    moved: Mapping[str, Estimate]
     nothing: Mapping[str, Nothing]
     alternatives: Mapping[str, Other]
     faults: tuple[Fault, ...] = ()
     residual: float = 0.0
+    blocks: Mapping[str, str] | None = None
 
 
 def clip_band(config: Config) -> Band:
@@ -89,15 +96,19 @@ def find(
     lengths = three_lengths(tokens.lengths)
     log_probs = {point: fixed.of_responses(values) for point, values in scored.items()}
     d = log_probs[plan.trained] - log_probs[plan.sampled]
+    by_token = tokens.prompt[tokens.sequence]
+    values_of: dict[str, dict[str, np.ndarray]] = {}
     parts: dict[str, dict[str, Part]] = {}
     residual = 0.0
     for order, links in plan.walks.items():
-        added = contributions(links, log_probs)
+        added = values_of[order] = contributions(links, log_probs)
         residual = max(residual, float(np.abs(sum(added.values()) - d).max()))
         parts[order] = {
-            name: Part(make_row(values, tokens, band, lengths), explained_share(values, d))
+            name: Part(make_row(values, tokens, band, lengths), explained_share(values, d, by_token))
             for name, values in added.items()
         }
+    first, *others = values_of.values()
+    moved = {name: explained_share(x - first[name], d, by_token) for other in others for name, x in other.items()}
     alternatives = {}
     for name, point in plan.alternatives.items():
         other = log_probs[point] - log_probs[plan.sampled]
@@ -110,11 +121,28 @@ def find(
         band=band,
         total=make_row(d, tokens, band, lengths),
         parts=parts,
+        bounds=fault_bounds(_units(facts, plan), facts.spec.num_layers, log_probs[plan.trained]),
+        moved=moved,
         nothing=plan.nothing,
         alternatives=alternatives,
         faults=tuple(_faults(facts, plan, fixed, scored, log_probs, entropies)),
         residual=residual,
+        blocks=_blocks(facts),
     )
+
+
+def _blocks(facts: Facts) -> dict[str, str] | None:
+    if facts.config.precision != "fp8" or facts.config.server.quantization != "fp8_block":
+        return None
+    return differing_blocks(facts.config, facts.spec)
+
+
+def _units(facts: Facts, plan: Plan) -> dict[str, float]:
+    """The unit roundoff that each cause of the walks may show."""
+    links = next(iter(plan.walks.values()))
+    sides: dict[str, Side] = {link.cause: link.end.side for link in links if link.cause != ENGINES}
+    sides[SAMPLING] = "server"
+    return units_of(facts, sides, plan.nothing, UNITS)
 
 
 def _k3_change(other: np.ndarray, d: np.ndarray, tokens: Tokens) -> Estimate:
@@ -131,8 +159,6 @@ def _faults(
     entropies: np.ndarray,
 ) -> list[Fault]:
     links = next(iter(plan.walks.values()))
-    sides: dict[str, Side] = {link.cause: link.end.side for link in links if link.cause != ENGINES}
-    sides[SAMPLING] = "server"
     bridge = next(link for link in links if link.cause == ENGINES)
     reference = Sequences(
         [len(sequence.prompt) for sequence in fixed.sequences],
@@ -143,7 +169,7 @@ def _faults(
         log_probs[plan.trained],
         fixed.of_responses(entropies),
         fixed.tokens(),
-        units_of(facts, sides, plan.nothing, UNITS),
+        _units(facts, plan),
         facts.spec.num_layers,
         facts.config.rollout.temperature,
         reference,

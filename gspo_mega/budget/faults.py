@@ -76,6 +76,13 @@ def expected_size(unit: float, num_layers: int, log_probs: np.ndarray) -> float:
     return math.sqrt(2 * num_layers) * unit * max(1.0, float(log_probs.std()))
 
 
+def fault_bounds(units: Mapping[str, float], num_layers: int, log_probs: np.ndarray) -> dict[str, float]:
+    """The |difference| of a token, nats, that rounding may reach in each cause: what stays below is no fault to
+    `find_faults`, whatever it is. Coarse in deep models of a coarse format: `units` are those of each cause.
+    """
+    return {name: slack(unit) * expected_size(unit, num_layers, log_probs) for name, unit in units.items()}
+
+
 def temperature_slope(values: np.ndarray, log_probs: np.ndarray, entropies: np.ndarray, tokens: Tokens) -> Slope:
     """The slope of `values` on log p + H, through 0; all [T] float64 nats, of the tokens of the responses.
 
@@ -116,7 +123,7 @@ def find_faults(
     cause may show. `reference`: the engines' difference at the reference, for all tokens. `has_experts`: of the model.
     A cause in which a fault was found is not looked at again.
     """
-    bounds = {name: slack(units[name]) * expected_size(units[name], num_layers, log_probs) for name in added}
+    bounds = fault_bounds({name: units[name] for name in added}, num_layers, log_probs)
     many = {name: _MANY_WITH_EXPERTS if has_experts and unit > UNITS["fp32"] else _MANY for name, unit in units.items()}
     faults = []
     for name, values in added.items():

@@ -15,8 +15,10 @@ _LEGEND = (
     "band: mean |log s| in widths of the clip range, log s being the mean of x over a sequence (or over its first so",
     "many tokens); A<0, A>0: share of all responses below, above the clip range, had the cause acted alone: there",
     "A < 0, A > 0 is clipped with no update at all (no reward is looked at);",
+    "bound: a token's difference that the row's rounding may reach, nats; what is smaller is not seen to be a fault;",
     "forward, backward: share of the squared mismatch in each order of changing the causes, 100 % together.",
-    "(+-): one standard error, from the spread between prompts.",
+    "(+-): one standard error, from the spread between prompts; of A<0 and A>0: half the way to the farther end of",
+    "Wilson's interval at two standard errors, each prompt counted as one trial.",
 )
 
 
@@ -46,23 +48,24 @@ def _finite(value: Any) -> Any:
 def _table(findings: Findings) -> list[str]:
     orders = list(findings.parts)
     first = findings.parts[orders[0]]
-    shares = {name: [f"{findings.parts[order][name].share:.1%}" for order in orders] for name in first}
+    shares = {name: [_of_squares(findings.parts[order][name].share) for order in orders] for name in first}
     rows = {name: part.row for name, part in first.items()} | {"all together": findings.total}
     shares["all together"] = ["100.0%"] * len(orders)
     for other in findings.alternatives.values():
         rows["with " + ", ".join(f"{key}={value}" for key, value in other.settings.items())] = other.row
     width = max(map(len, rows))
-    headings = "  ".join(f"{order:>8}" for order in orders)
+    headings = "  ".join(f"{order:>11}" for order in orders)
     lines = [
         f"{findings.num_sequences} sequences of {findings.num_prompts} prompts, {findings.num_tokens} response tokens;"
         f" clip range of log s {findings.band.low:.1e} to {findings.band.high:+.1e}"
         + (" per token" if findings.band.per_token else ""),
         "",
-        f"{'cause':<{width}}  {'k3 per token':>17}  {'band':>15}  {'A<0':>8}  {'A>0':>8}  {'max |x|':>7}  {headings}",
+        f"{'cause':<{width}}  {'k3 per token':>17}  {'band':>15}  {'A<0':>8}  {'A>0':>8}  {'max |x|':>7}"
+        f"  {'bound':>7}  {headings}",
     ]
     for name, row in rows.items():
-        by_order = "  ".join(f"{share:>8}" for share in shares.get(name, ["-"] * len(orders)))
-        lines.append(f"{name:<{width}}  {_numbers(row)}  {by_order}")
+        by_order = "  ".join(f"{share:>11}" for share in shares.get(name, ["-"] * len(orders)))
+        lines.append(f"{name:<{width}}  {_numbers(row)}  {_bound(findings, name)}  {by_order}")
     for order in orders[1:]:
         lines += [f"  {order}: {name} k3 {part.row.k3.value:.1e}" for name, part in _other(findings, order)]
     lines += ["", f"{'':<{width}}  " + "  ".join(f"{f'log s at {length}':>26}" for length in findings.lengths)]
@@ -87,6 +90,15 @@ def _numbers(row: Row) -> str:
         f"{f'{row.k3.value:.1e} (+-{_short(row.k3.error)})':>17}  {_share(row.band_share):>15}"
         f"  {_percent(row.negative):>8}  {_percent(row.positive):>8}  {row.maximum:7.1e}"
     )
+
+
+def _bound(findings: Findings, name: str) -> str:
+    return f"{findings.bounds[name]:7.1e}" if name in findings.bounds else f"{'-':>7}"
+
+
+def _of_squares(share: Estimate) -> str:
+    error = f"{100 * share.error:.0f}" if math.isfinite(share.error) else "?"
+    return f"{share.value:.1%}+-{error}"
 
 
 def _short(value: float) -> str:

@@ -8,7 +8,6 @@ alone does. Owns where they lie and how they are made; the rules of rounding are
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gspo_mega.config import Config
 from gspo_mega.config.server_precision import loads_quantized, server_dtype
 from gspo_mega.model.huggingface import read_stored
+from gspo_mega.model.weights_stamp import weights_stamp
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +28,8 @@ Kind = Literal["quantized", "rounded"]
 
 def folder_of(config: Config, kind: Kind) -> Path:
     """Where the folder is, whether it exists or not: another one for other weights and another rounding."""
-    path = Path(config.model.path)
-    stamps = sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in path.glob("*.safetensors"))
-    made = (str(path.absolute()), stamps, config.server.quantization, server_dtype(config), str(config.fp8), kind)
-    digest = hashlib.sha256(repr(made).encode()).hexdigest()[:12]
-    return _parent(config) / f"{kind}-{digest}"
+    settings = (config.server.quantization, server_dtype(config), str(config.fp8), kind)
+    return _parent(config) / f"{kind}-{weights_stamp(config.model.path, *settings)}"
 
 
 def _parent(config: Config) -> Path:

@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from gspo_mega import durable
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
 from gspo_mega.errors import CheckpointError
@@ -23,6 +24,7 @@ from gspo_mega.model.block_fp8 import is_quantized, served_layout
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_model_spec, read_stored
 from gspo_mega.model.spec import BlockFp8, ModelSpec
+from gspo_mega.model.weights_stamp import weights_stamp
 from gspo_mega.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -52,11 +54,12 @@ def server_start(config: Config, folder: RunFolder, *, makes: bool) -> Path:
 
 
 def start_folder(config: Config, folder: RunFolder) -> Path:
-    """Where the copy lies. Its name has all that its content depends on besides `model.path`."""
+    """Where the copy lies. Its name has what its content depends on: the form, and the weights of `model.path`."""
     layout = served_layout(config)
     form = "plain" if layout is None else "blocks-power-of-two" if layout.power_of_two else "blocks-float32"
     trainer = "fp32" if config.precision == "fp32" else "bf16"
-    return folder.weights_dir.absolute() / f"start-{form}-{trainer}-{server_dtype(config)}"
+    name = f"start-{form}-{trainer}-{server_dtype(config)}-{weights_stamp(config.model.path)}"
+    return folder.weights_dir.absolute() / name
 
 
 def has_layout(spec: ModelSpec, layout: BlockFp8 | None) -> bool:
@@ -90,7 +93,15 @@ def _make(config: Config, out: Path) -> None:
             shown = time.monotonic()
             logger.info("%s: %d %%", out.name, 100 * done // max(total, 1))
 
+    _remove_others(out)
     to_form(open_checkpoint(Path(config.model.path)), out, published_form(config), progress=progress)
+
+
+def _remove_others(out: Path) -> None:
+    """Remove copies of other weights or in other forms, whole or not: each is as large as the model."""
+    for path in (*out.parent.glob("start-*"), *out.parent.glob(".start-*")):
+        if path.is_dir() and not path.name.startswith(out.name):
+            durable.remove_tree(path, at="publish.prune")
 
 
 def _wait(out: Path, seconds: float) -> None:

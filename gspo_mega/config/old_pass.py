@@ -21,4 +21,11 @@ def makes_old_pass(config: Config) -> bool:
     With one optimizer step per rollout batch old is current, so the pass is needed for the correction only: it judges a
     response by the whole batch, before the first gradient.
     """
-    return config.old_log_probs == "trainer" and (config.batch.num_mini_batches > 1 or corrects(config))
+    return config.old_log_probs == "trainer" and (not old_is_current(config) or corrects(config))
+
+
+def old_is_current(config: Config) -> bool:
+    """Whether the policy that is trained is the old one: one optimizer step per rollout batch. Then the ratio is 1
+    exactly, and no second forward pass may put its noise there.
+    """
+    return config.old_log_probs == "trainer" and config.batch.num_mini_batches == 1

@@ -242,13 +242,6 @@ def _fp8(config: Config) -> Iterator[Violation]:
             "only Megatron's distributed optimizer writes FP8 parameters; set `optimizer.distributed: true`, or false"
             " here",
         )
-    if config.fp8.recipe == "delayed" and config.optimizer.moments_dtype != "fp32":
-        yield Violation(
-            "optimizer.moments_dtype",
-            f"{config.optimizer.moments_dtype} with `fp8.parameters` of recipe delayed: the fused Adam would then make"
-            " its fp32 parameters of the rounded ones; valid: fp32, or `fp8.parameters: false`, or recipe tensorwise or"
-            " blockwise",
-        )
     if config.fp8.recipe == "mxfp8":
         yield Violation(
             "fp8.parameters",

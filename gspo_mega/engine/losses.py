@@ -154,8 +154,10 @@ class PolicyLoss:
     """The clipped objective of one mini-batch, with the KL term to a reference policy if there is one.
 
     `old` has the old pass of its micro-batches in order, or is None if the old pass was skipped because old is current
-    (one optimizer step per rollout batch, and no correction). With `use_rollout` the server's log-probs serve as old
-    ones, and the engine gap is part of the ratio instead of being corrected.
+    (one optimizer step per rollout batch, and no correction). With `old_is_current` only the correction is taken from
+    it: the ratio is that of these very log-probs, 1 exactly, also where kernels are not deterministic. With
+    `use_rollout` the server's log-probs serve as old ones, and the engine gap is part of the ratio instead of being
+    corrected.
 
     Called with the micro-batches in order: a batch, `log_probs` [N] float32 nats and, if `wants_entropy`, `entropies`
     [N] float32 nats of this rank's active tokens. Collective over the context group.
@@ -168,6 +170,7 @@ class PolicyLoss:
     use_rollout: bool
     old: list[OldLogProbs] | None
     kl: KlTerm | None = None
+    old_is_current: bool = False
     next_index: int = 0
 
     @property
@@ -180,7 +183,8 @@ class PolicyLoss:
         columns: dict[str, torch.Tensor] = {}
         index, self.next_index = self.next_index, self.next_index + 1
         if self.old is not None:
-            old, known = self.old[index], None
+            old = self.old[index]
+            known = torch.zeros_like(old.gap_sums) if self.old_is_current else None
         else:
             columns, old = self.old_pass.measure(batch, log_probs.detach(), entropies)
             # Old is current or the server's, so the log-ratio sums to 0 or to the gap that `measure` has just shared.
@@ -205,10 +209,11 @@ class PolicyLoss:
             lengths=batch.sequence["length"],
         )
         keep, weights = (None, None) if correction is None else (correction.keep, correction.weights)
+        old_log_probs = log_probs.detach() if self.old_is_current else old.log_probs
         out = policy_objective(
             self.settings,
             log_probs=log_probs,
-            old_log_probs=batch.rollout_log_probs if self.use_rollout else old.log_probs,
+            old_log_probs=batch.rollout_log_probs if self.use_rollout else old_log_probs,
             num_sequences=batch.num_sequences,
             denominator=self.denominator,
             keep=keep,

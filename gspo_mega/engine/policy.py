@@ -18,7 +18,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.config.old_pass import corrects
+from gspo_mega.config.old_pass import corrects, old_is_current
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.balancing import LoadBalancing
 from gspo_mega.engine.data_parallel import wrap_data_parallel
@@ -269,6 +269,7 @@ class PolicyEngine:
             use_rollout=self.config.old_log_probs == "rollout",
             old=old.micro_batches if old is not None else None,
             kl=KlTerm(kl.coefficient, kl.estimator, reference) if reference is not None else None,
+            old_is_current=old_is_current(self.config),
         )
 
     def _old_pass(self) -> OldPass:

@@ -50,17 +50,27 @@ _SUMMARIES: dict[str, Reduction] = {
     "p99": "quantile",
 }
 
+_COUNTED = "with a token ratio, a sequence counts by its share of tokens that are"
+
 _POLICY: dict[str, tuple[str, Reduction, str]] = {
     "objective": ("reward", "sum", "J of the mini-batch; the loss is -J"),
     "num_sequences": ("sequences", "sum", "sequences with an active token: the denominator"),
     "num_tokens": ("tokens", "sum", "active response tokens trained on"),
     "kept_fraction": ("fraction", "ratio", "sequences not rejected by the mismatch correction"),
-    "clip_fraction": ("fraction", "ratio", "sequences whose gradient was clipped away"),
-    "clip_fraction_high": ("fraction", "ratio", "sequences with A > 0 above the band"),
-    "clip_fraction_low": ("fraction", "ratio", "sequences with A < 0 below the band"),
-    "dual_clip_fraction": ("fraction", "ratio", "sequences bounded by the dual clip"),
-    "clip_fraction_positive": ("fraction", "ratio", "sequences with A > 0 that were clipped, of all with A > 0"),
-    "clip_fraction_negative": ("fraction", "ratio", "sequences with A < 0 that were clipped, of all with A < 0"),
+    "clip_fraction": ("fraction", "ratio", f"sequences whose gradient was clipped away; {_COUNTED}"),
+    "clip_fraction_high": ("fraction", "ratio", f"sequences with A > 0 above the band; {_COUNTED}"),
+    "clip_fraction_low": ("fraction", "ratio", f"sequences with A < 0 below the band; {_COUNTED}"),
+    "dual_clip_fraction": ("fraction", "ratio", f"sequences bounded by the dual clip; {_COUNTED}"),
+    "clip_fraction_positive": (
+        "fraction",
+        "ratio",
+        f"sequences that were clipped, of those with A > 0; {_COUNTED}",
+    ),
+    "clip_fraction_negative": (
+        "fraction",
+        "ratio",
+        f"sequences that were clipped, of those with A < 0; {_COUNTED}",
+    ),
     "token_clip_fraction": ("fraction", "ratio", "clip_fraction weighed by length"),
     "token_clip_fraction_high": ("fraction", "ratio", "clip_fraction_high weighed by length"),
     "token_clip_fraction_low": ("fraction", "ratio", "clip_fraction_low weighed by length"),
@@ -68,8 +78,8 @@ _POLICY: dict[str, tuple[str, Reduction, str]] = {
     "k2": ("nats", "mean", "KL(old || current) per token, mean(d^2) / 2"),
     "k3": ("nats", "mean", "KL(old || current) per token, mean(e^d - 1 - d)"),
     "chi2_token": ("1", "mean", "mean(e^2d) - 1 of old to current, per token"),
-    "positive_mass_left": ("fraction", "ratio", "share of A > 0 that still has a gradient"),
-    "negative_mass_left": ("fraction", "ratio", "share of A < 0 that still has a gradient"),
+    "positive_mass_left": ("fraction", "ratio", "share of A > 0 of the kept sequences that still has a gradient"),
+    "negative_mass_left": ("fraction", "ratio", "share of A < 0 of the kept sequences that still has a gradient"),
 }
 
 _MISMATCH: dict[str, tuple[str, Reduction, str]] = {
@@ -110,7 +120,11 @@ _SPLIT: dict[str, tuple[str, Reduction, str]] = {
 _CORRECTION: dict[str, tuple[str, Reduction, str]] = {
     "acted_fraction": ("fraction", "ratio", "sequences that mismatch.correction dropped or whose weight it cut"),
     "weight_mean": ("1", "mean", "correction weight of kept sequences"),
-    "centre": ("nats", "value", "m, the rollout batch's mean d per token that the correction is centred on"),
+    "centre": (
+        "nats",
+        "value",
+        "m, mean d per token of the responses inside their band: what the correction is centred on",
+    ),
     "deviation_abs_max": ("nats", "max", "largest sqrt(L) |mean d - m| of a sequence; mismatch.bound_nats bounds it"),
     "num_token_vetoes": ("tokens", "sum", "tokens with |d| above mismatch.token_veto_nats"),
     "num_vetoed_sequences": ("sequences", "sum", "sequences dropped for such a token"),

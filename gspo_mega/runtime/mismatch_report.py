@@ -25,6 +25,8 @@ from gspo_mega.metrics.length_bins import rows_by_length
 
 # A warning that still holds is repeated after this many steps.
 WARN_AGAIN_STEPS = 100
+# Below this share of changed routes, one (token, layer) pair in ten thousand, routing is not named as a cause.
+LEAST_CHANGED_ROUTES = 1e-4
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,16 @@ def _split(config: Config, gap: GapRows, rows: np.ndarray) -> dict[str, float]:
 
 
 def gap_warnings(
-    config: Config, config_file: Path, gap: GapRows, metrics: Mapping[str, float], summary: dict[str, Any], step: int
+    config: Config,
+    config_file: Path,
+    gap: GapRows,
+    metrics: Mapping[str, float],
+    summary: dict[str, Any],
+    step: int,
+    newest_export: Path | None = None,
 ) -> list[str]:
     """What to tell the user after a step, each thing once and then rarely. `summary`, which every checkpoint keeps,
-    remembers what was told.
+    remembers what was told. `newest_export`: Hugging Face folder of the run's weights, if it has written one.
     """
     told = summary.setdefault("mismatch_told", {})
     lines = []
@@ -134,13 +142,15 @@ def gap_warnings(
             f"warning  the engines' log-probs differ by {share:.2f} of the clip range before any update (mean |log s|"
             f" of a response; mismatch.budget {budget:g}), k3 {metrics['mismatch/k3']:.1e} nats per token. "
             + " ".join(_causes(config, gap, metrics))
-            + f" `gspo-mega budget {config_file}` measures each cause alone"
+            + _where_to_measure(config, config_file, newest_export)
         )
     first = {sign: metrics.get(f"policy/mini_batch/0/clip_fraction_{sign}") for sign in ("negative", "positive")}
-    if config.old_log_probs == "rollout" and first["negative"] is not None and is_due("rollout"):
-        unit = "tokens" if objective_settings(config.algorithm, config.objective).ratio == "token" else "responses"
+    clips = any(share for share in first.values())
+    if config.old_log_probs == "rollout" and first["negative"] is not None and clips and is_due("rollout"):
+        by_token = objective_settings(config.algorithm, config.objective).ratio == "token"
+        unit = "a response's tokens, in the mean over responses," if by_token else "the responses"
         lines.append(
-            f"warning  old_log_probs: rollout clips {first['negative']:.2f} of the {unit} with A < 0 and"
+            f"warning  old_log_probs: rollout clips {first['negative']:.2f} of {unit} with A < 0 and"
             f" {first['positive'] or 0.0:.2f} of those with A > 0 with no update at all (clip range"
             f" {config.objective.clip_low:g} / {config.objective.clip_high:g}): the engines' difference takes their"
             " gradient. `old_log_probs: trainer` does not"
@@ -152,6 +162,13 @@ def gap_warnings(
             " mismatch/length/... and mismatch/advantage/... say which (docs/mismatch.md)"
         )
     return lines
+
+
+def _where_to_measure(config: Config, config_file: Path, newest_export: Path | None) -> str:
+    if newest_export is None:
+        return f" `gspo-mega budget {config_file}` measures each cause alone, of the weights that the run started from"
+    others = "" if config.model.weights is None else " model.weights=null"
+    return f" `gspo-mega budget {config_file} model.path={newest_export}{others}` measures each cause alone"
 
 
 def _causes(config: Config, gap: GapRows, metrics: Mapping[str, float]) -> list[str]:
@@ -168,7 +185,7 @@ def _causes(config: Config, gap: GapRows, metrics: Mapping[str, float]) -> list[
             f" {_budget_share(config, gap.log_s[stale]):.2f} for the {stale.mean():.0%} that older ones sampled."
         )
     changed = metrics.get("routing/changed_since_rollout")
-    if changed:
+    if changed is not None and changed >= LEAST_CHANGED_ROUTES:
         sentences.append(
             f"Routing is part of it: {changed:.2%} of (token, layer) pairs go to other experts than on the server"
             " (`moe.routing_replay: R3` removes that part)."

@@ -115,7 +115,13 @@ class StepReport:
             session.say(notice)
         if self._gap is not None:
             warnings = gap_warnings(
-                session.config, session.run_folder.config_file, self._gap, metrics, session.state.summary, step
+                session.config,
+                session.run_folder.config_file,
+                self._gap,
+                metrics,
+                session.state.summary,
+                step,
+                max(session.run_folder.huggingface_steps_dir.glob("step_" + "[0-9]" * 8), default=None),
             )
             for line in warnings:
                 session.say(line)

@@ -10,6 +10,9 @@ and makes the run in flight anew. Rows are never removed: a run that fails for w
 because its numbers are no longer finite has one.
 
 The protocol, written before the first row. A change of it is a new PROTOCOL, whose rows are compared among themselves.
+Made more exact since, when the first anchor's run was the only row, whose numbers stay as they were: how two losses are
+compared, that a collapse counts the cold start's error too, means over steps of what only some steps have, and what is
+written of a run that ends in its first step.
 
 **Task and model.** Four-digit additions with a scratchpad. Qwen3 of 2 layers, hidden 256, 2 heads of 128, intermediate
 512, 1.57 M parameters: every matrix that FP8 rounds consists of whole 128 x 128 blocks, and q, k and v of a head are
@@ -38,18 +41,20 @@ makes of it; that is a column of its own. Beside it k3 of KL(server || trainer) 
 fractions by sign of A and mini-batch, the share of |A| left in the first mini-batch, the share of sequences kept,
 entropy, rewards.
 
-**Collapse.** A run has collapsed if its weights are worse than the cold start by two standard errors, if the reward of
-its last ten steps is under half of its best ten, or if its numbers stop being finite. An arm collapses if at least two
-of its three seeds do. "Training breaks at a dose" means that.
+**Collapse.** A run has collapsed if its weights are worse than the cold start by two standard errors of that difference
+(sampling, of both accuracies), if the reward of its last ten steps is under half of its best ten, or if its numbers stop
+being finite. If they do in the first step, the row says `ended` and nothing else: whether the arm had its gap is then
+not known. An arm collapses if at least two of its three seeds do. "Training breaks at a dose" means that.
 
 **Bears more.** An algorithm's loss at a dose is the mean accuracy of its own anchor less that of the arm. GSPO bears a
-dose better than GRPO if its loss is smaller by what is detectable, and it bears a larger dose if it breaks at fewer bits.
+dose better than GRPO if its loss is smaller by what is detectable between two losses, and it bears a larger dose if it
+breaks at fewer bits.
 
 **What can be seen.** The spread s between seeds is pooled over arms without a collapse. Two arms of three seeds differ
 detectably (two-sided 5 %, power 80 %) by (t.975 + t.80) s sqrt(2/3) with the pooled degrees of freedom: with s = .03,
-which quickstart's three seeds suggest, .091 from two arms and .072 from ten. "Within two standard errors" compares means
-of three seeds: |difference| <= 2 s sqrt(2/3). A difference below what is detectable is reported as not seen, never as
-absent.
+which quickstart's three seeds suggest, .091 with 4 degrees of freedom and .072 with 20 (two arms, ten arms). Two losses
+have four arms between them, s sqrt(4/3): .129 and .102. "Within two standard errors" compares means of three seeds:
+|difference| <= 2 s sqrt(2/3). A difference below what is detectable is reported as not seen, never as absent.
 
 **Expected.** (1) FP8 with FP8 ends within two standard errors of fp32: KL of some 1e-3 from the server, old log-probs
 from the trainer. (2) Used directly as old, FP8 log-probs make GSPO clip a third to a half of all sequences before any
@@ -76,7 +81,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tolerance_arms import ARMS, BLOCKS, SEEDS, Arm, breaking_arms, in_order
-from tolerance_rows import NO_GAP, Row, append_row, finished, has_collapsed, measured, read_rows
+from tolerance_rows import NO_GAP, Row, append_row, finished, has_collapsed, measured, read_rows, trained_steps
 
 from gspo_mega.errors import NumericsError
 from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
@@ -108,8 +113,10 @@ class Study:
         }
         return [f"run.name={name}", *(f"{key}={json.dumps(str(path))}" for key, path in paths.items())]
 
-    def cold_start(self) -> tuple[Path, str, float]:
-        """The cold start's Hugging Face folder, the start of its checksum, and its accuracy; made where missing."""
+    def cold_start(self) -> tuple[Path, str, tuple[float, float]]:
+        """The cold start's Hugging Face folder, the start of its checksum, and its accuracy with the standard error;
+        made where missing.
+        """
         run = RunFolder(self.folder / "cold" / "sft")
         if not (run.huggingface_dir / "config.json").is_file():
             tool = [sys.executable, str(REPOSITORY / "tools" / "make_quickstart.py"), str(self.folder / "files")]
@@ -124,7 +131,7 @@ class Study:
         if measurement is None:
             measurement = self.accuracy(run.huggingface_dir, "cold-eval")
             atomic_write_json(record, measurement)
-        return run.huggingface_dir, checksum, float(measurement["accuracy"])
+        return run.huggingface_dir, checksum, (float(measurement["accuracy"]), float(measurement["standard_error"]))
 
     def accuracy(self, model: Path, name: str) -> dict[str, float]:
         """Sampled accuracy of a Hugging Face folder on the exact server."""
@@ -149,9 +156,12 @@ class Study:
         train = product("train") if arm.bits is None else [sys.executable, str(DOSE), str(arm.bits)]
         code = call([*train, str(CONFIG), *places, *arm.overrides(CORRECTION)], log, (0, NumericsError.exit_code))
         minutes = (time.monotonic() - began) / 60
-        steps = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-        columns = measured(steps)
-        if arm.has_gap == (columns["k3_first"] < NO_GAP):
+        metrics = run.path / "metrics.jsonl"  # written with the first step
+        steps = [json.loads(line) for line in (metrics.read_text() if metrics.exists() else "").splitlines()]
+        columns, trained = measured(steps), trained_steps(steps)
+        if code == 0 and not trained:
+            raise Failed(f"{name}: the command ended well, and {metrics} has no step; see {log}")
+        if trained and arm.has_gap == (columns["k3_first"] < NO_GAP):
             raise Failed(
                 f"{name}: k3 {columns['k3_first']:.2g} before any update: the arm is not what it is called; see {log}"
             )
@@ -162,20 +172,25 @@ class Study:
             final = {"accuracy": 0.0, "standard_error": 0.0}
             own = {"eval/accuracy": 0.0, "eval/accuracy_standard_error": 0.0}
         accuracy, error = final["accuracy"], final["standard_error"]
-        collapsed = has_collapsed(before, accuracy, error, columns["reward_best"], columns["reward_last"])
+        if code:
+            outcome = "not finite" if trained else "ended"
+        else:
+            worse = has_collapsed(before, (accuracy, error), columns["reward_best"], columns["reward_last"])
+            outcome = "collapsed" if worse else "trained"
         return Row(
             protocol=PROTOCOL,
             arm=arm.name,
             block=arm.block,
             seed=seed,
-            num_steps=steps[-1]["step"],
-            before=before,
+            num_steps=int(trained[-1]["step"]) if trained else 0,
+            before=before[0],
+            before_se=before[1],
             accuracy=accuracy,
             accuracy_se=error,
             server_accuracy=own["eval/accuracy"],
             server_accuracy_se=own["eval/accuracy_standard_error"],
             minutes=minutes,
-            outcome="not finite" if code else "collapsed" if collapsed else "trained",
+            outcome=outcome,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
             commit=commit(),
             cold_start=checksum,

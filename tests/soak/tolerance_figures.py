@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -47,6 +47,14 @@ def verdict(arm: Sequence[Row], anchor: Sequence[Row], spread: float) -> str:
 def table(rows: Sequence[Row]) -> str:
     """The rows by arm as Markdown. Without two runs of one arm there is no spread, and no verdict."""
     arms = by_arm(rows)
+
+    def mean(name: str, arm: Sequence[Row], form: str) -> str:
+        """Over the runs that had a first step, and by sign of A over those that ever had that sign."""
+        values = [getattr(row, name) for row in arm if row.outcome != "ended"]
+        if name.startswith("clip_"):
+            values = [value for value in values if not math.isnan(value)]
+        return format(fmean(values), form) if values else "-"
+
     try:
         spread, freedom = spread_of(rows)
     except ValueError:
@@ -63,23 +71,61 @@ def table(rows: Sequence[Row]) -> str:
             str(len(arm)),
             " ".join(f"{row.accuracy:.3f}" for row in arm),
             verdict(arm, arms[anchor], spread) if freedom and anchor in arms and anchor != name else "",
-            f"{fmean(row.k3_first for row in arm):.1e}",
-            f"{fmean(row.k3 for row in arm):.1e}",
-            f"{fmean(row.clip for row in arm):.3f}",
-            " ".join(f"{fmean(getattr(row, f'clip_positive_{m}') for row in arm):.3f}" for m in range(4)),
-            " ".join(f"{fmean(getattr(row, f'clip_negative_{m}') for row in arm):.3f}" for m in range(4)),
+            mean("k3_first", arm, ".1e"),
+            mean("k3", arm, ".1e"),
+            mean("clip", arm, ".3f"),
+            " ".join(mean(f"clip_positive_{m}", arm, ".3f") for m in range(4)),
+            " ".join(mean(f"clip_negative_{m}", arm, ".3f") for m in range(4)),
             f"{sum(row.outcome != 'trained' for row in arm)} of {len(arm)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     if freedom:
-        detectable = smallest_detectable(spread, freedom, 3)
+        detectable = smallest_detectable(spread, freedom, (3, 3))
         lines += [
             "",
             f"Spread between seeds {spread:.3f} ({freedom} degrees of freedom); two arms of three runs differ detectably"
             f" from {detectable:.3f} on. The standard error of one run's accuracy is"
-            f" {max(row.accuracy_se for row in rows):.3f} or less. Cold start {rows[0].before:.3f}.",
+            f" {max(row.accuracy_se for row in rows):.3f} or less. Cold start {rows[0].before:.3f} ±"
+            f" {rows[0].before_se:.3f}.",
+            *losses(arms, spread, freedom),
+        ]
+    if ended := sum(row.outcome == "ended" for row in rows):
+        lines += [
+            "",
+            f"{ended} run{'s' if ended > 1 else ''} ended in the first step, with numbers that were no longer finite:"
+            " accuracy 0, nothing else is known, so the second figure does not show it.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def losses(arms: Mapping[str, Sequence[Row]], spread: float, freedom: int) -> list[str]:
+    """For every pairing that both algorithms were trained in, which of them loses less to its own anchor, against what
+    is detectable between two losses; nothing without both anchors.
+    """
+    if not set(ANCHORS.values()) <= arms.keys():
+        return []
+    lines = []
+    for name, arm in arms.items():
+        algorithm, _, pairing = name.partition("-")
+        other = f"grpo-{pairing}"
+        if algorithm != "gspo" or other not in arms or name in ANCHORS.values():
+            continue
+        taking_part = [arm, arms[ANCHORS["gspo"]], arms[other], arms[ANCHORS["grpo"]]]
+        with_gap, without, grpo_with_gap, grpo_without = (fmean(row.accuracy for row in one) for one in taking_part)
+        loss, grpo_loss = without - with_gap, grpo_without - grpo_with_gap
+        detectable = smallest_detectable(spread, freedom, [len(one) for one in taking_part])
+        less = "GSPO" if loss < grpo_loss else "GRPO"
+        seen = f"{less} loses less" if abs(loss - grpo_loss) >= detectable else "no difference seen"
+        collapsed, grpo_collapsed = (
+            f"{sum(row.outcome != 'trained' for row in one)} of {len(one)}" for one in (arm, arms[other])
+        )
+        lines.append(
+            f"- `{pairing}`: GSPO loses {loss:.3f}, GRPO {grpo_loss:.3f}: {seen} ({loss - grpo_loss:+.3f}, detectable"
+            f" from {detectable:.3f} on); collapsed {collapsed} and {grpo_collapsed}"
+        )
+    if not lines:
+        return []
+    return ["", "What each algorithm loses of its own anchor's accuracy in the same pairing:", "", *lines]
 
 
 def draw_arms(rows: Sequence[Row]) -> str:
@@ -118,9 +164,10 @@ def draw_arms(rows: Sequence[Row]) -> str:
 
 def draw_dose(rows: Sequence[Row]) -> str:
     """Final accuracy of the runs whose ratio carries the gap (`old_log_probs: rollout`) over k3 at their first step, log
-    axis, and on its left end the anchors, which have none.
+    axis, and on its left end the anchors, which have none. A run that ended in its first step has no k3, and no mark.
     """
-    direct = [row for row in rows if row.arm.endswith("-old_rollout") or row.arm in ANCHORS.values()]
+    shown = [row for row in rows if row.outcome != "ended"]
+    direct = [row for row in shown if row.arm.endswith("-old_rollout") or row.arm in ANCHORS.values()]
     left, top, height = 56, 46, 340
     bottom = height - 62
     exponents = [math.log10(row.k3_first) for row in direct if row.k3_first > NO_GAP] or [-3.0]

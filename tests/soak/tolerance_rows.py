@@ -13,6 +13,8 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
 
+from gspo_mega.metrics.length_bins import LENGTH_BINS
+
 NUM_MINI_BATCHES = 4
 WINDOW = 10  # steps of a mean of rewards
 NO_GAP = 1e-9  # k3 of two engines that compute alike: in fp32 they differ by rounding, some 1e-13
@@ -24,9 +26,17 @@ class Row:
 
     `accuracy`: the exported weights on an fp32 server without quantization. `server_accuracy`: what the run itself
     measured after its last step, on its own server. `k3`: KL(server || trainer) per token in nats, of the first step,
-    before any update, and the means over all and over the last ten steps. `clip_positive_m`, `clip_negative_m`: clipped
-    sequences of mini-batch m with A > 0 and with A < 0, as shares of all with that sign, means over steps.
-    `positive_left`, `negative_left`: the share of |A| by sign that has a gradient after clipping, first mini-batch.
+    before any update, and the means over all and over the last ten steps. `log_s_mismatch_sd`: of trainer - server,
+    each response's mean, at the first step before any update.
+
+    `clip`, `clip_positive_m`, `clip_negative_m`: the clipped share of a mini-batch; the latter of mini-batch m, of those
+    with A > 0 and with A < 0. With GSPO it is a share of sequences. With GRPO a sequence counts by the share of its
+    tokens that are clipped, whatever its length: 1 of 10 tokens and 0 of 1000 are .05, not 1 of 1010.
+    `positive_left`, `negative_left`: the share of |A| by sign that has a gradient after clipping, first mini-batch. What
+    is by sign is a mean over the steps whose mini-batch has that sign, NaN where none has; the others over all steps.
+
+    `outcome`: trained, collapsed, not finite, or ended: no longer finite before the first step was complete, so that
+    nothing but the outcome is known, and every column that was to be measured is NaN.
     """
 
     protocol: int
@@ -35,6 +45,7 @@ class Row:
     seed: int
     num_steps: int
     before: float
+    before_se: float
     accuracy: float
     accuracy_se: float
     server_accuracy: float
@@ -106,17 +117,28 @@ def finished(rows: Iterable[Row], protocol: int) -> set[tuple[str, int]]:
     return {(row.arm, row.seed) for row in rows if row.protocol == protocol}
 
 
+def trained_steps(steps: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """The lines of a run's metrics.jsonl that are of training, which evaluations beside it are not."""
+    return [line for line in steps if line.get("reward/mean") is not None]
+
+
 def measured(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The columns that come from a run's metrics.jsonl: its lines in order of steps. A null counts as NaN."""
-    lines = [line for line in steps if line.get("reward/mean") is not None]
+    """The columns that come from a run's metrics.jsonl: its lines in order of steps. A null counts as NaN. Of no step
+    at all, every column is NaN.
+    """
+    lines = trained_steps(steps)
 
     def values(name: str, of: Sequence[Mapping[str, float]] = lines) -> list[float]:
         found = [line.get(name, math.nan) for line in of]
-        return [math.nan if value is None else float(value) for value in found]
+        return [math.nan if value is None else float(value) for value in found] or [math.nan]
 
-    def mini_batch(sign: str) -> dict[str, float]:
-        names = (f"policy/mini_batch/{m}/clip_fraction_{sign}" for m in range(NUM_MINI_BATCHES))
-        return {f"clip_{sign}_{m}": fmean(values(name)) for m, name in enumerate(names)}
+    def by_sign(sign: str) -> dict[str, float]:
+        """A mini-batch without that sign has no clip fraction, and counts as left what is nothing."""
+        names = [f"policy/mini_batch/{m}/clip_fraction_{sign}" for m in range(NUM_MINI_BATCHES)]
+        having = [[line for line in lines if name in line] for name in names]
+        clipped = (fmean(values(name, found)) for name, found in zip(names, having, strict=True))
+        left = fmean(values(f"policy/mini_batch/0/{sign}_mass_left", having[0]))
+        return {f"clip_{sign}_{m}": value for m, value in enumerate(clipped)} | {f"{sign}_left": left}
 
     rewards = values("reward/mean")
     windows = [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)] or [fmean(rewards)]
@@ -127,23 +149,35 @@ def measured(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "k3": fmean(values("mismatch/k3")),
         "k3_last": fmean(values("mismatch/k3")[-WINDOW:]),
         "abs_log_ratio_max": max(values("mismatch/abs_log_ratio_max")),
-        # With the server's log-probs as old ones the run reports one log s; before the first update it is the gap.
-        "log_s_mismatch_sd": values("policy/log_ratio/mismatch/sd", lines[:1])[0],
+        "log_s_mismatch_sd": _log_s_sd(lines[0]) if lines else math.nan,
         "clip": fmean(values("policy/clip_fraction")),
-        **mini_batch("positive"),
-        **mini_batch("negative"),
-        "positive_left": fmean(values("policy/mini_batch/0/positive_mass_left")),
-        "negative_left": fmean(values("policy/mini_batch/0/negative_mass_left")),
+        **by_sign("positive"),
+        **by_sign("negative"),
         "kept": fmean(values("policy/kept_fraction")),
         "entropy_last": fmean(values("policy/entropy")[-WINDOW:]),
     }
 
 
-def has_collapsed(before: float, accuracy: float, accuracy_se: float, best: float, last: float) -> bool:
-    """The definition of the protocol: the trained weights solve fewer problems than the cold start, by two standard
-    errors, or the reward of the last ten steps is under half of the best ten steps' of the run.
+def _log_s_sd(line: Mapping[str, float]) -> float:
+    """The standard deviation of trainer - server, each response's mean in nats, over the responses of all bins of
+    lengths; NaN of none. `policy/log_ratio/mismatch` has it only where the trainer's log-probs are the old ones.
     """
-    return accuracy < before - 2 * accuracy_se or last < best / 2
+    parts = ("num_sequences", "log_s_mean", "log_s_sd")
+    bins = [[line.get(f"mismatch/length/{name}/{part}") for part in parts] for name in LENGTH_BINS]
+    known = [[math.nan if value is None else value for value in found] for found in bins if found[0]]
+    if not known:
+        return math.nan
+    whole = sum(count for count, _, _ in known)
+    mean = sum(count * mean for count, mean, _ in known) / whole
+    return math.sqrt(sum(count * (sd**2 + (of_bin - mean) ** 2) for count, of_bin, sd in known) / whole)
+
+
+def has_collapsed(before: tuple[float, float], after: tuple[float, float], best: float, last: float) -> bool:
+    """The definition of the protocol: the trained weights solve fewer problems than the cold start, by two standard
+    errors of that difference, or the reward of the last ten steps is under half of the best ten steps' of the run.
+    `before`, `after`: the two accuracies, each with its standard error.
+    """
+    return after[0] < before[0] - 2 * math.hypot(before[1], after[1]) or last < best / 2
 
 
 # --- statistics ---------------------------------------------------------------------------------------------------
@@ -181,11 +215,15 @@ def pooled_spread(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
     return math.sqrt(squares / freedom), freedom
 
 
-def smallest_detectable(spread: float, freedom: int, num_seeds: int, power: float = 0.8, level: float = 0.05) -> float:
-    """The smallest true difference between two arms of `num_seeds` runs each that a two-sided t-test at `level` finds
-    with probability `power`: (t(1 - level/2) + t(power)) spread sqrt(2 / num_seeds).
+def smallest_detectable(
+    spread: float, freedom: int, num_runs: Sequence[int], power: float = 0.8, level: float = 0.05
+) -> float:
+    """The smallest true difference that a two-sided t-test at `level` finds with probability `power`:
+    (t(1 - level/2) + t(power)) spread sqrt(sum of 1/n), n the number of runs of each arm that takes part. Two arms are
+    compared by their means. Two losses have four arms: each is the difference of an arm to its anchor.
     """
-    return (t_quantile(1 - level / 2, freedom) + t_quantile(power, freedom)) * spread * math.sqrt(2 / num_seeds)
+    error = spread * math.sqrt(sum(1 / number for number in num_runs))
+    return (t_quantile(1 - level / 2, freedom) + t_quantile(power, freedom)) * error
 
 
 def by_arm(rows: Iterable[Row]) -> dict[str, list[Row]]:

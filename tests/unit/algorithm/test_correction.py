@@ -14,6 +14,7 @@ from gspo_mega.algorithm.correction import (
     CorrectionRule,
     acted_on,
     batch_centre,
+    bounded_centre,
     correct,
     exact_sums,
 )
@@ -40,9 +41,11 @@ def test_all_within_the_bound():
     assert result.keep.all() and result.weights.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_one_beyond_the_bound_is_dropped_and_pulls_no_harder_than_at_its_edge():
-    """(0.2 - m) - 2 x 0.2 + 16 (0.05 - m) = 0, so m = 0.6 / 17; z_2 = 2 (-0.1 - m) = -0.2706 < -0.2."""
-    m = 0.6 / 17
+def test_one_beyond_the_bound_is_dropped_and_leaves_the_centre():
+    """The start is 0.04, from (0.2 - m) - 0.2 + 4 (0.05 - m) = 0. There z_2 = 2 (-0.1 - 0.04) = -0.28 < -0.2, so that m
+    is the mean of the others, (0.2 + 0.8) / 17.
+    """
+    m = 1 / 17
     result = decided(CorrectionRule(bound_nats=0.2, kept_weight="ratio"))
     assert result.centre == pytest.approx(m, rel=1e-13)
     assert result.keep.tolist() == [True, False, True]
@@ -51,11 +54,11 @@ def test_one_beyond_the_bound_is_dropped_and_pulls_no_harder_than_at_its_edge():
 
 
 def test_truncation_cuts_above_only():
-    """0.1 - 2 x 0.1 + 16 (0.05 - m) = 0, so m = 0.04375; the bounds are 0.1, 0.05, 0.025 by length."""
+    """0.1 - 0.1 + 4 (0.05 - m) = 0, so it starts at 0.05, where only the third is inside: m = 0.8 / 16; the bounds are 0.1, 0.05, 0.025 by length."""
     rule = CorrectionRule("truncate", bound_nats=0.1)
     result = decided(rule)
-    assert result.centre == pytest.approx(0.04375, rel=1e-13) and result.keep.all()
-    assert result.weights.tolist() == pytest.approx([math.exp(0.1), math.exp(-0.14375), math.exp(0.00625)], rel=1e-13)
+    assert result.centre == pytest.approx(0.05, rel=1e-13) and result.keep.all()
+    assert result.weights.tolist() == pytest.approx([math.exp(0.1), math.exp(-0.15), 1.0], rel=1e-13)
     assert acted_on("truncate", 0.1, result.keep, result.deviations).tolist() == [True, False, False]
 
 
@@ -74,15 +77,33 @@ def test_a_vetoed_token_drops_its_response_and_leaves_the_centre(mode):
     assert acted_on(mode, 0.5, result.keep, result.deviations).tolist() == [False, True, False]
 
 
-def test_one_broken_response_of_any_length_leaves_the_others_theirs():
-    """15 healthy responses of 256 tokens; one of 16,384 tokens is off by 3 nats per token. The plain mean is -2.43."""
-    sums = torch.cat([torch.full((15,), 256 * -1e-3, dtype=torch.float64), tensor(16384 * -3.0)])
-    lengths = tensor(*[256] * 15, 16384)
-    assert float(sums.sum() / lengths.sum()) < -2.4
+@pytest.mark.parametrize("broken_by", [-3.0, 3.0])
+@pytest.mark.parametrize(("healthy_length", "broken_length"), [(64, 16384), (256, 16384), (16384, 64), (256, 256)])
+def test_one_broken_response_of_any_length_leaves_the_others_theirs(healthy_length, broken_length, broken_by):
+    """15 healthy responses; one is off by 3 nats per token: it does not move m. The plain mean of 15 x 64 and 1 x 16384
+    tokens is -2.8.
+    """
+    sums = tensor(*[healthy_length * -1e-3] * 15, broken_length * broken_by)
+    lengths = tensor(*[healthy_length] * 15, broken_length)
     result = correct(CorrectionRule(), sums, lengths, torch.zeros(16))
-    # It shifts m by no more than bound x sqrt(16384) / 3840 tokens, that is 1/60.
-    assert result.centre == pytest.approx(-1e-3 - 0.5 * 128 / 3840, rel=1e-12)
+    assert result.centre == pytest.approx(-1e-3, rel=1e-12)
     assert result.keep.tolist() == [True] * 15 + [False]
+
+
+MIXED = [64, 128, 512, 2048, 16384, 64, 300, 1000]
+
+
+@pytest.mark.parametrize("broken_length", [64, 16384])
+def test_it_breaks_down_at_half_of_the_responses_however_long(broken_length):
+    for num_broken in range(1, 2 * len(MIXED)):
+        sums = tensor(*[length * -1e-3 for length in MIXED], *[broken_length * 1e3] * num_broken)
+        lengths = tensor(*MIXED, *[broken_length] * num_broken)
+        result = correct(CorrectionRule(), sums, lengths, torch.zeros(len(lengths)))
+        healthy, broken = result.keep[: len(MIXED)], result.keep[len(MIXED) :]
+        if num_broken < len(MIXED):
+            assert result.centre == pytest.approx(-1e-3, rel=1e-9) and healthy.all() and not broken.any()
+        elif num_broken > len(MIXED):
+            assert result.centre == pytest.approx(1e3, rel=1e-9) and broken.all() and not healthy.any()
 
 
 def test_two_that_contradict_each_other():
@@ -120,9 +141,10 @@ def test_a_rule_without_meaning_is_refused(arguments, said):
         CorrectionRule(**arguments)
 
 
-batches = st.lists(
-    st.tuples(st.integers(1, 300), st.floats(-2, 2, allow_nan=False), st.booleans()), min_size=1, max_size=12
-)
+# Multiples of two numbers without a simple ratio, so that no response lies at the edge of its band to the last bit.
+means = st.floats(-2, 2, allow_nan=False).map(lambda x: 0.7390851332151607 * x)
+bounds = st.floats(0.05, 3).map(lambda x: 1.0471975511965976 * x)
+batches = st.lists(st.tuples(st.integers(1, 300), means, st.booleans()), min_size=1, max_size=12)
 modes = st.sampled_from([("mask", "one"), ("mask", "ratio"), ("truncate", "one")])
 
 
@@ -136,7 +158,7 @@ def away_from_the_edge(result, bound):
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches, modes, st.floats(0.05, 3), st.integers(-(2**34), 2**34))
+@given(batches, modes, bounds, st.integers(-(2**34), 2**34))
 def test_a_shift_common_to_all_tokens_changes_nothing(batch, mode, bound, steps):
     rule = CorrectionRule(mode[0], bound, kept_weight=mode[1])
     sums, lengths, vetoed = columns(batch)
@@ -151,7 +173,7 @@ def test_a_shift_common_to_all_tokens_changes_nothing(batch, mode, bound, steps)
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches, modes, st.floats(0.05, 3), st.randoms(use_true_random=False))
+@given(batches, modes, bounds, st.randoms(use_true_random=False))
 def test_the_order_of_the_responses_and_empty_ones_change_nothing(batch, mode, bound, random):
     rule = CorrectionRule(mode[0], bound, kept_weight=mode[1])
     plain = correct(rule, *columns(batch))
@@ -168,15 +190,34 @@ def test_the_order_of_the_responses_and_empty_ones_change_nothing(batch, mode, b
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches, st.floats(0.05, 3))
-def test_the_centre_is_where_the_bounded_pulls_cancel(batch, bound):
+@given(batches, bounds)
+def test_the_start_is_where_the_bounded_pulls_cancel(batch, bound):
     sums, lengths, _ = columns(batch)
-    m, roots = batch_centre(sums, lengths, bound), lengths.sqrt()
+    means, roots = sums / lengths, lengths.sqrt()
+    m = bounded_centre(means, roots, bound)
 
     def pull(at):
-        return float((roots * (roots * (sums / lengths - at)).clamp(-bound, bound)).sum())
+        return float((roots * (means - at)).clamp(-bound, bound).sum())
 
     assert pull(m - 1e-9) >= -1e-12 and pull(m + 1e-9) <= 1e-12
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches, bounds)
+def test_the_centre_is_the_mean_of_those_inside_and_no_worse_than_its_start(batch, bound):
+    sums, lengths, _ = columns(batch)
+    means, roots = sums / lengths, lengths.sqrt()
+    m, start = batch_centre(sums, lengths, bound), bounded_centre(means, roots, bound)
+    inside = (roots * (means - m)).abs() <= bound
+    if inside.any():
+        assert m == pytest.approx(float(sums[inside].sum() / lengths[inside].sum()), abs=1e-14)
+    else:
+        assert m == start
+
+    def loss(at):
+        return float((roots * (means - at)).square().clamp(max=bound**2).sum())
+
+    assert loss(m) <= loss(start) + 1e-12
 
 
 def test_sums_are_the_same_in_every_order_and_division():

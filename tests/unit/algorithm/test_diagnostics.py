@@ -62,11 +62,45 @@ def test_clip_fractions_by_hand():
     assert metrics["kept_fraction"] == 1.0 and metrics["dual_clip_fraction"] == 0.0
 
 
+def test_a_token_ratio_clips_sequences_by_their_share_of_tokens():
+    """10 tokens of which 1 is clipped, and 1000 of which none is: .05 of the two sequences, where 1 of 1010 tokens is."""
+    batch = Batch(0, num_sequences=2)
+    lengths = [10, 1000]
+    batch.segment_ids = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))
+    batch.mask = torch.ones(1010, dtype=torch.bool)
+    batch.old = torch.zeros(1010, dtype=torch.float64)
+    batch.new = batch.old.clone()
+    batch.new[0] = -0.5
+    batch.lengths = torch.tensor(lengths)
+    batch.keep = torch.ones(2, dtype=torch.bool)
+    batch.weights = torch.ones(2)
+    batch.advantages = torch.tensor([-1.0, -1.0])
+    metrics = policy_metrics(sums_of(batch, settings_of("token")))
+    assert metrics["clip_fraction_negative"] == metrics["clip_fraction"] == pytest.approx(0.05)
+    assert metrics["token_clip_fraction"] == pytest.approx(1 / 1010)
+
+
 def test_a_rejected_sequence_is_not_counted_as_clipped():
     batch = Batch(4, scale=0.1)
     batch.keep[:] = False
     metrics = policy_metrics(sums_of(batch, settings_of()))
     assert metrics["clip_fraction"] == 0.0 and metrics["kept_fraction"] == 0.0 and metrics["num_sequences"] > 0
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+def test_clip_fractions_of_both_signs_add_up_to_that_of_all(dropped):
+    """Of A = 2, 1, -1, -3 the first is above the band and the third below; a dropped one stays in every denominator."""
+    batch = Batch(0, num_sequences=4)
+    batch.segment_ids, batch.mask = torch.arange(4), torch.ones(4, dtype=torch.bool)
+    batch.old = torch.zeros(4, dtype=torch.float64)
+    batch.new = torch.tensor([0.1, 0.0, -0.1, 0.0], dtype=torch.float64)
+    batch.lengths, batch.weights = torch.ones(4, dtype=torch.int64), torch.ones(4)
+    batch.keep = torch.arange(4) != dropped
+    batch.advantages = torch.tensor([2.0, 1.0, -1.0, -3.0])
+    metrics = policy_metrics(sums_of(batch, settings_of()))
+    assert metrics["clip_fraction_positive"] == (0.0 if dropped == 0 else 0.5)
+    assert metrics["clip_fraction_negative"] == (0.0 if dropped == 2 else 0.5)
+    assert 4 * metrics["clip_fraction"] == 2 * (metrics["clip_fraction_positive"] + metrics["clip_fraction_negative"])
 
 
 def test_of_nothing():

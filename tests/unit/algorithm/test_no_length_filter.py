@@ -104,3 +104,19 @@ def test_the_default_bound_drops_next_to_nothing_of_the_usual_gaps(unit_sums, ga
     mixed = torch.where(torch.from_numpy(is_broken), d_sums(unit_sums, 64 * GAPS["kv_fp8"]), sums)
     keep = correct(CorrectionRule(), mixed, torch.from_numpy(LENGTHS), torch.zeros(len(LENGTHS))).keep.numpy()
     assert keep[~is_broken].mean() > 0.998 and keep[is_broken].mean() < 0.6
+
+
+@pytest.mark.parametrize("which", ["any", "longest", "shortest"])
+def test_two_in_five_off_to_one_side_drop_none_of_the_others(which):
+    """64 responses of 64 to 16,384 tokens with the noise of FP8; 25 of them are 3 nats per token below, which moves
+    the start of the centre by a good part of the band of the long ones.
+    """
+    rng = np.random.default_rng(5)
+    kl = GAPS["kv_fp8"]
+    for _ in range(20):
+        lengths = np.exp(rng.uniform(math.log(64), math.log(16384), 64)).round()
+        order = {"any": rng.permutation(64), "longest": np.argsort(-lengths), "shortest": np.argsort(lengths)}[which]
+        is_broken = np.isin(np.arange(64), order[:25])
+        d = -kl + math.sqrt(2 * kl) * rng.standard_normal(64) / np.sqrt(lengths) - 3.0 * is_broken
+        keep = correct(CorrectionRule(), torch.from_numpy(d * lengths), torch.from_numpy(lengths), torch.zeros(64)).keep
+        assert np.array_equal(keep.numpy(), ~is_broken)

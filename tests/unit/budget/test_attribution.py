@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -110,20 +111,68 @@ def test_a_bound_needs_two_standard_errors():
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=1, max_size=30))
 def test_shares_of_parts_add_up_to_one(pairs):
     one, other = np.array(pairs).T
-    whole = one + other
-    total = explained_share(one, whole) + explained_share(other, whole)
+    whole, groups = one + other, np.arange(len(pairs)) // 3
+    total = explained_share(one, whole, groups).value + explained_share(other, whole, groups).value
     assert total == pytest.approx(1.0) or not (whole @ whole) > 1e-20
 
 
 def test_a_part_that_takes_away_has_a_negative_share():
-    assert explained_share(np.array([-1.0, -1.0]), np.array([2.0, 2.0])) == pytest.approx(-0.5)
-    assert explained_share(np.zeros(2), np.zeros(2)) == 0.0
+    assert explained_share(np.array([-1.0, -1.0]), np.array([2.0, 2.0]), np.arange(2)) == Estimate(-0.5, 0.0)
+    assert explained_share(np.zeros(2), np.zeros(2), np.arange(2)) == Estimate(0.0, math.inf)
+
+
+def test_a_share_of_one_prompt_has_no_error_to_speak_of():
+    assert explained_share(np.ones(3), np.ones(3), np.zeros(3, int)) == Estimate(1.0, math.inf)
+
+
+def test_the_error_of_a_share_is_the_spread_between_prompts():
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(60), 20)
+    part, whole = rng.normal(size=1200), rng.normal(size=1200)
+    whole += part
+    # Many prompts of one kind: the linearised error of a ratio of sums says the same.
+    linear = ratio_estimate(part * whole, whole * whole, groups)
+    found = explained_share(part, whole, groups)
+    assert found.value == pytest.approx(linear.value) and found.error == pytest.approx(linear.error, rel=0.15)
+    assert explained_share(part, whole, groups) == found  # the same numbers, the same error
+
+
+def test_a_share_that_one_prompt_makes_is_not_known():
+    groups = np.repeat(np.arange(10), 5)
+    part = np.where(groups == 0, 1.0, 0.0)
+    share = explained_share(part, part + 0.1, groups)
+    # Nine tenths and more of the squares are that prompt's: without it nothing is left of the share.
+    assert share.value > 0.8 and share.error > 0.25
 
 
 def test_none_of_a_few_prompts_is_no_certain_zero():
-    # The rule of three: none of 10 prompts is at most 3 / 10, whatever the number of samples of each.
+    # Wilson's interval at two standard errors: 4 / (10 + 4) for none of 10, whatever the number of samples of each.
     flags, prompts = np.zeros(40, bool), np.repeat(np.arange(10), 4)
-    assert share_estimate(flags, prompts) == Estimate(0.0, 0.15)
-    assert share_estimate(~flags, prompts) == Estimate(1.0, 0.15)
-    flags[0] = True
-    assert share_estimate(flags, prompts).error == pytest.approx(0.025)
+    none, all_of_them = share_estimate(flags, prompts), share_estimate(~flags, prompts)
+    assert (none.value, none.low, none.high) == (0.0, 0.0, pytest.approx(2 / 7))
+    assert (all_of_them.value, all_of_them.low, all_of_them.high) == (1.0, pytest.approx(5 / 7), 1.0)
+    assert none.error == pytest.approx(1 / 7)  # two of them reach the farther end
+    assert none.below(0.29) and not none.below(0.28)
+    assert share_estimate(np.zeros(0, bool), np.zeros(0, int)).error == math.inf
+
+
+def test_one_more_that_is_clipped_never_says_less():
+    flags, prompts = np.zeros(128, bool), np.repeat(np.arange(32), 4)
+    ends = []
+    for count in range(40):
+        flags[:count] = True
+        share = share_estimate(flags, prompts)
+        ends.append((share.low, share.high))
+    assert all(one[1] < other[1] and one[0] <= other[0] for one, other in itertools.pairwise(ends))
+
+
+def test_a_bound_on_a_share_is_judged_by_the_end_that_is_nearer():
+    # (.25 -+ sqrt(.2 x .8 x 4 / 40 + .05^2)) / 1.1, which is not symmetric about 8 of 40.
+    share = share_estimate(np.arange(40) < 8, np.arange(40))
+    assert share.low == pytest.approx(0.1036, abs=1e-4) and share.high == pytest.approx(0.3509, abs=1e-4)
+    assert share.above(0.1) and not share.above(0.11)
+
+
+def test_prompts_with_many_tokens_count_as_fewer():
+    # (3 + 1)^2 / (9 + 1) = 1.6 prompts of equal weight.
+    assert share_estimate(np.zeros(4, bool), np.array([0, 0, 0, 1])).high == pytest.approx(4 / 5.6)

@@ -13,6 +13,7 @@ from gspo_mega.budget.faults import (
     UNITS,
     Sequences,
     expected_size,
+    fault_bounds,
     find_faults,
     first_differing,
     temperature_slope,
@@ -63,6 +64,23 @@ def test_the_size_that_rounding_explains():
     # sqrt(2 x 8) = 4 times the unit, times the spread of the log-probs or 1.
     assert expected_size(2.0**-24, 8, np.zeros(3)) == 4 * 2.0**-24
     assert expected_size(2.0**-9, 8, np.array([0.0, 4.0])) == 4 * 2.0**-9 * 2
+
+
+@pytest.mark.parametrize(("layers", "bf16", "fp8"), [(28, 0.15, 1.4), (48, 0.19, 1.8), (94, 0.27, 2.6)])
+def test_bounds_grow_with_depth_as_the_documentation_says(layers, bf16, fp8):
+    units = {PREFIX_CACHE: UNITS["bf16"], "server weights": UNITS["fp8"]}
+    bounds = fault_bounds(units, layers, np.zeros(3))
+    assert bounds[PREFIX_CACHE] == pytest.approx(bf16, rel=0.03)
+    assert bounds["server weights"] == pytest.approx(fp8, rel=0.03)
+
+
+def test_a_stale_cache_below_the_bound_is_not_seen():
+    # What docs/budget.md says of a bf16 server; in fp32 the same cache is found (below).
+    stale = {PREFIX_CACHE: noise(0.01)}
+    bound = fault_bounds({PREFIX_CACHE: UNITS["bf16"]}, LAYERS, LOG_P)[PREFIX_CACHE]
+    assert np.abs(stale[PREFIX_CACHE]).max() < bound
+    assert find(stale, {PREFIX_CACHE: UNITS["bf16"]}) == []
+    assert [fault.kind for fault in find(stale)] == ["cache"]
 
 
 def test_a_wrong_scale_in_a_quantized_server_is_larger_than_its_rounding():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
@@ -35,15 +36,18 @@ def run(tmp_path: Path, model: Path, *changes: str):
     return load_config(ROOT / "configs/quickstart.yaml", words).config, RunFolder(tmp_path / "run")
 
 
-@pytest.fixture
-def plain(tmp_path) -> Path:
-    folder = tmp_path / "plain"
-    folder.mkdir()
+def plain_folder(folder: Path, seed: int) -> Path:
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     entries = hf_tensors(read_model_spec(folder))
     save_file({e.name: torch.randn(e.shape, generator=generator) for e in entries}, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture
+def plain(tmp_path) -> Path:
+    return plain_folder(tmp_path / "plain", 1)
 
 
 def test_plain_servers_start_from_a_plain_model_itself(tmp_path, plain):
@@ -55,7 +59,10 @@ def test_the_copy_holds_what_a_publish_would_send(tmp_path, plain):
     """The trainer's precision first (bf16), then blocks; tensors that stay plain are in the server's dtype."""
     config, folder = run(tmp_path, plain, "precision=bf16", "server.quantization=fp8_block")
     start = server_start(config, folder, makes=True)
-    assert start == folder.weights_dir / "start-blocks-float32-bf16-bf16" and read_stored(start) == BlockFp8()
+    assert (
+        re.fullmatch("start-blocks-float32-bf16-bf16-[0-9a-f]{12}", start.name) and start.parent == folder.weights_dir
+    )
+    assert read_stored(start) == BlockFp8()
     source, found = load_file(plain / "model.safetensors"), load_file(start / "model.safetensors")
     data, scales = quantize_blocks(source[QUERY].to(torch.bfloat16), (128, 128))
     assert torch.equal(found[QUERY].view(torch.uint8), data.view(torch.uint8))
@@ -80,7 +87,7 @@ def test_plain_servers_of_a_model_in_blocks_get_its_values(tmp_path):
     _, values = block_folder(tmp_path / "blocks")
     config, folder = run(tmp_path, tmp_path / "blocks", "precision=fp32")
     start = server_start(config, folder, makes=True)
-    assert start.name == "start-plain-fp32-fp32" and read_stored(start) is None
+    assert start.name.startswith("start-plain-fp32-fp32-") and read_stored(start) is None
     assert torch.equal(load_file(start / "model.safetensors")[QUERY], values[QUERY])
 
 
@@ -108,3 +115,24 @@ def test_a_restart_takes_the_committed_version_only_in_the_form_that_servers_hol
     for committed, want in ((plain, (None, str(tmp_path / "start"))), (tmp_path / "v1", (1, str(tmp_path / "v1")))):
         folder.current_weights_file.write_text(json.dumps({"weight_version": 1, "path": str(committed)}))
         assert server._current_weights() == want
+
+
+def test_a_copy_is_of_this_model_and_of_these_bytes_and_no_other_copy_stays(tmp_path, plain):
+    """An evaluation's run folder sees many models: another path, or the same path written again."""
+
+    def holds(model: Path, start: Path) -> bool:
+        data, _ = quantize_blocks(load_file(model / "model.safetensors")[QUERY].to(torch.bfloat16), (128, 128))
+        return torch.equal(load_file(start / "model.safetensors")[QUERY].view(torch.uint8), data.view(torch.uint8))
+
+    blocks = ("precision=bf16", "server.quantization=fp8_block")
+    other = plain_folder(tmp_path / "other", 2)
+    config, folder = run(tmp_path, plain, *blocks)
+    first = server_start(config, folder, makes=True)
+    second = server_start(run(tmp_path, other, *blocks)[0], folder, makes=True)
+    assert first != second and holds(plain, first.parent / second.name) is False and holds(other, second)
+    plain_folder(plain, 3)
+    third = server_start(config, folder, makes=True)
+    assert third not in (first, second) and holds(plain, third)
+    assert [path for path in folder.weights_dir.iterdir() if path.is_dir()] == [third]
+    (plain / "config.json").write_text(json.dumps(MODEL | {"rope_theta": 5.0}))
+    assert start_folder(config, folder) != third

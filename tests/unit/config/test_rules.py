@@ -121,11 +121,6 @@ def refused(path, *overrides, command=None):
             "delayed with a KL term",
         ),
         (["precision=fp8", "fp8={parameters: true, recipe: mxfp8}"], "fp8.parameters", "valid: false"),
-        (
-            ["precision=fp8", "fp8={parameters: true, recipe: delayed}", "optimizer.moments_dtype=bf16"],
-            "optimizer.moments_dtype",
-            "fp8.parameters: false",
-        ),
         (["rollout.top_k=0"], "rollout.top_k", "-1"),
         (
             ["cluster.num_rollout_nodes=2"],

@@ -45,3 +45,12 @@ def test_other_names_are_refused(name):
 def test_a_typing_error_is_answered_with_the_nearest_name():
     with pytest.raises(ValueError, match="did you mean reward/mean"):
         find_metric("reward/maen")
+
+
+@pytest.mark.parametrize("sign", [">", "<"])
+@pytest.mark.parametrize("place", ["policy", "policy/mini_batch/<index>"])
+def test_a_clip_fraction_by_sign_says_what_a_token_ratio_counts(place, sign):
+    """GRPO's is a mean over sequences of the share of their tokens, neither a share of sequences nor of all tokens."""
+    name = "positive" if sign == ">" else "negative"
+    said = CATALOGUE[f"{place}/clip_fraction_{name}"].description
+    assert f"of those with A {sign} 0" in said and "a sequence counts by its share of tokens" in said

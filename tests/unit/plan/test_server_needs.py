@@ -164,14 +164,6 @@ def test_servers_that_are_only_evaluated_may_quantize_on_a_gpu(load, shape):
     plan_run(loaded, "gpu", shape("dense", **WIDE))
 
 
-def test_a_gpu_without_e4m3_serves_no_blocks(load, shape):
-    blocks = ("precision=bf16", "server.quantization=fp8_block")
-    text = refusals(load, shape, *blocks, "cluster.gpu=A100", device=None)
-    assert "server.quantization: fp8_block on A100: before compute capability 8.9" in text and "valid: none" in text
-    for overrides, device in (((*blocks, "cluster.gpu=H100"), "gpu"), ((*blocks, "cluster.gpu=A100"), "cpu")):
-        plan_run(load(*overrides), device, shape("dense", **WIDE))
-
-
 def test_triton_reads_no_e4m3_cache_on_a_gpu_without_it(load, shape, latent_shape):
     """Of plain weights too. FlashInfer, SGLang's choice there for other attention than latent, converts it itself."""
     cache = ("precision=bf16", "server.kv_cache=fp8", "cluster.gpu=A100")
@@ -182,3 +174,30 @@ def test_triton_reads_no_e4m3_cache_on_a_gpu_without_it(load, shape, latent_shap
         plan_run(load(*cache), "gpu", latent_shape())
     plan_run(load(*cache), "cpu", latent_shape())
     plan_run(load("precision=bf16", "server.kv_cache=fp8", "cluster.gpu=H100"), "gpu", latent_shape())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "quantization", "trains", "said"),
+    [
+        ("A100", "fp8_block", True, "fp8_block on a GPU of compute capability 8.0: SGLang repacks FP8 weights"),
+        ("A100", "fp8_block", False, "fp8_block on a GPU of compute capability 8.0: SGLang repacks FP8 weights"),
+        ("A100", "fp8", False, "fp8 on a GPU of compute capability 8.0: SGLang repacks FP8 weights"),
+        (
+            "B200",
+            "fp8_block",
+            True,
+            "fp8_block on a GPU of compute capability 10.0: SGLang replaces the blocks' scales",
+        ),
+        ("B200", "fp8_block", False, None),
+        ("H100", "fp8_block", True, None),
+        ("A100", "none", True, None),
+    ],
+)
+def test_blocks_are_sent_only_to_gpus_that_keep_them(load, shape, gpu, quantization, trains, said):
+    words = ["precision=bf16", f"cluster.gpu={gpu}", f"server.quantization={quantization}"]
+    words += ["train.num_steps=1"] * trains
+    if said is None:
+        plan_run(load(*words), "gpu", shape("dense", **WIDE))
+    else:
+        assert f"server.quantization: cluster.gpu {gpu}: {said}" in refusals(load, shape, *words, device="gpu")
+    plan_run(load(*words), "cpu", shape("dense", **WIDE))

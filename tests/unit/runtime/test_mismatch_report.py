@@ -128,6 +128,7 @@ def test_a_passed_budget_is_said_once_and_then_rarely():
         ),
         ({}, [0, 0, 1, 1, 0], {}, "The cause is the engines, with staleness on top: 1.43 for responses"),
         ({}, None, {"routing/changed_since_rollout": 0.04}, "Routing is part of it: 4.00% of (token, layer) pairs"),
+        ({}, None, {"routing/changed_since_rollout": 1e-4}, "Routing is part of it: 0.01% of (token, layer) pairs"),
         (
             dict(moe=dict(routing_replay="R3"), rollout=dict(return_routed_experts=True)),
             None,
@@ -148,6 +149,30 @@ def test_a_cause_is_named_where_a_step_can_tell(sections, stale, more, said):
     assert said in line and "not known" not in line
 
 
+def test_routes_that_next_to_never_change_are_no_cause():
+    (line,) = warnings(make_config(), gap_of(), {}, 1, **{"routing/changed_since_rollout": 1e-6})
+    assert "Routing" not in line and "not known" in line
+
+
+def test_the_budget_command_is_given_the_weights_that_the_run_has_now():
+    config, metrics = make_config(), gap_metrics(make_config(), gap_of())
+    (line,) = gap_warnings(config, FILE, gap_of(), metrics, {}, 1, Path("run/hf_steps/step_00000020"))
+    assert line.endswith(
+        "`gspo-mega budget run/config.resolved.yaml model.path=run/hf_steps/step_00000020` measures each cause alone"
+    )
+    (line,) = gap_warnings(config, FILE, gap_of(), metrics, {}, 1)
+    assert line.endswith("measures each cause alone, of the weights that the run started from")
+
+
+def test_server_log_probs_as_old_ones_that_clip_nothing_are_not_warned_of():
+    config = make_config(old_log_probs="rollout", mismatch=dict(budget=100.0))
+    share = "policy/mini_batch/0/clip_fraction_"
+    assert warnings(config, gap_of(), {}, 1, **{f"{share}negative": 0.0, f"{share}positive": 0.0}) == []
+    summary = {}
+    assert warnings(config, gap_of(), summary, 1, **{f"{share}negative": 0.0}) == []
+    assert len(warnings(config, gap_of(), summary, 2, **{f"{share}negative": 0.0, f"{share}positive": 0.1})) == 1
+
+
 def test_server_log_probs_as_old_ones_say_what_they_clip_with_no_update():
     config, summary = make_config(old_log_probs="rollout", mismatch=dict(budget=100.0)), {}
     measured = {"policy/mini_batch/0/clip_fraction_negative": 0.81, "policy/mini_batch/0/clip_fraction_positive": 0.02}
@@ -161,7 +186,9 @@ def test_server_log_probs_as_old_ones_say_what_they_clip_with_no_update():
     # A step without any A < 0 measured nothing, so it says nothing yet.
     assert warnings(config, gap_of(), {}, 1) == []
     grpo = make_config(algorithm="grpo", old_log_probs="rollout", mismatch=dict(budget=100.0))
-    assert "of the tokens with A < 0" in warnings(grpo, gap_of(), {}, 1, **measured)[0]
+    # 1 of 10 tokens clipped in one response and none of 1000 in another are .05, not 1 of 1010.
+    said = "clips 0.81 of a response's tokens, in the mean over responses, with A < 0"
+    assert said in warnings(grpo, gap_of(), {}, 1, **measured)[0]
 
 
 def test_a_correction_that_drops_much_says_so():

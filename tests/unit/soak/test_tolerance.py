@@ -1,27 +1,17 @@
 """The pure parts of tests/soak/tolerance.py: rows, resumption, definitions, statistics, figures."""
 
-import dataclasses
-import json
 import math
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from statistics import fmean, pstdev
 
 import pytest
 import tolerance
-import tolerance_arms
 import tolerance_figures
 import tolerance_rows
-from tolerance_rows import Row
+from tolerance_cases import line_of, row
 
 from gspo_mega.metrics.catalogue import find_metric
-
-
-def row(arm="gspo-fp32-same-old_trainer", seed=1, accuracy=0.6, **changes):
-    values = {
-        field.name: {"int": 1, "float": 0.25, "str": "x"}[str(field.type)] for field in dataclasses.fields(Row)
-    } | dict(protocol=tolerance.PROTOCOL, arm=arm, seed=seed, accuracy=accuracy, accuracy_se=0.015, outcome="trained")
-    return Row(**(values | changes))
-
 
 # --- rows and resumption --------------------------------------------------------------------------------------------
 
@@ -67,7 +57,7 @@ def study(monkeypatch):
         return row(arm.name, seed, block=arm.block, cold_start=made.checksum)
 
     monkeypatch.setattr(tolerance.Study, "run", run)
-    monkeypatch.setattr(tolerance.Study, "cold_start", lambda self: (Path("hf"), made.checksum, 0.4))
+    monkeypatch.setattr(tolerance.Study, "cold_start", lambda self: (Path("hf"), made.checksum, (0.4, 0.02)))
     monkeypatch.setattr(tolerance.signal, "signal", lambda *_: None)
     return made
 
@@ -127,10 +117,33 @@ def test_columns_of_a_run():
     assert columns["reward_last"] == columns["reward_best"] == pytest.approx(0.075)
     assert columns["k3_first"] == pytest.approx(0.1) and columns["k3"] == pytest.approx(0.65)
     assert columns["k3_last"] == pytest.approx(0.75) and columns["clip_negative_3"] == pytest.approx(0.3)
-    assert math.isnan(columns["log_s_mismatch_sd"]), "not reported where old is the server's"
+    assert math.isnan(columns["log_s_mismatch_sd"]), "no bin of lengths was measured"
     assert set(columns) <= set(tolerance_rows.COLUMNS)
     steps[3]["mismatch/k3"] = None
     assert math.isnan(tolerance_rows.measured(steps)["k3"]), "a value that was not finite is not left out"
+
+
+def test_a_clip_fraction_by_sign_is_of_the_steps_that_had_that_sign():
+    """A mini-batch without A > 0 has no such fraction, and what it has left of their mass, 1, is of nothing."""
+    name, left = "policy/mini_batch/0/clip_fraction_positive", "policy/mini_batch/0/positive_mass_left"
+    steps = [line_of(**{name: 0.2, left: 0.8}), line_of(**{name: None, left: 1.0}), line_of(**{name: 0.4, left: 0.6})]
+    columns = tolerance_rows.measured(steps)
+    assert columns["clip_positive_0"] == pytest.approx(0.3) and columns["positive_left"] == pytest.approx(0.7)
+    never = tolerance_rows.measured([line_of(**{name: None, left: 1.0})])
+    assert math.isnan(never["clip_positive_0"]) and math.isnan(never["positive_left"])
+    not_finite = tolerance_rows.measured([line_of(), line_of() | {name: None}])
+    assert math.isnan(not_finite["clip_positive_0"]), "null is a value that was not finite"
+
+
+def test_the_spread_of_log_s_is_that_of_all_responses_before_any_update():
+    """From the bins of lengths, which are written whoever's log-probs are the old ones."""
+    log_s = {"1-63": [0.01, -0.03, 0.02], "64-255": [0.05, 0.04]}
+    line = line_of()
+    for name, values in log_s.items():
+        of_bin = dict(num_sequences=len(values), log_s_mean=fmean(values), log_s_sd=pstdev(values))
+        line |= {f"mismatch/length/{name}/{key}": float(value) for key, value in of_bin.items()}
+    columns = tolerance_rows.measured([line, line_of()])
+    assert columns["log_s_mismatch_sd"] == pytest.approx(pstdev([*log_s["1-63"], *log_s["64-255"]]), rel=1e-12)
 
 
 def test_the_metrics_that_are_read_are_in_the_catalogue():
@@ -140,6 +153,9 @@ def test_the_metrics_that_are_read_are_in_the_catalogue():
         def get(self, name, default=None):
             read.add(name)
             return 0.5
+
+        def __contains__(self, name):
+            return self.get(name) is not None
 
     tolerance_rows.measured([Line()])
     assert len(read) > 15
@@ -152,7 +168,13 @@ def test_the_metrics_that_are_read_are_in_the_catalogue():
     [(0.38, 0.6, False), (0.371, 0.6, False), (0.369, 0.6, True), (0.6, 0.31, False), (0.6, 0.29, True)],
 )
 def test_collapse(accuracy, last, collapsed):
-    assert tolerance_rows.has_collapsed(0.4, accuracy, 0.015, best=0.6, last=last) == collapsed
+    assert tolerance_rows.has_collapsed((0.4, 0.0), (accuracy, 0.015), best=0.6, last=last) == collapsed
+
+
+def test_worse_than_the_cold_start_counts_the_errors_of_both():
+    """Both accuracies are estimates: 2 sqrt(.015^2 + .02^2) = .05."""
+    for accuracy, collapsed in ((0.351, False), (0.349, True)):
+        assert tolerance_rows.has_collapsed((0.4, 0.02), (accuracy, 0.015), best=0.6, last=0.6) == collapsed
 
 
 # --- statistics -----------------------------------------------------------------------------------------------------
@@ -182,9 +204,39 @@ def test_the_spread_is_pooled_within_arms():
 
 
 def test_the_detectable_differences_that_the_protocol_names():
-    assert tolerance_rows.smallest_detectable(0.03, 4, 3) == pytest.approx(0.091, abs=5e-4)
-    assert tolerance_rows.smallest_detectable(0.03, 20, 3) == pytest.approx(0.072, abs=5e-4)
-    assert "with s = .03" in tolerance.__doc__ and ".091 from two arms and .072 from ten" in tolerance.__doc__
+    """Of two arms, and of two losses, each of which is a difference of two arms."""
+    for freedom, arms, losses in ((4, 0.091, 0.129), (20, 0.072, 0.102)):
+        assert tolerance_rows.smallest_detectable(0.03, freedom, (3, 3)) == pytest.approx(arms, abs=5e-4)
+        assert tolerance_rows.smallest_detectable(0.03, freedom, (3, 3, 3, 3)) == pytest.approx(losses, abs=5e-4)
+    assert (
+        "with s = .03" in tolerance.__doc__ and ".091 with 4 degrees of freedom and .072 with 20" in tolerance.__doc__
+    )
+    assert "s sqrt(4/3)" in tolerance.__doc__ and ".129 and .102" in tolerance.__doc__
+    uneven = tolerance_rows.smallest_detectable(0.03, 4, (3, 1))
+    assert uneven == pytest.approx(0.091 * math.sqrt((1 / 3 + 1) / (2 / 3)), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("gspo_arm", "grpo_arm", "said"),
+    [
+        # spread .02 from 8 degrees of freedom: (2.306 + .889) .02 sqrt(4/3) = .074
+        (0.55, 0.45, "loses 0.050, GRPO 0.150: GSPO loses less (-0.100, detectable from 0.074 on)"),
+        (0.45, 0.55, "loses 0.150, GRPO 0.050: GRPO loses less (+0.100, detectable from 0.074 on)"),
+        # .06 could be told apart if two arms were compared (.052), but two losses are
+        (0.54, 0.48, "loses 0.060, GRPO 0.120: no difference seen (-0.060, detectable from 0.074 on)"),
+    ],
+)
+def test_which_algorithm_bears_more_is_said_of_losses(gspo_arm, grpo_arm, said):
+    rows = []
+    for seed, off in ((1, -0.02), (2, 0.0), (3, 0.02)):
+        for algorithm, with_gap in (("gspo", gspo_arm), ("grpo", grpo_arm)):
+            rows.append(row(f"{algorithm}-fp32-same-old_trainer", seed, 0.6 + off))
+            rows.append(row(f"{algorithm}-fp32-same-1bits-old_rollout", seed, with_gap + off))
+    text = tolerance_figures.table(rows)
+    assert f"- `fp32-same-1bits-old_rollout`: GSPO {said}" in text
+    assert "- `fp32-same-old_trainer`" not in text, "an anchor is compared with nothing"
+    without_anchor = [one for one in rows if one.arm != "grpo-fp32-same-old_trainer"]
+    assert "loses" not in tolerance_figures.table(without_anchor), "there is no loss without an anchor"
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
@@ -211,7 +263,7 @@ def test_figures_show_every_run_and_the_page_gets_the_table(tmp_path):
 def test_the_committed_figures_and_table_are_of_the_committed_rows():
     docs, rows = tolerance.ROWS.parent, tolerance_rows.read_rows(tolerance.ROWS)
     rows = [one for one in rows if one.protocol == tolerance.PROTOCOL]
-    assert {one.outcome for one in rows} <= {"trained", "collapsed", "not finite"} and len(rows) > 0
+    assert {one.outcome for one in rows} <= {"trained", "collapsed", "not finite", "ended"} and len(rows) > 0
     assert len(tolerance_rows.finished(rows, tolerance.PROTOCOL)) == len(rows), "one row for each arm and seed"
     assert (docs / "tolerance_arms.svg").read_text() == tolerance_figures.draw_arms(rows)
     assert (docs / "tolerance_dose.svg").read_text() == tolerance_figures.draw_dose(rows)
@@ -232,51 +284,3 @@ def test_the_plan_of_the_study_is_its_command(capsys, tmp_path):
     assert len(lines) == 57 and "has a row" in lines[0] and "has a row" not in "".join(lines[1:])
     assert tolerance.main(["--plan", "--breaking", "0", "--rows", str(tmp_path / "rows.csv")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 12
-
-
-@pytest.fixture
-def one_run(monkeypatch, tmp_path):
-    """one_run(arm, k3): the row of a run that ends because its numbers are no longer finite."""
-    k3_first = [0.0]
-    monkeypatch.setattr(tolerance.Study, "cold_start", lambda self: (tmp_path, "abc", 0.4))
-    monkeypatch.setattr(tolerance, "measured", lambda steps: dict.fromkeys(WRITTEN, 0.5) | {"k3_first": k3_first[0]})
-
-    def call(command, log, good=(0,)):
-        name = next(word.removeprefix("run.name=") for word in command if word.startswith("run.name="))
-        (tmp_path / "arms" / name).mkdir(parents=True)
-        (tmp_path / "arms" / name / "metrics.jsonl").write_text(json.dumps({"step": 3, "reward/mean": 0.5}) + "\n")
-        assert tolerance.NumericsError.exit_code in good and 1 not in good, "another failure is the machine's: no row"
-        return tolerance.NumericsError.exit_code
-
-    monkeypatch.setattr(tolerance, "call", call)
-
-    def run(arm, k3):
-        k3_first[0] = k3
-        return tolerance.Study(tmp_path).run(arm, 1)
-
-    return run
-
-
-def test_a_run_that_is_no_longer_finite_has_a_row(one_run):
-    made = one_run(tolerance_arms.Arm("anchors"), 3e-13)
-    assert (made.outcome, made.accuracy, made.before, made.num_steps) == ("not finite", 0.0, 0.4, 3)
-
-
-@pytest.mark.parametrize(
-    ("arm", "k3"),
-    [
-        (tolerance_arms.Arm("dose", bits=3), 3e-13),
-        (tolerance_arms.Arm("grid", server="fp8_block"), 3e-13),
-        (tolerance_arms.Arm("anchors"), 1e-4),
-    ],
-)
-def test_an_arm_whose_gap_is_not_there_has_no_row(one_run, arm, k3):
-    with pytest.raises(tolerance.Failed, match="not what it is called"):
-        one_run(arm, k3)
-
-
-WRITTEN = {
-    *("reward_best", "reward_last", "k3_first", "k3", "k3_last", "abs_log_ratio_max", "log_s_mismatch_sd"),
-    *("clip", "positive_left", "negative_left", "kept", "entropy_last"),
-    *(f"clip_{sign}_{m}" for sign in ("positive", "negative") for m in range(4)),
-}

@@ -1,6 +1,7 @@
 """The arms of tests/soak/tolerance.py are configurations, in the order of its protocol; its dose rounds what it says."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tolerance
@@ -12,8 +13,10 @@ from gspo_mega.config import load_config
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.weights import publish
+from gspo_mega.weights.gather import PolicyTensors
 
 REPOSITORY = Path(__file__).parents[3]
+SHAPES = REPOSITORY / "configs" / "models"
 
 
 def test_the_arms_are_those_of_the_protocol():
@@ -66,8 +69,21 @@ def test_the_dose_rounds_what_fp8_would_round(shape):
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_the_dose_goes_where_a_publisher_takes_its_tensors_from():
-    """The dose replaces this name of the module; elsewhere it would change nothing."""
-    assert "PolicyTensors" in publish.Publisher.__init__.__code__.co_names
-    assert publish.PolicyTensors is tolerance_dose.PolicyTensors
-    assert issubclass(tolerance_dose.tensors_of_dose(1), publish.PolicyTensors)
+def test_a_publisher_sends_the_dose(monkeypatch):
+    """What a Publisher made after the replacement takes its tensors from is rounded; what is exact stays exact."""
+    exact = {"model.layers.0.self_attn.q_proj.weight": torch.rand(4, 4), "model.norm.weight": torch.rand(4)}
+    entries = {entry.name: entry for entry in hf_tensors(read_model_spec(SHAPES / "quickstart_wide.json"))}
+    monkeypatch.setattr(PolicyTensors, "__init__", lambda self, spec, groups, chunks: None)
+    monkeypatch.setattr(
+        PolicyTensors, "owned", lambda self, dtype: ((entries[name], tensor) for name, tensor in exact.items())
+    )
+    monkeypatch.setattr(publish, "PolicyTensors", tolerance_dose.tensors_of_dose(1))
+    config = load_config(tolerance.CONFIG, ["precision=fp32", "server.quantization=none"], "train").config
+    spec = read_model_spec(SHAPES / "quickstart_wide.json")
+    publisher = publish.Publisher(config, spec, SimpleNamespace(), [torch.nn.Linear(1, 1)], "weights")
+    sent = {entry.name: tensor for entry, tensor in publisher._policy.owned(torch.float32)}
+    assert sent.keys() == exact.keys()
+    for name, tensor in exact.items():
+        rounded = tolerance_dose.round_mantissa(tensor, 1)
+        assert not torch.equal(rounded, tensor)
+        assert torch.equal(sent[name], rounded if tensor.dim() > 1 else tensor)
