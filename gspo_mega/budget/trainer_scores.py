@@ -19,7 +19,6 @@ from gspo_mega.engine.device_batch import DeviceBatch
 from gspo_mega.engine.losses import PassOutput, require_finite
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups
-from gspo_mega.engine.routing import RoutingPass
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.weights.hf_import import import_huggingface
@@ -71,10 +70,7 @@ def score_on_trainer(
     trajectories = batch.trajectories
     plans = packing(kind, len(trajectories), config.run.seed, layout, plan_batch(trajectories, config, layout, 0))
     micro_batches = assemble(batch, config, layout, 0, plans)[engine.groups.data.rank][0].micro_batches
-    replays = config.moe.routing_replay == "R3"
-    replay = [engine.routers.of_rollout(m) for m in micro_batches] if replays else None
     kept = _Kept()
-    routing = RoutingPass(engine.routers, len(micro_batches), replay)
-    engine.pipeline.run(micro_batches, kept, forward_only=True, routing=routing)
+    engine.score(micro_batches, kept, replays_rollout=config.moe.routing_replay == "R3")
     first, second = (gather_tokens(engine, batch, micro_batches, part) for part in (kept.log_probs, kept.entropies))
     return first, second

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gspo_mega.config import LoadedConfig, load_config
+from gspo_mega.config.block_scales import multiplies_blocks
 from gspo_mega.config.schema import CertifyCase, Config
 from gspo_mega.errors import ConfigError, GspoMegaError, PlanError
 from gspo_mega.plan import plan_run
@@ -123,7 +124,14 @@ def _resolve(
         spec.set.get("precision", loaded.config.precision),
     )
     try:
-        plan_run(case_config(loaded.path, spec, overrides), device)
+        own = case_config(loaded.path, spec, overrides)
+        plan_run(own, device)
+        if multiplies_blocks(own.config) and own.config.fp8.block_scales != loaded.config.fp8.block_scales:
+            raise PlanError(
+                f"fp8.block_scales {own.config.fp8.block_scales}: one process runs several cases, and reads the rule"
+                f" once when it starts; set it outside the cases, for all of them (now"
+                f" {loaded.config.fp8.block_scales})"
+            )
     except GspoMegaError as error:
         return Case(spec, model, precision, str(error))
     return Case(spec, model, precision, None)

@@ -30,6 +30,7 @@ from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.errors import CheckpointError
 from gspo_mega.run_folder import RunFolder
 from gspo_mega.weights.collectives import all_gather_json, broadcast_json, raise_together
+from gspo_mega.weights.quantized import keep_exact
 
 
 @dataclass
@@ -185,6 +186,11 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
             for name, chunk in zip(names, engine.chunks):
                 chunk.load_state_dict(loaded[name], strict=True)
         engine.optimizer.load_state_dict(loaded["optimizer"])
+        if engine.scales.is_active and not scales:
+            for name, chunk in zip(names, engine.chunks):
+                for of_it, parameter in chunk.named_parameters():
+                    keep_exact(parameter, loaded[name][of_it])
+            engine.after_optimizer_loaded()
         _separate_steps(engine)
         engine.scales.load(scales)
         if saved == here:

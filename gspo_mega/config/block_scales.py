@@ -23,6 +23,11 @@ def has_powers_of_two(block_scales: str, capability: tuple[int, int] | None) -> 
     return block_scales == "power_of_two"
 
 
+def multiplies_blocks(config: Config) -> bool:
+    """Are there products of the trainer whose scales `fp8.block_scales` decides?"""
+    return config.precision == "fp8" and config.fp8.recipe == "blockwise"
+
+
 def block_scale_variable(
     config: Config | None, environment: Mapping[str, str], capability: tuple[int, int] | None
 ) -> dict[str, str]:

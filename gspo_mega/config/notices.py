@@ -116,7 +116,8 @@ def _of_sampling_and_precision(config: Config) -> Iterator[str]:
     if config.precision == "fp8" and config.fp8.recipe == "delayed":
         yield (
             "fp8.recipe delayed: scales follow the largest values of earlier steps, so larger ones saturate; they are"
-            " held for a step, and measured by a few passes more where a run, or its layout, is new"
+            f" held for a {'step' if makes_old_pass(config) else 'mini-batch'}, and measured by a few passes more where"
+            " a run, or its layout, is new"
         )
     if config.precision == "fp8" and config.fp8.parameters:
         yield "fp8.parameters: what is published and exported are the weights rounded to FP8"

@@ -32,7 +32,8 @@ Head = Callable[[DeviceBatch, torch.Tensor, torch.Tensor | None], PassOutput]
 @dataclass
 class Pipeline:
     """This rank's part of a model in Megatron's schedule. `chunks` are bare; `models` are the same chunks as the
-    schedule calls them (wrapped in data parallelism if they are trained)."""
+    schedule calls them (wrapped in data parallelism if they are trained). `before_pass` raises where a pass may not run
+    yet."""
 
     spec: ModelSpec
     groups: ParallelGroups
@@ -41,6 +42,7 @@ class Pipeline:
     models: Sequence[torch.nn.Module]
     temperature: float
     log_prob_chunk_tokens: int
+    before_pass: Callable[[], None] = lambda: None
 
     def run(
         self, micro_batches: list[MicroBatch], head: Head, forward_only: bool, routing: RoutingPass
@@ -49,6 +51,7 @@ class Pipeline:
 
         Without `forward_only` the gradients of the head's losses are left in Megatron's buffers. Finishes `routing`.
         """
+        self.before_pass()
         outputs: list[PassOutput] = []
         last_chunk = self.chunks[-1]
 

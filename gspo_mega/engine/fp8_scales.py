@@ -2,9 +2,10 @@
 
 `delayed` rounds a tensor with a scale that follows from the largest values of earlier passes. Transformer Engine
 updates scales after each micro-batch, between the old pass and the training passes as well: an unchanged policy then
-has an importance ratio that is not 1, by more than GSPO's clip range. Here the scales of forward passes are held for a
-step, in which the largest values are recorded, and updated once before the next; those of gradients, on which no
-log-prob depends, after each mini-batch. The other recipes have no state: a tensor's scale follows from the tensor.
+has an importance ratio that is not 1, by more than GSPO's clip range. Here the scales of forward passes are held from
+the old pass to the last training pass that is compared with it, and the largest values recorded; without an old pass,
+for a mini-batch. Those of gradients, on which no log-prob depends, are updated after each mini-batch. The other
+recipes have no state: a tensor's scale follows from the tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from megatron.core.fp8_utils import get_fp8_context, get_fp8_recipe
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gspo_mega.quantization.fp8 import E4M3_MAX
 
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 _FLAGS = "flags"
@@ -36,7 +39,29 @@ class Fp8Scales:
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[torch.nn.Module]) -> None:
         self._config, self._chunks, self.is_active = config, chunks, _is_delayed(config)
-        self._forward_known = self._backward_known = self._has_trained = False
+        self._forward_known = self._backward_known = self._has_trained = self._is_measuring = False
+
+    def require_known(self) -> None:
+        """Raise RuntimeError before a pass whose scales would be 1: nobody has begun a step."""
+        if self.is_active and not (self._forward_known or self._is_measuring):
+            raise RuntimeError("a pass with FP8 recipe `delayed` before its scales were measured; begin a step first")
+
+    @torch.no_grad()
+    def fit_parameters(self) -> None:
+        """Round freshly loaded FP8 parameters again, each with the scale of its own largest value.
+
+        They were filled with the scale 1, with which numbers below 2^-6 lose bits, before anything was measured. The
+        loaded numbers are on the parameters still (`weights/quantized.py::keep_exact`).
+        """
+        if not self.is_active:
+            return
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
+                exact = vars(parameter).get("exact_values")
+                if exact is not None and float(largest := exact.abs().max().float()) > 0:
+                    quantized: Any = parameter
+                    quantized._get_quantizer().scale.fill_(E4M3_MAX / largest)
+                    quantized.quantize_(exact)
 
     def begin_step(self, measure: Callable[[], object]) -> None:
         """Before the first pass with new weights: update the scales of forward passes; a second call does nothing.
@@ -46,9 +71,13 @@ class Fp8Scales:
         if not self.is_active:
             return
         if not self._forward_known:
-            for _ in range(MEASURING_PASSES):
-                measure()
-                _manager().reduce_and_update_fp8_tensors(forward=True)
+            self._is_measuring = True
+            try:
+                for _ in range(MEASURING_PASSES):
+                    measure()
+                    _manager().reduce_and_update_fp8_tensors(forward=True)
+            finally:
+                self._is_measuring = False
             self._forward_known = True
         elif self._has_trained:
             _manager().reduce_and_update_fp8_tensors(forward=True)

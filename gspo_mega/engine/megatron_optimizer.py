@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -104,6 +105,8 @@ def reload_parameters(optimizer: ChainedOptimizer) -> None:
     the loaded numbers where the loader left them on the parameter, as `exact_values` of its shape, which are dropped.
     With recipe `delayed` and moments below fp32 Transformer Engine's Adam owns the fp32 ones: it would make them of the
     rounded numbers in its first step.
+
+    Raises RuntimeError for an FP8 parameter without loaded numbers.
     """
     optimizer.reload_model_params()
     for part in optimizer.chained_optimizers:
@@ -115,6 +118,8 @@ def reload_parameters(optimizer: ChainedOptimizer) -> None:
             for model, main, stored in zip(*group, strict=True):
                 exact = getattr(model, "exact_values", None)
                 if exact is None:
+                    if is_float8tensor(model):
+                        raise RuntimeError(f"an FP8 parameter of {tuple(model.shape)} is without its loaded numbers")
                     continue
                 where = shards._get_model_param_range_map(model)["param"]
                 values = exact.view(-1)[where.start : where.end]
@@ -123,6 +128,24 @@ def reload_parameters(optimizer: ChainedOptimizer) -> None:
                 else:
                     shards.optimizer.initialize_state(stored, store_param_remainders=False)
                     shards.optimizer.set_scaled_state(stored, "master_param", values.float())
+    _drop_exact_values(optimizer)
+
+
+@torch.no_grad()
+def write_parameters(optimizer: ChainedOptimizer) -> None:
+    """Write the parameters from their loaded fp32 copies, as an optimizer step does at its end. Collective.
+
+    Of FP8 parameters the copies must be separate ones (`shard_fp32_from_float16_groups`).
+    """
+    for part in optimizer.chained_optimizers:
+        shards: Any = part  # as above
+        shards._copy_main_params_to_model_params()
+    for chunk in optimizer.model_chunks:
+        chunk.start_param_sync(force_sync=True)
+    _drop_exact_values(optimizer)
+
+
+def _drop_exact_values(optimizer: ChainedOptimizer) -> None:
     for chunk in optimizer.model_chunks:
         for parameter in chunk.parameters():  # those too of which other data ranks hold the fp32 numbers
             vars(parameter).pop("exact_values", None)

@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from gspo_mega.config.block_scales import BLACKWELL, FLOAT32_SCALES_VARIABLE, has_powers_of_two, multiplies_blocks
 from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
+from gspo_mega.config.server_precision import loads_quantized
 from gspo_mega.engine.cpu import is_cpu_backend, te_loading
 from gspo_mega.errors import ModelError
+from gspo_mega.model.block_fp8 import publishes_powers_of_two
 from gspo_mega.plan.precision_needs import check_precision
 
 logger = logging.getLogger(__name__)
@@ -47,15 +50,53 @@ def require_precision(config: Config) -> None:
             )
         if te_loading.is_loaded():
             te_loading.compute_as_gpu_of(config.fp8.recipe if config.precision == "fp8" else None)
+        _require_block_scales(config, None)
         return
     capability = torch.cuda.get_device_capability()
     problem = check_precision(config, capability, torch.version.cuda, transformer_engine_version())
     if problem is None:
+        _require_block_scales(config, capability)
         return
     reason = transformer_engine_error()
     if reason is not None:
         problem += f" (importing it: {reason})"
     raise ModelError(f"precision: {problem}")
+
+
+def _require_block_scales(config: Config, capability: tuple[int, int] | None) -> None:
+    """Raise ModelError if the scales of blocks in products are not those that the configuration asks for, or not those
+    of the published weights. `capability`: this rank's GPU, None without one, where published weights may be for any.
+    """
+    wanted = has_powers_of_two(config.fp8.block_scales, capability)
+    if loads_quantized(config) and (multiplies_blocks(config) or capability is not None):
+        published = publishes_powers_of_two(config)
+        if published != wanted:
+            raise ModelError(
+                f"fp8.block_scales: {config.fp8.block_scales} is {_kind(wanted)} on {_device(capability)}, and"
+                f" {_kind(published)} in published weights, which follow cluster.gpu ({config.cluster.gpu or 'null'});"
+                " name this machine's GPU there, or set fp8.block_scales to power_of_two"
+                + (" or float32" if capability is None or capability < BLACKWELL else "")
+            )
+    if multiplies_blocks(config) and (found := _multiplies_powers_of_two()) != wanted:
+        raise ModelError(
+            f"fp8.block_scales: {config.fp8.block_scales} is {_kind(wanted)} on {_device(capability)}, but this process"
+            f" multiplies with {_kind(found)}: Transformer Engine reads {FLOAT32_SCALES_VARIABLE} once, when it is"
+            " imported. A rank sets it before that; another program must, and cannot change it later"
+        )
+
+
+def _multiplies_powers_of_two() -> bool:
+    """What Transformer Engine read when it was imported."""
+    recipe = importlib.import_module("transformer_engine.common.recipe").Float8BlockScaling()
+    return recipe.fp8_quant_fwd_weight.power_2_scale
+
+
+def _kind(powers_of_two: bool) -> str:
+    return "powers of two" if powers_of_two else "float32 scales"
+
+
+def _device(capability: tuple[int, int] | None) -> str:
+    return "a CPU" if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
 
 
 def precision_settings(config: Config) -> dict:

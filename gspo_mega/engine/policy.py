@@ -33,6 +33,7 @@ from gspo_mega.engine.megatron_optimizer import (
     build_scheduler,
     reload_parameters,
     require_optimizer,
+    write_parameters,
 )
 from gspo_mega.engine.megatron_precision import DTYPES
 from gspo_mega.engine.model import build_chunks, transformer_config
@@ -83,6 +84,7 @@ class PolicyEngine:
         self.megatron_config = transformer_config(config, spec)
         self.chunks = build_chunks(self.megatron_config, spec, groups)
         self.wrapped = wrap_data_parallel(self.megatron_config, self.chunks, config.optimizer)
+        self.scales = Fp8Scales(self.megatron_config, self.chunks)
         self.pipeline = Pipeline(
             spec,
             groups,
@@ -91,6 +93,7 @@ class PolicyEngine:
             self.wrapped,
             temperature=config.rollout.temperature,
             log_prob_chunk_tokens=config.batch.log_prob_chunk_tokens,
+            before_pass=self.scales.require_known,
         )
         self.routers = Routers(
             self.chunks,
@@ -101,7 +104,6 @@ class PolicyEngine:
         )
         self.balancing = LoadBalancing(config.moe, self.megatron_config, groups, len(self.routers.all()))
         self.expert_bias = ExpertBias(config.moe.expert_bias_update_rate, self.routers, groups, spec.num_layers)
-        self.scales = Fp8Scales(self.megatron_config, self.chunks)
         self.optimizer = build_optimizer(config.optimizer, config.precision, self.wrapped)
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, num_optimizer_steps)
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
@@ -111,8 +113,18 @@ class PolicyEngine:
         )
 
     def after_weights_loaded(self) -> None:
-        """Copy the loaded parameters into the optimizer's fp32 copies."""
+        """Copy the loaded parameters into the optimizer's fp32 copies; round FP8 ones with scales of their own."""
+        self.scales.fit_parameters()
         reload_parameters(self.optimizer)
+
+    def after_optimizer_loaded(self) -> None:
+        """After both were loaded in a layout whose scales no checkpoint has: FP8 parameters from the fp32 copies, as
+        after an optimizer step. Collective.
+        """
+        if not self.megatron_config.fp8_param:
+            return
+        self.scales.fit_parameters()
+        write_parameters(self.optimizer)
 
     def parameter_dtype(self) -> torch.dtype:
         return DTYPES[self.config.precision]
@@ -129,6 +141,16 @@ class PolicyEngine:
         if replay is None:
             report.routing = self._changed_since_rollout(micro_batches, routing.recorded)
         return OldState([output.old for output in outputs if output.old is not None], routing.recorded, report)
+
+    def score(self, micro_batches: list[MicroBatch], head: Head, replays_rollout: bool) -> list[PassOutput]:
+        """A pass without gradients and with a head of the caller's, under the current weights. Collective.
+
+        `replays_rollout`: its routes are those of the rollout, whatever the configuration says; else the routers' own.
+        """
+        replay = [self.routers.of_rollout(m) for m in micro_batches] if replays_rollout else None
+        self._begin_step(micro_batches)
+        routing = RoutingPass(self.routers, len(micro_batches), replay)
+        return self.pipeline.run(micro_batches, head, forward_only=True, routing=routing)
 
     def correct(self, old: Sequence[OldState]) -> None:
         """Decide the correction of the engine gap for a whole rollout batch, from all its old passes, in place.
@@ -217,7 +239,8 @@ class PolicyEngine:
         return self.pipeline.run(micro_batches, head, forward_only=False, routing=routing), routing
 
     def _begin_step(self, micro_batches: list[MicroBatch]) -> None:
-        """Every pass of a step, the old one and the training ones, rounds with the same scales."""
+        """Old passes, and training passes that are compared with them, round with the same scales; without old passes
+        each mini-batch has scales of its own."""
         routing = RoutingPass(self.routers, len(micro_batches))
         self.scales.begin_step(
             lambda: self.pipeline.run(micro_batches, self._old_pass(), forward_only=True, routing=routing)

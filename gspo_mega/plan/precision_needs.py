@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gspo_mega.config.block_scales import BLACKWELL
+from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config, Fp8
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.alignment import RECIPE_SIDES
@@ -38,11 +39,13 @@ def check_precision(
         return None
     if capability < _BF16_CHIP:
         return _too_old(config, capability)
+    if not has_transformer_engine_layers(config, has_gpu=True):
+        return None
     if engine_version is None:
+        other = ", `engine.transformer_engine: false` (Megatron's plain layers)" if config.precision == "bf16" else ""
         return (
-            f"{config.precision} on a GPU needs Transformer Engine (packed sequences need its attention, fp8 its linear"
-            " layers), and it cannot be imported: install transformer-engine[pytorch] for this PyTorch and CUDA, or"
-            " use fp32"
+            f"{config.precision} on a GPU needs Transformer Engine, and it cannot be imported: install"
+            f" transformer-engine[pytorch] for this PyTorch and CUDA, or use fp32{other}"
         )
     if config.precision == "bf16":
         return None

@@ -19,6 +19,8 @@ from gspo_mega.plan.verification import is_on_gpu
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 _SCALE_BYTES = 4
+# Compute capability of Ada, the first with e4m3.
+_FIRST_E4M3 = (8, 9)
 
 
 def weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
@@ -56,6 +58,16 @@ def check_server_precision(
 ) -> Iterator[Violation]:
     """What SGLang would refuse at a server's start, or at the first publish. `device`: the ranks', None if unknown."""
     server = config.server
+    gpu = config.cluster.gpu if device != "cpu" else None
+    lacks_e4m3 = gpu is not None and GPUS[gpu].capability < _FIRST_E4M3
+    # Where no backend is named, SGLang takes Triton for latent attention, and FlashInfer, which reads e4m3, else.
+    by_triton = server.attention_backend == "triton" or (server.attention_backend is None and spec.latent is not None)
+    if server.kv_cache == "fp8" and lacks_e4m3 and by_triton:
+        yield Violation(
+            "server.kv_cache",
+            f"fp8 on {gpu}: Triton, which computes this attention there, has no e4m3 before compute capability 8.9",
+            "auto" if spec.latent is not None else "auto, or `server.attention_backend: flashinfer`",
+        )
     if server.quantization == "none":
         return
     if server.quantization == "fp8_block" and (sides := list(_undivided(config, spec))):

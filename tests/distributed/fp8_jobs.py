@@ -10,6 +10,7 @@ from typing import Any, cast
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from layout_jobs import layout_config, recorded_sequences, shard
@@ -20,12 +21,15 @@ from gspo_mega.certify.compare_runs import Reference
 from gspo_mega.certify.ranks import run_case
 from gspo_mega.config import load_config
 from gspo_mega.engine import fp8_scales
+from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.engine.routing import RoutingPass
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan.alignment import alignment_tokens
 from gspo_mega.runtime.worker_context import WorkerContext
 from gspo_mega.weights.hf_import import import_huggingface
+from gspo_mega.weights.quantized import is_quantized, plain_values
 
 
 def steps(folder: str, parallel: dict, num_steps: int, *, held: bool, **sections) -> dict:
@@ -105,5 +109,76 @@ def gradients(folder: str, denominator: float, passes: int | None = None, **sect
             batch = shard(recorded_sequences(), groups.data.rank, groups.data.size, alignment_tokens(config))
             engine.policy_gradients(batch, ObjectiveSettings(), denominator, None)
         return {name: cast(Any, p).main_grad.float().clone() for name, p in engine.chunks[0].named_parameters()}
+    finally:
+        destroy_groups()
+
+
+def scored(folder: str, **sections) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
+    """(what a pass of a fresh engine through its bare pipeline says, its log-probs by `score`, those of an old pass of
+    another fresh engine), of this rank's active tokens per micro-batch.
+    """
+    config, spec = layout_config(folder, {"expert_tensor": 1}, **sections), read_model_spec(folder)
+    groups = create_groups(tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
+    try:
+        batch = shard(recorded_sequences(), groups.data.rank, groups.data.size, alignment_tokens(config))
+        engines = [PolicyEngine(config, spec, groups, num_optimizer_steps=20) for _ in range(2)]
+        for engine in engines:
+            import_huggingface(folder, spec, groups, engine.chunks)
+            engine.after_weights_loaded()
+        kept: list[torch.Tensor] = []
+
+        def keep(batch: object, log_probs: torch.Tensor, entropies: object) -> PassOutput:
+            kept.append(log_probs.detach())
+            return PassOutput()
+
+        try:
+            routing = RoutingPass(engines[0].routers, len(batch))
+            engines[0].pipeline.run(batch, keep, forward_only=True, routing=routing)
+            said = "nothing"
+        except RuntimeError as error:
+            said = str(error)
+        engines[0].score(batch, keep, replays_rollout=False)
+        return said, kept, [one.log_probs for one in engines[1].old_pass(batch).micro_batches]
+    finally:
+        destroy_groups()
+
+
+def block_scales(folder: str, **sections) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(the scales of this rank's FP8 parameters after a step, the log-probs of an old pass after it)."""
+    config, spec = layout_config(folder, {"expert_tensor": 1}, **sections), read_model_spec(folder)
+    groups = create_groups(tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
+    try:
+        engine = PolicyEngine(config, spec, groups, num_optimizer_steps=20)
+        import_huggingface(folder, spec, groups, engine.chunks)
+        engine.after_weights_loaded()
+        batch = shard(recorded_sequences(), groups.data.rank, groups.data.size, alignment_tokens(config))
+        result, _ = engine.train_mini_batch(batch, ObjectiveSettings(), 11.0, None)
+        assert not result.skipped and result.grad_norm > 0
+        parameters = [cast(Any, p) for p in engine.chunks[0].parameters()]
+        scales = [p._rowwise_scale_inv.flatten() for p in parameters if hasattr(p, "_rowwise_scale_inv")]
+        return torch.cat(scales), [one.log_probs for one in engine.old_pass(batch).micro_batches]
+    finally:
+        destroy_groups()
+
+
+def imported(folder: str, parallel: dict, fitted: bool, **sections) -> list[float]:
+    """The relative error of each FP8 parameter of this rank after import, against the numbers that were loaded. Not
+    `fitted`: with the scale that it was filled with.
+    """
+    parallel = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "expert_tensor": 1, **parallel}
+    groups = create_groups(**parallel)
+    try:
+        engine = PolicyEngine(layout_config(folder, parallel, **sections), read_model_spec(folder), groups, 20)
+        import_huggingface(folder, engine.spec, groups, engine.chunks)
+        parameters = [p for p in engine.chunks[0].parameters() if is_quantized(p)]
+        loaded = [cast(Any, p).exact_values.float() for p in parameters]
+        with contextlib.nullcontext() if fitted else mock.patch.object(engine.scales, "fit_parameters"):
+            engine.after_weights_loaded()
+        with pytest.raises(RuntimeError, match="is without its loaded numbers"):
+            engine.after_weights_loaded()
+        return [
+            float((plain_values(p).float() - exact).norm() / exact.norm())
+            for p, exact in zip(parameters, loaded, strict=True)
+        ]
     finally:
         destroy_groups()

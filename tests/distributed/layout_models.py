@@ -12,8 +12,12 @@ from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_model_spec
 
 
-def make_folder(folder: Path, *, moe: bool, tied: bool = False, layers: int = 4, seed: int = 0) -> Path:
-    """A Qwen3 or Qwen3-MoE checkpoint of random fp32 weights, large enough in scale for distinct routes."""
+def make_folder(
+    folder: Path, *, moe: bool, tied: bool = False, layers: int = 4, seed: int = 0, deviation: float = 0.08
+) -> Path:
+    """A Qwen3 or Qwen3-MoE checkpoint of random fp32 weights. `deviation`: of a weight, large enough for distinct routes
+    unless given.
+    """
     config = dict(
         architectures=["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"],
         model_type="qwen3_moe" if moe else "qwen3",
@@ -50,6 +54,6 @@ def make_folder(folder: Path, *, moe: bool, tied: bool = False, layers: int = 4,
         if len(entry.shape) == 1:
             tensors[entry.name] = (1 + 0.1 * rng.standard_normal(entry.shape)).astype(np.float32)
         else:
-            tensors[entry.name] = (0.08 * rng.standard_normal(entry.shape)).astype(np.float32)
+            tensors[entry.name] = (deviation * rng.standard_normal(entry.shape)).astype(np.float32)
     save_file(tensors, folder / "model.safetensors")
     return folder

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from layout_models import make_folder
+from rank_pool import RankPool
 from safetensors.torch import load_file
 
 CLIP_LOW = 3e-4
@@ -132,3 +133,66 @@ def test_the_first_gradients_are_not_lost_below_the_first_scales(pool, models):
     delayed = dict(precision="fp8", fp8=dict(recipe="delayed"))
     assert errors(**delayed)[-1] < 0.7
     assert errors(**delayed, passes=1)[-1] > 0.95
+
+
+def test_a_pass_of_the_budget_is_made_with_measured_scales(pool, models):
+    delayed = dict(precision="fp8", fp8=dict(recipe="delayed"), optimizer=dict(lr=1e-3))
+    for said, found, wanted in pool.run("fp8_jobs:scored", folder=models[False][0], **delayed):
+        assert "before its scales were measured" in said
+        assert len(found) == len(wanted) > 0 and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_model_trains_with_block_scales_of_powers_of_two(pool, models, monkeypatch):
+    """In processes of their own: Transformer Engine reads the rule when it is imported."""
+
+    def trained(ranks, block_scales):
+        return ranks.run(
+            "fp8_jobs:block_scales",
+            folder=models[False][0],
+            precision="fp8",
+            fp8=dict(recipe="blockwise", parameters=True, block_scales=block_scales),
+            optimizer=dict(lr=1e-3),
+        )[0]
+
+    def are_powers(scales):
+        scales = scales[scales < 0.1]  # a row of scales is padded with 1
+        return len(scales) > 8 and (scales.log2() == scales.log2().round()).float().mean()
+
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0")
+    own = RankPool(2, transformer_engine=True)
+    try:
+        scales, log_probs = trained(own, "power_of_two")
+        with pytest.raises(AssertionError, match="fp8.block_scales: float32 is float32 scales on a CPU"):
+            trained(own, "float32")
+    finally:
+        own.kill()
+    plain_scales, plain_log_probs = trained(pool, "float32")
+    assert are_powers(scales) == 1 and are_powers(plain_scales) < 0.5
+    gap = float((torch.cat(log_probs) - torch.cat(plain_log_probs)).abs().max())
+    assert 0 < gap < 0.5  # other roundings of the same policy
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Weights as small as those of large models: with the scale 1 they lie among the coarsest numbers of e4m3."""
+    return str(make_folder(tmp_path_factory.mktemp("small") / "m", moe=False, layers=2, deviation=0.005))
+
+
+def test_small_delayed_parameters_are_loaded_with_scales_of_their_own(pool, small):
+    sections = dict(precision="fp8", fp8=dict(recipe="delayed", parameters=True), optimizer=dict(lr=1e-3))
+    for parallel in ({}, dict(tensor=2)):
+        for errors in pool.run("fp8_jobs:imported", folder=small, parallel=parallel, fitted=True, **sections):
+            assert len(errors) == 8 and max(errors) < 0.03  # e4m3's own
+    plain = pool.run("fp8_jobs:imported", folder=small, parallel={}, fitted=False, **sections)[0]
+    assert min(plain) > 0.08  # with the scale 1
+
+
+def test_small_delayed_parameters_keep_their_numbers_in_another_layout(pool, models, small, tmp_path):
+    sections = dict(precision="fp8", fp8=dict(recipe="delayed", parameters=True), optimizer=dict(lr=1e-5))
+    common = dict(folder=small, run_dir=str(tmp_path), **sections)
+    saved = pool.run("checkpoint_jobs:run", parallel={}, plan=["start", "train", "save"], **common)[0]["weights"]
+    other = dict(parallel=dict(pipeline=2), weights_from=models[False][1])
+    loaded = pool.run("checkpoint_jobs:run", plan=["start", "load"], **other, **common)[0]["weights"]
+    errors = [np.linalg.norm(loaded[n] - want) / np.linalg.norm(want) for n, want in saved.items()]
+    assert 0 < max(errors) < 0.045  # two roundings
+    assert pool.run("checkpoint_jobs:run", plan=["start", "load", "train"], **other, **common)[0]["step"] == 2

@@ -28,9 +28,7 @@ def measure(precision: str, size: int, rows: int, times: int) -> dict:
     if precision.startswith("fp8"):
         hybrid, e4m3 = recipes.Format.HYBRID, recipes.Format.E4M3
         recipe = {
-            "delayed": lambda: recipes.DelayedScaling(
-                fp8_format=hybrid, amax_history_len=1024, amax_compute_algo="max"
-            ),
+            "delayed": lambda: recipes.DelayedScaling(fp8_format=hybrid, amax_history_len=16, amax_compute_algo="max"),
             "tensorwise": lambda: recipes.Float8CurrentScaling(fp8_format=hybrid),
             "blockwise": lambda: recipes.Float8BlockScaling(fp8_format=e4m3),
             "mxfp8": lambda: recipes.MXFP8BlockScaling(fp8_format=e4m3),

@@ -34,6 +34,16 @@ def test_the_layout_known_to_train_wrong_is_refused_with_its_reason():
     assert "trains wrong: experts would not be reduced over their data-parallel group" in wrong.refusal
 
 
+def test_a_case_cannot_have_block_scales_of_its_own():
+    own = "{name: powers, set: {precision: fp8, fp8.block_scales: power_of_two}}"
+    other = "{name: other, set: {precision: fp8, fp8.recipe: tensorwise, fp8.block_scales: power_of_two}}"
+    _, cases = resolve_cases(*load(DENSE, f"certify.cases=[{own}, {other}]"), "cpu")
+    assert "reads the rule once when it starts; set it outside the cases" in cases[0].refusal
+    assert cases[1].refusal is None
+    _, (case,) = resolve_cases(*load(DENSE, f"certify.cases=[{own}]", "fp8.block_scales=power_of_two"), "cpu")
+    assert case.refusal is None
+
+
 def test_without_cases_the_files_own_layout_is_the_case():
     overrides = [
         "certify.cases=[]",

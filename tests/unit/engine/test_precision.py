@@ -37,7 +37,8 @@ def fp8(**section):
 def pretend(monkeypatch):
     """As on a machine with that GPU, CUDA and Transformer Engine; `engine` None: it cannot be imported."""
 
-    def machine(capability, cuda="13.0", engine="2.20.2", fused_weight_gradient=False):
+    def machine(capability, cuda="13.0", engine="2.20.2", fused_weight_gradient=False, powers_of_two=False):
+        monkeypatch.setattr(precision, "_multiplies_powers_of_two", lambda: powers_of_two)
         monkeypatch.setattr(precision, "is_cpu_backend", lambda: False)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
@@ -71,6 +72,44 @@ def test_a_recipe_that_the_chip_lacks_is_an_error(pretend):
     with pytest.raises(ModelError, match="blockwise needs Hopper"):
         precision.require_precision(fp8())
     precision.require_precision(fp8(recipe="tensorwise"))
+
+
+BLOCKS = dict(server=dict(quantization="fp8_block"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "gpu", "block_scales", "is_wrong"),
+    [
+        ((10, 0), None, "auto", True),
+        ((10, 0), "H100", "auto", True),
+        ((10, 0), "B200", "auto", False),
+        ((9, 0), "B200", "auto", True),
+        ((9, 0), None, "auto", False),
+        ((9, 0), "B200", "float32", False),
+        ((10, 0), None, "power_of_two", False),
+    ],
+)
+@pytest.mark.parametrize("trainer", ["bf16", "fp8"])
+def test_published_blocks_have_the_scales_of_this_gpu(pretend, capability, gpu, block_scales, is_wrong, trainer):
+    pretend(capability, powers_of_two=block_scales == "power_of_two" or capability == (10, 0))
+    config = make_config(precision=trainer, fp8=dict(block_scales=block_scales), cluster=dict(gpu=gpu), **BLOCKS)
+    if is_wrong:
+        with pytest.raises(ModelError, match=rf"^fp8.block_scales: auto is .*cluster.gpu \({gpu or 'null'}\)"):
+            precision.require_precision(config)
+        assert precision.require_precision(config.model_copy(update=dict(server=make_config().server))) is None
+    else:
+        precision.require_precision(config)
+
+
+def test_a_process_that_imported_transformer_engine_before_keeps_its_scales(pretend):
+    pretend((9, 0))
+    with pytest.raises(ModelError, match="is powers of two on a GPU of .*multiplies with float32 scales.*imported"):
+        precision.require_precision(fp8(block_scales="power_of_two"))
+    precision.require_precision(fp8(block_scales="power_of_two", recipe="tensorwise"))
+    pretend((9, 0), powers_of_two=True)
+    precision.require_precision(fp8(block_scales="power_of_two"))
+    with pytest.raises(ModelError, match="auto is float32 scales"):
+        precision.require_precision(fp8())
 
 
 @pytest.mark.parametrize(

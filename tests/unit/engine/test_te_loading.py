@@ -41,6 +41,13 @@ except NotImplementedError as error:
     seen["onnx"] = str(error)
 require_precision(make_config(precision="bf16", engine=dict(transformer_engine=True)))
 require_precision(make_config(precision="fp8"))
+def refusal(**sections):
+    try:
+        require_precision(make_config(precision="fp8", **sections))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+seen["late"] = refusal(fp8=dict(block_scales="power_of_two"))
+seen["published"] = refusal(server=dict(quantization="fp8_block"), cluster=dict(gpu="B200"))
 print(json.dumps(seen | dict(
     have=megatron.HAVE_TE, version=transformer_engine.__version__, cpu=is_cpu_backend(),
     cuda=torch.cuda.is_available(), lines=describe_backends(),
@@ -66,6 +73,12 @@ def test_megatron_sees_it_and_nothing_pretends_a_gpu(loaded):
 def test_what_is_not_written_says_its_name(loaded):
     assert loaded["unwritten"].startswith("transformer_engine_torch.newton_schulz has no CPU kernel")
     assert "left out" in loaded["onnx"] and loaded["inside"] == []
+
+
+def test_block_scales_other_than_those_it_was_imported_with_are_refused(loaded):
+    assert loaded["late"].startswith("ModelError: fp8.block_scales: power_of_two is powers of two on a CPU, but")
+    assert "reads NVTE_FP8_BLOCK_SCALING_FP32_SCALES once" in loaded["late"]
+    assert "follow cluster.gpu (B200)" in loaded["published"]
 
 
 def test_the_manual_lists_what_is_written():

@@ -92,6 +92,17 @@ def test_what_cannot_be_had_is_refused_with_a_way_out(load, precision, capabilit
     assert [part for part in said if part not in text] == [], text
 
 
+def test_plain_layers_need_no_transformer_engine(load):
+    def text(*overrides):
+        return check_precision(load(*overrides).config, HOPPER, "13.0", None)
+
+    assert text("precision=bf16", "engine.transformer_engine=false") is None
+    assert "`engine.transformer_engine: false` (Megatron's plain layers)" in text("precision=bf16")
+    assert "engine.transformer_engine" not in text("precision=fp8")
+    old = check_precision(load("precision=bf16", "engine.transformer_engine=false").config, (7, 5), "13.0", None)
+    assert old is not None and "use fp32" in old
+
+
 def test_float32_block_scales_are_refused_where_products_take_powers_of_two(load):
     def text(capability, block_scales, recipe="blockwise"):
         loaded = load("precision=fp8", f"fp8.recipe={recipe}", f"fp8.block_scales={block_scales}")

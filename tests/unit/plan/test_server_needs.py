@@ -164,6 +164,18 @@ def test_servers_that_are_only_evaluated_may_quantize_on_a_gpu(load, shape):
     plan_run(loaded, "gpu", shape("dense", **WIDE))
 
 
+def test_triton_reads_no_e4m3_cache_on_a_gpu_without_it(load, shape, latent_shape):
+    """Of plain weights too. FlashInfer, SGLang's choice there for other attention than latent, converts it itself."""
+    cache = ("precision=bf16", "server.kv_cache=fp8", "cluster.gpu=A100")
+    plan_run(load(*cache), "gpu", shape("dense", **WIDE))
+    text = refusals(load, shape, *cache, "server.attention_backend=triton", device="gpu")
+    assert "server.kv_cache: fp8 on A100: Triton" in text and "`server.attention_backend: flashinfer`" in text
+    with pytest.raises(PlanError, match=r"server.kv_cache: fp8 on A100: .*nearest valid: auto"):
+        plan_run(load(*cache), "gpu", latent_shape())
+    plan_run(load(*cache), "cpu", latent_shape())
+    plan_run(load("precision=bf16", "server.kv_cache=fp8", "cluster.gpu=H100"), "gpu", latent_shape())
+
+
 @pytest.mark.parametrize(
     ("gpu", "quantization", "trains", "said"),
     [

@@ -12,6 +12,8 @@ from run_configs import make_config
 
 from gspo_mega.config.block_scales import FLOAT32_SCALES_VARIABLE, block_scale_variable, has_powers_of_two
 from gspo_mega.launcher.local.launch_local import WORKER_COMMAND
+from gspo_mega.model.block_fp8 import publishes_powers_of_two
+from gspo_mega.plan.gpus import GPUS
 from gspo_mega.runtime import gpu_variables, worker
 from gspo_mega.runtime.gpu_variables import before_torch
 
@@ -57,7 +59,11 @@ def test_block_scales_are_as_configured_and_by_default_fp32_before_blackwell(blo
     config = make_config(fp8=dict(block_scales=block_scales))
     assert block_scale_variable(config, given, capability) == added
     told = (given | added).get(FLOAT32_SCALES_VARIABLE, "0")
-    assert has_powers_of_two(block_scales, capability) == (told == "0"), "products and published weights agree"
+    assert has_powers_of_two(block_scales, capability) == (told == "0")
+    for name, gpu in GPUS.items():
+        if gpu.capability == capability:
+            named = make_config(fp8=dict(block_scales=block_scales), cluster=dict(gpu=name))
+            assert publishes_powers_of_two(named) == (told == "0"), "products and published weights agree"
 
 
 def test_a_program_without_a_configuration_keeps_what_is_set():
