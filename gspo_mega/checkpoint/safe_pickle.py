@@ -7,11 +7,13 @@ wrote the file. Megatron's own loader has no such list, so this module reads eve
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import io
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,17 @@ def _enum_member(kind: Any, name: Any) -> enum.Enum:
     raise pickle.UnpicklingError(
         f"it asks for the attribute {name!r} of {kind!r}, which is no member of an enumeration"
     )
+
+
+def write_tags_by_value() -> None:
+    """Have Transformer Engine's tag of a number format, which an FP8 parameter carries, pickled as its class and its
+    number, as every Python from 3.11.4 on does. What earlier ones write (`_enum_member`) torch's own reader refuses.
+
+    Call it before a save. Without Transformer Engine it does nothing.
+    """
+    kind = getattr(sys.modules.get("transformer_engine.pytorch.constants"), "DType", None)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        copyreg.pickle(kind, lambda tag: (type(tag), (tag.value,)))
 
 
 def safe_loads(data: bytes) -> Any:

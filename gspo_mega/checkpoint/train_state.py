@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.error_text import first_cause
-from gspo_mega.checkpoint.safe_pickle import refuse_code
+from gspo_mega.checkpoint.safe_pickle import refuse_code, write_tags_by_value
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.fp8_scales import without_extra_state
 from gspo_mega.engine.policy import PolicyEngine
@@ -62,6 +62,7 @@ def _metadata(groups: ParallelGroups) -> dict[str, Any]:
 
 def sharded_state(engine: PolicyEngine, *, loading: bool) -> dict[str, Any]:
     """Megatron's sharded state of weights and optimizer: this rank's shards, in their own memory."""
+    write_tags_by_value()
     metadata = _metadata(engine.groups)
     names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
     with without_extra_state(engine.chunks):

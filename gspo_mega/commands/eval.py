@@ -23,6 +23,8 @@ from gspo_mega.errors import ConfigError
 from gspo_mega.launcher.local.launch_local import launch
 from gspo_mega.run_folder import RunFolder, read_json
 
+# Nothing is trained, and no server is published to, whatever else is given.
+_NO_TRAINING = ("train=null", "sft=null")
 # One process collects samples; without training there is no layout.
 _ONE_RANK = (
     "cluster.num_nodes=1",
@@ -65,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     target = find_target(args.target, args.config)
-    loaded = load_config(target.config, [*_overrides(target), *args.overrides], "eval")
+    loaded = load_config(target.config, [*_overrides(target), *args.overrides, *_NO_TRAINING], "eval")
     with Screen(sys.stderr if args.json else sys.stdout) as say:
         code = launch(loaded, "eval", say)
     if code != 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from gspo_mega.config.block_scales import BLACKWELL
 from gspo_mega.config.schema import Config
 
 ServerDtype = Literal["fp32", "bf16"]
@@ -19,6 +20,9 @@ PUBLISHED_QUANTIZED = frozenset({"fp8_block"})
 """Quantizations whose weights a server loads already quantized, with their scales. It quantizes those of the others
 itself while it loads them.
 """
+
+_FP8_PRODUCTS = (8, 9)
+"""The first compute capability with products of FP8 operands."""
 
 
 def server_dtype(config: Config) -> ServerDtype:
@@ -33,6 +37,30 @@ def server_dtype(config: Config) -> ServerDtype:
 def loads_quantized(config: Config) -> bool:
     """True if servers are sent quantized weights with their scales; False if plain ones."""
     return config.server.quantization in PUBLISHED_QUANTIZED
+
+
+def publishes(config: Config) -> bool:
+    """True if servers of this configuration are sent new weights while they run; an evaluation's are not."""
+    return config.train is not None or config.sft is not None
+
+
+def capability_problem(quantization: str, capability: tuple[int, int], is_published_to: bool) -> str | None:
+    """Why SGLang 0.5.23 cannot hold these weights on a GPU of this compute capability, in words; None where it can.
+
+    `is_published_to`: the server is sent new weights while it runs.
+    """
+    where = f"{quantization} on a GPU of compute capability {capability[0]}.{capability[1]}"
+    if quantization in ("fp8", "fp8_block") and capability < _FP8_PRODUCTS:
+        return (
+            f"{where}: SGLang repacks FP8 weights for products with operands that are not rounded (Marlin), which are"
+            " other numbers than this key names, and new weights cannot be loaded into what is repacked"
+        )
+    if quantization == "fp8_block" and capability >= BLACKWELL and is_published_to:
+        return (
+            f"{where}: SGLang replaces the blocks' scales by packed powers of two of another shape (DeepGEMM), so that"
+            " every publish would fail; without `train` and `sft` (`gspo-mega eval`) it can be used"
+        )
+    return None
 
 
 _WEIGHTS = {

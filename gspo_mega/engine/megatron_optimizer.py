@@ -102,18 +102,27 @@ def reload_parameters(optimizer: ChainedOptimizer) -> None:
     Of an FP8 parameter Megatron would copy the rounded numbers. The fp32 ones would then lie on FP8's grid, and no step
     below half its spacing (3 % of a weight) would change the policy, until hundreds had added up. So they are made of
     the loaded numbers where the loader left them on the parameter, as `exact_values` of its shape, which are dropped.
+    With recipe `delayed` and moments below fp32 Transformer Engine's Adam owns the fp32 ones: it would make them of the
+    rounded numbers in its first step.
     """
     optimizer.reload_model_params()
     for part in optimizer.chained_optimizers:
         shards: Any = part  # only the distributed optimizer, which FP8 parameters need, has these attributes
         if not hasattr(shards, "shard_fp32_from_float16_groups"):
             continue
-        for models, mains in zip(shards.model_float16_groups, shards.shard_fp32_from_float16_groups, strict=True):
-            for model, main in zip(models, mains, strict=True):
+        groups = (shards.model_float16_groups, shards.shard_fp32_from_float16_groups, shards.shard_float16_groups)
+        for group in zip(*groups, strict=True):
+            for model, main, stored in zip(*group, strict=True):
                 exact = getattr(model, "exact_values", None)
-                if exact is not None and main is not None:
-                    where = shards._get_model_param_range_map(model)["param"]
-                    main.copy_(exact.view(-1)[where.start : where.end])
+                if exact is None:
+                    continue
+                where = shards._get_model_param_range_map(model)["param"]
+                values = exact.view(-1)[where.start : where.end]
+                if main is not None:
+                    main.copy_(values)
+                else:
+                    shards.optimizer.initialize_state(stored, store_param_remainders=False)
+                    shards.optimizer.set_scaled_state(stored, "master_param", values.float())
     for chunk in optimizer.model_chunks:
         for parameter in chunk.parameters():  # those too of which other data ranks hold the fp32 numbers
             vars(parameter).pop("exact_values", None)
@@ -163,6 +172,7 @@ def apply_gradients(optimizer: ChainedOptimizer, scheduler: OptimizerParamSchedu
                 if parameters:
                     clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm, _decoupled(part))
         optimizer.step_with_ready_grads()
+        _renew_inverse_scales(optimizer)
         scheduler.step(increment=1)
     start_parameter_gathers(optimizer.model_chunks)
     return StepResult(grad_norm=grad_norm, lr=lr, skipped=not finite)
@@ -203,6 +213,21 @@ def gradient_norm(optimizer: ChainedOptimizer) -> tuple[float, bool]:
     *parts, num_bad = torch.stack([*squares.values(), bad]).tolist()
     norm = math.sqrt(sum(parts)) if num_bad == 0 else math.inf
     return norm, math.isfinite(norm)
+
+
+def _renew_inverse_scales(optimizer: ChainedOptimizer) -> None:
+    """Give FP8 parameters that Transformer Engine's Adam has stepped the inverse of the scale that it rounded with.
+
+    It writes the inverse on the data rank alone that steps a part of the parameter. The others would gather the new
+    numbers and read them with the inverse of an older scale. The scale itself is the same on all of them.
+    """
+    if not any(_decoupled(part) for part in optimizer.chained_optimizers):
+        return
+    for chunk in optimizer.model_chunks:
+        for parameter in chunk.parameters():
+            quantizer: Any = getattr(parameter, "_quantizer", None)
+            if quantizer is not None:
+                cast(Any, parameter)._scale_inv.copy_(quantizer.scale.reciprocal())
 
 
 def _decoupled(part: MegatronOptimizer) -> bool:

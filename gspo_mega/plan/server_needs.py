@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 from gspo_mega.config.schema import Config
-from gspo_mega.config.server_precision import BLOCK, server_dtype
+from gspo_mega.config.server_precision import BLOCK, capability_problem, publishes, server_dtype
 from gspo_mega.errors import Violation
 from gspo_mega.model.families import TensorEntry, hf_tensors
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.verification import is_on_gpu
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
@@ -80,13 +81,18 @@ def check_server_precision(
             " server",
             "fp8_block, or none",
         )
-    elif server.quantization == "fp8" and (config.train is not None or config.sft is not None):
+    elif server.quantization == "fp8" and publishes(config):
         yield Violation(
             "server.quantization",
             "fp8: on a GPU SGLang cannot load new weights into layers that it quantized while loading, so that every"
             " publish would fail; without `train` and `sft` (`gspo-mega eval`) it can be used",
             "fp8_block, or none",
         )
+    gpu = config.cluster.gpu
+    if gpu is not None and (
+        problem := capability_problem(server.quantization, GPUS[gpu].capability, publishes(config))
+    ):
+        yield Violation("server.quantization", f"cluster.gpu {gpu}: {problem}", "none")
 
 
 def _undivided(config: Config, spec: ModelSpec) -> Iterator[str]:

@@ -25,10 +25,13 @@ from gspo_mega.weights.quantized import is_quantized
 def _copies(engine: PolicyEngine):
     """(FP8 parameter, this rank's run of its numbers, the optimizer's fp32 numbers there), one by one."""
     for part in engine.optimizer.chained_optimizers:
-        for models, shards in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
-            for model, numbers in zip(models, shards, strict=True):
+        groups = part.model_float16_groups, part.shard_fp32_from_float16_groups, part.shard_float16_groups
+        for group in zip(*groups, strict=True):
+            for model, numbers, stored in zip(*group, strict=True):
                 if is_quantized(model):
                     where = part._get_model_param_range_map(model)["param"]
+                    # Where Transformer Engine's Adam owns them.
+                    numbers = part.optimizer.state[stored]["master_param"] if numbers is None else numbers
                     yield model, slice(where.start, where.end), numbers
 
 
@@ -73,10 +76,10 @@ def fp32_copies(folder: str, parallel: dict, converted: str | None = None, **sec
         destroy_groups()
 
 
-def restored_copies(folder: str, other: str, run_dir: str, parallel: dict, **sections) -> tuple[int, int, int, int]:
-    """One step from `folder`, saved, and loaded into an engine that began with `other`. Of this rank's FP8 parameters:
-    (how many, how many of their fp32 numbers are none of FP8's, how many differ after loading, how many stored numbers
-    differ).
+def restored_copies(folder: str, other: str, run_dir: str, parallel: dict, **sections) -> dict[str, float]:
+    """Two steps from `folder`, saved, and loaded into an engine that began with `other`. Of this rank's FP8 parameters:
+    `num`; how many of their fp32 numbers are `between` FP8's; the largest relative distance of a stored part `from_fp32`
+    ones; how many fp32 and how many stored numbers are `wrong` after loading.
     """
     spec = read_model_spec(folder)
     groups = create_groups(**parallel)
@@ -87,9 +90,10 @@ def restored_copies(folder: str, other: str, run_dir: str, parallel: dict, **sec
         first.after_weights_loaded()
         align = 32 * groups.context.size * groups.tensor.size
         batch = shard(recorded_sequences(), groups.data.rank, groups.data.size, align)
-        first.train_mini_batch(batch, ObjectiveSettings(), 11.0, None)
+        for _ in range(2):  # recipe `delayed` rounds with another scale in each
+            first.train_mini_batch(batch, ObjectiveSettings(), 11.0, None)
         saver = Saver(RunFolder(run_dir), first, Checkpoint())
-        saver.save(TrainState(step=1, num_optimizer_steps=1, prompts={"position": 1}))
+        saver.save(TrainState(step=2, num_optimizer_steps=2, prompts={"position": 2}))
         saver.finish()
         second = PolicyEngine(config, spec, groups, num_optimizer_steps=10)
         import_huggingface(other, spec, groups, second.chunks)
@@ -97,13 +101,15 @@ def restored_copies(folder: str, other: str, run_dir: str, parallel: dict, **sec
         checkpoint, _ = find_checkpoint(RunFolder(run_dir), groups)
         assert checkpoint is not None
         load_checkpoint(checkpoint, second)
-        num, between, wrong, stored_wrong = 0, 0, 0, 0
+        seen = dict(num=0, between=0, from_fp32=0.0, wrong=0, stored_wrong=0)
         for (a, run, want), (b, _, got) in zip(_copies(first), _copies(second), strict=True):
-            num += 1
             before, after = (p.detach().dequantize(dtype=torch.float32) for p in (a, b))
-            between += int((want != before.view(-1)[run]).sum())
-            wrong += int((want != got).sum())
-            stored_wrong += int((before != after).sum())
-        return num, between, wrong, stored_wrong
+            mine = before.view(-1)[run]
+            seen["num"] += 1
+            seen["between"] += int((want != mine).sum())
+            seen["from_fp32"] = max(seen["from_fp32"], float((mine - want).norm() / want.norm()))
+            seen["wrong"] += int((want != got).sum())
+            seen["stored_wrong"] += int((before != after).sum())
+        return seen
     finally:
         destroy_groups()

@@ -150,6 +150,7 @@ class Verdict:
 DELIBERATE: tuple[tuple[str, str], ...] = (
     (r": [a-z_.]+: .*, but the model \(\w+\) has no experts", "a setting without effect"),
     (r": moe\.expert_bias_update_rate: .* have no expert bias", "a setting without effect"),
+    (r": moe\.routing_replay: R2 replays .* has not moved since", "a setting without effect"),
     (r": kl\.coefficient: .* contradicts `algorithm: gspo`", "another objective than its name says"),
     (
         r": batch\.num_mini_batches: .* (leave some empty|fewer than the \d+ data-parallel ranks)",

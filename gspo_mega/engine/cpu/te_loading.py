@@ -25,7 +25,15 @@ from gspo_mega.errors import ModelError
 
 _SETS_UP = "launch/setup.sh"
 # Each puts its functions into the extension when it is imported, which has to be before Transformer Engine copies them.
-_KERNELS: tuple[str, ...] = ("te_fp8", "te_products", "te_norms", "te_rotary", "te_rows", "te_optimizer")
+_KERNELS: tuple[str, ...] = (
+    "te_fp8",
+    "te_products",
+    "te_norms",
+    "te_activations",
+    "te_rotary",
+    "te_rows",
+    "te_optimizer",
+)
 _ONNX_NAMES = (
     "torch_onnx_gemm_inf_op",
     "onnx_quantize_fp8_op",

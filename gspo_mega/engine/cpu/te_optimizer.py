@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gspo_mega.engine.cpu.te_extension import kernel
+from gspo_mega.engine.cpu.te_extension import kernel, torch_dtype
+from gspo_mega.quantization import fp8
 
 Lists = Sequence[Sequence[torch.Tensor]]
 
@@ -85,6 +86,39 @@ def multi_tensor_adam(
         whole.copy_(stepped)
         if masters:
             p.copy_(stepped)
+
+
+@kernel
+def multi_tensor_adam_fp8(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    fp8_dtype: int,
+) -> None:
+    """`multi_tensor_adam` on fp32 copies of FP8 parameters with one scale each: [gradients, parameters uint8, first
+    moments, second moments, fp32 copies, scales [1], largest values [1], inverse scales [1]], all but the FP8 data
+    and the gradients float32 or bf16.
+
+    A parameter is its copy times its scale, saturated to `fp8_dtype`. The largest value grows to the copy's, from which
+    the recipe makes a later scale; the inverse is written anew.
+    """
+    adam = _Adam(lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
+    dtype = torch_dtype(fp8_dtype)
+    assert dtype is not None
+    for g, p, m, v, whole, scale, amax, scale_inv in zip(*tensor_lists, strict=True):
+        stepped = adam.step(g, whole.float(), m, v)
+        whole.copy_(stepped)
+        p.copy_(fp8.to_fp8(stepped * scale, dtype).view(torch.uint8))
+        amax.copy_(torch.maximum(amax, fp8.amax_of(stepped).reshape(amax.shape)))
+        scale_inv.copy_(scale.reciprocal().reshape(scale_inv.shape))
 
 
 @kernel

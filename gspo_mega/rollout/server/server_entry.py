@@ -24,6 +24,7 @@ from gspo_mega.rollout.server import cpu_server
 from gspo_mega.rollout.server.server_spec import (
     ServerSpec,
     check_checkpoint,
+    check_gpu,
     check_options_sglang,
     missing_values,
     sglang_arguments,
@@ -64,6 +65,10 @@ def server_arguments(spec: ServerSpec):
     fields = msgspec.structs.fields(cast("type[msgspec.Struct]", ServerArgs))  # its decorator hides that it is one
     check_options_sglang(spec.options, (field.name for field in fields))
     on_cpu = cpu_server.activate()
+    if not on_cpu and spec.quantization != "none":
+        import torch
+
+        check_gpu(spec, torch.cuda.get_device_capability())
     arguments = sglang_arguments(spec, on_cpu=on_cpu, cpu_attention_backend=cpu_server.ATTENTION_BACKEND)
     arguments["api_key"] = read_secret(Path(spec.api_key_file))
     return ServerArgs(**missing_values(model_config) | arguments)

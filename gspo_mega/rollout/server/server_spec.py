@@ -17,7 +17,7 @@ from typing import Any
 
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_options import option_problems
-from gspo_mega.config.server_precision import BLOCK, server_dtype
+from gspo_mega.config.server_precision import BLOCK, capability_problem, publishes, server_dtype
 from gspo_mega.errors import ConfigError
 
 _CONTEXT_SLACK = 8
@@ -39,7 +39,8 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 @dataclass(frozen=True)
 class ServerSpec:
     """One start of one server. `weight_version`: that of the weights in `model_path`, None where they have none.
-    `store`: the file through which the server's own processes find each other.
+    `store`: the file through which the server's own processes find each other. `is_published_to`: it is sent new
+    weights while it runs.
     """
 
     model_path: str
@@ -60,6 +61,7 @@ class ServerSpec:
     store: str
     quantization: str = "none"
     kv_cache: str = "auto"
+    is_published_to: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
@@ -114,6 +116,7 @@ def spec_from_config(
         store=str(Path(store).absolute()),
         quantization=server.quantization,
         kv_cache=server.kv_cache,
+        is_published_to=publishes(config),
         options=dict(server.options),
     )
 
@@ -126,6 +129,12 @@ def sampling_seed(run_seed: int, attempt: str, index: int, generation: int) -> i
     """
     name = f"{run_seed}/{attempt}/{index}/{generation}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") % 2**31
+
+
+def check_gpu(spec: ServerSpec, capability: tuple[int, int]) -> None:
+    """Raise ConfigError for a quantization that SGLang cannot hold as asked on a GPU of this compute capability."""
+    if (problem := capability_problem(spec.quantization, capability, spec.is_published_to)) is not None:
+        raise ConfigError(f"server.quantization: {problem}; valid here: none")
 
 
 def check_options_ours(options: dict[str, Any]) -> None:

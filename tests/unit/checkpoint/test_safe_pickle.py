@@ -4,12 +4,15 @@ loader.
 
 from __future__ import annotations
 
+import copyreg
+import enum
 import io
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from gspo_mega.checkpoint.convert import to_megatron
-from gspo_mega.checkpoint.safe_pickle import read_index, refuse_code, safe_loads
+from gspo_mega.checkpoint.safe_pickle import read_index, refuse_code, safe_loads, write_tags_by_value
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.errors import CheckpointError
 from gspo_mega.weights.random_folder import make_random_folder
@@ -260,3 +263,29 @@ def test_a_conversion_takes_no_folder_for_its_own_that_is_not(model, tmp_path):
     with pytest.raises(CheckpointError, match="out.converting already exists and is not an unfinished conversion"):
         to_megatron(open_checkpoint(model), tmp_path / "out", progress=lambda *_: None)
     assert (other / "thesis.txt").read_text() == "years of work"
+
+
+class Tag(enum.IntEnum):
+    """As Transformer Engine's tag of a number format, in a Python that writes members by `getattr`."""
+
+    E4M3 = 7
+
+    def __reduce_ex__(self, protocol):
+        return getattr, (type(self), self.name)
+
+
+def test_a_number_formats_tag_is_written_by_value_in_an_older_python(monkeypatch):
+    """Else a checkpoint of FP8 parameters is written, and torch refuses to read it."""
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.constants", types.SimpleNamespace(DType=Tag))
+    monkeypatch.setattr(copyreg, "pickle", lambda kind, reduce: seen.append((kind, reduce)))
+    seen: list = []
+    write_tags_by_value()
+    ((kind, reduce),) = seen
+
+    class Pickler(pickle.Pickler):
+        dispatch_table = {kind: reduce}
+
+    written = io.BytesIO()
+    Pickler(written, protocol=2).dump([Tag.E4M3])
+    assert b"getattr" in pickle.dumps([Tag.E4M3], protocol=2) and b"getattr" not in written.getvalue()
+    assert pickle.loads(written.getvalue()) == [Tag.E4M3]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gspo_mega.engine.cpu import te_optimizer, te_rows
+from gspo_mega.engine.cpu.te_extension import DType
 
 HYPER = dict(lr=1e-2, beta1=0.9, beta2=0.95, epsilon=1e-6)
 NOOP = torch.zeros(1, dtype=torch.int32)
@@ -99,3 +100,25 @@ def test_rows_are_padded_and_come_back():
     back = torch.zeros(7, 2)
     te_rows.fused_multi_row_unpadding(padded, back, [4, 4, 4], [3, 0, 4])
     assert torch.equal(back, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_parameters_follow_their_fp32_copies(dtype):
+    """The copy is stepped as without FP8; the data is the copy times its scale; the largest value only grows."""
+    whole, data = [numbers(64, seed=0)], [torch.zeros(64, dtype=torch.uint8)]
+    moments, alone_moments = ([torch.zeros(64)], [torch.zeros(64)]), ([torch.zeros(64)], [torch.zeros(64)])
+    alone, scale, inverse = [whole[0].clone()], [torch.tensor([256.0])], [torch.zeros(1)]
+    largest = [torch.tensor([0.5])]
+    tag = DType.kFloat8E4M3 if dtype == torch.float8_e4m3fn else DType.kFloat8E5M2
+    for number in range(1, 4):
+        gradients = [numbers(64, seed=number)]
+        lists = [gradients, data, *moments, whole, scale, largest, inverse]
+        te_optimizer.multi_tensor_adam_fp8(2048, NOOP, lists, *HYPER.values(), number, 1, 1, 0.1, tag)
+        step([gradients, alone, *alone_moments], number)
+        want = (whole[0] * 256.0).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+        assert torch.equal(whole[0], alone[0]) and torch.equal(data[0], want.view(torch.uint8))
+        assert largest[0].item() >= whole[0].abs().max() and inverse[0].item() == 1 / 256
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(moments, alone_moments, strict=True))
+    largest[0].fill_(1e3)
+    te_optimizer.multi_tensor_adam_fp8(2048, NOOP, lists, *HYPER.values(), 4, 1, 1, 0.1, tag)
+    assert largest[0].item() == 1e3

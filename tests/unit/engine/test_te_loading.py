@@ -3,8 +3,11 @@
 What needs a process of its own is asked of one program, because Megatron looks for Transformer Engine once.
 """
 
+import importlib
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +66,18 @@ def test_megatron_sees_it_and_nothing_pretends_a_gpu(loaded):
 def test_what_is_not_written_says_its_name(loaded):
     assert loaded["unwritten"].startswith("transformer_engine_torch.newton_schulz has no CPU kernel")
     assert "left out" in loaded["onnx"] and loaded["inside"] == []
+
+
+def test_the_manual_lists_what_is_written():
+    text = (REPOSITORY / "docs/transformer_engine.md").read_text()
+    written, _, missing = text.partition("## Which kernels are written")[2].partition("Everything else is an error")
+    listed = set(re.findall(r"`([a-z]\w*)`", "".join(line.rpartition("| `te_")[0] for line in written.splitlines())))
+    for name in te_loading._KERNELS:
+        importlib.import_module(f"gspo_mega.engine.cpu.{name}")
+    kernels = {name for name, value in vars(te_extension.extension).items() if inspect.isfunction(value)}
+    assert listed - {"transformer_engine_torch"} == kernels and len(kernels) > 40
+    errors = set(re.findall(r"`([a-z]\w*)`", missing.partition("\n## ")[0]))
+    assert "group_quantize" in errors and not errors & kernels
 
 
 def test_a_process_that_does_not_ask_does_not_see_it():

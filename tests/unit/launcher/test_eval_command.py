@@ -154,3 +154,13 @@ def test_failed_scorings_are_shown():
     assert "3 samples" in command.render_result({"model": "m", **RESULT, "num_reward_failures": 3})
     assert "left out" not in command.render_result({"model": "m", **RESULT})
     assert "5 prompts, longer than" in command.render_result({"model": "m", **RESULT, "num_left_out": 5})
+
+
+def test_an_evaluation_does_not_train_so_that_nothing_is_refused_for_that(run, launched):
+    """A quantization that servers can load, and cannot be published to, is fine here."""
+    make_hf(run.huggingface_dir, 3)
+    assert load_config(CONFIG).config.train is not None
+    assert main(["eval", str(run.path), "server.quantization=fp8", "train.num_steps=3"]) == 0
+    # The configuration of the cold start trains by `sft`.
+    assert main(["eval", "configs/quickstart_sft.yaml", f"run.dir={json.dumps(str(run.path.parent))}"]) == 0
+    assert [(config.train, config.sft) for config, _ in launched] == [(None, None)] * 2

@@ -162,3 +162,30 @@ def test_servers_that_are_only_evaluated_may_quantize_on_a_gpu(load, shape):
     loaded = load("precision=bf16", "server.quantization=fp8")
     assert loaded.config.train is None
     plan_run(loaded, "gpu", shape("dense", **WIDE))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "quantization", "trains", "said"),
+    [
+        ("A100", "fp8_block", True, "fp8_block on a GPU of compute capability 8.0: SGLang repacks FP8 weights"),
+        ("A100", "fp8_block", False, "fp8_block on a GPU of compute capability 8.0: SGLang repacks FP8 weights"),
+        ("A100", "fp8", False, "fp8 on a GPU of compute capability 8.0: SGLang repacks FP8 weights"),
+        (
+            "B200",
+            "fp8_block",
+            True,
+            "fp8_block on a GPU of compute capability 10.0: SGLang replaces the blocks' scales",
+        ),
+        ("B200", "fp8_block", False, None),
+        ("H100", "fp8_block", True, None),
+        ("A100", "none", True, None),
+    ],
+)
+def test_blocks_are_sent_only_to_gpus_that_keep_them(load, shape, gpu, quantization, trains, said):
+    words = ["precision=bf16", f"cluster.gpu={gpu}", f"server.quantization={quantization}"]
+    words += ["train.num_steps=1"] * trains
+    if said is None:
+        plan_run(load(*words), "gpu", shape("dense", **WIDE))
+    else:
+        assert f"server.quantization: cluster.gpu {gpu}: {said}" in refusals(load, shape, *words, device="gpu")
+    plan_run(load(*words), "cpu", shape("dense", **WIDE))

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from gspo_mega.rollout.secret import Secret, ensure_secret, read_secret
 from gspo_mega.rollout.server.server_spec import (
     ServerSpec,
     check_checkpoint,
+    check_gpu,
     check_options_sglang,
     missing_values,
     sglang_arguments,
@@ -275,3 +277,17 @@ def test_what_sglang_looks_for_and_transformers_does_not_write_is_given_to_it():
     }
     assert missing_values(config | {"moe_layer_freq": 1, "scoring_func": "sigmoid"}) == {}
     assert missing_values({"architectures": ["Qwen3ForCausalLM"]}) == missing_values({}) == {}
+
+
+def test_the_gpu_of_a_server_is_asked_whether_it_keeps_what_is_published(tmp_path):
+    """`cluster.gpu` may be absent, or another; what counts is the GPU that is there."""
+    blocks = spec_of(tmp_path, quantization="fp8_block")
+    assert not blocks.is_published_to, "neither trains"
+    published = replace(blocks, is_published_to=True)
+    for capability in ((8, 9), (9, 0)):
+        check_gpu(published, capability)
+    for spec, capability in ((published, (8, 0)), (blocks, (8, 0)), (published, (10, 0)), (published, (12, 0))):
+        with pytest.raises(ConfigError, match=rf"server.quantization: fp8_block on .* {capability[0]}.0: SGLang re"):
+            check_gpu(spec, capability)
+    check_gpu(blocks, (10, 0))
+    check_gpu(replace(published, quantization="none"), (8, 0))
