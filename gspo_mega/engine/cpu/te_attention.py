@@ -31,10 +31,11 @@ def _forward(
 ) -> torch.Tensor:
     """Arguments, result and collectives as of `packed_attention.attend`.
 
-    Raises ValueError without packed sequences, and for a mask or bias of the caller's.
+    Raises ValueError without packed sequences, for a mask or bias of the caller's, and for another kind than causal.
     """
     from gspo_mega.engine.packed_attention import attend
 
-    if packed_seq_params is None or attention_mask is not None or attention_bias is not None:
+    is_causal = "causal" in str(getattr(attn_mask_type, "name", attn_mask_type))
+    if packed_seq_params is None or attention_mask is not None or attention_bias is not None or not is_causal:
         raise ValueError("on a CPU Transformer Engine's attention takes packed causal sequences only")
     return attend(query, key, value, packed_seq_params, module.cp_group, module.softmax_scale)
