@@ -10,9 +10,13 @@ the same values that a publish of these weights would send. Versions on disk are
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import multiprocessing
+import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -25,6 +29,7 @@ from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_model_spec, read_stored
 from gspo_mega.model.spec import BlockFp8, ModelSpec
 from gspo_mega.model.weights_stamp import weights_stamp
+from gspo_mega.process_death import die_with_parent
 from gspo_mega.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -36,8 +41,8 @@ _LOG_SECONDS = 10.0
 def server_start(config: Config, folder: RunFolder, *, makes: bool) -> Path:
     """The folder that a server of the run starts from before anything is published.
 
-    `makes`: this process makes the copy if one is needed; any other waits for it, as long as a server may take to start
-    (`server.start_deadline_seconds`). Raises ModelError, CheckpointError or OSError.
+    `makes`: this process makes the copy if one is needed; any other waits for it, as long as some of it is written
+    within `server.start_deadline_seconds`. Raises ModelError, CheckpointError or OSError.
     """
     source, layout = Path(config.model.path), served_layout(config)
     if layout is None and read_stored(source) is None:
@@ -75,10 +80,12 @@ def has_layout(spec: ModelSpec, layout: BlockFp8 | None) -> bool:
 def _make_apart(config: Config, out: Path) -> None:
     """Make the copy in a process of its own, which gives back the memory that torch takes."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        process.submit(_make, config, out).result()
+        process.submit(_make, config, out, os.getpid()).result()
 
 
-def _make(config: Config, out: Path) -> None:
+def _make(config: Config, out: Path, parent: int) -> None:
+    """Make the copy unless another maker has, for whom this one waits. It ends with its process `parent`."""
+    die_with_parent(parent)
     from gspo_mega.checkpoint.quantize import to_form
     from gspo_mega.checkpoint.tensor_sources import open_checkpoint
     from gspo_mega.weights.quantize_published import published_form
@@ -93,24 +100,61 @@ def _make(config: Config, out: Path) -> None:
             shown = time.monotonic()
             logger.info("%s: %d %%", out.name, 100 * done // max(total, 1))
 
-    _remove_others(out)
-    to_form(open_checkpoint(Path(config.model.path)), out, published_form(config), progress=progress)
+    with _only_maker(out.parent):
+        if out.is_dir():
+            return
+        _remove_others(out)
+        source, form = open_checkpoint(Path(config.model.path)), published_form(config)
+        has_remains = any(out.parent.glob(f"{out.name}.*"))
+        try:
+            to_form(source, out, form, progress=progress)
+        except CheckpointError as error:
+            if not has_remains:
+                raise
+            logger.warning("%s; it is made from the beginning", error)
+            _remove_others(out, remains=True)
+            to_form(source, out, form, progress=progress)
 
 
-def _remove_others(out: Path) -> None:
-    """Remove copies of other weights or in other forms, whole or not: each is as large as the model."""
+@contextlib.contextmanager
+def _only_maker(weights: Path) -> Iterator[None]:
+    """Wait until no other process makes a copy in this folder. The lock ends with its process."""
+    durable.make_folder(weights, at="publish.folder")
+    with durable.operation("publish.folder"):
+        lock = (weights / "start.lock").open("a")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("%s has no locks (%s): another maker of the same copy is not waited for", weights, error)
+        yield
+
+
+def _remove_others(out: Path, remains: bool = False) -> None:
+    """Remove copies of other weights or in other forms, whole or not: each is as large as the model. `remains`: and
+    what an interrupted maker of this one left.
+    """
     for path in (*out.parent.glob("start-*"), *out.parent.glob(".start-*")):
-        if path.is_dir() and not path.name.startswith(out.name):
+        if path.is_dir() and path != out and (remains or not path.name.startswith(out.name)):
             durable.remove_tree(path, at="publish.prune")
 
 
 def _wait(out: Path, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+    """Wait for the copy, as long as some of it is written every so many seconds."""
+    written, deadline = -1, 0.0
     while not out.is_dir():
+        if written != (now := _written_bytes(out)):
+            written, deadline = now, time.monotonic() + seconds
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{out}: the run's first server has not written it within {seconds:g} s"
+                f"{out}: the run's first server has not made it, and nothing of it was written for {seconds:g} s"
                 " (server.start_deadline_seconds). For a large model, write it once with tools/quantize_checkpoint.py"
-                " and name that folder as model.path"
+                " and name that folder as model.path, which must have the same files and times on every node"
             )
         time.sleep(_POLL_SECONDS)
+
+
+def _written_bytes(out: Path) -> int:
+    with contextlib.suppress(OSError):  # it is renamed, or removed, at this moment
+        return sum(file.stat().st_size for part in out.parent.glob(f"{out.name}.*") for file in part.rglob("*"))
+    return 0
