@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
     versions = PublishedVersions(arguments[0])
     current = versions.current()
     for version in range(1 if current is None else current.weight_version + 1, NUM_VERSIONS + 1):
-        entries = [SimpleNamespace(name=name, is_buffer=False) for name in NAMES]
+        entries = [SimpleNamespace(name=name, is_buffer=False, shape=(4, 4)) for name in NAMES]
         policy = SimpleNamespace(
             groups=SimpleNamespace(world=group, host=group, is_lead=True),
             table={"all": entries},

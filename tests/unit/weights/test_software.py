@@ -80,7 +80,7 @@ def test_a_server_says_what_it_has_where_weights_go_through_nccl(tmp_path, monke
     attempt = RunFolder(tmp_path / "run").new_attempt()
 
     class Supervisor:
-        def __init__(self, *_):
+        def __init__(self, *_, **__):
             pass
 
         def run(self):
