@@ -86,7 +86,8 @@ def side(ranks, server, tmp_path):
 def test_the_server_started_from_blocks_made_in_the_run_folder(server):
     _, serve = server
     (start,) = (serve.attempt.run_folder.weights_dir).glob("start-*")
-    assert start.name == "start-blocks-float32-fp32-fp32" and read_stored(start) == BlockFp8()
+    assert start.name.startswith("start-blocks-float32-fp32-fp32-")  # and which weights it was made of
+    assert read_stored(start) == BlockFp8()
 
 
 @pytest.mark.parametrize("method", ["disk", "distributed"])
