@@ -45,8 +45,9 @@ class Trajectory:
     + response - 1, layers, top_k] of `route_type`, or None; of layers without experts it says nothing. `reward` is None
     until scored and after a failed scoring; `reward_error` is the failure's reason. `reward_parts` holds each reward
     function's own value; `correct` is whether the episode is right, None where no function says so. `advantage` is
-    filled by the loop, `token_advantages` ([response], or None) where turns have advantages of their own.
-    `finish_reason` is `stop` or `length`, of the last turn.
+    filled by the loop, `token_advantages` ([response], or None) where turns have advantages of their own, and
+    `token_rewards` ([response], or None) where a critic makes the advantages. `finish_reason` is `stop` or `length`, of
+    the last turn; `is_truncated`: whether that, or a limit of the episode, cut the row off.
 
     `branch` is the row's place among the episode's rows and `weight` its share of the episode's sampled tokens.
     `turns` are the spans [start, end) of the turns with mask 1 in the response, `turn_nodes` the nodes they are.
@@ -73,6 +74,8 @@ class Trajectory:
     turns: list[tuple[int, int]] = field(default_factory=list)
     turn_nodes: list[int] = field(default_factory=list)
     token_advantages: list[float] | None = None
+    token_rewards: list[float] | None = None
+    is_truncated: bool = False
 
     @property
     def is_scored(self) -> bool:
@@ -120,7 +123,9 @@ class MicroBatch:
       positions of which it returned none (a sequence's last token, padding, filler) are spread evenly. `routed_layers`
       [layers] int64: the model's layers that these are, counted from 0; None where they are all layers. Both differ
       between pipeline stages: a rank has the layers with experts of its own stage. None where there are no routes
-    - `token_advantages` [T] float64, aligned with `labels`, 0 where `loss_mask` is 0; None where `sequence` has all
+    - `token_advantages` [T] float64, aligned with `labels`, 0 where `loss_mask` is 0; None where `sequence` has all.
+      With a critic they are written once its values are known. `token_rewards` [T] float64, aligned alike; None without
+      a critic
     - `versions` [V] int64, the weight versions that sampled the rollout batch, ascending, and `version_index` [T]
       int64, each active label's place in it; None where all were sampled by the weights that are trained
 
@@ -140,6 +145,7 @@ class MicroBatch:
     routed_experts: np.ndarray | None = None
     routed_layers: np.ndarray | None = None
     token_advantages: np.ndarray | None = None
+    token_rewards: np.ndarray | None = None
     versions: np.ndarray | None = None
     version_index: np.ndarray | None = None
 

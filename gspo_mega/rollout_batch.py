@@ -1,7 +1,7 @@
 """What one step samples: the group of episodes of each prompt, and the batch that they are.
 
-Owns which episodes of a batch are trained on: those with a reward, in groups of at least two. What is inside an episode
-is `episode_records.py`'s.
+Owns which episodes of a batch are trained on: those with a reward, in groups of enough of them. What is inside an
+episode is `episode_records.py`'s.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RolloutBatch:
             for part in (*episode.nodes, *episode.rows()):
                 part.routed_experts = None
 
-    def scored(self) -> RolloutBatch:
-        """What is trained on: the episodes that have a reward, in groups of at least two of them."""
+    def scored(self, least_of_group: int = 2) -> RolloutBatch:
+        """What is trained on: the episodes that have a reward, in groups of at least `least_of_group` of them."""
         groups = [replace(group, episodes=group.scored) for group in self.groups]
-        return replace(self, groups=[group for group in groups if len(group.episodes) >= 2])
+        return replace(self, groups=[group for group in groups if len(group.episodes) >= least_of_group])

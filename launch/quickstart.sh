@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # From a fresh machine to a trained model: set-up, a tiny model and its task, cold start, GSPO. No GPU needed.
 #
-#   launch/quickstart.sh [--task calculator] [--seed N] [--fp8] [--control] [--keep] [key=value ...]
+#   launch/quickstart.sh [--task calculator] [--seed N] [--fp8] [--ppo] [--control] [--keep] [key=value ...]
 #
 #   --task calculator   several turns with a tool, in place of additions in one turn; in runs/calculator
 #   --seed N     another model, task split and order of everything (default 1); in runs/quickstart-seedN
 #   --fp8        a wider model, trained in FP8 and served in FP8 (without a GPU: emulated); in runs/quickstart-fp8
+#   --ppo        PPO with a critic in place of GSPO, on additions of 3 to 6 digits; in runs/quickstart-ppo
 #   --control    the same training with rewards permuted inside the batch, which must not learn; implies --keep
 #   --keep       keep the model, data and cold start of the last run, and only train anew
 #   key=value    overrides for the training's configuration, e.g. train.num_steps=3
@@ -17,7 +18,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
-seed=1 task=arithmetic fp8=false control=false keep=false overrides=()
+seed=1 task=arithmetic fp8=false ppo=false control=false keep=false overrides=()
 kind=quickstart model="a tiny Qwen3-MoE" data="additions to learn from" shape=()
 ranks="an SGLang server samples, two Megatron-Core ranks train, weights are published every step"
 while (($#)); do
@@ -36,6 +37,7 @@ while (($#)); do
       shift
       ;;
     --fp8) fp8=true ;;
+    --ppo) ppo=true ;;
     --control) control=true keep=true ;;
     --keep) keep=true ;;
     -h | --help)
@@ -44,13 +46,19 @@ while (($#)); do
       ;;
     *=*) overrides+=("$1") ;;
     *)
-      echo "quickstart: '$1' is neither an option (--task NAME, --seed N, --fp8, --control, --keep) nor key=value" >&2
+      echo "quickstart: '$1' is neither an option (--task NAME, --seed N, --fp8, --ppo, --control, --keep) nor key=value" >&2
       exit 2
       ;;
   esac
   shift
 done
 
+algorithm=GSPO
+if $ppo; then
+  [[ $task/$fp8 == arithmetic/false ]] || { echo "quickstart: --ppo has a task and a precision of its own; leave out --task and --fp8" >&2; exit 2; }
+  kind=quickstart_ppo algorithm=PPO shape=(--task mixed)
+  ranks="an SGLang server samples, two Megatron-Core ranks train policy and critic, weights are published every step"
+fi
 case $task/$fp8 in
   calculator/true) echo "quickstart: --fp8 has no calculator; leave out one of them" >&2; exit 2 ;;
   calculator/false)
@@ -66,6 +74,7 @@ esac
 same=()
 [[ $task == arithmetic ]] || same+=(--task "$task")
 ! $fp8 || same+=(--fp8)
+! $ppo || same+=(--ppo)
 [[ $seed == 1 ]] || same+=(--seed "$seed")
 folder=runs/${kind//_/-}
 name=train
@@ -104,9 +113,9 @@ else
 fi
 
 if $control; then
-  say "4 of 4  The control: GSPO with rewards permuted inside the batch; accuracy should not rise"
+  say "4 of 4  The control: $algorithm with rewards permuted inside the batch; accuracy should not rise"
 else
-  say "4 of 4  GSPO: $ranks"
+  say "4 of 4  $algorithm: $ranks"
 fi
 code=0
 .venv/bin/gspo-mega train "configs/$kind.yaml" \

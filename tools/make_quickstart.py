@@ -6,8 +6,8 @@
     OUT_DIR/data/train.jsonl     additions with worked solutions
     OUT_DIR/data/heldout.jsonl   other additions; no problem is in both files
 
-`--task calculator` makes a model without experts whose chat template names tools, and sums that are worked out with a
-calculator, in two or three turns.
+`--task mixed` makes additions of 3 to 6 digits. `--task calculator` makes a model without experts whose chat template
+names tools, and sums that are worked out with a calculator, in two or three turns.
 
 The same arguments make the same bytes. Existing files with other content are an error and never overwritten. Exit
 code 0: all files exist; 2: they cannot be made.
@@ -53,7 +53,15 @@ class Task(NamedTuple):
 
 TASKS = {
     "arithmetic": Task(
-        lambda split, number, seed: (arithmetic.row_of(a, b) for a, b in arithmetic.problems(split, number, seed)),
+        lambda split, number, seed: (arithmetic.row_of(*pair) for pair in arithmetic.problems(split, number, seed)),
+        40_000,
+        "moe",
+        CHAT_TEMPLATE,
+    ),
+    "mixed": Task(
+        lambda split, number, seed: (
+            arithmetic.row_of(*pair) for pair in arithmetic.mixed_problems(split, number, seed)
+        ),
         40_000,
         "moe",
         CHAT_TEMPLATE,
@@ -81,12 +89,13 @@ def main(arguments: list[str] | None = None) -> int:
     shapes = parser.add_mutually_exclusive_group()
     for shape, what in (("dense", "a model without experts"), ("wide", "a wider one, of whole FP8 blocks")):
         shapes.add_argument(f"--{shape}", dest="shape", action="store_const", const=shape, help=what)
+    shapes.add_argument("--shape", dest="file", type=Path, metavar="JSON", help="a model of this config.json's shape")
     options = parser.parse_args(arguments)
     out_dir: Path = options.out_dir
     task = TASKS[options.task]
     num_train = task.num_train if options.num_train is None else options.num_train
     num_problems: dict[Split, int] = {"train": num_train, "heldout": options.num_heldout}
-    shape = SHAPES / f"quickstart_{options.shape or task.shape}.json"
+    shape = options.file or SHAPES / f"quickstart_{options.shape or task.shape}.json"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=out_dir) as making:

@@ -18,7 +18,9 @@ import torch
 
 from gspo_mega.algorithm.advantages import group_advantages
 from gspo_mega.algorithm.aggregation import mini_batch_denominator
+from gspo_mega.batches.token_credit import fill_token_rewards
 from gspo_mega.batches.turn_credit import fill_turn_advantages
+from gspo_mega.config.critic_config import critic_of, least_of_group
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.packing import RankPlan, build_micro_batch, plan_rollout_batch
@@ -30,22 +32,28 @@ from gspo_mega.rollout_batch import RolloutBatch
 
 @dataclass
 class MiniBatch:
-    """One data-parallel rank's part of one optimizer step. `denominator` is global: the loss is divided by it."""
+    """One data-parallel rank's part of one optimizer step. `denominator` is global: the loss is divided by it;
+    `value_denominator`: the critic's loss, where there is one."""
 
     denominator: float
     micro_batches: list[MicroBatch]
+    value_denominator: float = 0.0
 
     def to_wire(self) -> dict[str, Any]:
-        return {"denominator": self.denominator, "micro_batches": [dict(vars(m)) for m in self.micro_batches]}
+        return {**vars(self), "micro_batches": [dict(vars(m)) for m in self.micro_batches]}
 
     @classmethod
     def from_wire(cls, value: dict[str, Any]) -> MiniBatch:
-        return cls(value["denominator"], [MicroBatch(**m) for m in value["micro_batches"]])
+        return cls(**{**value, "micro_batches": [MicroBatch(**m) for m in value["micro_batches"]]})
+
+
+_AT_LEAST = {1: "a reward", 2: "two rewards"}
 
 
 def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
     """Set `advantage` of every row of a scored batch from the rewards of its group's episodes (arXiv:2507.18071, Eq.
     6), and with `advantage.turns: return_to_go` its `token_advantages`; its `advantage` is then their mean.
+    With a critic, whose values they need, they are not known yet: the rows get `token_rewards` instead.
 
     `reward.permute_in_batch` first shuffles the episodes' rewards over the whole batch, so that the policy cannot learn
     from them: the control of an experiment. Rewards of turns are then left out.
@@ -54,6 +62,9 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
     rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
     if config.reward.permute_in_batch:
         rewards = np.random.default_rng((config.run.seed, step)).permutation(rewards)
+    if critic_of(config) is not None:
+        fill_token_rewards(episodes, rewards.tolist(), config)
+        return
     if config.advantage.turns == "return_to_go":
         fill_turn_advantages(episodes, rewards.tolist(), config)
         return
@@ -71,14 +82,14 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
 
 
 def scored_batch(batch: RolloutBatch, config: Config) -> RolloutBatch:
-    """What a step trains on: the episodes with a reward, in groups of at least two. Their rows are their branches, or
-    their turns with `objective.scope: turn`.
+    """What a step trains on: the episodes with a reward, in groups of at least two, or with a critic one. Their rows
+    are their branches, or their turns with `objective.scope: turn`.
 
     The others enter no statistic of their group and no denominator. A failed scoring is no outcome of the policy,
     unlike a response that the mismatch correction rejects; if it counted in the denominator, failures of the scorer
     would shrink the step. Raises RewardError where nothing is left.
     """
-    scored = batch.scored()
+    scored = batch.scored(least_of_group(config))
     if not scored.groups:
         failed = [
             f"\n  {one.episode_id} ({one.prompt.prompt_id}): {one.reward_error}"
@@ -86,7 +97,7 @@ def scored_batch(batch: RolloutBatch, config: Config) -> RolloutBatch:
             if not one.is_scored
         ]
         raise RewardError(
-            f"step {batch.step + 1}: no group of its rollout batch has two rewards. The first"
+            f"step {batch.step + 1}: no group of its rollout batch has {_AT_LEAST[least_of_group(config)]}. The first"
             f" failures:{''.join(failed[:5])}"
         )
     return scored.by_turn() if config.objective.scope == "turn" else scored
@@ -149,7 +160,13 @@ def assemble(
     episode_tokens: Counter[int] = Counter()
     for episode, count in zip(episode_of, num_tokens, strict=True):
         episode_tokens[episode] += count
-    by_token = ("token_advantages",) if config.advantage.turns == "return_to_go" else ()
+    critic = critic_of(config)
+    by_sequence: tuple[str, ...] = ("advantage", "group_size", "weight")
+    by_token: tuple[str, ...] = ("token_advantages",) if config.advantage.turns == "return_to_go" else ()
+    if critic is not None:
+        by_sequence, by_token = (*by_sequence, "truncated"), ("token_rewards",)
+        for record in records:
+            record["advantage"] = 0.0  # until its values are known
     versions = sorted({v for t in trajectories for v in _versions_of(t)})
     if len(versions) > 1 or (weight_version is not None and versions not in ([], [weight_version])):
         by_token = (*by_token, "version_index")
@@ -170,11 +187,18 @@ def assemble(
             lengths=[episode_tokens[episode] for episode in group_of],
             group_ids=list(group_of.values()),
         )
-        packed = _packed(records, packs_of, layout, ("advantage", "group_size", "weight"), by_token)
+        value_denominator = 0.0
+        if critic is not None:
+            value_denominator = mini_batch_denominator(
+                critic.aggregation,
+                lengths=[episode_tokens[episode] for episode in group_of],
+                group_ids=list(group_of.values()),
+            )
+        packed = _packed(records, packs_of, layout, by_sequence, by_token)
         for shard, micro_batches in zip(shards, packed, strict=True):
             for micro_batch in micro_batches:
                 micro_batch.versions = np.array(versions, np.int64) if "version_index" in by_token else None
-            shard.append(MiniBatch(denominator, micro_batches))
+            shard.append(MiniBatch(denominator, micro_batches, value_denominator))
     return shards
 
 
@@ -240,6 +264,8 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "rollout_log_probs": trajectory.rollout_log_probs,
         "advantage": trajectory.advantage,
         "token_advantages": trajectory.token_advantages,
+        "token_rewards": trajectory.token_rewards,
+        "truncated": float(trajectory.is_truncated),
         "group_size": 1,
         "weight": 1.0,
     }

@@ -11,12 +11,14 @@ from typing import Any
 from gspo_mega import beats
 from gspo_mega.batches.episode_parts import episode_driver
 from gspo_mega.batches.held_out import Evaluation, HeldOut, summarize
+from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, source_rewards, sources_of
 from gspo_mega.config.schema import Config
 from gspo_mega.data.chat import load_tokenizer
 from gspo_mega.data.prompts import PromptSource, load_prompts
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.episode_records import Episode
+from gspo_mega.model.low_rank import SERVED_NAME
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import Prompt
 from gspo_mega.reward.scoring_pool import ScoringPool
@@ -50,7 +52,7 @@ class Rollouts:
             shuffle=config.data.shuffle,
             accept_changed=config.data.accept_changed,
         )
-        self.pool = ServerPool(config.rollout, spec, attempt)
+        self.pool = ServerPool(config.rollout, spec, attempt, SERVED_NAME if publishes_adapters(config) else None)
         self._scoring = ScoringPool(
             config.reward,
             source_rewards(config),

@@ -79,7 +79,18 @@ def case_overrides(case: CertifyCase) -> list[str]:
 
 def case_config(file: str | Path, case: CertifyCase, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The configuration of `case`. Raises ConfigError naming the case's own keys as overrides."""
-    return load_config(file, [*overrides, *case_overrides(case)], "certify")
+    measured = _critic_overrides(load_config(file, overrides, "certify").config)
+    return load_config(file, [*overrides, *measured, *case_overrides(case)], "certify")
+
+
+def _critic_overrides(config: Config) -> list[str]:
+    """What `_MEASURED` is for a critic, where the file has one."""
+    values: dict[str, Any] = {}
+    if config.critic is not None and config.critic.kl_coefficient > 0:
+        values["critic.kl_coefficient"] = 0.0
+    if config.critic is not None and config.critic.optimizer is not None:
+        values["critic.optimizer.eps"] = _MEASURED["optimizer.eps"]
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def resolve_cases(

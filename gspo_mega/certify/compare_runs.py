@@ -8,19 +8,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from gspo_mega.certify.batch import Draws
+from gspo_mega.certify.kinds import CRITIC_KINDS
 from gspo_mega.certify.measure import Edges, Numbers, Tensors
 from gspo_mega.certify.route_comparison import num_route_flips
 from gspo_mega.config.schema import Config
 from gspo_mega.run_folder import atomic_write_json, read_json
-from gspo_mega.weights.hf_folder import HuggingFaceFolder
 
-NumbersOrEdges = TypeVar("NumbersOrEdges", Numbers, Edges)
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Kind = TypeVar("Kind")
+
+
+class Weights(Protocol):
+    """Whole tensors by name, as a checkpoint's folder gives them."""
+
+    def read(self, name: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,11 @@ class Reference:
         """Old log-probs that put every sequence on a clip edge, under routers with ties; [sum R] float32."""
         return self.folder / "recorded_on_edges.npy"
 
-    def save(self, name: str, numbers: Numbers | Edges) -> None:
+    def beside(self, name: str) -> Reference:
+        """What another model of the reference left."""
+        return Reference(self.folder / name)
+
+    def save(self, name: str, numbers: DataclassInstance) -> None:
         """Write JSON beside .npy arrays, as `load` reads them."""
         values = asdict(numbers)
         for key, value in values.items():
@@ -103,7 +116,7 @@ class Reference:
                 values[key] = None
         atomic_write_json(self.folder / f"{name}.json", values)
 
-    def load(self, name: str, kind: type[NumbersOrEdges]) -> NumbersOrEdges:
+    def load(self, name: str, kind: type[Kind]) -> Kind:
         """What `save` wrote under this name. Raises FileNotFoundError where nothing was."""
         file = self.folder / f"{name}.json"
         values: dict[str, Any] | None = read_json(file)
@@ -141,7 +154,7 @@ class Comparison:
             want = self.reference.tensor("gradient", name)
             self.gradient.note(_relative(_norm(tensor.cpu().numpy() - want), _norm(want)), name)
 
-    def take_weights(self, tensors: Tensors, start: HuggingFaceFolder) -> None:
+    def take_weights(self, tensors: Tensors, start: Weights) -> None:
         """Relative L2 of the whole update. Adam divides by |gradient|, so a single tensor with tiny gradients would
         show only their rounding.
         """
@@ -186,7 +199,8 @@ class Comparison:
 
 def outside(result: dict[str, Any], tolerance: Tolerance, exact: Iterable[str] = ()) -> list[str]:
     """The kinds of difference above the tolerance, NaN included. `exact`: kinds that tolerate no difference."""
-    limits = asdict(tolerance) | dict.fromkeys(exact, 0.0)
+    limits = asdict(tolerance)
+    limits |= {kind: limits[like] for kind, like in CRITIC_KINDS.items() if kind in result} | dict.fromkeys(exact, 0.0)
     return [kind for kind, limit in limits.items() if result[kind] is not None and not result[kind]["value"] <= limit]
 
 

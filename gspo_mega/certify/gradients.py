@@ -10,11 +10,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.policy import PolicyEngine
 
 
 @torch.no_grad()
-def complete_gradients(engine: PolicyEngine) -> None:
+def complete_gradients(engine: PolicyEngine | CriticEngine) -> None:
     """Make every parameter's `main_grad` the whole reduced gradient, in place.
 
     With the distributed optimizer the reduction leaves each data-parallel rank only its own part of a gradient buffer;

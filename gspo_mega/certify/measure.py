@@ -26,6 +26,7 @@ from gspo_mega.config.schema import Config
 from gspo_mega.data.expert_routes import ExpertRoutes
 from gspo_mega.data.packing import response_values
 from gspo_mega.engine.context_parallel import local_rows
+from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.pass_report import PassReport
 from gspo_mega.engine.policy import OldState, PolicyEngine
 from gspo_mega.plan.layout import Layout
@@ -64,6 +65,8 @@ class Measurement:
 
     def __init__(self, engine: PolicyEngine, config: Config, layout: Layout, batch: RolloutBatch, kind: str) -> None:
         self.engine, self.config, self.layout, self.batch, self.kind = engine, config, layout, batch, kind
+        # Per micro-batch of `shard`, on last-stage ranks: a critic's advantages of tokens.
+        self.token_advantages: list[np.ndarray | None] | None = None
 
     def shard(self) -> MiniBatch:
         """This rank's micro-batches of the one mini-batch, with the old log-probs that the batch holds now."""
@@ -74,6 +77,9 @@ class Measurement:
         replays = self.config.moe.routing_replay == "R3"
         if (routes := ExpertRoutes.of(trajectories, self.engine.spec, replays)) is not None:
             routes.attach(mine.micro_batches)
+        if self.token_advantages is not None:
+            for pack, own in zip(mine.micro_batches, self.token_advantages, strict=True):
+                pack.token_advantages = own
         return mine
 
     def log_probs(self) -> np.ndarray:
@@ -153,7 +159,10 @@ class Measurement:
 
 
 def gather_tokens(
-    engine: PolicyEngine, batch: RolloutBatch, micro_batches: list[MicroBatch], values: Sequence[torch.Tensor]
+    engine: PolicyEngine | CriticEngine,
+    batch: RolloutBatch,
+    micro_batches: list[MicroBatch],
+    values: Sequence[torch.Tensor],
 ) -> np.ndarray:
     """[sum R] float64 on every rank: one value per response token of `batch`, 0 where it is masked. Collective.
 

@@ -20,9 +20,10 @@ import numpy as np
 
 from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.algorithm.surrogates import low_edge
-from gspo_mega.certify.batch import Draws, old_log_probs, recorded_batch, redraw
+from gspo_mega.certify.batch import Draws, old_log_probs, recorded_batch, redraw, set_old_log_probs
 from gspo_mega.certify.cases import RESULTS_FILE, case_config, folder_name
 from gspo_mega.certify.compare_runs import Comparison, Reference, outside, tolerance_of
+from gspo_mega.certify.critic_case import CriticMeasurement, build_critic, compare_critic, record_critic
 from gspo_mega.certify.measure import Measurement, Numbers
 from gspo_mega.certify.route_comparison import RouterMargins, tie_routers
 from gspo_mega.config.schema import CertifyCase, Config, Objective
@@ -80,14 +81,16 @@ def run_case(
     )
     try:
         engine = PolicyEngine(config, spec, groups, num_optimizer_steps=config.certify.num_steps)
+        critic = build_critic(config, spec, groups)
         _load(engine, config)
+        draws = None if is_reference else reference.draws()
+        batch = recorded_batch(config, spec.vocab_size, draws)
+        measurement = Measurement(engine, config, layout, batch, case.packing)
+        of_critic = None if critic is None else CriticMeasurement(critic, config, measurement)
         if is_reference:
-            result = _record(
-                Measurement(engine, config, layout, recorded_batch(config, spec.vocab_size), case.packing), reference
-            )
+            result = _record(measurement, of_critic, reference)
         else:
-            batch = recorded_batch(config, spec.vocab_size, reference.draws())
-            result = _compare(Measurement(engine, config, layout, batch, case.packing), reference, case.exact)
+            result = _compare(measurement, of_critic, reference, case.exact)
         return result if context.is_lead else {}
     finally:
         destroy_groups()
@@ -104,7 +107,9 @@ def clip_edges(objective: Objective) -> tuple[float, float]:
     return low_edge(objective.clip_low), math.log1p(objective.clip_high)
 
 
-def _compare(measurement: Measurement, reference: Reference, exact: Sequence[str]) -> dict[str, Any]:
+def _compare(
+    measurement: Measurement, critic: CriticMeasurement | None, reference: Reference, exact: Sequence[str]
+) -> dict[str, Any]:
     """How far this case is from the reference; on rank 0. `exact`: the kinds that must not differ at all."""
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
     settings, comparison = (
@@ -115,9 +120,12 @@ def _compare(measurement: Measurement, reference: Reference, exact: Sequence[str
     replayed = config.moe.routing_replay == "R3"
     if replayed:
         _set_routes(measurement, reference)
+    recorded = np.load(reference.recorded_file)
+    set_old_log_probs(measurement.batch, recorded)
+    of_critic = {} if critic is None else compare_critic(critic, reference)
     with open_folder(config.model.path, engine.spec) as start:
         numbers = measurement.run(
-            np.load(reference.recorded_file),
+            recorded,
             settings,
             0 if replayed else config.certify.num_steps,
             comparison.take_gradient,
@@ -126,6 +134,7 @@ def _compare(measurement: Measurement, reference: Reference, exact: Sequence[str
     result = comparison.result(
         numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories]
     )
+    result |= of_critic
     result["outside"] = outside(result, tolerance_of(config), exact)
     if config.certify.edges:
         _load(engine, config)
@@ -148,7 +157,7 @@ def _set_routes(measurement: Measurement, reference: Reference) -> None:
         start = end
 
 
-def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
+def _record(measurement: Measurement, critic: CriticMeasurement | None, reference: Reference) -> dict[str, Any]:
     """Measure the reference, save its numbers, and describe what its batch covers."""
     config, engine = measurement.config, measurement.engine
     settings, is_lead = objective_settings(config.algorithm, config.objective), engine.groups.is_lead
@@ -164,6 +173,11 @@ def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
         reference.folder.mkdir(parents=True)
         atomic_write_json(reference.draws_file, asdict(draws))
     old = recorded(on_edges=False)
+    set_old_log_probs(batch, old)
+    advantages = np.array([t.advantage or 0.0 for t in batch.trajectories], np.float64)
+    if critic is not None:
+        by_token = record_critic(critic, reference).advantages
+        advantages = np.array([part.sum() for part in np.split(by_token, ends[:-1])])
     numbers = measurement.run(
         old,
         settings,
@@ -174,7 +188,7 @@ def _record(measurement: Measurement, reference: Reference) -> dict[str, Any]:
     if is_lead:
         np.save(reference.recorded_file, old)
         reference.save("numbers", numbers)
-    description = _describe(numbers, measurement) | {"router_margin": router_margin}
+    description = _describe(numbers, measurement, advantages) | {"router_margin": router_margin}
     if config.certify.edges:
         _load(engine, config)
         tie_routers(engine)
@@ -207,11 +221,12 @@ def _keep_from_ties(measurement: Measurement) -> tuple[Draws, float | None]:
     return draws, margin
 
 
-def _describe(numbers: Numbers, measurement: Measurement) -> dict[str, Any]:
-    """What the recorded batch covers: a certificate on a batch that clips nothing would say little."""
+def _describe(numbers: Numbers, measurement: Measurement, advantages: np.ndarray) -> dict[str, Any]:
+    """What the recorded batch covers: a certificate on a batch that clips nothing would say little. `advantages` [n]:
+    of each trajectory, or the sum of its tokens'.
+    """
     trajectories = measurement.batch.trajectories
     active = np.array([any(t.response_mask) for t in trajectories])
-    advantages = np.array([t.advantage for t in trajectories], np.float64)
     edges = np.array(clip_edges(measurement.config.objective))
     return {
         "num_trajectories": len(trajectories),

@@ -8,15 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_mega.certify.cases import Case
+from gspo_mega.certify.kinds import CRITIC_KINDS
 
 KINDS = ("log_prob", "loss", "gradient", "weights")
 _HEADINGS = ("log-prob", "loss", "gradient", "weights")
+_CRITIC_HEADINGS = ("values", "v. grad", "v. weight")
 
 _LEGEND = (
     "log-prob: nats per token; loss: relative to mean |s A|; gradient: relative L2 of the tensor where it is largest;",
     "weights: relative L2 of the update. flips: sequences clipped differently than in the reference, and tokens",
     "(times layers) that go to other experts. on edges: the same in a second batch, whose ratios and routers are on",
     "an edge on purpose, so that rounding decides; it is counted, not judged.",
+)
+_CRITIC_LEGEND = (
+    "values, v. grad, v. weight: the critic's values, in the unit of rewards, its gradient and its weights."
 )
 
 
@@ -62,16 +67,20 @@ def render_table(rows: Sequence[Row]) -> str:
     Flips are sequences clipped otherwise than in the reference, and tokens of a layer with other experts; `on edges`
     the same where ratios and routers were put on the edge on purpose, and nothing is compared but counted.
     """
+    has_critic = any(row.result is not None and "values" in row.result for row in rows)
+    kinds, headings = (*KINDS, *CRITIC_KINDS) if has_critic else KINDS, _HEADINGS
+    if has_critic:
+        headings = (*_HEADINGS, *_CRITIC_HEADINGS)
     width = max(len("case"), *(len(row.case.name) for row in rows))
     lines = [
         f"{'case':<{width}}  ranks  "
-        + "  ".join(f"{heading:>8}" for heading in _HEADINGS)
+        + "  ".join(f"{heading:>8}" for heading in headings)
         + "  flips  on edges  verdict   largest gradient difference in"
     ]
     notes = []
     for row in rows:
         begin = f"{row.case.name:<{width}}  {row.case.spec.ranks:>5}  "
-        blank = "  ".join(f"{'-':>8}" for _ in KINDS) + "      -         -"
+        blank = "  ".join(f"{'-':>8}" for _ in kinds) + "      -         -"
         if row.case.refusal is not None:
             lines.append(f"{begin}{blank}  {'refused' if row.passed else 'REFUSED'}")
             notes.append(f"{row.case.name}: refused: {row.case.refusal}")
@@ -79,22 +88,24 @@ def render_table(rows: Sequence[Row]) -> str:
             lines.append(f"{begin}{blank}  FAILED")
             notes.append(f"{row.case.name}: {row.error}")
         elif row.case.spec.refused:
-            lines.append(f"{begin}{_numbers(row)}  NOT REFUSED")
+            lines.append(f"{begin}{_numbers(row, kinds)}  NOT REFUSED")
         else:
             place = row.result["gradient"]["place"]
-            lines.append(f"{begin}{_numbers(row)}  {'pass' if row.passed else 'FAIL':<8}  {place}")
+            lines.append(f"{begin}{_numbers(row, kinds)}  {'pass' if row.passed else 'FAIL':<8}  {place}")
             notes += [
                 f"{row.case.name}: {kind} differs by {row.result[kind]['value']:.3g}, at most in"
                 f" {row.result[kind]['place']}"
                 for kind in row.failed
             ]
-    return "\n".join([*lines, "", *_LEGEND, *([""] if notes else []), *notes])
+    legend = (*_LEGEND, _CRITIC_LEGEND) if has_critic else _LEGEND
+    return "\n".join([*lines, "", *legend, *([""] if notes else []), *notes])
 
 
-def _numbers(row: Row) -> str:
+def _numbers(row: Row, kinds: Sequence[str]) -> str:
     assert row.result is not None
     edges = row.result.get("edges")
     on_edges = f"{edges['num_clip_flips']}, {edges['num_route_flips']}" if edges is not None else "-"
     flips = f"{row.result['num_clip_flips']}, {row.result['num_route_flips']}"
-    numbers = [f"{row.result[kind]['value']:8.1e}" if row.result[kind] is not None else f"{'-':>8}" for kind in KINDS]
+    found = [row.result.get(kind) for kind in kinds]
+    numbers = [f"{one['value']:8.1e}" if one is not None else f"{'-':>8}" for one in found]
     return "  ".join(numbers) + f"  {flips:>5}  {on_edges:>8}"

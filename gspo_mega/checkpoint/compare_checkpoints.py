@@ -14,7 +14,6 @@ import torch
 from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource, open_checkpoint
 from gspo_mega.checkpoint.torch_dist import TorchDistFolder
 from gspo_mega.errors import CheckpointError
-from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.sizes import count_parameters
 from gspo_mega.model.spec import shape_differences
 from gspo_mega.run_folder import read_json
@@ -30,7 +29,17 @@ def differences(one: TensorSource, other: TensorSource, progress: Callable[[int,
     if shapes:
         yield f"the models differ: {', '.join(shapes)}"
         return
-    entries = hf_tensors(one.spec)
+    if names := sorted({entry.name for entry in one.tensors} ^ {entry.name for entry in other.tensors}):
+        yield f"the models differ: one is a policy and the other a critic ({', '.join(names)})"
+        return
+    entries = one.tensors
+    if behind := one.carried():
+        # Megatron's files have no such layers: a conversion from them takes those of the folder that describes it.
+        if {entry.name for entry in other.carried()} == {entry.name for entry in behind}:
+            entries = [*entries, *behind]
+        elif other.carried():
+            yield "the models differ: their layers for multi-token prediction have other tensors"
+            return
     sizes = [entry.num_elements * one.dtype(entry).itemsize for entry in entries]
     total, done = sum(sizes), 0
     for entry, size in zip(entries, sizes, strict=True):
@@ -67,7 +76,7 @@ def describe(folder: Path, description: Path | None = None) -> list[str]:
             for key, value in stored.items()
         ]
     source = open_checkpoint(folder, description)
-    entries, counts = hf_tensors(source.spec), count_parameters(source.spec)
+    entries, counts = source.tensors, count_parameters(source.spec)
     size = sum(entry.num_elements * source.dtype(entry).itemsize for entry in entries)
     dtypes = sorted({DTYPE_NAMES[source.dtype(entry)] for entry in entries})
     lines += [

@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,12 +25,13 @@ from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource
 from gspo_mega.checkpoint.torch_dist import write_chunks, write_index
 from gspo_mega.errors import CheckpointError
 from gspo_mega.model.block_fp8 import quantization_config
-from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_blocks, parameter_shape
+from gspo_mega.model.families import TensorEntry, parameter_blocks, parameter_shape
 from gspo_mega.run_folder import atomic_write_json
+from gspo_mega.weights.carried_layers import carried_config, carried_modules
 from gspo_mega.weights.gather import entry_dtype
 from gspo_mega.weights.hf_export import DTYPE_NAMES, MANIFEST_NAME, copy_description, sync, tensor_digest
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME
-from gspo_mega.weights.names import table_by_parameter
+from gspo_mega.weights.names import by_parameter
 from gspo_mega.weights.quantize_published import PublishedForm
 
 FILE_BYTES = 2 * 1024**3
@@ -140,10 +141,10 @@ def to_megatron(
     def complete(part: Path, files: list[dict[str, Any]], described: Path, dtype_name: str) -> None:
         write_index(part / MEGATRON_FOLDER, [chunk for file in files for chunk in file["written"]])
         sync(part / MEGATRON_FOLDER)
-        copy_description(described, part, dtype_name)
+        copy_description(described, part, dtype_name, edited=source.config_json)
 
     target = _Target(dtype)
-    groups = _groups(source, table_by_parameter(source.spec).items(), target, file_bytes)
+    groups = _groups(source, by_parameter(source.tensors).items(), target, file_bytes)
     names = [f"{MEGATRON_FOLDER}/__{number}_0.distcp" for number in range(len(groups))]
     _convert(source, out, target, progress, "Megatron torch_dist", dict(zip(names, groups)), write, complete)
 
@@ -156,13 +157,19 @@ def to_huggingface(
     form: PublishedForm | None = None,
     progress: Progress,
     file_bytes: int = FILE_BYTES,
+    carries: bool = True,
 ) -> None:
     """Write `source` to the new Hugging Face folder `out`: safetensors with an index, config, tokenizer, manifest.json.
 
     `form`, in place of `dtype`: what servers load, in which some tensors are quantised. `dtype`, errors and
-    continuation are as in `to_megatron`.
+    continuation are as in `to_megatron`. `carries`: with the layers for multi-token prediction that the source's
+    description has, in no FP8 blocks.
     """
     target = _Target(dtype, form)
+    carried = source.carried() if carries else []
+    stored = None if form is None else form.stored
+    if stored is not None and carried:
+        stored = replace(stored, kept=(*stored.kept, *carried_modules(source.spec)))
 
     def write(tally: _Tally, path: Path, group: list[_Item]) -> None:
         entries = [entry for _, fused in group for entry in fused]
@@ -174,9 +181,15 @@ def to_huggingface(
             weight_map = {name: file["file"] for file in files for name in file["tensors"]}
             total = sum((part / file["file"]).stat().st_size for file in files)
             atomic_write_json(part / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        copy_description(described, part, dtype_name, None if form is None else form.stored)
 
-    groups = _groups(source, ((entry.name, [entry]) for entry in hf_tensors(source.spec)), target, file_bytes)
+        def edited(raw: dict[str, Any]) -> dict[str, Any]:
+            own = source.config_json(raw)
+            return carried_config(source.spec, own) if carried else own
+
+        copy_description(described, part, dtype_name, stored, edited)
+
+    entries = [*source.written, *carried]
+    groups = _groups(source, ((entry.name, [entry]) for entry in entries), target, file_bytes)
     count = len(groups)
     names = (
         [SINGLE_NAME]

@@ -7,6 +7,7 @@ is `model/block_fp8.py`'s, the rule `weights/quantize_published.py`'s, writing a
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,16 +42,22 @@ def to_blocks(
         )
     plain = dtype or getattr(torch, source.spec.torch_dtype)
     form = PublishedForm(plain, plain, BlockFp8(SERVED_BLOCK, power_of_two=rule == "power_of_two"), rule)
-    to_form(source, out, form, progress=progress, file_bytes=file_bytes)
+    to_form(source, out, form, progress=progress, file_bytes=file_bytes, carries=True)
 
 
 def to_form(
-    source: TensorSource, out: Path, form: PublishedForm, *, progress: Progress, file_bytes: int = FILE_BYTES
+    source: TensorSource,
+    out: Path,
+    form: PublishedForm,
+    *,
+    progress: Progress,
+    file_bytes: int = FILE_BYTES,
+    carries: bool = False,
 ) -> None:
-    """Write `source` to the new folder `out` in `form`; errors as of `to_blocks`."""
+    """Write `source` to the new folder `out` in `form`; errors as of `to_blocks`. `carries`: as of `to_huggingface`."""
     if not any(is_quantizable(entry) for entry in hf_tensors(source.spec)):
         raise ModelError(f"{source.description}: the model has no linear layer to quantise")
-    to_huggingface(_Finite(source), out, form=form, progress=progress, file_bytes=file_bytes)
+    to_huggingface(_Finite(source), out, form=form, progress=progress, file_bytes=file_bytes, carries=carries)
 
 
 class _Finite:
@@ -62,6 +69,14 @@ class _Finite:
         self.spec: ModelSpec = source.spec
         self.description: Path = source.description
         self.files: list[Path] = source.files
+        self.tensors: list[TensorEntry] = source.tensors
+        self.written: list[TensorEntry] = source.written
+
+    def carried(self) -> list[TensorEntry]:
+        return self._source.carried()
+
+    def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
+        return self._source.config_json(raw)
 
     def dtype(self, entry: TensorEntry) -> torch.dtype:
         return self._source.dtype(entry)

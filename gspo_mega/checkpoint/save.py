@@ -28,9 +28,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from gspo_mega import durable
 from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.error_text import first_cause
+from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
 from gspo_mega.checkpoint.train_state import (
+    CRITIC_FOLDER,
+    TrainedModel,
     TrainState,
     base_stamp,
+    fp8_folder,
+    is_untrained,
     layout_of,
     model_of,
     random_state,
@@ -38,6 +43,7 @@ from gspo_mega.checkpoint.train_state import (
     sharded_state,
 )
 from gspo_mega.config.schema import Checkpoint
+from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.megatron_versions import asynchronous_save
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.errors import CheckpointError
@@ -61,8 +67,8 @@ class SaveReport:
 class _Writing:
     """An uncommitted save: a thread writes this rank's files, or the caller's thread has written them."""
 
-    def __init__(self, final: Path, draft: Path, record: dict[str, Any], request: Any, started: float) -> None:
-        self.final, self.draft, self.record, self.request, self.started = final, draft, record, request, started
+    def __init__(self, final: Path, draft: Path, record: dict[str, Any], requests: list[Any], started: float) -> None:
+        self.final, self.draft, self.record, self.requests, self.started = final, draft, record, requests, started
         self.pause_seconds = 0.0
         self.problem: str | None = None
         self.thread: threading.Thread | None = None
@@ -73,10 +79,17 @@ class _Writing:
 
 
 class Saver:
-    """The saves of one run; every rank has one. At most one save is uncommitted."""
+    """The saves of one run, of its policy and of the critic where there is one; every rank has one. At most one save is
+    uncommitted.
+    """
 
-    def __init__(self, run_folder: RunFolder, engine: PolicyEngine, settings: Checkpoint) -> None:
+    def __init__(
+        self, run_folder: RunFolder, engine: PolicyEngine, settings: Checkpoint, critic: CriticEngine | None = None
+    ) -> None:
         self._run_folder, self._engine, self._settings = run_folder, engine, settings
+        self._models: dict[str, TrainedModel] = {MEGATRON_FOLDER: engine}
+        if critic is not None:
+            self._models[CRITIC_FOLDER] = critic
         self._groups = engine.groups
         self._writing: _Writing | None = None
 
@@ -93,7 +106,7 @@ class Saver:
         self._together(remove, self._run_folder.checkpoints_dir, only_lead=True)
 
     def save(self, state: TrainState) -> list[SaveReport]:
-        """Save the engine and `state` as `checkpoints/step_N`. Collective over all ranks.
+        """Save the models and `state` as `checkpoints/step_N`. Collective over all ranks.
 
         Returns the saves that this call committed: this one, or with `checkpoint.asynchronous` at most the previous
         one, while `poll` or `finish` commits this one. Raises CheckpointError if the checkpoint cannot be written or
@@ -132,17 +145,20 @@ class Saver:
 
     def _begin(self, state: TrainState, started: float) -> _Writing:
         groups, final = self._groups, self._run_folder.checkpoint_dir(state.step)
-        tensors = sharded_state(self._engine, loading=False)
+        with_critic = len(self._models) > 1
+        tensors = {
+            name: sharded_state(model, loading=False, with_optimizer=not is_untrained(state, name, with_critic))
+            for name, model in self._models.items()
+        }
+        scales = {fp8_folder(name): one.scales for name, one in self._models.items() if one.scales.is_active}
         # Writers of a killed process may still write to its draft, so every process has a draft of its own.
         draft = folders.draft_folder(final, broadcast_json(f"{os.getpid():x}", groups.host))
         self._check_room(tensors, final)
 
         def make_room() -> None:
             folders.clear(self._run_folder)
-            durable.make_folder(draft / "megatron", at="save.folder")
-            durable.make_folder(draft / "rng", at="save.folder")
-            if self._engine.scales.is_active:
-                durable.make_folder(draft / "fp8", at="save.folder")
+            for name in (*self._models, "rng", *scales):
+                durable.make_folder(draft / name, at="save.folder")
 
         self._together(make_room, final, only_lead=True)
         record = {
@@ -153,37 +169,39 @@ class Saver:
         }
         if groups.is_lead and (base := base_stamp(self._engine)) is not None:
             record["base"] = base
+        record |= {name: model_of(one) for name, one in self._models.items() if name != MEGATRON_FOLDER}
         prepared: list[Any] = []
 
         def keep_random_state() -> None:
             with durable.operation("save.random"):
                 save_file(random_state(), draft / rank_file("rng", groups.world.rank))
-                if self._engine.scales.is_active:
-                    save_file(self._engine.scales.state(), draft / rank_file("fp8", groups.world.rank))
+                for name, one in scales.items():
+                    save_file(one.state(), draft / rank_file(name, groups.world.rank))
 
         self._together(keep_random_state, final)
 
         def prepare() -> None:
-            _keep_results_here()
-            # Both sides of the call: it replaces factories by the tensors that they make, most of them views.
-            trained = tensors
-            if self._engine.config.optimizer.distributed:  # the optimizer's tensors are copies already
-                trained = {name: part for name, part in tensors.items() if name != "optimizer"}
-            changing = _memory_of(trained)
-            with durable.operation("save.common"):
-                request = dist_checkpointing.save(tensors, str(draft / "megatron"), **asynchronous_save())
-            prepared.append((request, self._copies(request, changing | _memory_of(trained))))
+            for name, model in self._models.items():
+                _keep_results_here()
+                # Both sides of the call: it replaces factories by the tensors that they make, most of them views.
+                trained = tensors[name]
+                if model.config.optimizer.distributed:  # the optimizer's tensors are copies already
+                    trained = {key: part for key, part in trained.items() if key != "optimizer"}
+                changing = _memory_of(trained)
+                with durable.operation("save.common"):
+                    request = dist_checkpointing.save(tensors[name], str(draft / name), **asynchronous_save())
+                prepared.append((request, self._copies(request, changing | _memory_of(trained))))
 
         self._waiting_inside(prepare, final)
-        ((request, buckets),) = prepared
-        writing = _Writing(final, draft, record, request, started)
+        writing = _Writing(final, draft, record, [request for request, _ in prepared], started)
 
         def write() -> None:
             try:
                 with durable.operation("save.tensors"):
-                    if request.async_fn is not None:
-                        rank, _, results = request.async_fn_args
-                        request.async_fn(rank, buckets, results)
+                    for request, buckets in prepared:
+                        if request.async_fn is not None:
+                            rank, _, results = request.async_fn_args
+                            request.async_fn(rank, buckets, results)
             except (OSError, RuntimeError) as error:
                 writing.problem = f"rank {groups.world.rank}: {first_cause(error)}"
 
@@ -238,7 +256,7 @@ class Saver:
 
         def finalize() -> None:
             with durable.operation("save.index"):
-                for action in writing.request.finalize_fns:
+                for action in (action for request in writing.requests for action in request.finalize_fns):
                     action()
 
         self._waiting_inside(finalize, final)
@@ -261,11 +279,13 @@ class Saver:
     def _own_files(self, draft: Path) -> list[Path]:
         """The files that this rank wrote; rank 0 also has those of no rank."""
         rank = self._groups.world.rank
-        own = [draft / rank_file("rng", rank), *(draft / "megatron").glob(f"__{rank}_*.distcp")]
-        if self._engine.scales.is_active:
-            own.append(draft / rank_file("fp8", rank))
-        if rank == 0:
-            own += [file for file in (draft / "megatron").iterdir() if not file.name.startswith("__")]
+        own = [draft / rank_file("rng", rank)]
+        for name, model in self._models.items():
+            own += (draft / name).glob(f"__{rank}_*.distcp")
+            if model.scales.is_active:
+                own.append(draft / rank_file(fp8_folder(name), rank))
+            if rank == 0:
+                own += [file for file in (draft / name).iterdir() if not file.name.startswith("__")]
         return own
 
     def _together(self, action: Callable[[], None], target: Path, *, only_lead: bool = False) -> None:

@@ -1,13 +1,14 @@
 """A checkpoint of any format, read as Hugging Face tensors one at a time, for conversion and comparison.
 
 Formats: a Hugging Face folder of safetensors; a converted folder or a run's `checkpoints/step_N`, with Megatron's files
-under `megatron/`; a bare Megatron `torch_dist` folder, described by a separate Hugging Face folder.
+under `megatron/`; a bare Megatron `torch_dist` folder, described by a separate Hugging Face folder. A critic is one by
+its value head in Megatron's files (`checkpoints/step_N/critic`), and by its class in config.json.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,8 +19,19 @@ from gspo_mega.model.block_fp8 import is_quantized, scale_name
 from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks, parameter_shape
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.model.value_models import (
+    SCORE_BIAS,
+    VALUE_HEAD,
+    critic_config_json,
+    critic_tensors,
+    is_classifier,
+    may_be_beside,
+    read_critic_spec,
+    zero_bias,
+)
 from gspo_mega.quantization.fp8 import dequantize_blocks
 from gspo_mega.weights.block_folder import open_folder, read_scales
+from gspo_mega.weights.carried_layers import CarriedLayers, is_carried
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME, check_names_and_shapes
 
 MEGATRON_FOLDER = "megatron"
@@ -30,13 +42,24 @@ _MOST_PROBLEMS = 20
 class TensorSource(Protocol):
     """The tensors of one checkpoint, read in a single process.
 
-    `description`: the folder with config.json and tokenizer. `files`: the files with the weights.
+    `description`: the folder with config.json and tokenizer. `files`: the files with the weights. `tensors`: what it
+    holds, in table order; `written`: these, and what a Hugging Face folder of it has besides.
     """
 
     kind: str
     spec: ModelSpec
     description: Path
     files: list[Path]
+    tensors: list[TensorEntry]
+    written: list[TensorEntry]
+
+    def carried(self) -> list[TensorEntry]:
+        """The tensors of layers for multi-token prediction that the description has. Raises ModelError."""
+        ...
+
+    def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The config.json of what is made of it, from the description's; without those layers."""
+        ...
 
     def dtype(self, entry: TensorEntry) -> torch.dtype:
         """The stored dtype; of quantised tensors the one that config.json names."""
@@ -77,7 +100,36 @@ def open_checkpoint(folder: Path, description: Path | None = None) -> TensorSour
     )
 
 
-class HuggingFaceSource:
+class _Model:
+    """What a source holds: a policy, or a critic."""
+
+    description: Path
+    tensors: list[TensorEntry]
+    written: list[TensorEntry]
+    is_critic = False
+    _layers: CarriedLayers | None = None
+
+    def carried(self) -> list[TensorEntry]:
+        """As the protocol says; a critic has none."""
+        if self.is_critic:
+            return []
+        return self._carried_layers().entries
+
+    def _carried_layers(self) -> CarriedLayers:
+        self._layers = self._layers or CarriedLayers(self.description)
+        return self._layers
+
+    def _set_tensors(self, spec: ModelSpec, is_critic: bool) -> None:
+        self.is_critic = is_critic
+        self.tensors = critic_tensors(spec) if is_critic else hf_tensors(spec)
+        self.written = [*self.tensors, zero_bias()] if is_critic else self.tensors
+
+    def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """As the protocol says."""
+        return critic_config_json(raw) if self.is_critic else raw
+
+
+class HuggingFaceSource(_Model):
     """A Hugging Face folder. FP8 blocks read as plain values in the dtype that config.json names. Raises ModelError if
     config.json and the tensors disagree.
     """
@@ -85,11 +137,13 @@ class HuggingFaceSource:
     kind = "Hugging Face safetensors"
 
     def __init__(self, folder: Path) -> None:
-        self.spec = read_model_spec(folder)
+        self.spec = read_critic_spec(folder)
         self.description = folder
-        shapes = {entry.name: entry.shape for entry in hf_tensors(self.spec)}
+        self._set_tensors(self.spec, is_classifier(folder))
+        shapes = {entry.name: entry.shape for entry in self.tensors}
+        is_beside = may_be_beside if self.is_critic else may_be_there
         with open_folder(folder, self.spec) as names:
-            problems = check_names_and_shapes(names, shapes, lambda name: may_be_there(self.spec, name))
+            problems = check_names_and_shapes(names, shapes, lambda name: is_beside(self.spec, name))
             _refuse(problems, ModelError, f"{folder} does not hold a {self.spec.family} of its config.json")
             self._file_of = dict(names.all_files)
         self.files = [folder / name for name in sorted(set(self._file_of.values()))]
@@ -101,8 +155,14 @@ class HuggingFaceSource:
                     f"{folder}: config.json ties the embeddings, but {_HEAD} differs from them; set tie_word_embeddings"
                     " to false there"
                 )
+        if SCORE_BIAS in self._file_of and self._read(SCORE_BIAS).any():
+            raise ModelError(f"{folder}: {SCORE_BIAS} is not zero; a critic's head has no bias")
 
     def dtype(self, entry: TensorEntry) -> torch.dtype:
+        if is_carried(entry):
+            return self._carried_layers().dtype(entry)
+        if entry.name == SCORE_BIAS:
+            return self.dtype(self.tensors[-1])
         if is_quantized(self.spec.stored, entry):
             return getattr(torch, self.spec.torch_dtype)
         return self._open[self._file_of[entry.name]].tensors[entry.name].dtype
@@ -110,6 +170,10 @@ class HuggingFaceSource:
     def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As the protocol says."""
         dtype = dtype or self.dtype(entry)
+        if is_carried(entry):
+            return self._carried_layers().read(entry).to(dtype)
+        if entry.name == SCORE_BIAS:
+            return torch.zeros(entry.shape, dtype=dtype)
         if self.spec.stored is None or not is_quantized(self.spec.stored, entry):
             return self._read(entry.name).to(dtype)
         scales = scale_name(entry.name)
@@ -120,7 +184,7 @@ class HuggingFaceSource:
         return self._open[self._file_of[name]].read(name)
 
 
-class MegatronSource:
+class MegatronSource(_Model):
     """Megatron's `torch_dist` files, written by any layout. Optimizer state is ignored."""
 
     kind = "Megatron torch_dist"
@@ -130,15 +194,18 @@ class MegatronSource:
             raise CheckpointError(
                 f"{folder}: has no config.json; name the Hugging Face folder that the model came from"
             )
-        self.spec, self.description = read_model_spec(description), description
         self._folder = TorchDistFolder(folder)
+        is_critic = VALUE_HEAD in self._folder.tensors
+        self.spec = read_critic_spec(description) if is_critic else read_model_spec(description)
+        self.description = description
+        self._set_tensors(self.spec, is_critic)
         if any(key.startswith("adapters.") for key in self._folder.tensors):
             raise CheckpointError(
                 f"{folder} holds the adapters of a run with `lora`, and none of the model's own weights. The run's `hf`"
                 " has both merged, as a Hugging Face folder, and `adapter` the adapters, as a PEFT folder"
             )
         problems = []
-        for entry in hf_tensors(self.spec):
+        for entry in self.tensors:
             place = stored_place(self.spec, entry.parameter)
             want, found = parameter_shape(self.spec, entry, 1), self._folder.shape(place)
             if found is None:
@@ -159,10 +226,16 @@ class MegatronSource:
         self._last: tuple[str, torch.Tensor] | None = None
 
     def dtype(self, entry: TensorEntry) -> torch.dtype:
+        if is_carried(entry):
+            return self._carried_layers().dtype(entry)
         return self._folder.dtype(stored_place(self.spec, entry.parameter))
 
     def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As the protocol says; may share memory with a later one."""
+        if is_carried(entry):
+            return self._carried_layers().read(entry).to(dtype or self.dtype(entry))
+        if entry.name == SCORE_BIAS:
+            return torch.zeros(entry.shape, dtype=dtype or self.dtype(entry))
         # Tensors of one parameter follow each other: read the parameter once for all of them.
         if self._last is None or self._last[0] != entry.parameter:
             self._last = None  # frees its memory before the next one is read

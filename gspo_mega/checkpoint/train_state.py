@@ -2,12 +2,14 @@
 
 One folder per checkpoint: `megatron/` (weights and optimizer in Megatron's `torch_dist` format), `rng/` (one file per
 rank), `fp8/` (scales of the FP8 recipe `delayed`, one file per rank) and `state.json` (counters, prompt order, all that
-the run's progress depends on, the checksum of every file). Owns this content, choosing a checkpoint and reading it.
+the run's progress depends on, the checksum of every file). PPO's critic is a second model in the same format, in
+`critic/` and `critic_fp8/`. Owns this content, choosing a checkpoint and reading it.
 `save.py` writes it, `folders.py` owns the folders, and `gspo_mega.weights` exports weights for other programs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
@@ -24,9 +26,11 @@ from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.error_text import first_cause
 from gspo_mega.checkpoint.optimizer_shards import load_optimizer, optimizer_state, read_optimizer_state
 from gspo_mega.checkpoint.safe_pickle import refuse_code, write_tags_by_value
+from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.adapters import load_trained, sharded_adapters
 from gspo_mega.engine.cpu import is_cpu_backend
+from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.fp8_scales import without_extra_state
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups
@@ -36,13 +40,19 @@ from gspo_mega.run_folder import RunFolder
 from gspo_mega.weights.collectives import all_gather_json, broadcast_json, raise_together
 from gspo_mega.weights.quantized import keep_exact
 
+# Beside the policy's `MEGATRON_FOLDER`, in the same format.
+CRITIC_FOLDER = "critic"
+# A model with an optimizer and a schedule of its own, in Megatron's format.
+TrainedModel = PolicyEngine | CriticEngine
+
 
 @dataclass
 class TrainState:
     """The counters and host-side state of a run.
 
     `step`: rollout batches trained on. `num_optimizer_steps`: applied optimizer steps, which drive the schedule.
-    `skipped_in_a_row`: optimizer steps skipped since the last applied one. `prompts`, `demonstrations`: the state of
+    `skipped_in_a_row`: optimizer steps skipped since the last applied one. `num_critic_steps`,
+    `critic_skipped_in_a_row`: the same of a critic. `prompts`, `demonstrations`: the state of
     the data orders. `summary`: earlier attempts' part of the final table. `history`: the fingerprint of the weights, of
     the run's start and of all data that it trained on.
     """
@@ -55,6 +65,8 @@ class TrainState:
     demonstrations: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     history: str = ""
+    num_critic_steps: int = 0
+    critic_skipped_in_a_row: int = 0
 
 
 def _metadata(groups: ParallelGroups) -> dict[str, Any]:
@@ -65,7 +77,7 @@ def _metadata(groups: ParallelGroups) -> dict[str, Any]:
     }
 
 
-def sharded_state(engine: PolicyEngine, *, loading: bool) -> dict[str, Any]:
+def sharded_state(engine: TrainedModel, *, loading: bool, with_optimizer: bool = True) -> dict[str, Any]:
     """Megatron's sharded state of weights and optimizer: this rank's shards. Weights are in their own memory; with the
     distributed optimizer its tensors are copies (`optimizer_shards.py`).
     """
@@ -73,11 +85,12 @@ def sharded_state(engine: PolicyEngine, *, loading: bool) -> dict[str, Any]:
     metadata = _metadata(engine.groups)
     names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
     state: dict[str, Any] = _sharded_weights(engine, names)
-    state["optimizer"] = optimizer_state(engine.optimizer, state, metadata, loading=loading)
+    if with_optimizer:
+        state["optimizer"] = optimizer_state(engine.optimizer, state, metadata, loading=loading)
     return state
 
 
-def _sharded_weights(engine: PolicyEngine, names: list[str]) -> dict[str, Any]:
+def _sharded_weights(engine: TrainedModel, names: list[str]) -> dict[str, Any]:
     if engine.config.lora is not None:  # the model's own weights are in the folder that the run started from
         return {name: dict(sharded_adapters(chunk, engine.groups)) for name, chunk in zip(names, engine.chunks)}
     metadata = _metadata(engine.groups)
@@ -160,10 +173,24 @@ def _damage(folder: Path, groups: ParallelGroups) -> list[str]:
     return folders.damage(folder, files, groups.world.rank, groups.world.size)
 
 
-def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
-    """Fill the engine (weights, optimizer, schedule, RNG) from `folder` and return the run's state. Collective.
+def is_untrained(state: TrainState, name: str, has_critic: bool) -> bool:
+    """Whether the model of the folder `name` had no optimizer step yet: a policy whose critic warms up, or a critic
+    whose steps were all skipped. Its optimizer has no state, and it continues from where the run began.
+    """
+    return has_critic and (state.num_critic_steps if name == CRITIC_FOLDER else state.num_optimizer_steps) == 0
 
-    The layout may differ from the saved one; the ranks' random states are then those of a fresh start.
+
+def load_checkpoint(
+    folder: Path,
+    engine: PolicyEngine,
+    critic: CriticEngine | None = None,
+    begin: Callable[[TrainedModel], None] | None = None,
+) -> TrainState:
+    """Fill the engine (weights, optimizer, schedule, RNG) and the critic, where there is one, from `folder`, and return
+    the run's state. Collective.
+
+    The layout may differ from the saved one; the ranks' random states are then those of a fresh start. `begin`, needed
+    with a critic, fills a model as a fresh start of the run does: one that `is_untrained`.
 
     Raises CheckpointError for a newer format, another model, an incompatible layout, damaged files, or files that could
     run a program when Megatron loads them.
@@ -177,6 +204,10 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
             f" {record.get('base')}, there {base}): the folder was written again. Bring its weights back, or start"
             " another run"
         )
+    if critic is not None and record.get(CRITIC_FOLDER) != model_of(critic):
+        raise CheckpointError(
+            f"{folder} holds the critic {record.get(CRITIC_FOLDER)}, the run's is {model_of(critic)}; start another run"
+        )
     saved, here = record["layout"], layout_of(engine.groups)
     if (saved["expert"] > 1) != (here["expert"] > 1):
         raise CheckpointError(
@@ -185,8 +216,31 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
             " Keep both above 1, or both at 1"
         )
     world, host = engine.groups.world, engine.groups.host
+    state = TrainState(**record["state"])
+    models: dict[str, TrainedModel] = {MEGATRON_FOLDER: engine} | ({} if critic is None else {CRITIC_FOLDER: critic})
+    for name, model in models.items():
+        if is_untrained(state, name, critic is not None):
+            assert begin is not None
+            begin(model)
+            model.scales.load(_scales(folder, name, world.rank) if saved == here else {})
+        else:
+            _load_model(folder, name, model, saved == here)
+            model.scheduler.step(increment=state.num_critic_steps if model is critic else state.num_optimizer_steps)
+    problems: list[str] = []
+    try:
+        if saved == here:
+            _restore_rng(load_file(folder / rank_file("rng", world.rank)))
+    except (OSError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
+        problems.append(f"rank {world.rank}: {first_cause(error)}")
+    raise_together(problems, host, CheckpointError, f"{folder} cannot be read")
+    return state
+
+
+def _load_model(folder: Path, name: str, engine: TrainedModel, is_same_layout: bool) -> None:
+    """Fill one model and its optimizer from its folder `name`. Collective."""
+    world, host = engine.groups.world, engine.groups.host
     raise_together(
-        refuse_code(folder / "megatron", world.rank, world.size), host, CheckpointError, f"{folder} cannot be read"
+        refuse_code(folder / name, world.rank, world.size), host, CheckpointError, f"{folder} cannot be read"
     )
     problems: list[str] = []
     try:
@@ -195,47 +249,45 @@ def load_checkpoint(folder: Path, engine: PolicyEngine) -> TrainState:
             if isinstance(part, DistributedOptimizer):
                 part._init_optimizer_states_with_dummy_values()
         # Megatron declares a tuple too, for a strictness that is not asked for.
-        loaded = cast(
-            dict[str, Any], dist_checkpointing.load(sharded_state(engine, loading=True), str(folder / "megatron"))
-        )
+        loaded = cast(dict[str, Any], dist_checkpointing.load(sharded_state(engine, loading=True), str(folder / name)))
         names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
-        scales = _scales(folder, world.rank) if saved == here else {}
+        scales = _scales(folder, name, world.rank) if is_same_layout else {}
         engine.scales.load(scales)  # FP8 parameters are rounded with them when they are filled, which counts as a use
         with without_extra_state(engine.chunks):
-            for name, chunk in zip(names, engine.chunks):
-                load_trained(chunk, loaded[name])
+            for key, chunk in zip(names, engine.chunks):
+                load_trained(chunk, loaded[key])
         load_optimizer(engine.optimizer, loaded["optimizer"])
         weights = _sharded_weights(engine, names)
-        read_optimizer_state(engine.optimizer, weights, folder / "megatron", host)
+        read_optimizer_state(engine.optimizer, weights, folder / name, host)
         if engine.scales.is_active and not scales:
-            for name, chunk in zip(names, engine.chunks):
+            for key, chunk in zip(names, engine.chunks):
                 for of_it, parameter in chunk.named_parameters():
-                    keep_exact(parameter, loaded[name][of_it])
+                    keep_exact(parameter, loaded[key][of_it])
             engine.after_optimizer_loaded()
         _separate_steps(engine)
         engine.scales.load(scales)
-        if saved == here:
-            _restore_rng(load_file(folder / rank_file("rng", world.rank)))
     except (CheckpointException, EOFError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
         problems.append(f"rank {world.rank}: {first_cause(error)}")
     raise_together(problems, host, CheckpointError, f"{folder} cannot be read")
-    state = TrainState(**record["state"])
-    engine.scheduler.step(increment=state.num_optimizer_steps)
-    return state
 
 
 def rank_file(folder: str, rank: int) -> Path:
-    """The file of one rank in `rng` or `fp8`, inside a checkpoint."""
+    """The file of one rank in `rng` or in `fp8_folder`, inside a checkpoint."""
     return Path(folder) / f"rank_{rank:05d}.safetensors"
 
 
-def _scales(folder: Path, rank: int) -> dict[str, torch.Tensor]:
-    """This rank's FP8 state; empty where the recipe has none, or an earlier version saved none."""
-    file = folder / rank_file("fp8", rank)
+def fp8_folder(name: str) -> str:
+    """The folder beside the model's folder `name`, inside a checkpoint, that its FP8 scales are in."""
+    return "fp8" if name == MEGATRON_FOLDER else f"{name}_fp8"
+
+
+def _scales(folder: Path, name: str, rank: int) -> dict[str, torch.Tensor]:
+    """A model's FP8 state on this rank; empty where the recipe has none, or an earlier version saved none."""
+    file = folder / rank_file(fp8_folder(name), rank)
     return load_file(file) if file.is_file() else {}
 
 
-def _separate_steps(engine: PolicyEngine) -> None:
+def _separate_steps(engine: TrainedModel) -> None:
     """Give every parameter its own Adam step count again.
 
     Megatron's loader gives one tensor to all of them. torch's AdamW adds to it in place, once per parameter, and the
@@ -252,7 +304,7 @@ def _separate_steps(engine: PolicyEngine) -> None:
 _FIRST_EXPERT_FIELDS = ("num_experts", "experts_per_token", "expert_intermediate_size", "norm_topk_prob")
 
 
-def model_of(engine: PolicyEngine) -> dict[str, Any]:
+def model_of(engine: TrainedModel) -> dict[str, Any]:
     """The model's spec and precision, as `state.json` records them."""
     spec = asdict(engine.spec)
     for name in ("raw", "num_ignored_layers", *(["latent"] if engine.spec.latent is None else [])):
@@ -274,6 +326,6 @@ def base_folder(config: Config) -> Path:
     return Path(config.model.weights or config.model.path)
 
 
-def base_stamp(engine: PolicyEngine) -> str | None:
+def base_stamp(engine: TrainedModel) -> str | None:
     """What tells the weights that adapters belong to from others; None without `lora`."""
     return None if engine.config.lora is None else content_stamp(base_folder(engine.config))

@@ -38,6 +38,7 @@ _ONE_RANK = (
     "parallel.virtual_pipeline=null",
     "parallel.expert=1",
     "parallel.expert_tensor=1",
+    "publish.lora=merged",  # what is evaluated is a whole folder
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from gspo_mega import kill_points
 from gspo_mega.commands.inspect_tree import describe_episode, is_plain, tree_text
 from gspo_mega.config import load_config
+from gspo_mega.config.critic_config import least_of_group
 from gspo_mega.errors import JournalError
 from gspo_mega.journal.journal import Journal, PartGoneError
 from gspo_mega.journal.step_record import StepRecord
@@ -70,7 +71,8 @@ def describe(record: StepRecord, folder: RunFolder) -> dict[str, Any]:
         # Imported here: it imports torch, which an unfinished step does not need.
         from gspo_mega.batches.assemble import fill_advantages
 
-        fill_advantages(record.batch.scored(), load_config(folder.config_file).config, record.step)
+        config = load_config(folder.config_file).config
+        fill_advantages(record.batch.scored(least_of_group(config)), config, record.step)
     groups = record.batch.groups if record.batch is not None else [record.groups[n] for n in sorted(record.groups)]
     return {
         "step": record.step + 1,

@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides).config
-    part = which_part(config.server.num_nodes, args.part, args.hosts, args.index, task_of_step())
+    num_nodes = config.server.num_nodes if args.reward_model is None else 1
+    part = which_part(num_nodes, args.part, args.hosts, args.index, task_of_step())
     host = args.host if args.hosts is None else args.hosts.split(",")[part]
     if host is not None:
         if (problem := address_problem(host)) is not None:

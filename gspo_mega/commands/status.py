@@ -18,6 +18,7 @@ from gspo_mega.errors import ConfigError, RolloutError
 from gspo_mega.launcher.attempt_state import RunState, read_state
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart
 from gspo_mega.rollout.registration import read_registrations
+from gspo_mega.rollout.server.reward_server import reward_folder, reward_names
 from gspo_mega.run_folder import Attempt, RunFolder, read_json
 
 _SHOWN = (
@@ -28,6 +29,7 @@ _SHOWN = (
     ("step", "step"),
     ("speed", "speed"),
     ("servers", "servers"),
+    ("rewards", "reward_models"),
     ("checkpoint", "checkpoint"),
     ("error", "error"),
     ("restarts", "restarts"),
@@ -91,6 +93,7 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
         "step": _step(folder, last, now),
         "speed": _speed(last),
         "servers": _servers(attempt),
+        "reward_models": _reward_models(attempt),
         "checkpoint": _text(folder.latest_checkpoint_file),
         "error": _error(folder),
         "restarts": _restarts(folder),
@@ -137,6 +140,12 @@ def _servers(attempt: Attempt) -> str | None:
         f" ({'; '.join(given_up)})" if given_up else ""
     )
     return text or None
+
+
+def _reward_models(attempt: Attempt) -> str | None:
+    """The same of the servers of each reward model."""
+    own = {name: _servers(reward_folder(attempt, name)) or "none has begun" for name in reward_names(attempt)}
+    return "; ".join(f"{name}: {text}" for name, text in own.items()) or None
 
 
 def _error(folder: RunFolder) -> str | None:

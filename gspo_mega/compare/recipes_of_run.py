@@ -15,14 +15,19 @@ from gspo_mega.errors import ConfigError
 
 
 def check_algorithms(config: Config, names: Sequence[str]) -> tuple[str, ...]:
-    """`names` without repetition. Raises ConfigError for one that is no recipe, and for `custom` in a run that is not
-    of it: it has no defaults.
+    """`names` without repetition. Raises ConfigError for one that is no recipe, for one with a critic, whose values no
+    journal has, and for `custom` in a run that is not of it: it has no defaults.
     """
     for name in names:
         if name not in RECIPES:
             near = difflib.get_close_matches(name, RECIPES, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(RECIPES)}"
             raise ConfigError(f"--algorithms: {name!r} is no algorithm; {hint}")
+        if RECIPES[name].has_critic:
+            raise ConfigError(
+                f"--algorithms: the gradient of {name} is made of a critic's values, which a run does not record;"
+                f" valid: {', '.join(other for other, recipe in RECIPES.items() if not recipe.has_critic)}"
+            )
         if name == "custom" and config.algorithm != "custom":
             raise ConfigError(
                 "--algorithms: custom has no defaults of its own, and the run's algorithm is"

@@ -4,11 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gspo_mega.config.on_publish import on_publish
 from gspo_mega.config.schema import Config
+from gspo_mega.config.server_precision import publishes
 from gspo_mega.errors import Violation
 
 
+def publishes_adapters(config: Config) -> bool:
+    """Do servers get adapters alone, and hold the weights of `model.path` all the time?"""
+    return config.lora is not None and config.publish.lora == "adapter" and publishes(config)
+
+
+def _served_violations(config: Config) -> Iterator[Violation]:
+    """What contradicts `publish.lora: adapter`."""
+    if config.publish.lora != "adapter":
+        return
+    said = "with `publish.lora: adapter`"
+    if config.lora is None:
+        yield Violation("publish.lora", "adapter without `lora`: there are no adapters to publish; valid then: merged")
+        return
+    if config.publish.method != "disk":
+        yield Violation(
+            "publish.method", f"{config.publish.method} {said}: SGLang loads adapters from a folder; valid then: disk"
+        )
+    if config.model.weights is not None:
+        yield Violation(
+            "model.weights", f"set {said}: servers hold the weights of model.path; leave it out, or publish them merged"
+        )
+    if config.train is not None and config.train.rollouts_only:
+        yield Violation(
+            "publish.lora", "adapter with `train.rollouts_only`: nothing is trained or published; valid then: merged"
+        )
+    if config.server.quantization != "none":
+        yield Violation(
+            "server.quantization",
+            f"{config.server.quantization} {said}: adapters beside quantized layers were not compared with the"
+            " trainer's; valid then: none",
+        )
+    if config.server.speculative is not None:
+        yield Violation(
+            "server.speculative", f"set {said}: the draft would propose tokens of a policy without them; leave it out"
+        )
+    if config.server.attention_data > 1:
+        yield Violation(
+            "server.attention_data",
+            f"{config.server.attention_data} {said}: SGLang then takes only adapters that stay loaded; valid then: 1",
+        )
+    if on_publish(config.rollout) == "continue_with_cache":
+        yield Violation(
+            "rollout.on_publish",
+            f"continue_with_cache {said}: an open request keeps the adapter that it began with, and SGLang does not"
+            " unload that before the request ends; valid then: wait, continue",
+        )
+    if config.eval is not None and not config.eval.blocking:
+        yield Violation(
+            "eval.blocking",
+            f"false {said}: a server that is set aside loads a version as whole weights; valid then: true",
+        )
+
+
 def lora_violations(config: Config) -> Iterator[Violation]:
+    yield from _served_violations(config)
     lora = config.lora
     if lora is None:
         return

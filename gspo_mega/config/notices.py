@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from gspo_mega.config.critic_config import critic_of, critic_path, penalises_kl, policy_steps
 from gspo_mega.config.episode_rules import episode_notices
 from gspo_mega.config.old_pass import corrects, makes_old_pass
 from gspo_mega.config.prompt_sources import eval_sets, own_rewards
@@ -64,17 +65,14 @@ def _of_the_objective(config: Config) -> Iterator[str]:
             f"KL term {config.kl.coefficient:g} x {config.kl.estimator} to {what}, one more forward pass per step"
             f"{vanishing if config.kl.estimator == 'k1' else ''}"
         )
-    elif config.kl.reference_path is not None:
+    elif config.kl.reference_path is not None and not penalises_kl(config):
         yield "kl.reference_path has no effect with kl.coefficient 0: no reference is loaded"
+    yield from _of_the_critic(config)
     if config.lora is not None and config.lora.dropout > 0:
         yield (
             f"lora.dropout {config.lora.dropout:g}: training passes leave inputs of adapters out and old passes do not,"
             " so that log s_i has noise that no update made; compare policy/log_ratio/update/sd with the clip range"
         )
-    for model in config.reward.model:
-        if model.path is not None:
-            count = f"{model.num_servers} server{'s' if model.num_servers > 1 else ''} x tensor {model.tensor}"
-            yield f"reward model {model.name}: {count} beside the policy's, on further GPUs where there are any"
     if config.moe.routing_replay != "none":
         yield (
             f"routing replay {config.moe.routing_replay}: experts are not chosen by the current router in training, and"
@@ -85,7 +83,8 @@ def _of_the_objective(config: Config) -> Iterator[str]:
         divided = f", divided by the {advantage.std_over}'s deviation" if advantage.divide_by_std else ""
         yield f"advantages are relative to {advantage.baseline}{divided}; the paper's are its group's alone"
     own = recipe.settings.get("advantage", {}).get("divide_by_std", True)
-    if config.advantage.std_ddof or config.advantage.divide_by_std != own:
+    divides_otherwise = config.advantage.std_ddof or config.advantage.divide_by_std != own
+    if divides_otherwise and not recipe.has_critic:
         yield (
             "advantages are "
             + (
@@ -122,6 +121,25 @@ def _of_the_objective(config: Config) -> Iterator[str]:
             "one mini-batch per step: old and current policy are the same, so nothing is clipped and the old log-prob"
             f" pass {made}"
         )
+
+
+def _of_the_critic(config: Config) -> Iterator[str]:
+    critic = critic_of(config)
+    if critic is None:
+        return
+    yield (
+        f"critic from {critic_path(config)}: a second model with an optimizer of its own, and two more passes per step;"
+        f" gamma {critic.gamma:g}, lambda {critic.gae_lambda:g}"
+    )
+    if critic.warmup_steps > 0:
+        yield f"critic.warmup_steps {critic.warmup_steps}: the policy stays as it is for that many rollout batches"
+    if critic.kl_coefficient > 0:
+        yield (
+            f"critic.kl_coefficient {critic.kl_coefficient:g}: each token's reward is less that times log policy - log"
+            " reference, with a frozen reference: a third model in memory"
+        )
+    if config.advantage.std_ddof and not critic.whiten:
+        yield "advantage.std_ddof has no effect with `critic.whiten: false`"
 
 
 def _of_the_correction(config: Config) -> Iterator[str]:
@@ -188,13 +206,11 @@ def _of_the_run(config: Config) -> Iterator[str]:
         yield "optimizer.decay_norms_and_biases has no effect with weight_decay 0"
     if config.recompute.granularity == "none" and config.recompute.num_layers > 1:
         yield "recompute.num_layers has no effect with `granularity: none`"
-    if (
-        config.train is not None
-        and 0 < config.train.num_steps * config.batch.num_mini_batches <= config.optimizer.warmup_steps
-    ):
+    num_steps = policy_steps(config) if config.train is not None else 0
+    if 0 < num_steps <= config.optimizer.warmup_steps:
         yield (
-            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not over before the run ends "
-            f"({config.train.num_steps * config.batch.num_mini_batches} optimizer steps)"
+            f"optimizer.warmup_steps {config.optimizer.warmup_steps} is not over before the run ends"
+            f" ({num_steps} optimizer steps)"
         )
     trained_on = {_file(path) for path in (config.data.path, *(source.path for source in config.data.sources)) if path}
     for one in eval_sets(config):

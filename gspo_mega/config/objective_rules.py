@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from gspo_mega.config.recipes import PARAMETERS, RECIPES, Ratio, Recipe
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import Config, Critic
 from gspo_mega.errors import Violation
 
 
 def resolve_defaults(config: Config) -> Config:
     """Fill in the defaults that depend on another key: those that the algorithm's recipe gives to `objective` and to
-    other sections, and the constant of a recipe that divides by one, `rollout.max_new_tokens`.
+    other sections, the constant of a recipe that divides by one, `rollout.max_new_tokens`, and the critic of a recipe
+    that has one.
     """
     recipe = RECIPES[config.algorithm]
     wanted: dict[str, dict[str, Any]] = {section: dict(values) for section, values in recipe.settings.items()}
@@ -30,6 +31,8 @@ def resolve_defaults(config: Config) -> Config:
         }
         if missing:
             changes |= {section: of.model_copy(update=missing)} if section else missing
+    if recipe.has_critic and config.critic is None:
+        changes["critic"] = Critic()
     return config.model_copy(update=changes) if changes else config
 
 

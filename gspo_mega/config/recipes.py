@@ -36,6 +36,8 @@ class Recipe:
     other than its own where `fixes_aggregation`, a KL term unless `takes_kl`, and for each key of `fixes` another value
     than that of `settings`, for the reason given there. A term of whole sequences takes no advantages of tokens, and
     one that does not clip no dual clip.
+
+    `has_critic`: whether its advantages are estimated from a critic's values, instead of relative to a group.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Recipe:
     parameters: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fixes: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    has_critic: bool = False
 
     @property
     def is_clipped(self) -> bool:
@@ -232,6 +235,17 @@ RECIPES: dict[str, Recipe] = {
             published_as="gmpo",
             fixes_aggregation=True,
             takes_kl=False,
+        ),
+        Recipe(
+            name="ppo",
+            paper="arXiv:1707.06347, Eq. 7, § 6.1; advantages: arXiv:1506.02438",
+            ratio="token",
+            clip_low=0.2,
+            clip_high=0.2,
+            published_as="ppo",
+            aggregation="token_mean",
+            takes_kl=False,
+            has_critic=True,
         ),
         Recipe(
             name="custom",

@@ -45,7 +45,7 @@ def remote_violations(config: Config) -> Iterator[Violation]:
                 f" (`function: {service.name}`), in a source's `reward` or in that of a held-out set",
             )
         if isinstance(service, ModelReward):
-            yield from _model(config, place, service)
+            yield from _model(place, service)
         is_own = isinstance(service, ModelReward) and service.path is not None
         if not is_own and (problem := url_problem(service.url)) is not None:
             yield Violation(f"{place}.url", problem)
@@ -77,7 +77,7 @@ def _judge(place: str, judge: JudgeReward) -> Iterator[Violation]:
         )
 
 
-def _model(config: Config, place: str, model: ModelReward) -> Iterator[Violation]:
+def _model(place: str, model: ModelReward) -> Iterator[Violation]:
     if "response" not in PLACEHOLDER.findall(model.text):
         yield Violation(f"{place}.text", "has no {response}, so that the model would see no response")
     if model.path is None:
@@ -87,13 +87,6 @@ def _model(config: Config, place: str, model: ModelReward) -> Iterator[Violation
     if model.api_key_variable is not None:
         yield Violation(
             f"{place}.api_key_variable", "contradicts `path`: the run gives its own servers a key; valid with `url`"
-        )
-    nodes = config.cluster.num_nodes + config.cluster.num_rollout_nodes
-    if nodes > 1:
-        yield Violation(
-            f"{place}.path",
-            f"{nodes} nodes, and servers of a reward model are started in runs on one machine only; start them in a job"
-            " of their own and give `url`",
         )
 
 

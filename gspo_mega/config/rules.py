@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 from gspo_mega.config.addresses import address_problem
 from gspo_mega.config.colocated_rules import colocated_violations
+from gspo_mega.config.critic_config import critic_config, critic_of, penalises_kl
+from gspo_mega.config.critic_rules import critic_violations
 from gspo_mega.config.deadlines import broken_relations
 from gspo_mega.config.episode_rules import episode_violations
 from gspo_mega.config.held_out_rules import held_out_rules
@@ -38,10 +40,11 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
     config = resolve_defaults(config)
     violations = [
         *objective_violations(config, command),
-        *_batch_and_optimizer(config),
+        *critic_violations(config),
+        *_batch(config),
         *staleness_violations(config),
         *colocated_violations(config),
-        *_optimizer_state(config),
+        *_optimizers(config),
         *_experts(config),
         *_data(config, command),
         *reward_violations(config),
@@ -59,7 +62,7 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
     return violations, list(notices(config))
 
 
-def _batch_and_optimizer(config: Config) -> Iterator[Violation]:
+def _batch(config: Config) -> Iterator[Violation]:
     num_sequences = config.batch.prompts_per_step * config.batch.group_size
     if config.batch.num_mini_batches > num_sequences:
         yield Violation(
@@ -67,36 +70,67 @@ def _batch_and_optimizer(config: Config) -> Iterator[Violation]:
             f"{config.batch.num_mini_batches} mini-batches of prompts_per_step x group_size = {num_sequences}"
             f" trajectories leave some empty; at most {num_sequences}",
         )
-    if config.optimizer.min_lr > config.optimizer.lr:
-        yield Violation(
-            "optimizer.min_lr", f"{config.optimizer.min_lr:g} is above lr {config.optimizer.lr:g}; at most that"
-        )
 
 
-def _optimizer_state(config: Config) -> Iterator[Violation]:
+def _optimizers(config: Config) -> Iterator[Violation]:
+    yield from _optimizer_state(config, "optimizer")
+    critic = critic_of(config)
+    if critic is not None and (critic.optimizer is not None or critic.precision is not None):
+        yield from _optimizer_state(critic_config(config), "critic.optimizer")
+
+
+def _optimizer_state(config: Config, place: str) -> Iterator[Violation]:
+    """What contradicts `config.optimizer`, which stands at `place`."""
     optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield Violation(f"{place}.min_lr", f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}; at most that")
     small, offloaded = optimizer.moments_dtype != "fp32", optimizer.cpu_offload_fraction > 0
+    if optimizer.gradients_dtype == "bf16":
+        yield from _bf16_gradients(config, place)
     needs = {"moments_dtype": small, "cpu_offload_fraction": offloaded}
     for key, wanted in needs.items():
         if wanted and not optimizer.distributed:
-            yield Violation(f"optimizer.{key}", f"{getattr(optimizer, key)} needs `optimizer.distributed: true`")
+            yield Violation(f"{place}.{key}", f"{getattr(optimizer, key)} needs `{place}.distributed: true`")
     if small and config.precision == "fp32":
         yield Violation(
-            "optimizer.moments_dtype",
+            f"{place}.moments_dtype",
             f"{optimizer.moments_dtype} with `precision: fp32`: the fused Adam that keeps such moments needs bf16"
             " parameters; valid: fp32",
         )
     if small and offloaded:
         yield Violation(
-            "optimizer.moments_dtype",
+            f"{place}.moments_dtype",
             f"{optimizer.moments_dtype} with cpu_offload_fraction > 0: Megatron's offloaded Adam keeps fp32 moments;"
             " valid: fp32",
         )
     if offloaded and config.precision == "fp8" and config.fp8.parameters:
         yield Violation(
-            "optimizer.cpu_offload_fraction",
+            f"{place}.cpu_offload_fraction",
             "Megatron's offloaded Adam cannot read or write FP8 parameters; valid: 0, or `fp8.parameters: false`",
         )
+
+
+def _bf16_gradients(config: Config, place: str) -> Iterator[Violation]:
+    """What contradicts gradients in bf16."""
+    optimizer = config.optimizer
+    if config.precision == "fp32":
+        yield Violation(
+            f"{place}.gradients_dtype",
+            "bf16 with `precision: fp32`: gradients have at least their parameters' precision; valid: fp32",
+        )
+    if config.precision == "fp8" and config.fp8.parameters:
+        yield Violation(
+            f"{place}.gradients_dtype",
+            "bf16 with `fp8.parameters: true`: what Megatron's buffers make of that was not compared; valid: fp32, or"
+            " `fp8.parameters: false`",
+        )
+    for key, plain in (("moments_dtype", "fp32"), ("cpu_offload_fraction", 0)):
+        if getattr(optimizer, key) != plain:
+            yield Violation(
+                f"{place}.gradients_dtype",
+                f"bf16 with {key} {getattr(optimizer, key)}: that Adam was not compared with such gradients; valid:"
+                f" fp32, or {key}: {plain}",
+            )
 
 
 def _experts(config: Config) -> Iterator[Violation]:
@@ -183,7 +217,11 @@ def _layers(config: Config) -> Iterator[Violation]:
 
 
 def _fp8(config: Config) -> Iterator[Violation]:
-    if config.precision == "fp8" and config.fp8.recipe == "delayed" and config.kl.coefficient > 0:
+    if (
+        config.precision == "fp8"
+        and config.fp8.recipe == "delayed"
+        and (config.kl.coefficient > 0 or penalises_kl(config))
+    ):
         yield Violation(
             "fp8.recipe",
             "delayed with a KL term: the scales of the frozen reference would follow its passes and be in no"
@@ -191,7 +229,10 @@ def _fp8(config: Config) -> Iterator[Violation]:
         )
     if config.precision != "fp8" or not config.fp8.parameters:
         return
-    if not config.optimizer.distributed:
+    optimizers = (
+        [config.optimizer] if critic_of(config) is None else [config.optimizer, critic_config(config).optimizer]
+    )
+    if not all(optimizer.distributed for optimizer in optimizers):
         yield Violation(
             "fp8.parameters",
             "only Megatron's distributed optimizer writes FP8 parameters; set `optimizer.distributed: true`, or false"

@@ -11,9 +11,11 @@ from gspo_mega.errors import Violation
 def server_node_violations(config: Config) -> Iterator[Violation]:
     """What does not fit the nodes that servers run on."""
     cluster, server = config.cluster, config.server
-    most = server.num_servers * server.num_nodes
+    rewards = sum(model.num_servers for model in config.reward.model if model.path)
+    most = server.num_servers * server.num_nodes + rewards
     if cluster.num_rollout_nodes > most:
         over = f" over {server.num_nodes} nodes each" if server.num_nodes > 1 else ""
+        over += f" and {rewards} of reward models" if rewards else ""
         yield Violation(
             "cluster.num_rollout_nodes",
             f"{cluster.num_rollout_nodes} nodes for server.num_servers {server.num_servers}{over}: some would have"

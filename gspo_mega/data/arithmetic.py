@@ -18,6 +18,8 @@ from typing import Literal
 Split = Literal["train", "heldout"]
 
 NUM_DIGITS = 4
+# Of problems of several lengths: longer ones are harder, which a critic can see before the first token of an answer.
+MIXED_DIGITS = (3, 4, 5, 6)
 # One in this many problems belongs to the held-out split.
 HELDOUT_EVERY = 16
 
@@ -79,3 +81,11 @@ def problems(split: Split, num_problems: int, seed: int, num_digits: int = NUM_D
             continue
         seen.add(pair)
         yield a, b
+
+
+def mixed_problems(split: Split, num_problems: int, seed: int) -> Iterator[tuple[int, int]]:
+    """Yield problems as `problems` does, of each of `MIXED_DIGITS` in turn, equally many but for a rest."""
+    each = -(-num_problems // len(MIXED_DIGITS))
+    streams = [problems(split, each, seed, num_digits) for num_digits in MIXED_DIGITS]
+    for number in range(num_problems):
+        yield next(streams[number % len(streams)])

@@ -157,8 +157,8 @@ def build_micro_batch(
     last sequence is padded further until the pack is a multiple of `pack_multiple` (itself one of `pad_multiple`).
     `sequence` holds, [S] each: `num_prompt_tokens`, `num_response_tokens`, `length` (active response tokens) int64, and
     float64 of every key in `sequence_keys`, looked up in the trajectory; 0 in filler, which is one sequence of the
-    smallest valid pack's length with `trajectory_index` -1. `token_keys`: `token_advantages` and `version_index`, [R]
-    of each trajectory, aligned as its log-probs are; not in the pack unless named.
+    smallest valid pack's length with `trajectory_index` -1. `token_keys`: `token_advantages`, `token_rewards` and
+    `version_index`, [R] of each trajectory, aligned as its log-probs are; not in the pack unless named.
 
     Raises ValueError for a trajectory whose arrays differ in length.
     """
@@ -193,7 +193,7 @@ def build_micro_batch(
 
 
 # Of the arrays that are in a pack only where they are asked for.
-_MORE_DTYPES = {"token_advantages": np.float64, "version_index": np.int64}
+_MORE_DTYPES = {"token_advantages": np.float64, "token_rewards": np.float64, "version_index": np.int64}
 TOKEN_ARRAYS = ("token_ids", "labels", "loss_mask", "rollout_log_probs")
 COUNTS = ("num_prompt_tokens", "num_response_tokens", "length")
 

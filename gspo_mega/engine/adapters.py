@@ -136,7 +136,11 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """`weight`, this rank's part of the layer's, plus (alpha / rank) B A: summed in fp32, in the weight's dtype."""
+        """`weight`, this rank's part of the layer's, plus (alpha / rank) B A: summed in fp32, in the weight's dtype.
+        Off, it is the weight.
+        """
+        if not self.is_on:
+            return weight
         product = self.whole_b().float() @ self.whole_a().float()
         return torch.add(weight.float(), product, alpha=self.scale).to(weight.dtype)
 

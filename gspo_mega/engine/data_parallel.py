@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 def wrap_data_parallel(
     megatron_config: TransformerConfig, chunks: list[PolicyModel], settings: Optimizer
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each chunk: fp32 gradient buffers, summed (not averaged) over data ranks.
+    """Megatron's DDP around each chunk: gradient buffers of `settings.gradients_dtype`, summed (not averaged) over data
+    ranks.
 
     With `settings.overlap` it also sets in `megatron_config` how Megatron's schedules delay reductions until the last
     micro-batch, and gives every chunk its `await_parameters`.
     """
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=settings.gradients_dtype == "fp32",
         use_distributed_optimizer=settings.distributed,
         overlap_grad_reduce=settings.overlap,
         overlap_param_gather=settings.overlap and settings.distributed,

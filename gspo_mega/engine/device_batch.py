@@ -23,8 +23,9 @@ class DeviceBatch:
     `token_ids`, `position_ids` [1, t] int64 with t = T / context size; `packed`: Megatron's packed-sequence parameters.
     For the N active response tokens that this rank holds: `rows` [N] int64 (the position in t that predicts the token),
     `labels` [N] int64, `sequence_ids` [N] int64 in [0, S), `rollout_log_probs` [N] float32 nats, `token_advantages` [N]
-    float64 or None, `version_index` [N] int64 in [0, `num_versions`) or None. `sequence`: tensors [S], the same on all
-    context ranks; `trajectory_index` [S] int64, rows of the rollout batch, on the host.
+    float64 or None, `version_index` [N] int64 in [0, `num_versions`) or None. Of the E sequences with an active token
+    whose last one stands here: `end_rows` [E] int64 (its own position in t), `end_sequences` [E] int64. `sequence`:
+    tensors [S], the same on all context ranks; `trajectory_index` [S] int64, rows of the rollout batch, on the host.
     """
 
     token_ids: torch.Tensor
@@ -37,6 +38,8 @@ class DeviceBatch:
     num_sequences: int
     sequence: dict[str, torch.Tensor]
     trajectory_index: np.ndarray
+    end_rows: torch.Tensor
+    end_sequences: torch.Tensor
     token_advantages: torch.Tensor | None = None
     version_index: torch.Tensor | None = None
     num_versions: int = 1
@@ -49,6 +52,18 @@ def held_rows(micro_batch: MicroBatch, groups: ParallelGroups) -> tuple[torch.Te
     cu_seqlens = torch.from_numpy(micro_batch.cu_seqlens)
     held = local_rows(cu_seqlens, groups.context.size, groups.context.rank)
     return held, torch.nonzero(torch.from_numpy(micro_batch.loss_mask)[held] > 0).flatten()
+
+
+def _ends(micro_batch: MicroBatch, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`end_rows` and `end_sequences` of the `held` positions, on the host."""
+    active = np.flatnonzero(micro_batch.loss_mask > 0)
+    ids = micro_batch.sequence_ids[active]
+    is_last = np.append(ids[1:] != ids[:-1], True)[: len(ids)]
+    # A position predicts the token behind it, whose own state is the one after it.
+    sequence_at = torch.full((micro_batch.num_tokens + 1,), -1)
+    sequence_at[torch.from_numpy(active[is_last] + 1)] = torch.from_numpy(ids[is_last])
+    rows = torch.nonzero(sequence_at[held] >= 0).flatten()
+    return rows, sequence_at[held[rows]]
 
 
 def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
@@ -64,6 +79,7 @@ def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
         return (tensor if index is None else tensor[index]).to(target)
 
     offsets = cu_seqlens.to(target)
+    end_rows, end_sequences = _ends(micro_batch, held)
     return DeviceBatch(
         token_ids=move(micro_batch.token_ids, held)[None],
         position_ids=move(micro_batch.position_ids, held)[None],
@@ -83,6 +99,8 @@ def to_device(micro_batch: MicroBatch, groups: ParallelGroups) -> DeviceBatch:
         num_sequences=micro_batch.num_sequences,
         sequence={name: move(values) for name, values in micro_batch.sequence.items()},
         trajectory_index=micro_batch.trajectory_index,
+        end_rows=end_rows.to(target),
+        end_sequences=end_sequences.to(target),
         token_advantages=None if micro_batch.token_advantages is None else move(micro_batch.token_advantages, active),
         version_index=None if micro_batch.version_index is None else move(micro_batch.version_index, active),
         num_versions=1 if micro_batch.versions is None else len(micro_batch.versions),

@@ -55,24 +55,12 @@ class Pipeline:
         """
         self.before_pass()
         outputs: list[PassOutput] = []
-        last_chunk = self.chunks[-1]
 
         def finish(batch: DeviceBatch, hidden: torch.Tensor):
-            log_probs, entropies = token_log_probs(
-                hidden,
-                last_chunk.head_weight(),
-                batch.rows,
-                batch.labels,
-                vocab_size=self.spec.vocab_size,
-                temperature=self.temperature,
-                tensor_group=self.groups.tensor,
-                sequence_parallel=self.megatron_config.sequence_parallel,
-                chunk_rows=self.log_prob_chunk_tokens,
-                with_entropy=getattr(head, "wants_entropy", False),
-            )
-            output = head(batch, log_probs, entropies)
+            read, more = self.read(batch, hidden, getattr(head, "wants_entropy", False))
+            output = head(batch, read, more)
             outputs.append(output)
-            loss = output.loss if output.loss is not None else log_probs.new_zeros(())
+            loss = output.loss if output.loss is not None else read.new_zeros(())
             output.loss = None  # the schedule owns it now and frees its graph
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
@@ -99,6 +87,25 @@ class Pipeline:
             )
         routing.finish()
         return outputs
+
+    def read(
+        self, batch: DeviceBatch, hidden: torch.Tensor, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the head is given of the last stage's `hidden`, [t, 1, H] of the model's dtype: log-probs and, on
+        request, entropies, [N] float32 nats of this rank's active tokens.
+        """
+        return token_log_probs(
+            hidden,
+            self.chunks[-1].head_weight(),
+            batch.rows,
+            batch.labels,
+            vocab_size=self.spec.vocab_size,
+            temperature=self.temperature,
+            tensor_group=self.groups.tensor,
+            sequence_parallel=self.megatron_config.sequence_parallel,
+            chunk_rows=self.log_prob_chunk_tokens,
+            with_entropy=with_entropy,
+        )
 
     def _index_of(self, model: torch.nn.Module) -> int:
         return next(index for index, candidate in enumerate(self.models) if candidate is model)

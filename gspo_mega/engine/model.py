@@ -166,6 +166,7 @@ def _expert_settings(routing: Moe, spec: ModelSpec, moe: MoeSpec) -> dict:
             else {}
         ),
         moe_shared_expert_intermediate_size=moe.shared_intermediate_size or None,
+        moe_shared_expert_gate=moe.shared_gate,
         moe_router_dtype="fp32",
         moe_router_score_function=moe.score_function,
         # `expert_bias.py` moves the bias. Megatron would do so before the optimizer step, and count padding.
@@ -235,7 +236,12 @@ def _transformer_engine_layer(megatron_config: TransformerConfig, spec: ModelSpe
     return layer
 
 
-def build_chunks(megatron_config: TransformerConfig, spec: ModelSpec, groups: ParallelGroups) -> list[PolicyModel]:
+def build_chunks(
+    megatron_config: TransformerConfig,
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    model: type[PolicyModel] = PolicyModel,
+) -> list[PolicyModel]:
     """This rank's model chunks: one, or one per virtual pipeline stage. Parameters are untrained.
 
     Collective over the embedding group if embeddings are tied over several pipeline stages.
@@ -245,7 +251,7 @@ def build_chunks(megatron_config: TransformerConfig, spec: ModelSpec, groups: Pa
     for stage in [None] if virtual is None else range(virtual):
         has_embedding, has_head = stage_flags(stage)
         with head_without_apex():
-            chunk = PolicyModel(
+            chunk = model(
                 megatron_config,
                 cast(ModuleSpec, _layer_specs(megatron_config, spec, stage)),  # Megatron takes either
                 vocab_size=padded_vocab_size(spec.vocab_size, groups.tensor.size),

@@ -26,7 +26,8 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One process to start. `kind` and `index` name it: rank 3, server 0. `environment` is added to this process's.
+    """One process to start. `kind`, `index` and `of` name it: rank 3, reward server 0 of preference. `environment` is
+    added to this process's.
 
     Under Slurm a process is an srun: `ranks` runs all ranks, `watch` watches the supervisor's node, `doctor` checks one
     node.
@@ -37,6 +38,7 @@ class ChildSpec:
     command: Sequence[str]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    of: str = ""
 
 
 class Child:
@@ -63,7 +65,7 @@ class Child:
 
     @property
     def name(self) -> str:
-        return f"{self.spec.kind} {self.spec.index}"
+        return f"{self.spec.kind} {self.spec.index}" + (f" of {self.spec.of}" if self.spec.of else "")
 
     @property
     def pid(self) -> int:

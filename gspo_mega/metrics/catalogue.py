@@ -16,6 +16,7 @@ from gspo_mega.metrics.rollout_counts import ROLLOUT_COUNTS
 from gspo_mega.metrics.training_names import (
     BESIDE,
     CORRECTION,
+    CRITIC,
     EPISODE,
     HELD_OUT,
     HELD_OUT_OF_SEVERAL,
@@ -40,6 +41,7 @@ PHASES = {
     "assemble": "advantages, packing, moving shards to their ranks",
     "old_log_probs": "the trainer's log-probs at the start of the rollout batch",
     "reference_log_probs": "log-probs under the reference policy, where there is a KL term",
+    "critic": "values of the rollout batch, and the critic's optimizer steps (algorithm: ppo)",
     "train": "forward, backward and optimizer steps of all mini-batches",
     "report": "adding up metrics over ranks and writing them",
     "share": "moving GPU memory between ranks and servers (cluster.colocated)",
@@ -228,6 +230,7 @@ def _entries() -> list[Metric]:
         Metric("optimizer/lr", "1", "value", "learning rate of the last optimizer step"),
         Metric("optimizer/num_optimizer_steps", "steps", "value", "optimizer steps since the run's start"),
         Metric("optimizer/num_skipped", "steps", "sum", "optimizer steps skipped for a non-finite gradient"),
+        *(Metric(f"critic/{name}", *parts) for name, parts in CRITIC.items()),
         Metric("lora/num_parameters", "1", "value", "numbers of all adapters, the only trained ones"),
         Metric("lora/norm", "1", "value", "Frobenius norm of (alpha / rank) B A over all adapters; 0 at B = 0"),
         Metric("publish/weight_version", "versions", "value", "version the servers hold after the step"),

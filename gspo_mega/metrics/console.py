@@ -16,6 +16,7 @@ _PROGRESS = (
     ("constant", "groups/constant_fraction", "{:.2f}"),
     ("entropy", "policy/entropy", "{:.3f}"),
     ("clip", "policy/clip_fraction", "{:.3f}"),
+    ("explained", "critic/explained_variance", "{:.3f}"),
     ("|grad|", "optimizer/grad_norm", "{:.3g}"),
     ("mismatch k3", "mismatch/k3", "{:.1e}"),
     ("tokens/s", "speed/tokens_per_second", "{:.0f}"),
@@ -30,7 +31,7 @@ _FAILURES = (
     ("skipped", "optimizer/num_skipped"),
     ("not finite", "metrics/num_non_finite"),
 )
-_PHASE_ORDER = ("rollout", "old_log_probs", "train", "publish", "eval", "checkpoint")
+_PHASE_ORDER = ("rollout", "old_log_probs", "critic", "train", "publish", "eval", "checkpoint")
 
 # Of which step the evaluation in a line is, where not of its own.
 MEASURED_STEP = "eval/measured_step"

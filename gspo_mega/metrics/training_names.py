@@ -39,6 +39,28 @@ CORRECTION: dict[str, tuple[str, Reduction, str]] = {
     "num_segment_decisions": ("sequences", "sum", "sequences dropped or cut for a segment alone, sound as a whole"),
 }
 
+CRITIC: dict[str, tuple[str, Reduction, str]] = {
+    "value_loss": ("reward^2", "mean", "the critic's loss over mini-batches"),
+    "explained_variance": (
+        "1",
+        "ratio",
+        "1 - Var(R - V) / Var(R) over tokens, V as the advantages were made with: 1 is perfect, 0 says the mean",
+    ),
+    "value_mean": ("reward", "mean", "value of the state before a token, as the advantages were made with"),
+    "return_mean": ("reward", "mean", "return R = A + V of a token: what the critic is trained on"),
+    "clip_fraction": ("fraction", "ratio", "tokens whose value moved beyond critic.clip_range: no gradient"),
+    "kl_reference": (
+        "nats",
+        "mean",
+        "log policy - log reference per token; critic.kl_coefficient is its weight",
+    ),
+    "grad_norm": ("1", "mean", "the critic's global gradient norm before clipping, over its optimizer steps"),
+    "grad_norm_max": ("1", "max", "the critic's global gradient norm before clipping, over its optimizer steps"),
+    "lr": ("1", "value", "learning rate of the critic's last optimizer step"),
+    "num_optimizer_steps": ("steps", "value", "the critic's optimizer steps since the run's start"),
+    "num_skipped": ("steps", "sum", "the critic's optimizer steps skipped for a non-finite gradient"),
+}
+
 # Of the first held-out set, and with `set/<set>/` of each.
 HELD_OUT: dict[str, tuple[str, Reduction, str]] = {
     "accuracy": ("fraction", "mean", "held-out samples that are correct, of those that could be scored (avg@k)"),

@@ -13,7 +13,10 @@ FEWEST_STEPS = 8
 
 
 class Trend(NamedTuple):
-    """`kind` of a curve; `since`: the step at which that began, None where it is of the whole run."""
+    """`kind` of a curve; `since`: the step at which that began, None where it is of the whole run. `start` and `end`
+    are means over the steps from the first to the second of `start_steps` and `end_steps`. `level_since`: the step,
+    where it is not in the last third, since which the curve has not risen by more than its noise.
+    """
 
     kind: Literal["learns", "flat", "falls", "collapsed", "short"]
     start: float
@@ -21,15 +24,22 @@ class Trend(NamedTuple):
     peak: float
     peak_step: int
     since: int | None = None
+    start_steps: tuple[int, int] = (-1, -1)
+    end_steps: tuple[int, int] = (-1, -1)
+    level_since: int | None = None
 
 
 class Setback(NamedTuple):
-    """A fall that was made good: its `lowest` value was at `step`; `back`: the step from which it was."""
+    """A fall that was made good. `before`: the mean over `before_steps`; `began`: the first step of the fall; `lowest`:
+    the lowest value, at `step`; `back`: the first step after it with nine tenths of `before` again.
+    """
 
     step: int
     before: float
     lowest: float
     back: int
+    began: int
+    before_steps: tuple[int, int]
 
 
 def rolling(values: Sequence[float], width: int) -> list[float]:
@@ -61,6 +71,7 @@ def trend_of(steps: Sequence[int], series: Sequence[float | None]) -> Trend:
     means = rolling(values, width)
     error = 3.0 * noise_of(values) * math.sqrt(2.0 / width)
     start, end = means[width - 1], means[-1]
+    first, last = (at[0], at[width - 1]), (at[-width], at[-1])
     top = max(range(width - 1, len(means)), key=means.__getitem__)
     peak = means[top]
     lost = peak - end
@@ -75,12 +86,23 @@ def trend_of(steps: Sequence[int], series: Sequence[float | None]) -> Trend:
         if fell < width:
             before = values[:fell]
             start = peak = math.fsum(before) / fell
+            first = (at[0], at[fell - 1])
             top, since = max(range(fell), key=before.__getitem__), at[fell]
-        return Trend("collapsed", start, end, peak, at[top], since)
+        return Trend("collapsed", start, end, peak, at[top], since, first, last)
     if end - start > error:
+        level = _level_since(at, means, width, error)
         since = next(at[place] for place in range(width, len(means)) if means[place] - start > error)
-        return Trend("learns", start, end, peak, at[top], since)
-    return Trend("falls" if start - end > error else "flat", start, end, peak, at[top])
+        return Trend("learns", start, end, peak, at[top], since, first, last, level)
+    return Trend("falls" if start - end > error else "flat", start, end, peak, at[top], None, first, last)
+
+
+def _level_since(at: Sequence[int], means: Sequence[float], width: int, error: float) -> int | None:
+    """The end of the first mean over `width` steps which none of the later ones exceeds by more than `error`, where it
+    is in the first two thirds.
+    """
+    enough = max(means[width - 1 :]) - error
+    first = next(place for place in range(width - 1, len(means)) if means[place] >= enough)
+    return at[first] if first < len(means) * 2 // 3 else None
 
 
 def setbacks_of(steps: Sequence[int], series: Sequence[float | None]) -> list[Setback]:
@@ -101,7 +123,13 @@ def setbacks_of(steps: Sequence[int], series: Sequence[float | None]) -> list[Se
             if back is None:
                 break
             lowest = min(range(place, back + few), key=values.__getitem__)
-            found.append(Setback(pairs[lowest][0], before, values[lowest], pairs[back][0]))
+            enough = 0.9 * before
+            good = (one for one in range(lowest, place - width, -1) if values[one] >= enough)
+            began = next(good, place - 1) + 1
+            again = next((one for one in range(lowest, back + few) if values[one] >= enough), back)
+            at = [step for step, _ in pairs]
+            window = (at[place - width], at[place - 1])
+            found.append(Setback(at[lowest], before, values[lowest], at[again], at[began], window))
             place = back + few
         else:
             place += 1

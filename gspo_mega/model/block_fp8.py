@@ -27,7 +27,7 @@ KEY = "quantization_config"
 _ONLY = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 # What else such a configuration may say, without a meaning for the stored weights.
 _UNDERSTOOD = {*_ONLY, "weight_block_size", "scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize"}
-_ROUTER = ".router.weight"
+_GATES = (".router.weight", ".shared_experts.gate_weight")
 _BLACKWELL_NAMES = ("B200",)
 
 
@@ -88,8 +88,10 @@ def publishes_powers_of_two(config: Config) -> bool:
 
 
 def is_quantizable(entry: TensorEntry) -> bool:
-    """Is this the weight of a linear layer? Norms, biases, embeddings, the LM head and the router stay as they are."""
-    return entry.stage == "layer" and len(entry.shape) == 2 and not entry.parameter.endswith(_ROUTER)
+    """Is this the weight of a linear layer? Norms, biases, embeddings, the LM head, the router and the gate of shared
+    experts stay as they are.
+    """
+    return entry.stage == "layer" and len(entry.shape) == 2 and not entry.parameter.endswith(_GATES)
 
 
 def is_quantized(stored: BlockFp8 | None, entry: TensorEntry) -> bool:

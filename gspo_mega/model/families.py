@@ -94,6 +94,7 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
             "experts": spec.moe.num_experts,
             "expert_intermediate": spec.moe.expert_intermediate_size,
             "shared_intermediate": spec.moe.shared_intermediate_size,
+            "one": 1,
         }
     return sizes
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,20 @@ _FOREIGN = {
 }
 
 
-def read_model_spec(folder: str | Path) -> ModelSpec:
+def read_model_spec(
+    folder: str | Path, renamed: Callable[[dict[str, Any], str], dict[str, Any]] = lambda raw, where: raw
+) -> ModelSpec:
     """Read `config.json` (and `generation_config.json` for further end-of-sequence ids) of a folder.
 
-    A `.json` file instead of a folder is read as a config.json: a shape to plan with.
+    A `.json` file instead of a folder is read as a config.json: a shape to plan with. `renamed`: from a parsed
+    config.json and its place to the one that is read.
 
     Raises ModelError listing everything that is missing, malformed or unsupported, and for a link that leads out of the
     folder.
     """
     folder = Path(folder)
     if folder.is_file() and folder.suffix == ".json":
-        return spec_from_config(_read_json(folder) or {}, where=str(folder))
+        return spec_from_config(renamed(_read_json(folder) or {}, str(folder)), where=str(folder))
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; give a Hugging Face folder with config.json and safetensors")
     raw = _read_json(folder / "config.json")
@@ -56,7 +60,8 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
         raise ModelError(f"{folder}: it has no config.json; give a Hugging Face folder")
     description_files(folder)  # refuses a bad link now, on a login node, instead of at the first export
     generation = _read_json(folder / "generation_config.json") or {}
-    return spec_from_config(raw, where=str(folder / "config.json"), generation=generation)
+    where = str(folder / "config.json")
+    return spec_from_config(renamed(raw, where), where=where, generation=generation)
 
 
 def read_stored(folder: str | Path) -> BlockFp8 | None:
@@ -163,6 +168,8 @@ def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
     # Where a family always has biases on query, key and value, nobody reads the key.
     if raw.get("attention_bias") and not family.qkv_bias:
         reader.problem("attention_bias", "biases in attention are not supported; supported: false")
+    if raw.get("qkv_bias") is False and family.qkv_bias:
+        reader.problem("qkv_bias", "false: this family without biases on query, key and value is not supported")
     if raw.get("attention_dropout"):
         reader.problem("attention_dropout", f"{raw['attention_dropout']!r} is not supported; supported: 0")
     layer_types = raw.get("layer_types") or []
@@ -228,6 +235,8 @@ def _moe(reader: ConfigReader, keys: ExpertKeys) -> MoeSpec:
         experts_per_token=experts_per_token,
         expert_intermediate_size=intermediate_size,
         norm_topk_prob=reader.flag("norm_topk_prob", False) if keys.norm_topk_prob is None else keys.norm_topk_prob,
+        shared_intermediate_size=reader.size(keys.gated_shared) if keys.gated_shared is not None else 0,
+        shared_gate=keys.gated_shared is not None,
     )
 
 

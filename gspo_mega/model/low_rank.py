@@ -19,6 +19,8 @@ from gspo_mega.model.spec import ModelSpec
 PREFIX = "base_model.model."
 # The PEFT folder of a run's result, beside its Hugging Face folder.
 ADAPTER_FOLDER = "adapter"
+# What servers call the policy's adapters, where they are published as such.
+SERVED_NAME = "policy"
 _WEIGHT = ".weight"
 
 

@@ -14,7 +14,8 @@ class MoeSpec:
     """`score_function` of the router; `expert_bias`: each expert has a bias, added to its score when experts are
     chosen and not when they are weighed. Experts are chosen from the best `groups_per_token` of `num_groups` equal
     groups; one group is no grouping. `scaling_factor` multiplies the weights of the chosen. `shared_intermediate_size`:
-    width of the experts that every token goes to, all together, 0 without. The first `num_dense_layers` layers have an
+    width of the experts that every token goes to, all together, 0 without; `shared_gate`: their output is multiplied by
+    the sigmoid of a row's product with the token. The first `num_dense_layers` layers have an
     MLP of `intermediate_size` instead.
     """
 
@@ -28,6 +29,7 @@ class MoeSpec:
     groups_per_token: int = 1
     scaling_factor: float = 1.0
     shared_intermediate_size: int = 0
+    shared_gate: bool = False
     num_dense_layers: int = 0
 
     @property

@@ -47,6 +47,7 @@ class TensorRule:
 class ExpertKeys:
     """Where a family's config.json describes its experts: `num_experts` under any of these keys, their width under
     `intermediate_size`. `norm_topk_prob` is the family's own, or None where the key of that name says (absent: false).
+    `gated_shared`: the key of the width of a shared expert whose output a gate multiplies, None without one.
     `deepseek`: DeepSeek-V3's router (sigmoid scores, a bias, groups), shared experts and first dense layers, under its
     keys.
     """
@@ -54,6 +55,7 @@ class ExpertKeys:
     num_experts: tuple[str, ...]
     intermediate_size: str
     norm_topk_prob: bool | None = None
+    gated_shared: str | None = None
     deepseek: bool = False
 
 
@@ -213,6 +215,17 @@ _EXPERT_BIAS = _layer(
     is_buffer=True,
 )
 _SHARED_EXPERTS = _mlp("mlp.shared_experts", "mlp.shared_experts", "shared_intermediate", _NAMES, "expert layer")
+_GATED_SHARED_EXPERT = (
+    _layer(
+        "mlp.shared_expert_gate.weight",
+        ("one", "hidden"),
+        "mlp.shared_experts.gate_weight",
+        "whole",
+        "replicated",
+        "expert layer",
+    ),
+    *_mlp("mlp.shared_expert", "mlp.shared_experts", "shared_intermediate", _NAMES, "expert layer"),
+)
 _FIRST_DENSE = _mlp("mlp", "mlp", "intermediate", _NAMES, "dense layer")
 
 
@@ -256,6 +269,18 @@ FAMILIES: dict[str, Family] = {
             ("num_experts", "num_local_experts"), "moe_intermediate_size"
         ),  # 4.x and 5.x of transformers
         may_omit=frozenset({"head_dim"}),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        _decoder(*_attention(*_QKV_BIAS), _router("mlp"), *_GATED_SHARED_EXPERT, *_experts("mlp")),
+        qkv_bias=True,
+        experts=ExpertKeys(
+            ("num_experts", "num_local_experts"),
+            "moe_intermediate_size",
+            gated_shared="shared_expert_intermediate_size",
+        ),
+        may_omit=frozenset({"head_dim"}),
+        understood=frozenset({"shared_expert_intermediate_size"}),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",

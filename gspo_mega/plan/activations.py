@@ -7,7 +7,7 @@ Experts are assumed to be evenly loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gspo_mega.config.fused_operations import fused_keys
@@ -68,13 +68,22 @@ def head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadAct
     part = 1 / layout.tensor if layout.sequence_parallel else 1.0
     vocabulary = layout.padded_vocab_size // layout.tensor
     chunk = config.batch.log_prob_chunk_tokens
+    # The head's gradient is summed over chunks in fp32: in the buffer itself, or beside it and then rounded.
+    beside = config.optimizer.gradients_dtype == "bf16" and config.lora is None
+    summed = vocabulary * spec.hidden_size * (4 + size) if beside else 0
     return HeadActivations(
         row=spec.hidden_size * size + 40,
         token=part * (8 * spec.hidden_size + 4),
         working=(4 if layout.sequence_parallel else 2) * spec.hidden_size * size,
         chunk_forward=chunk * vocabulary * 4,
-        chunk_backward=chunk * (vocabulary * (4 if size == 4 else 6) + spec.hidden_size * 4),
+        chunk_backward=chunk * (vocabulary * (4 if size == 4 else 6) + spec.hidden_size * 4) + summed,
     )
+
+
+def value_head_activations(config: Config, spec: ModelSpec, layout: Layout) -> HeadActivations:
+    """Of the last stage's values of a critic, whose head is a row: of a chunk no more than its states in fp32."""
+    chunk = config.batch.log_prob_chunk_tokens * spec.hidden_size * 4
+    return replace(head_activations(config, spec, layout), chunk_forward=chunk, chunk_backward=2 * chunk)
 
 
 def _heads(spec: ModelSpec, layout: Layout) -> tuple[float, float, float, float]:
@@ -112,7 +121,7 @@ def _cpu(
     mlp = norm + part * hidden * size
     if moe is None:
         return attention, mlp + (gate + 1) * spec.intermediate_size / layout.tensor * size
-    shared = (gate + 1) * moe.shared_intermediate_size / layout.tensor * size
+    shared = (gate + 1) * moe.shared_intermediate_size / layout.tensor * size + part * _shared_gate(spec, moe, size)
     return attention, mlp + shared + part * (
         _router(moe) + moe.experts_per_token * (20 + _routed(config, spec, moe, layout, size, size, has_gpu=has_gpu))
     )
@@ -160,7 +169,9 @@ def _gpu(
         intermediate = spec.intermediate_size / layout.tensor
         return attention, norm + part * hidden * linear + intermediate * (gate * size + linear)
     routed = moe.experts_per_token * _routed(config, spec, moe, layout, size, linear, has_gpu=has_gpu)
-    shared = moe.shared_intermediate_size / layout.tensor * (gate * size + linear)
+    shared = moe.shared_intermediate_size / layout.tensor * (gate * size + linear) + part * _shared_gate(
+        spec, moe, size
+    )
     return attention, norm + shared + part * (hidden * size + _router(moe) + routed + _moved(config, moe))
 
 
@@ -199,6 +210,11 @@ def _router(moe: MoeSpec) -> float:
         moe.num_experts + 16 * moe.num_groups + 8 * moe.groups_per_token if moe.groups_per_token < moe.num_groups else 0
     )
     return 9 * moe.num_experts + 4 + grouped
+
+
+def _shared_gate(spec: ModelSpec, moe: MoeSpec, size: float) -> float:
+    """What the gate of shared experts keeps of a token: their output, and its sigmoid twice."""
+    return (spec.hidden_size + 2) * size if moe.shared_gate else 0.0
 
 
 def _gate(config: Config, has_gpu: bool) -> int:

@@ -29,6 +29,14 @@ def check_adapters(config: Config, spec: ModelSpec) -> Iterator[Violation]:
     except ModelError as error:
         yield Violation("lora.targets", str(error).partition(": ")[2])
         return
+    if config.publish.lora == "adapter" and (spec.moe is not None or spec.latent is not None):
+        has = "experts" if spec.moe is not None else "latent attention"
+        yield Violation(
+            "publish.lora",
+            f"adapter, and the model ({spec.family}) has {has}: PEFT's form of their adapters is another one than"
+            " SGLang's, and nothing has compared them with the trainer's",
+            "merged",
+        )
     if any(entries[0].expert is not None for entries in found.values()) and config.parallel.expert_tensor > 1:
         own = [name for name in targets_of(spec) if name not in _of_experts(spec)]
         yield Violation(

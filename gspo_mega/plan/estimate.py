@@ -8,20 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from gspo_mega.config.critic_config import critic_config
 from gspo_mega.errors import PlanError
 from gspo_mega.model.sizes import ParameterCounts, count_parameters, forward_flops_per_token
-from gspo_mega.plan.adapter_shares import trained_parameters
 from gspo_mega.plan.colocated_memory import rank_host_bytes, run_memory, servers_host_bytes
+from gspo_mega.plan.critic_needs import critic_state, saved_bytes
 from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.memory import GIB, Memory, ServerMemory, gpu_bytes, server_memory
 from gspo_mega.plan.resolve import Plan
+from gspo_mega.plan.reward_needs import RewardNeeds, reward_needs
 from gspo_mega.plan.save_memory import save_host_bytes
+from gspo_mega.plan.server_places import place_servers, reward_gpus, reward_servers
 from gspo_mega.plan.shares import ModelShares, State
 from gspo_mega.plan.state_bytes import StateBytes, state_bytes
 from gspo_mega.plan.stop_deadlines import check_deadlines, stop_seconds
-from gspo_mega.plan.timing import StepTime, checkpoint_bytes, save_seconds, step_time
+from gspo_mega.plan.timing import StepTime, save_seconds, step_time
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Servers:
-    """`nodes`: machines that servers need besides the trainer's; None where all servers fit beside the ranks of one
-    machine.
+    """`nodes`: machines that servers need besides the trainer's, those of reward models included; None where all
+    servers fit beside the ranks of one machine. `num_gpus`, `memory`: of the policy's.
     """
 
     num_gpus: int
@@ -46,17 +50,20 @@ class Servers:
 
 @dataclass(frozen=True)
 class Estimate:
-    """`states`: of the fullest rank of each pipeline stage. `memory` is None where the GPU's memory is not known,
-    `time` where `cluster.gpu` is not given. `stop_seconds`: from a stop request to the end of the save. `limit`: bytes
-    of one GPU. `node_host_bytes`: what the ranks of one node keep in its own memory, at most. `node_save_bytes`: what
-    they need there besides while they save or load a checkpoint. `notices`: what these figures warn of.
+    """`states`: of the fullest rank of each pipeline stage; `critic_states`: of it the critic's, empty without one.
+    `rewards`: of each reward model that the run serves. `memory` is None where the GPU's memory is not known, `time`
+    where `cluster.gpu` is not given. `stop_seconds`: from a stop request to the end of the save. `limit`: bytes of one
+    GPU. `node_host_bytes`: what the ranks of one node keep in its own memory, at most. `node_save_bytes`: what they
+    need there besides while they save or load a checkpoint. `notices`: what these figures warn of.
     """
 
     counts: ParameterCounts
     flops_per_token: float
     states: tuple[tuple[State, StateBytes], ...]
+    critic_states: tuple[tuple[State, StateBytes], ...]
     spans: tuple[Span, ...]
     servers: Servers
+    rewards: tuple[RewardNeeds, ...]
     limit: int | None
     node_host_bytes: int
     node_save_bytes: int
@@ -75,39 +82,47 @@ class Estimate:
 
 def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuration") -> Estimate:
     """Raises PlanError, with the key's place, where weights, gradients and optimizer state alone exceed the GPU, what
-    is kept on a node's host exceeds its memory, or a deadline is shorter than what it bounds.
+    is kept on a node's host exceeds its memory, a reward model's server does not fit, or a deadline is shorter than
+    what it bounds.
     """
     config, layout, spec = plan.config, plan.layout, plan.spec
     shares, counts = ModelShares(spec), count_parameters(spec)
-    states, saves = [], []
+    states, critic_states, saves = [], [], []
     for stage in range(layout.pipeline):
         held = shares.state(config, layout, stage)
         size = state_bytes(config, held.largest)
         states.append((held.largest, size))
         saves.append(save_host_bytes(config, held, size))
+        critic = critic_state(config, layout, shares, stage)
+        if critic is not None:
+            critic_states.append((critic[0].largest, critic[1]))
+            saves[-1] += save_host_bytes(critic_config(config), *critic)
     limit = gpu_bytes(config)
     memory = run_memory(config, layout, shares, counts.total, limit) if limit is not None else None
     key = "cluster.gpu_memory_gib" if config.cluster.gpu_memory_gib is not None else "cluster.gpu"
     if memory is not None and limit is not None and memory.exact > limit:
+        besides = f", {memory.always['critic'] / GIB:.1f} GiB of it the critic's," if critic_states else ""
         raise PlanError(
-            f"{where(key)}: {key}: weights, gradients and optimizer state take {memory.exact / GIB:.1f} GiB of a GPU"
-            f" with {limit / GIB:.1f} GiB before anything is computed. Use more ranks, more parallelism, or"
+            f"{where(key)}: {key}: weights, gradients and optimizer state take {memory.exact / GIB:.1f} GiB{besides} of"
+            f" a GPU with {limit / GIB:.1f} GiB before anything is computed. Use more ranks, more parallelism, or"
             " optimizer.distributed, optimizer.moments_dtype or optimizer.cpu_offload_fraction"
         )
     ranks_per_node = config.cluster.ranks_per_node
     shared = ranks_per_node * max(rank_host_bytes(config, size) for _, size in states)
     shared += servers_host_bytes(config, shares, counts.total)
-    node_host = ranks_per_node * max(size.on_host for _, size in states) + shared
+    by_stage = [[size for _, size in pair] for pair in (zip(states, critic_states) if critic_states else zip(states))]
+    node_host = ranks_per_node * max(sum(size.on_host for size in sizes) for sizes in by_stage) + shared
     node_save = ranks_per_node * max(saves)
     room = config.cluster.host_memory_gib
     if room is not None and node_host + node_save > room * GIB:
-        largest = max((size for _, size in states), key=lambda size: size.on_host)
+        largest = max(by_stage, key=lambda sizes: sum(size.on_host for size in sizes))
+        offloaded, snapshots = (sum(getattr(s, part) for s in largest) / GIB for part in ("offloaded", "snapshots"))
         raise PlanError(
             f"{where('cluster.host_memory_gib')}: cluster.host_memory_gib: the {ranks_per_node} ranks of"
             f" a node keep {node_host / GIB:.1f} GiB in its memory of {room:g} GiB, and need {node_save / GIB:.1f} GiB"
-            " besides while they save or load a checkpoint. Per rank: optimizer state"
-            f" {largest.offloaded / GIB:.1f} GiB (optimizer.cpu_offload_fraction), weights of earlier versions"
-            f" {largest.snapshots / GIB:.1f} GiB (diagnostics.exact_staleness, rollout.max_staleness); for ranks and"
+            f" besides while they save or load a checkpoint. Per rank: optimizer state {offloaded:.1f} GiB"
+            f" (optimizer.cpu_offload_fraction), weights of earlier versions {snapshots:.1f} GiB"
+            " (diagnostics.exact_staleness, rollout.max_staleness); for ranks and"
             f" servers in turns on the same GPUs {shared / GIB:.1f} GiB (cluster.colocated). Lower these, or use more"
             " nodes or parallelism"
         )
@@ -123,15 +138,18 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
             f" and one response may take {Sizes.of(config).longest_sequence}; use more GPUs per server (server.tensor,"
             " server.num_nodes), GPUs with more memory, server.quantization or a larger server.memory_fraction"
         )
-    saved = checkpoint_bytes(config, trained_parameters(config, spec, counts.total))
+    rewards = reward_needs(config, limit, where, is_elsewhere=plan.model != Path(config.model.path))
+    saved = saved_bytes(config, spec, counts.total)
     check_deadlines(config, time, save_seconds(saved), where)
     spans = tuple(_spans(plan))
     return Estimate(
         counts=counts,
         flops_per_token=forward_flops_per_token(spec, Sizes.of(config).longest_sequence),
         states=tuple(states),
+        critic_states=tuple(critic_states),
         spans=spans,
         servers=servers,
+        rewards=rewards,
         limit=limit,
         node_host_bytes=node_host,
         node_save_bytes=node_save,
@@ -176,8 +194,10 @@ def _servers(plan: Plan, total_parameters: int, limit: int | None) -> Servers:
         memory = server_memory(config, plan.spec, total_parameters, limit) if limit is not None else None
         return Servers(num_gpus, None, memory)
     nodes = cluster.num_rollout_nodes or None
-    if nodes is None and (cluster.num_nodes > 1 or cluster.ranks_per_node + num_gpus > node):
+    if nodes is None and (cluster.num_nodes > 1 or cluster.ranks_per_node + num_gpus + reward_gpus(config) > node):
         nodes = math.ceil(server.num_servers / max(1, node * server.num_nodes // server.tensor)) * server.num_nodes
+        for _ in reward_servers(config):  # at most one more for each
+            nodes += max(place_servers(config, server.num_servers, nodes).gpus) > node
     memory = server_memory(config, plan.spec, total_parameters, limit) if limit is not None else None
     return Servers(num_gpus, nodes, memory)
 

@@ -43,9 +43,14 @@ def plan_json(plan: Plan, figures: Estimate) -> str:
             "weights": plan.verification,
             "memory_bytes": asdict(figures.servers.memory) if figures.servers.memory is not None else None,
         },
+        "reward_models": [asdict(needs) | {"num_gpus": needs.num_gpus} for needs in figures.rewards],
         "state": [
             {"stage": stage, "elements": asdict(state), "bytes": asdict(size)}
             for stage, (state, size) in enumerate(figures.states)
+        ],
+        "critic_state": [
+            {"stage": stage, "elements": asdict(state), "bytes": asdict(size)}
+            for stage, (state, size) in enumerate(figures.critic_states)
         ],
         "memory": None,
         "time": None,
@@ -108,6 +113,7 @@ def plan_shell(plan: Plan, figures: Estimate) -> str:
         "NUM_SERVERS": server.num_servers,
         "SERVER_TENSOR": server.tensor,
         "SERVER_GPUS": figures.servers.num_gpus,
+        "REWARD_GPUS": sum(needs.num_gpus for needs in figures.rewards),
         "ROLLOUT_NODES": cluster.num_rollout_nodes,
         "CHECKPOINT_BYTES": figures.checkpoint_bytes,
         "SIGNAL_SECONDS": signal_seconds(figures.stop_seconds),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gspo_mega.config.critic_config import critic_of
 from gspo_mega.config.schema import Config
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.layout import Layout
@@ -16,7 +17,7 @@ from gspo_mega.plan.memory import GIB
 
 # Per position of a pack: token, position, sequence and label (8 each), mask and log-prob (4 each).
 POSITION_BYTES = 40
-# Where turns have advantages of their own, or tokens weights of their own: each once more per position.
+# Where turns have advantages, or tokens weights or rewards of their own: each once more per position.
 MORE_POSITION_BYTES = 8
 # Names and shapes of a pack's arrays.
 PACK_BYTES = 3000
@@ -70,6 +71,7 @@ def hand_out(config: Config, spec: ModelSpec, layout: Layout) -> HandOut:
     positions = rows * (length + -length % layout.sequence_multiple_tokens)
     away = 1 - (layout.tensor * layout.context * layout.pipeline == 1) / layout.data
     more = (config.advantage.turns == "return_to_go") + (config.rollout.max_staleness > 0)
+    more += critic_of(config) is not None  # rewards of tokens
     packs = max(1, positions // batch.micro_batch_tokens)
     shards = positions * (POSITION_BYTES + more * MORE_POSITION_BYTES) + packs * PACK_BYTES
     recorded = config.train is not None and config.train.from_rollouts is not None

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gspo_mega.config.critic_config import critic_config
 from gspo_mega.config.schema import Config
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.plan.activations import head_activations, layer_activations
+from gspo_mega.plan.activations import HeadActivations, head_activations, layer_activations, value_head_activations
+from gspo_mega.plan.critic_needs import critic_state
 from gspo_mega.plan.draft_needs import draft_needs
 from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.layout import Layout
@@ -114,6 +116,7 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
     spec = shares.spec
     held = shares.state(config, layout, stage)
     size = state_bytes(config, held.largest)
+    critic = critic_state(config, layout, shares, stage)
     parts = _Parts()
     parts.always = {
         "weights": size.weights,
@@ -123,11 +126,35 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
         "moments": size.moments,
         "FP8 copies": size.fp8_copies,
         "reference": size.reference,
+        "critic": critic[1].on_device if critic is not None else 0,
         "reserve": RESERVE_BYTES,
     }
     exact = sum(parts.always.values()) - RESERVE_BYTES
+    whole = _largest_tensor(spec) * WEIGHT_BYTES[config.precision]
+    head = head_activations(config, spec, layout)
+    parts.phases["old pass"], parts.phases["training"] = _passes(config, spec, layout, stage, head)
+    gathered, offloaded = save_device_bytes(config, held), size.offloaded
+    if critic is not None:
+        own = critic_config(config)
+        _, parts.phases["critic"] = _passes(own, spec, layout, stage, value_head_activations(own, spec, layout))
+        # One model after the other is put together.
+        gathered, offloaded = max(gathered, save_device_bytes(own, critic[0])), offloaded + critic[1].offloaded
+    parts.phases["optimizer"] = {}
+    parts.phases["checkpoint"] = {"gathered state": gathered}
+    bucket = config.publish.bucket_bytes if config.publish.method == "distributed" else 0
+    # A bucket on its way, and meanwhile the next one's tensors, and the bytes of all of these for one broadcast.
+    parts.phases["publish"] = {"publish": 2 * whole + 3 * bucket}
+    totals = parts.totals()
+    peak = max(totals, key=lambda phase: totals[phase])
+    return Memory({**parts.always, **parts.phases[peak]}, totals, stage, exact, offloaded, parts.always, parts.phases)
+
+
+def _passes(
+    config: Config, spec: ModelSpec, layout: Layout, stage: int, head: HeadActivations
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by part of a stage's forward passes and of its training passes, besides the state."""
     tokens = config.batch.micro_batch_tokens / layout.context
-    layer, head = layer_activations(config, spec, layout, "gpu"), head_activations(config, spec, layout)
+    layer = layer_activations(config, spec, layout, "gpu")
     dense = layer_activations(config, spec, layout, "gpu", has_experts=False)
     uneven = EXPERT_IMBALANCE if spec.moe is not None and layout.expert > 1 else 1.0
     by_layer = {True: layer.attention + layer.mlp * uneven, False: dense.attention + dense.mlp}
@@ -141,32 +168,18 @@ def _stage(config: Config, layout: Layout, shares: ModelShares, stage: int) -> M
     is_last = stage == layout.pipeline - 1
     chunks = in_flight(layout, stage, most_micro_batches(config, layout))
     buffers = round(4 * tokens * layer.layer_input) if layout.pipeline > 1 else 0
-    whole = _largest_tensor(spec) * WEIGHT_BYTES[config.precision]
-
-    def activations(saved: float) -> dict[str, int]:
-        return {"activations": round(tokens * saved), "fragmentation": round(FRAGMENTATION * tokens * saved)}
-
-    parts.phases["old pass"] = {
-        **activations(working),
-        "logits": (head.chunk_forward + round(tokens * head.working)) * is_last,
-        "pipeline buffers": buffers,
-    }
     head_saved = (head.row + head.token) if is_last else 0.0
-    parts.phases["training"] = {
-        **activations(chunks * a_chunk + working + head_saved),
-        "logits": (head.chunk_backward + round(tokens * head.working)) * is_last,
-        "pipeline buffers": buffers,
-    }
-    parts.phases["optimizer"] = {}
-    parts.phases["checkpoint"] = {"gathered state": save_device_bytes(config, held)}
-    bucket = config.publish.bucket_bytes if config.publish.method == "distributed" else 0
-    # A bucket on its way, and meanwhile the next one's tensors, and the bytes of all of these for one broadcast.
-    parts.phases["publish"] = {"publish": 2 * whole + 3 * bucket}
-    totals = parts.totals()
-    peak = max(totals, key=lambda phase: totals[phase])
-    return Memory(
-        {**parts.always, **parts.phases[peak]}, totals, stage, exact, size.offloaded, parts.always, parts.phases
-    )
+
+    def bytes_of(saved: float, logits: int) -> dict[str, int]:
+        return {
+            "activations": round(tokens * saved),
+            "fragmentation": round(FRAGMENTATION * tokens * saved),
+            "logits": (logits + round(tokens * head.working)) * is_last,
+            "pipeline buffers": buffers,
+        }
+
+    forward = bytes_of(working, head.chunk_forward)
+    return forward, bytes_of(chunks * a_chunk + working + head_saved, head.chunk_backward)
 
 
 def _largest_tensor(spec: ModelSpec) -> int:

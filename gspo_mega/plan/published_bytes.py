@@ -6,16 +6,20 @@ Owns these sums for the estimates of disk and time; a server's memory is `server
 
 from __future__ import annotations
 
+from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
 from gspo_mega.model.block_fp8 import served_layout, stored_bytes
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.plan.adapter_shares import num_adapter_parameters
 from gspo_mega.plan.server_needs import DTYPE_BYTES
 
 
 def version_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
     """Bytes of one version as it is sent: on disk, or through a server's group."""
+    if config.lora is not None and publishes_adapters(config):
+        return num_adapter_parameters(config.lora, spec) * DTYPE_BYTES["fp32"]
     plain, layout = DTYPE_BYTES[server_dtype(config)], served_layout(config)
     return total_parameters * plain if layout is None else stored_bytes(layout, hf_tensors(spec), plain)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from gspo_mega.config.critic_config import penalises_kl
+from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.server_precision import describe_server_precision
 from gspo_mega.model.block_fp8 import served_layout
 from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
@@ -34,7 +36,8 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
         "ranks": [*_ranks(plan), *_groups(figures), *_rank_table(plan)],
         "batch": _batch(plan),
         "server": _servers(plan, figures),
-        "state": _state(figures),
+        "reward": _rewards(figures),
+        "state": _state(figures, "penalty" if penalises_kl(plan.config) else "term"),
         "memory": _memory(figures),
         "time": _time(figures),
         "save": (
@@ -203,8 +206,8 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
     lines = [
         (
             f"{server.num_servers} x tensor {server.tensor}{over} on {server.host}, ports chosen at start, {context}"
-            f" tokens of context, at most {rollout.max_concurrent_requests} open requests per server; weights by"
-            f" {config.publish.method}"
+            f" tokens of context, at most {rollout.max_concurrent_requests} open requests per server;"
+            f" {'adapters' if publishes_adapters(config) else 'weights'} by {config.publish.method}"
         ),
         f"weights {plan.verification}",
         describe_server_precision(config),
@@ -220,7 +223,9 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
             " train"
         )
     if figures.servers.nodes is not None and figures.limit is not None:
-        lines.append(f"{figures.servers.num_gpus} GPUs on {figures.servers.nodes} nodes of their own")
+        rewards = sum(needs.num_gpus for needs in figures.rewards)
+        scores = f", and {rewards} of reward models," if rewards else ""
+        lines.append(f"{figures.servers.num_gpus} GPUs{scores} on {figures.servers.nodes} nodes of their own")
     if (memory := figures.servers.memory) is not None:
         drafts = f" ({_gib(memory.draft)} of the draft)" if memory.draft else ""
         lines.append(
@@ -230,14 +235,35 @@ def _servers(plan: Plan, figures: Estimate) -> list[str]:
     return lines
 
 
+def _rewards(figures: Estimate) -> list[str]:
+    """The servers of reward models."""
+    lines = []
+    for needs in figures.rewards:
+        lines.append(
+            f"model {needs.name}: {needs.num_servers} x tensor {needs.tensor}, {needs.context_tokens} tokens of context"
+        )
+        if needs.weights is None:
+            lines.append("  its folder is not here, so that nothing says what it takes")
+        elif needs.cache is not None and needs.cache_tokens is not None:
+            lines.append(
+                f"  per GPU: {_gib(needs.weights)} weights, {_gib(needs.cache)} cache; the cache holds"
+                f" {_quantity(needs.cache_tokens)} tokens per server"
+            )
+        elif figures.limit is not None:
+            lines.append(f"  per GPU: {_gib(needs.weights)} weights; config.json does not say how large a cache is")
+    return lines
+
+
 def _trained(state: State) -> str:
     if not state.frozen:
         return " and gradients"
     return f", {_quantity(state.parameters - state.frozen)} of them of adapters, with gradients"
 
 
-def _state(figures: Estimate) -> list[str]:
-    """Exact elements and bytes of the fullest rank of the first and of the last stage."""
+def _state(figures: Estimate, compared: str) -> list[str]:
+    """Exact elements and bytes of the fullest rank of the first and of the last stage. `compared`: the KL term or
+    penalty that a reference is for.
+    """
     shown = sorted({0, len(figures.states) - 1})
     lines = []
     for stage in shown:
@@ -251,7 +277,15 @@ def _state(figures: Estimate) -> list[str]:
         if size.snapshots:
             lines.append(f"{where}, weights of earlier versions on the host: {_gib(size.snapshots)}")
         if size.reference:
-            lines.append(f"{where}, of that the frozen reference of the KL term: {_gib(size.reference)}")
+            lines.append(f"{where}, of that the frozen reference of the KL {compared}: {_gib(size.reference)}")
+    for stage in shown if figures.critic_states else ():
+        state, size = figures.critic_states[stage]
+        where = "per rank" if len(figures.states) == 1 else f"per rank of stage {stage}"
+        lines.append(
+            f"{where}, the critic besides: {_quantity(state.parameters)} parameters and gradients,"
+            f" {_quantity(state.padding)} padding, optimizer state of {_quantity(state.optimized)}:"
+            f" {_gib(size.on_device)}" + (f" and {_gib(size.offloaded)} on the host" if size.offloaded else "")
+        )
     if figures.node_host_bytes:
         lines.append(f"per node, all its ranks, on the host: {_gib(figures.node_host_bytes)}")
     lines.append(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gspo_mega.config.critic_config import critic_of, penalises_kl
 from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ModelError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec, shape_differences
+from gspo_mega.model.value_models import read_critic_spec
 from gspo_mega.plan.expert_checks import gathers_unevenly
 from gspo_mega.plan.fusion_needs import describe_operations
 from gspo_mega.plan.layout import Layout, resolve_layout
@@ -51,8 +53,12 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
             raise
         place = f"{loaded.where('model.path')}: model.path: "
         raise ModelError("\n".join(place + line for line in str(error).splitlines())) from None
-    if model is None and config.kl.coefficient > 0 and config.kl.reference_path is not None:
+    compares = config.kl.coefficient > 0 or penalises_kl(config)
+    if model is None and compares and config.kl.reference_path is not None:
         _check_same_shape(config.kl.reference_path, spec, f"{loaded.where('kl.reference_path')}: kl.reference_path: ")
+    critic = critic_of(config)
+    if model is None and critic is not None and critic.path is not None:
+        _check_same_shape(critic.path, spec, f"{loaded.where('critic.path')}: critic.path: ", read_critic_spec)
     if model is None and config.model.weights is not None:
         place = f"{loaded.where('model.weights')}: model.weights: "
         _check_same_shape(config.model.weights, spec, place)
@@ -67,8 +73,8 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         notices.append("the model names no end-of-sequence token: every response runs to max_new_tokens")
     if spec.num_ignored_layers:
         notices.append(
-            f"num_nextn_predict_layers {spec.num_ignored_layers}: layers for multi-token prediction are not loaded, not"
-            " trained, and not in what is published or exported"
+            f"num_nextn_predict_layers {spec.num_ignored_layers}: layers for multi-token prediction are neither loaded"
+            " nor trained nor published; the run's `hf` carries those of model.path as they are"
         )
     on_gpu = is_on_gpu(config, device)
     return Plan(
@@ -82,12 +88,14 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
     )
 
 
-def _check_same_shape(path: str, spec: ModelSpec, place: str) -> None:
-    """Raises ModelError where the model in `path` does not have the policy's shape, which weights that replace the
-    policy's, and a reference, must have.
+def _check_same_shape(
+    path: str, spec: ModelSpec, place: str, read: Callable[[str], ModelSpec] = read_model_spec
+) -> None:
+    """Raises ModelError where the model that `read` finds in `path` does not have the policy's shape, which weights
+    that replace the policy's, a reference and a critic must have.
     """
     try:
-        other = shape_differences(read_model_spec(path), spec)
+        other = shape_differences(read(path), spec)
     except ModelError as error:
         raise ModelError("\n".join(place + line for line in str(error).splitlines())) from None
     if other:

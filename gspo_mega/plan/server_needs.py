@@ -12,6 +12,7 @@ from typing import Literal
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import BLOCK, capability_problem, publishes, server_dtype
 from gspo_mega.errors import Violation
+from gspo_mega.model.block_fp8 import is_quantizable
 from gspo_mega.model.families import TensorEntry, hf_tensors
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.gpus import GPUS
@@ -31,7 +32,7 @@ def weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
     size = DTYPE_BYTES[server_dtype(config)]
     if config.server.quantization == "none":
         return total_parameters * size
-    quantized = [entry for entry in hf_tensors(spec) if _is_quantized(entry)]
+    quantized = [entry for entry in hf_tensors(spec) if is_quantizable(entry)]
     elements = sum(entry.num_elements for entry in quantized)
     scales = sum(_num_scales(config.server.quantization, entry) for entry in quantized)
     return (total_parameters - elements) * size + elements + scales * _SCALE_BYTES
@@ -44,7 +45,7 @@ def rank_weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) ->
         return weight_bytes(config, spec, total_parameters) // server.tensor
     size, found = DTYPE_BYTES[server_dtype(config)], 0.0
     for entry in hf_tensors(spec):
-        quantized = server.quantization != "none" and _is_quantized(entry)
+        quantized = server.quantization != "none" and is_quantizable(entry)
         scales = _num_scales(server.quantization, entry) * _SCALE_BYTES if quantized else 0
         found += (entry.num_elements * (1 if quantized else size) + scales) / ranks_that_share(config, entry)
     return round(found)
@@ -53,11 +54,6 @@ def rank_weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) ->
 def cache_element_bytes(config: Config) -> int:
     """Bytes of one element of the cache."""
     return 1 if config.server.kv_cache == "fp8" else DTYPE_BYTES[server_dtype(config)]
-
-
-def _is_quantized(entry: TensorEntry) -> bool:
-    """Weights of linear layers and experts. Norms, biases, embedding, LM head and router keep the server's dtype."""
-    return entry.stage == "layer" and len(entry.shape) == 2 and not entry.parameter.endswith(".router.weight")
 
 
 def _num_scales(quantization: str, entry: TensorEntry) -> int:

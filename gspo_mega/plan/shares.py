@@ -17,6 +17,7 @@ from itertools import pairwise
 from gspo_mega.config.schema import Config
 from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_shape
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.model.tables import HEAD
 from gspo_mega.plan.adapter_shares import adapter_shares
 from gspo_mega.plan.layout import Layout
 
@@ -25,6 +26,8 @@ from gspo_mega.plan.layout import Layout
 _START_ELEMENTS, _END_ELEMENTS = 64, 128
 # Its bucket size with overlapped reduction: the larger of the two, the second for each data-parallel rank.
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_A_RANK = 40_000_000, 1_000_000
+# A critic's head, as its module is named.
+_VALUE_HEAD = "value_head.weight"
 # The order in which a layer's parameters are registered; it decides where buckets end.
 _IN_A_LAYER = (
     "input_layernorm",
@@ -79,10 +82,13 @@ class BufferSize:
 
 
 class ModelShares:
-    """The model's parameters for any layout. Reads the family table once, so that many layouts can be computed."""
+    """The model's parameters for any layout. Reads the family table once, so that many layouts can be computed.
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
+    `is_critic`: with a critic's head of one row, which no embedding is tied to, in place of the LM head.
+    """
+
+    def __init__(self, spec: ModelSpec, *, is_critic: bool = False) -> None:
+        self.spec, self.is_critic = spec, is_critic
         self._first: list[TensorEntry] = []
         self._last: list[TensorEntry] = []
         # Kept because many layouts share them: the shares of a layer by how it is cut, and the buffers of a stage.
@@ -96,8 +102,13 @@ class ModelShares:
                 # Experts are alike: the first one stands for all.
                 if not entry.expert:
                     self._layers[entry.layer].append(entry)
-            else:
+            elif not (is_critic and entry.parameter == HEAD.parameter):
                 (self._first if entry.stage == "first" else self._last).append(entry)
+
+    @cached_property
+    def critic(self) -> ModelShares:
+        """Those of a critic beside this policy."""
+        return ModelShares(self.spec, is_critic=True)
 
     def chunks(self, layout: Layout, stage: int) -> list[list[Share]]:
         """The parameters of a pipeline stage's model chunks, each in Megatron's order. The same on all its ranks."""
@@ -107,7 +118,7 @@ class ModelShares:
             shares: list[Share] = []
             if stage == 0 and index == 0:
                 for entry in self._first:
-                    shares += self._share(layout, entry, tied=bool(entry.copies) and layout.pipeline > 1)
+                    shares += self._share(layout, entry, tied=self._is_tied(entry) and layout.pipeline > 1)
             for layer in layers:
                 key = (layer, layout.tensor, layout.expert, layout.expert_tensor)
                 if key not in self._cut:
@@ -118,9 +129,14 @@ class ModelShares:
                     shares += self._share(layout, entry)
                 if layout.pipeline > 1:  # the head's own copy of tied embeddings
                     for entry in self._first:
-                        shares += self._share(layout, entry, tied=True) if entry.copies else []
+                        shares += self._share(layout, entry, tied=True) if self._is_tied(entry) else []
+                if self.is_critic:  # whole on every tensor rank
+                    shares.append(Share(_VALUE_HEAD, self.spec.hidden_size, False, False, False))
             chunks.append(shares)
         return chunks
+
+    def _is_tied(self, entry: TensorEntry) -> bool:
+        return bool(entry.copies) and not self.is_critic
 
     def _layer(self, layout: Layout, entries: list[TensorEntry]) -> Iterator[Share]:
         shares = {share.name: (share, entry) for entry in entries for share in self._share(layout, entry)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gspo_mega.config.critic_config import critic_config, critic_of, penalises_kl
 from gspo_mega.config.episode_lengths import mean_tokens
 from gspo_mega.config.old_pass import makes_old_pass, may_correct_in_training
 from gspo_mega.config.schema import Config
@@ -27,8 +28,9 @@ from gspo_mega.plan.gpus import (
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.published_bytes import version_bytes
 from gspo_mega.plan.rollout_timing import rollout_seconds
+from gspo_mega.plan.server_places import reward_gpus
 from gspo_mega.plan.shares import ModelShares
-from gspo_mega.plan.state_bytes import GRADIENT_BYTES, MAIN_BYTES, MOMENT_BYTES, WEIGHT_BYTES
+from gspo_mega.plan.state_bytes import GRADIENT_BYTES, MOMENT_BYTES, WEIGHT_BYTES
 
 # The cost of a backward pass, in forward passes.
 _BACKWARD = 2
@@ -42,14 +44,16 @@ _OPTIMIZER_BYTES = 4 + 2 * 4 + 2
 
 @dataclass(frozen=True)
 class TrainTime:
-    """Seconds of a step on the trainer. `old_pass`: old and reference log-probs. `training`: seconds by part."""
+    """Seconds of a step on the trainer. `old_pass`: old and reference log-probs. `training`: seconds by part. `critic`:
+    its values and its own optimizer steps."""
 
     old_pass: float
     training: dict[str, float]
+    critic: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.old_pass + sum(self.training.values())
+        return self.old_pass + self.critic + sum(self.training.values())
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class StepTime:
         return {
             "rollout": self.rollout,
             "old pass": self.train.old_pass,
+            **({"critic": self.train.critic} if self.train.critic else {}),
             "training": sum(self.train.training.values()),
             "publish": self.publish,
         }
@@ -119,7 +124,7 @@ def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, t
         / owners
         / _link(gpu, tensor, cluster.ranks_per_node)
     )
-    used = cluster.ranks_per_node + servers * config.server.tensor
+    used = cluster.ranks_per_node + servers * config.server.tensor + reward_gpus(config)
     one_machine = cluster.num_nodes == 1 and cluster.num_rollout_nodes == 0 and used <= (cluster.gpus_per_node or 0)
     link = LINK_SHARE * (gpu.nvlink_bytes_per_second if one_machine else gpu.network_bytes_per_second)
     # An owner's first bucket is gathered before any is sent.
@@ -130,14 +135,30 @@ def publish_seconds(config: Config, spec: ModelSpec, layout: Layout, gpu: Gpu, t
 
 
 def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> TrainTime:
-    """The old pass and all optimizer steps of one rollout batch, on the busiest rank."""
+    """The old pass and all optimizer steps of one rollout batch, a critic's too, on the busiest rank."""
+    forward_pass, training, num_micro = _model_time(config, layout, shares, gpu)
+    has_old_pass = makes_old_pass(config) and not (num_micro == 1 and may_correct_in_training(config))
+    num_passes = has_old_pass + (config.kl.coefficient > 0 or penalises_kl(config))
+    critic = 0.0
+    if critic_of(config) is not None:
+        values, steps, _ = _model_time(critic_config(config), layout, shares.critic, gpu)
+        critic = values + sum(steps.values())
+    return TrainTime(old_pass=forward_pass * num_passes, training=training, critic=critic)
+
+
+def _model_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> tuple[float, dict[str, float], int]:
+    """Seconds of a forward pass of one model over a rollout batch, those of all its optimizer steps by part, and the
+    number of packs of one step.
+    """
     spec, batch = shares.spec, config.batch
     prompt, response = mean_tokens(config)
     tokens = batch.prompts_per_step * batch.group_size * (prompt + response) / layout.data
     num_micro = max(1, math.ceil(tokens / batch.num_mini_batches / batch.micro_batch_tokens))
     micro_tokens = tokens / batch.num_mini_batches / num_micro
     layer = _Layer(config, layout, spec, gpu, micro_tokens / layout.context, prompt + response)
-    head = _head_seconds(config, layout, spec, gpu, micro_tokens / layout.context * response / (prompt + response))
+    rows = micro_tokens / layout.context * response / (prompt + response)
+    # A critic's head is one row.
+    head = 0.0 if shares.is_critic else _head_seconds(config, layout, spec, gpu, rows)
 
     # The stage that takes longest: the last one, which also has the head, or a fuller one.
     *others, layers = layout.stage_layers
@@ -159,25 +180,21 @@ def train_time(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) ->
         * sum(seconds * (1 + again + _BACKWARD_EXCHANGE[kind]) for kind, seconds in layer.exchange.items())
     )
     forward_pass = passes * (slower * layer.total + head) * (1 + bubble)
-    has_old_pass = makes_old_pass(config) and not (num_micro == 1 and may_correct_in_training(config))
-    num_passes = has_old_pass + (config.kl.coefficient > 0)
     state = shares.state(config, layout, layout.fullest_stage).largest
     update = (
         state.optimized
         * (_OPTIMIZER_BYTES + 4 * MOMENT_BYTES[config.optimizer.moments_dtype])
         / (MEMORY_SHARE * gpu.memory_bytes_per_second)
     )
-    return TrainTime(
-        old_pass=forward_pass * num_passes,
-        training={
-            "layers": compute,
-            "head": head_time,
-            "exchange": exchange,
-            "bubble": bubble * (compute + head_time + exchange),
-            "gradients": num_steps * _gradient_seconds(config, layout, shares, gpu),
-            "optimizer": num_steps * update,
-        },
-    )
+    training = {
+        "layers": compute,
+        "head": head_time,
+        "exchange": exchange,
+        "bubble": bubble * (compute + head_time + exchange),
+        "gradients": num_steps * _gradient_seconds(config, layout, shares, gpu),
+        "optimizer": num_steps * update,
+    }
+    return forward_pass, training, num_micro
 
 
 class _Layer:
@@ -286,6 +303,7 @@ def _head_seconds(config: Config, layout: Layout, spec: ModelSpec, gpu: Gpu, row
 def _gradient_seconds(config: Config, layout: Layout, shares: ModelShares, gpu: Gpu) -> float:
     """Reducing gradients and gathering weights of one optimizer step; overlapped, three quarters of it are hidden."""
     node, seconds = config.cluster.ranks_per_node, 0.0
+    gradient = GRADIENT_BYTES[config.optimizer.gradients_dtype]
     groups = {False: layout.data * layout.context, True: layout.expert_data}
     stage = shares.state(config, layout, layout.fullest_stage)
     for is_expert, ranks in groups.items():
@@ -293,7 +311,7 @@ def _gradient_seconds(config: Config, layout: Layout, shares: ModelShares, gpu: 
         if ranks > 1:
             span = ranks * (layout.expert * layout.expert_tensor if is_expert else layout.tensor)
             volume = elements * (
-                GRADIENT_BYTES + (WEIGHT_BYTES[config.precision] if config.optimizer.distributed else GRADIENT_BYTES)
+                gradient + (WEIGHT_BYTES[config.precision] if config.optimizer.distributed else gradient)
             )
             seconds += volume * (ranks - 1) / ranks / _link(gpu, span, node)
     return seconds * (0.25 if config.optimizer.overlap else 1.0)
@@ -313,12 +331,6 @@ def _all_to_all(gpu: Gpu, sent: float, span: int, ranks_per_node: int) -> float:
 
 def _width(elements: float) -> float:
     return elements / (elements + NARROW_ELEMENTS)
-
-
-def checkpoint_bytes(config: Config, total_parameters: int) -> int:
-    """Bytes of a checkpoint of that many trained parameters: weights, fp32 main weights and moments."""
-    main = 0 if config.precision == "fp32" else MAIN_BYTES
-    return total_parameters * (WEIGHT_BYTES[config.precision] + main + 2 * MOMENT_BYTES[config.optimizer.moments_dtype])
 
 
 def save_seconds(num_bytes: int) -> float:

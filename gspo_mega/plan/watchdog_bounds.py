@@ -23,6 +23,7 @@ _KIND = {
     "publish": "publish",
     "checkpoint": "checkpoint",
     "train": "train",
+    "critic": "train",
     "old_log_probs": "train",
     "reference_log_probs": "train",
 }

@@ -19,6 +19,7 @@ from typing import Any
 
 from gspo_mega import __version__
 from gspo_mega.metrics.catalogue import find_metric
+from gspo_mega.report.learning_verdicts import marks_of
 from gspo_mega.report.run_record import RunRecord, read_run
 from gspo_mega.report.sampled_episodes import Sample, sample_run
 from gspo_mega.report.verdicts import as_json, phase_seconds, verdicts_of
@@ -27,7 +28,7 @@ from gspo_mega.run_folder import RunFolder
 _ASSETS = Path(__file__).parent / "assets"
 _STYLES = ("uPlot.min.css", "report.css")
 # In this order: each uses what is before it.
-_SCRIPTS = ("uPlot.iife.min.js", "data.js", "curves.js", "tokens.js", "trajectories.js", "main.js")
+_SCRIPTS = ("uPlot.iife.min.js", "data.js", "charts.js", "curves.js", "tokens.js", "trajectories.js", "main.js")
 # After these where the page is served while the run goes on.
 LIVE_SCRIPT = "live.js"
 # The compressed episodes of a page; with curves and code it stays below 5 MB.
@@ -129,6 +130,8 @@ def _run(record: RunRecord, sample: Sample) -> dict[str, Any]:
         "times": record.times,
         "series": {name: [_short(value) for value in values] for name, values in record.series.items()},
         "verdicts": as_json(verdicts_of(record)),
+        "marks": marks_of(record),
+        "limits": {"mismatch.budget": record.settings.get("mismatch.budget")},
         "changed": record.changed,
         "attempts": [asdict(attempt) for attempt in record.attempts],
         "versions": record.versions,
@@ -146,7 +149,7 @@ def _notes(record: RunRecord, sample: Sample) -> list[str]:
     if not sample.is_whole:
         notes.append(
             f"trajectories are a sample: {len(sample.episodes)} of {sample.num_recorded} in"
-            f" {sample.num_steps_shown} of {sample.num_steps} recorded steps; all: gspo-mega inspect"
+            f" {sample.num_steps_shown} of the {sample.num_steps} steps with trajectories; all: gspo-mega inspect"
         )
     return notes
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from gspo_mega.config import load_config
+from gspo_mega.config.critic_config import critic_of, least_of_group
 from gspo_mega.episode_records import Episode, Node
 from gspo_mega.errors import ConfigError, JournalError
 from gspo_mega.journal.journal import Journal
@@ -246,8 +247,12 @@ def _fill_advantages(record: StepRecord, config: Any | None, sample: Sample) -> 
         if missing not in sample.problems:
             sample.problems.append(missing)
         return
-    scored = record.batch.scored()
-    if scored.groups:
+    scored = record.batch.scored(least_of_group(config))
+    if scored.groups and critic_of(config) is not None:
+        missing = f"advantages are not shown: those of {config.algorithm} are of its critic's values"
+        if missing not in sample.problems:
+            sample.problems.append(missing)
+    elif scored.groups:
         fill_advantages(scored, config, record.step)
         sample.has_advantages = True
 

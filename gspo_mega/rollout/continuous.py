@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from gspo_mega.config.critic_config import least_of_group
 from gspo_mega.config.schema import Config
 from gspo_mega.episode_records import Episode
 from gspo_mega.records import Prompt
@@ -183,7 +184,7 @@ class Collection:
         if not self._num_running:
             self._busy_seconds += max(0.0, self._sampled.last_generated - self._busy_since)
         self._groups[group.group_id] = group
-        is_kept = len(group.scored) >= 2 and not (
+        is_kept = len(group.scored) >= least_of_group(self._config) and not (
             self._config.rollout.filter_constant_groups and self._is_constant(group)
         )
         self._admission.complete(group.group_id, is_kept)
@@ -219,7 +220,7 @@ class Collection:
         now, sampled = self._clock(), self._sampled
         kept = [self._groups.pop(number) for number in formed.kept]
         dropped = [self._groups.pop(number) for number in formed.dropped]
-        constant = [group for group in dropped if len(group.scored) >= 2]
+        constant = [group for group in dropped if len(group.scored) >= least_of_group(self._config)]
         sampled.check_failures(anything_left=bool(kept or constant))
         counts = sampled.take_counts()
         # A step in which no group carries a signal still needs a batch: its advantages, and so its gradient, are zero.

@@ -45,7 +45,9 @@ class ServerPool:
         tell: shows a line to the user.
     """
 
-    def __init__(self, settings: Rollout, spec: ModelSpec, attempt: Attempt) -> None:
+    def __init__(self, settings: Rollout, spec: ModelSpec, attempt: Attempt, adapter: str | None = None) -> None:
+        """`adapter`: as for `ServerClient`."""
+        self._adapter = adapter
         self._settings = settings
         self._servers_dir = attempt.servers_dir
         self._roster = Roster(attempt.servers_dir)
@@ -333,6 +335,7 @@ class ServerPool:
                     self._api_key,
                     vocab_size=self.vocab_size,
                     routing=self._routing,
+                    adapter=self._adapter,
                 )
                 self._servers[registration.server_id] = PooledServer(registration, client)
         for server in replaced:

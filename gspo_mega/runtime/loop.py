@@ -3,6 +3,8 @@
     take groups of scored trajectories -> advantages -> pack, shard -> old log-probs ->
       [mini-batch: log-probs -> objective -> optimizer step] -> publish -> evaluate -> metrics -> checkpoint
 
+With a critic the advantages come later: old log-probs -> values -> advantages -> [mini-batch: value step] -> policy.
+
 Every rank runs these lines; rank 0 also samples. The parts behind each line are assembled in `session.py`.
 """
 
@@ -14,10 +16,13 @@ import torch
 
 from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.config.command_types import train_config
+from gspo_mega.config.critic_config import critic_of, penalises_kl, policy_steps
 from gspo_mega.config.old_pass import makes_old_pass
+from gspo_mega.config.schema import Critic
 from gspo_mega.engine.policy import OldState
 from gspo_mega.rollout_batch import RolloutBatch
 from gspo_mega.runtime.correction_report import correction_notice
+from gspo_mega.runtime.critic_step import CriticStep
 from gspo_mega.runtime.final_table import run_table
 from gspo_mega.runtime.measuring import measure_end, measure_start, measure_step
 from gspo_mega.runtime.rank_link import Work
@@ -36,7 +41,7 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
     """
     config = train_config(context.config)
     num_steps = config.train.num_steps
-    with Session(context, num_optimizer_steps=num_steps * config.batch.num_mini_batches) as session:
+    with Session(context, num_optimizer_steps=policy_steps(config)) as session:
         state = session.state
         if session.resumed_from is not None:
             session.say(
@@ -45,7 +50,8 @@ def run_train(context: WorkerContext) -> dict[str, Any] | None:
         if session.reference is not None:
             size = session.reference.num_bytes / 1024**3
             which = "the model without adapters" if size == 0 else reference_path(config)
-            session.say(f"reference policy of the KL term: {which}, {size:.2f} GiB of parameters on this rank")
+            what = "KL term" if config.kl.coefficient > 0 else "KL penalty"
+            session.say(f"reference policy of the {what}: {which}, {size:.2f} GiB of parameters on this rank")
         for line in session.lead.source.describe() if session.lead is not None else ():
             session.say(line)
         stop = start(session)
@@ -89,9 +95,12 @@ def train_step(session: Session, num_steps: int) -> str | None:
     session.gpus.turn("train")
     report = StepReport(session, batch, work.num_positions)
 
+    # While the critic warms up, the policy's passes are made where its advantages need them.
+    critic = critic_of(config)
+    trains_policy = critic is None or state.step >= critic.warmup_steps
     old: list[OldState | None] = [None] * len(work.mini_batches)
     corrects = makes_old_pass(config) and engine.can_correct_in_training([m.micro_batches for m in work.mini_batches])
-    if makes_old_pass(config):
+    if makes_old_pass(config) and (trains_policy or penalises_kl(config)):
         passes: list[OldState] = []
         for mini_batch in session.each("old_log_probs", [] if corrects else work.mini_batches):
             passes.append(engine.old_pass(mini_batch.micro_batches))
@@ -104,13 +113,10 @@ def train_step(session: Session, num_steps: int) -> str | None:
     if session.reference is not None:
         with session.phase("reference_log_probs"):
             reference = [session.reference.log_probs(m.micro_batches) for m in work.mini_batches]
-    settings = objective_settings(config.algorithm, config.objective)
-    for mini_batch, before, frozen in session.each("train", zip(work.mini_batches, old, reference, strict=True)):
-        result, passed = engine.train_mini_batch(
-            mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen, corrects
-        )
-        session.note_step(result.skipped, result.grad_norm)
-        report.add(result, before.report if before is not None else passed, passed)
+    if critic is not None:
+        report.critic = train_critic(session, critic, work, old, reference)
+    if trains_policy:
+        train_policy(session, work, old, reference if config.kl.coefficient > 0 else None, corrects, report)
 
     state.step += 1
     state.weight_version += 1
@@ -129,6 +135,44 @@ def train_step(session: Session, num_steps: int) -> str | None:
     if _is_due(config.checkpoint.every_steps, state.step) and state.step < num_steps:
         session.saving.checkpoint()
     return None
+
+
+def train_policy(
+    session: Session,
+    work: Work,
+    old: list[OldState | None],
+    reference: list[list[torch.Tensor] | None] | None,
+    corrects: bool,
+    report: StepReport,
+) -> None:
+    """The policy's optimizer steps of a rollout batch. Collective."""
+    config, engine = session.config, session.engine
+    settings = objective_settings(config.algorithm, config.objective)
+    frozen_of = reference or [None] * len(work.mini_batches)
+    for mini_batch, before, frozen in session.each("train", zip(work.mini_batches, old, frozen_of, strict=True)):
+        result, passed = engine.train_mini_batch(
+            mini_batch.micro_batches, settings, mini_batch.denominator, before, frozen, corrects
+        )
+        session.note_step(result.skipped, result.grad_norm)
+        report.add(result, before.report if before is not None else passed, passed)
+
+
+def train_critic(
+    session: Session,
+    settings: Critic,
+    work: Work,
+    old: list[OldState | None],
+    reference: list[list[torch.Tensor] | None],
+) -> CriticStep:
+    """Give the packs their advantages by the critic's present values, then train it on them. Collective."""
+    assert session.critic is not None
+    step = CriticStep(session.critic, settings, session.config.advantage.std_ddof)
+    with session.phase("critic"):
+        step.estimate(work.mini_batches, old, reference)
+        for place, mini_batch in enumerate(work.mini_batches):
+            result = step.train(place, mini_batch)
+            session.note_critic_step(result.skipped, result.grad_norm)
+    return step
 
 
 def measure_staleness(session: Session, work: Work, passes: list[OldState]) -> None:

@@ -12,9 +12,13 @@ from pathlib import Path
 
 from gspo_mega.checkpoint.initial_weights import load_weights
 from gspo_mega.checkpoint.save import Saver, SaveReport
-from gspo_mega.checkpoint.train_state import TrainState, find_checkpoint, load_checkpoint
-from gspo_mega.config.schema import Checkpoint, Model
+from gspo_mega.checkpoint.train_state import CRITIC_FOLDER, TrainedModel, TrainState, find_checkpoint, load_checkpoint
+from gspo_mega.config.critic_config import critic_path
+from gspo_mega.config.schema import Checkpoint, Config
+from gspo_mega.engine.critic import CriticEngine
+from gspo_mega.engine.megatron_precision import DTYPES
 from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.errors import ModelError
 from gspo_mega.model.low_rank import ADAPTER_FOLDER
 from gspo_mega.run_folder import RunFolder
 from gspo_mega.runtime.lead import Lead
@@ -22,15 +26,23 @@ from gspo_mega.runtime.phases import Phases
 from gspo_mega.runtime.rank_link import RankLink
 from gspo_mega.runtime.shared_gpus import Gpus
 from gspo_mega.weights.adapter_folder import export_adapters, has_expert_adapters, start_of_adapters
+from gspo_mega.weights.carried_layers import CarriedLayers
+from gspo_mega.weights.collectives import raise_together
+from gspo_mega.weights.critic_tensors import export_critic, import_critic
 from gspo_mega.weights.hf_export import export_huggingface
 from gspo_mega.weights.hf_import import import_huggingface
 
 
 def restore(
-    run_folder: RunFolder, engine: PolicyEngine, model: Model, say: Callable[[str], None]
+    run_folder: RunFolder,
+    engine: PolicyEngine,
+    config: Config,
+    say: Callable[[str], None],
+    critic: CriticEngine | None = None,
 ) -> tuple[TrainState, Path | None]:
     """Fill the engine from the run's latest checkpoint, or from `model.weights` or `model.path`; with `lora` what is
-    not trained is always from there. Collective.
+    not trained is always from there. The critic, where there is one, is from that checkpoint or from its own folder.
+    Collective.
 
     Returns the run's state, and the checkpoint if there is one. `say` gets the warnings for the user, before anything
     is loaded. Raises CheckpointError as `find_checkpoint` and `load_checkpoint` do.
@@ -38,17 +50,49 @@ def restore(
     checkpoint, warnings = find_checkpoint(run_folder, engine.groups)
     for warning in warnings:
         say(warning)
-    if checkpoint is not None and engine.config.lora is None:
-        return load_checkpoint(checkpoint, engine), checkpoint
-    if model.weights is not None:
-        load_weights(Path(model.weights), engine)
-    else:
-        import_huggingface(model.path, engine.spec, engine.groups, engine.chunks)
+    _look_at_carried_layers(config, engine, say)
+
+    def load_start(model: TrainedModel) -> None:
+        if isinstance(model, CriticEngine):
+            import_critic(critic_path(config), model.spec, model.groups, model.chunks)
+        elif config.model.weights is not None:
+            load_weights(Path(config.model.weights), model)
+        else:
+            import_huggingface(config.model.path, model.spec, model.groups, model.chunks)
+
+    def begin(model: TrainedModel) -> None:
+        load_start(model)
+        model.after_weights_loaded()
+
+    if checkpoint is not None and config.lora is None:
+        return load_checkpoint(checkpoint, engine, critic, begin), checkpoint
+    load_start(engine)
     if checkpoint is not None:  # it has the adapters alone
         return load_checkpoint(checkpoint, engine), checkpoint
     start_of_adapters(engine)
     engine.after_weights_loaded()
+    if critic is not None:
+        begin(critic)
     return TrainState(), None
+
+
+def _look_at_carried_layers(config: Config, engine: PolicyEngine, say: Callable[[str], None]) -> None:
+    """Refuse, before anything is trained, a folder whose layers for multi-token prediction could not be exported.
+    Collective.
+    """
+    if not engine.spec.num_ignored_layers:
+        return
+    problems: list[str] = []
+    if engine.groups.is_lead:
+        try:
+            if not CarriedLayers(Path(config.model.path)).entries:
+                say(
+                    f"{config.model.path}: config.json names {engine.spec.num_ignored_layers} layers for multi-token"
+                    " prediction and the folder has none of their tensors; what the run exports names none"
+                )
+        except ModelError as error:
+            problems = [str(error)]
+    raise_together(problems, engine.groups.host, ModelError, "the run could not export its result")
 
 
 class Saving:
@@ -65,11 +109,13 @@ class Saving:
         lead: Lead | None,
         phases: Phases,
         gpus: Gpus,
+        critic: CriticEngine | None = None,
     ) -> None:
         """Removes what an interrupted save left. Collective."""
         self._run_folder, self._engine, self._state = run_folder, engine, state
         self._ranks, self._lead, self._phases, self._gpus = ranks, lead, phases, gpus
-        self._saver = Saver(run_folder, engine, settings)
+        self._critic = critic
+        self._saver = Saver(run_folder, engine, settings, critic)
         if resumed_from is not None:
             self._saver.tidy(state.step)
         self._saved_state = None if resumed_from is None else asdict(state)
@@ -82,7 +128,7 @@ class Saving:
         has this very state: a stop right after a checkpoint must not put that one at risk. Raises FolderError on rank 0
         where another start of the run holds its folder.
         """
-        if self._state.num_optimizer_steps == 0:
+        if self._state.num_optimizer_steps == self._state.num_critic_steps == 0:
             return
         if self._lead is not None:
             self._lead.check_held()
@@ -116,7 +162,8 @@ class Saving:
 
     def export(self, folder: Path | None = None) -> None:
         """Write the weights as a Hugging Face folder, by default `hf` in the run folder: the run's result. Adapters are
-        merged into it, and the result's are a PEFT folder too, `adapter`. Collective.
+        merged into it, and the result's are a PEFT folder too, `adapter`; a critic is beside the result, `critic`.
+        Collective.
         """
         engine = self._engine
         self._gpus.turn("train")
@@ -130,6 +177,16 @@ class Saving:
                 engine.config.model.path,
                 self._state.weight_version,
             )
+            if (critic := self._critic) is not None and folder is None:
+                export_critic(
+                    self._run_folder.huggingface_dir.with_name(CRITIC_FOLDER),
+                    critic.spec,
+                    critic.groups,
+                    critic.chunks,
+                    DTYPES[critic.config.precision],
+                    engine.config.model.path,
+                    self._state.num_critic_steps,
+                )
             if (
                 engine.config.lora is not None
                 and folder is None

@@ -15,7 +15,9 @@ from typing import TypeVar
 
 from gspo_mega import beats
 from gspo_mega.batches.held_out import Evaluation
+from gspo_mega.config.critic_config import critic_of, penalises_kl
 from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets
+from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.device_memory import DeviceMemory
 from gspo_mega.engine.frozen_reference import OwnBase
 from gspo_mega.engine.policy import PolicyEngine
@@ -27,6 +29,7 @@ from gspo_mega.plan import resolve_layout
 from gspo_mega.rollout.registration import versions_being_loaded
 from gspo_mega.run_folder import Attempt
 from gspo_mega.runtime.beside import EvaluationsBeside
+from gspo_mega.runtime.critic_step import build_critic
 from gspo_mega.runtime.exchange import Exchange
 from gspo_mega.runtime.lead import Lead
 from gspo_mega.runtime.phases import Phases
@@ -39,7 +42,7 @@ from gspo_mega.runtime.server_link import LiveServers, NoServers, ServerLink, lo
 from gspo_mega.runtime.shared_gpus import Gpus, OwnGpus, SharedGpus
 from gspo_mega.runtime.stop import StopRequested
 from gspo_mega.runtime.worker_context import WorkerContext
-from gspo_mega.weights.publish import Publisher
+from gspo_mega.weights.adapter_publish import publisher_of
 
 T = TypeVar("T")
 
@@ -51,7 +54,8 @@ class Session:
         lead: what rank 0 alone has; None on every other rank.
         beside: evaluations beside training, on rank 0 where `evaluates_beside`; None elsewhere.
         preparation: makes what rank 0 hands out, ahead where it can; None on every other rank, and in a cold start.
-        engine: the policy; `reference`: the frozen policy of the KL term, None without one and in supervised training.
+        engine: the policy; `reference`: the frozen policy of a KL term or penalty, None without one and in supervised
+            training; `critic`: the value model, None where the algorithm has none.
         snapshots: weights of earlier versions, None where `diagnostics.exact_staleness` has no effect.
         state: the run's counters, from the latest checkpoint (`resumed_from`) or fresh.
         gpus: who has the GPUs, where ranks and servers share them.
@@ -101,15 +105,21 @@ class Session:
         self.engine = PolicyEngine(config, self.spec, self.groups, num_optimizer_steps)
         beats.beat()
         self.reference = None
-        if trains_policy and config.kl.coefficient > 0:
+        if trains_policy and (config.kl.coefficient > 0 or penalises_kl(config)):
             own = config.lora is not None and config.kl.reference_path is None
             self.reference = OwnBase(self.engine) if own else load_reference(config, self.spec, self.groups)
+
+        self.critic: CriticEngine | None = None
+        rollouts_only = config.train is None or config.train.rollouts_only
+        if trains_policy and not rollouts_only and critic_of(config) is not None:
+            self.critic = build_critic(config, self.spec, self.groups)
+            beats.beat()
 
         self.snapshots = None
         if trains_policy and config.diagnostics.exact_staleness and config.rollout.max_staleness > 0:
             self.snapshots = Snapshots(self.engine, config.rollout.max_staleness + 1)
 
-        self.state, self.resumed_from = restore(self.run_folder, self.engine, config.model, self.say)
+        self.state, self.resumed_from = restore(self.run_folder, self.engine, config, self.say, self.critic)
         beats.beat()
         self.gpus: Gpus = OwnGpus()
         if config.cluster.colocated and recorded_dir is None:
@@ -125,13 +135,13 @@ class Session:
             self.lead,
             self.phases,
             self.gpus,
+            self.critic,
         )
         self.evaluates = config.eval is not None and recorded_dir is None
         self.eval_sets: tuple[HeldOutSet, ...] = eval_sets(config) if self.evaluates else ()
         self.servers: ServerLink = NoServers(self.lead) if recorded_dir is not None else self._live_servers()
         if self.lead is not None:
             self.lead.resume(self.state)
-        rollouts_only = config.train is None or config.train.rollouts_only
         self.evaluates_beside = config.eval is not None and not (config.eval.blocking or rollouts_only)
         self.evaluates_beside &= self.evaluates and trains_policy
         self.beside: EvaluationsBeside | None = None
@@ -141,7 +151,7 @@ class Session:
 
     def _live_servers(self) -> LiveServers:
         config = self.config
-        publisher = Publisher(
+        publisher = publisher_of(config)(
             config,
             self.spec,
             self.groups,
@@ -227,14 +237,26 @@ class Session:
     def note_step(self, skipped: bool, grad_norm: float) -> None:
         """Count an optimizer step. Raises NumericsError after too many skipped ones in a row; alike on all ranks."""
         beats.beat()
-        if not skipped:
-            self.state.num_optimizer_steps += 1
-            self.state.skipped_in_a_row = 0
-            return
-        self.state.skipped_in_a_row += 1
+        state = self.state
+        state.num_optimizer_steps += not skipped
+        state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
         limit = self.config.optimizer.max_skipped_in_a_row
-        if self.state.skipped_in_a_row >= limit:
-            raise NumericsError(
-                f"the gradient was not finite (norm {grad_norm}) in {limit} optimizer steps in a row"
-                " (optimizer.max_skipped_in_a_row); no step was applied, the weights are those before them"
-            )
+        _check_skipped("optimizer.max_skipped_in_a_row", limit, state.skipped_in_a_row, grad_norm)
+
+    def note_critic_step(self, skipped: bool, grad_norm: float) -> None:
+        """As `note_step`, for the critic."""
+        assert self.critic is not None
+        beats.beat()
+        state = self.state
+        state.num_critic_steps += not skipped
+        state.critic_skipped_in_a_row = state.critic_skipped_in_a_row + 1 if skipped else 0
+        limit = self.critic.config.optimizer.max_skipped_in_a_row
+        _check_skipped("critic.optimizer.max_skipped_in_a_row", limit, state.critic_skipped_in_a_row, grad_norm)
+
+
+def _check_skipped(key: str, limit: int, num_skipped: int, grad_norm: float) -> None:
+    if num_skipped >= limit:
+        raise NumericsError(
+            f"the gradient was not finite (norm {grad_norm}) in {limit} optimizer steps in a row"
+            f" ({key}); no step was applied, the weights are those before them"
+        )

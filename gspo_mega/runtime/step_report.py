@@ -21,6 +21,7 @@ from gspo_mega.algorithm.kl import KL_SUMS
 from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction
 from gspo_mega.batches.held_out import Evaluation
 from gspo_mega.config.command_types import train_config
+from gspo_mega.config.critic_config import critic_of
 from gspo_mega.config.old_pass import makes_old_pass
 from gspo_mega.engine.megatron_optimizer import StepResult
 from gspo_mega.engine.pass_report import PassReport
@@ -30,6 +31,8 @@ from gspo_mega.metrics.reduction import reduced
 from gspo_mega.rollout_batch import RolloutBatch
 from gspo_mega.runtime.adapter_report import adapter_metrics
 from gspo_mega.runtime.correction_report import correction_metrics, correction_notice, note_correction
+from gspo_mega.runtime.critic_report import critic_metrics, fill_mean_advantages
+from gspo_mega.runtime.critic_step import CriticPart, CriticStep
 from gspo_mega.runtime.episode_report import episode_shapes, staleness_shapes, token_staleness
 from gspo_mega.runtime.held_out_report import evaluation_metrics
 from gspo_mega.runtime.mismatch_report import GapRows, gap_metrics, gap_warnings
@@ -65,6 +68,8 @@ class StepReport:
         self.evaluations: dict[str, Evaluation] = {}
         self.late: list[dict[str, float]] = []  # metrics of evaluations beside training, which measured earlier steps
         self.published: PublishResult | None = None
+        self.critic: CriticStep | None = None
+        self._critic_parts: list[CriticPart] = []
 
     def add(self, result: StepResult, old: PassReport, train: PassReport) -> None:
         """One mini-batch: its optimizer step, the pass that measured the engine gap, the training pass."""
@@ -77,6 +82,9 @@ class StepReport:
         gathered = self._session.exchange.gather([asdict(passes) for passes in self._passes])
         if gathered is not None:
             self._gathered = [[MiniBatchPasses.from_wire(passes) for passes in rank] for rank in gathered]
+        if self.critic is not None:
+            parts = self._session.exchange.gather(vars(self.critic.part))
+            self._critic_parts = [CriticPart(**part) for part in parts or ()]
 
     def write(self) -> None:
         """Rank 0: compute, write and show the step's metrics; nothing elsewhere. Ends the timer's step everywhere."""
@@ -85,6 +93,8 @@ class StepReport:
         if session.lead is None or self._batch is None:
             return
         session.lead.check_held()
+        if self.critic is not None:
+            fill_mean_advantages(self._batch, self._critic_parts)
         metrics = {
             **self._batch_metrics(self._batch),
             **self._optimizer_metrics(),
@@ -93,6 +103,12 @@ class StepReport:
         }
         if self._results:
             metrics |= self._policy_metrics() | self._of_adapters
+        if self.critic is not None:
+            settings = critic_of(session.config)
+            assert settings is not None
+            metrics |= critic_metrics(
+                self._critic_parts, self.critic.results, session.state.num_critic_steps, settings.kl_coefficient
+            )
         tokens = sum(t.num_tokens for t in self._batch.trajectories)
         step_seconds = seconds["time/step_seconds"]
         metrics |= {
@@ -157,13 +173,15 @@ class StepReport:
             "reward/mean": rewards,
             "reward/sd": rewards,
             "groups/num_groups": [len(batch.groups)],
-            "groups/constant_fraction": [g.is_constant_by_turn if by_turn else g.is_constant for g in batch.groups],
             "response/length_mean": lengths,
             "response/length_max": lengths,
             "response/truncated_fraction": [episode.is_truncated for episode in episodes],
             **episode_shapes(batch),
             **staleness_shapes(batch, self._staleness),
         }
+        if self.critic is None:  # a critic learns from equal rewards, too
+            constant = [g.is_constant_by_turn if by_turn else g.is_constant for g in batch.groups]
+            numbers["groups/constant_fraction"] = constant
         for name, chosen in (("positive", advantages > 0), ("negative", advantages < 0)):
             if chosen.any():
                 numbers[f"response/length_{name}_mean"] = lengths[chosen]
@@ -211,7 +229,7 @@ class StepReport:
             "old", [rank[-1].train.routing for rank in self._gathered]
         )
         metrics |= router_losses(config.moe, self._routing("train")) | expert_loads(self._routing("train"))
-        if self._session.reference is not None:
+        if config.kl.coefficient > 0:
             kl = _total([report.totals.get("kl_sums") for report in self._reports("train")])
             metrics["policy/kl_reference"] = float(kl[KL_SUMS.index("k")] / max(kl[KL_SUMS.index("num_tokens")], 1.0))
         old, train = self._columns("old"), self._columns("train")

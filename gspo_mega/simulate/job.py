@@ -14,12 +14,13 @@ from gspo_mega.config.on_publish import on_publish
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import PlanError
 from gspo_mega.model.sizes import ParameterCounts
-from gspo_mega.plan.adapter_shares import trained_parameters
+from gspo_mega.plan.critic_needs import saved_bytes
 from gspo_mega.plan.gpus import DEFAULT_GPU, GPUS, STORAGE_BYTES_PER_SECOND
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.published_bytes import version_bytes
+from gspo_mega.plan.server_places import reward_gpus
 from gspo_mega.plan.shares import ModelShares
-from gspo_mega.plan.timing import StepTime, checkpoint_bytes, save_seconds, step_time
+from gspo_mega.plan.timing import StepTime, save_seconds, step_time
 from gspo_mega.rollout.arrival_order import Order
 from gspo_mega.simulate.lengths import Lengths, log_normal
 from gspo_mega.simulate.server_costs import ServerCost, server_cost
@@ -124,7 +125,7 @@ def job_of(
     time = step_time(config, layout, shares, gpu, counts.total)
     fixed, token = _training(config, time)
     weights = version_bytes(config, spec, counts.total) / STORAGE_BYTES_PER_SECOND
-    saved = save_seconds(checkpoint_bytes(config, trained_parameters(config, spec, counts.total)))
+    saved = save_seconds(saved_bytes(config, spec, counts.total))
     cluster = config.cluster
     return Job(
         groups=config.batch.prompts_per_step,
@@ -145,7 +146,9 @@ def job_of(
         server_restart=START_SECONDS + weights,
         trainer_nodes=cluster.num_nodes,
         server_nodes=cluster.num_rollout_nodes or server_nodes or 0,
-        num_gpus=cluster.num_nodes * cluster.ranks_per_node + config.server.num_servers * config.server.tensor,
+        num_gpus=cluster.num_nodes * cluster.ranks_per_node
+        + config.server.num_servers * config.server.tensor
+        + reward_gpus(config),
         nodes_per_server=config.server.num_nodes,
     )
 

@@ -14,6 +14,7 @@ from gspo_mega.plan.layout import Layout, layout_of
 from gspo_mega.plan.layout_checks import check_layout
 from gspo_mega.plan.memory import gpu_bytes, trainer_memory
 from gspo_mega.plan.resolve import Plan
+from gspo_mega.plan.server_places import place_servers, reward_gpus, reward_servers
 from gspo_mega.plan.shares import ModelShares
 
 _MOST_SIMULATED = 12
@@ -46,10 +47,15 @@ def splits(plan: Plan, shares: ModelShares, num_nodes: int, where: Callable[[str
     for trainer in range(1, num_nodes):
         groups, over = divmod(num_nodes - trainer, config.server.num_nodes)
         servers = groups * (gpus * config.server.num_nodes // tensor)
+        # As many as leave room for the servers of reward models.
+        while servers >= 1 and max(place_servers(config, servers, num_nodes - trainer).gpus) > gpus:
+            servers -= 1
         if servers < 1 or over:
-            reasons["server.tensor"] = f"{num_nodes - trainer} nodes of {gpus} GPUs for servers of {tensor}"
+            scored = f" and {reward_gpus(config)} GPUs of reward models" if reward_gpus(config) else ""
+            reasons["server.tensor"] = f"{num_nodes - trainer} nodes of {gpus} GPUs for servers of {tensor}{scored}"
             continue
-        used = min(num_nodes - trainer, servers * config.server.num_nodes)
+        scorers = len(reward_servers(config))
+        used = min(num_nodes - trainer, servers * config.server.num_nodes + scorers)
         cluster = config.cluster.model_copy(update={"num_nodes": trainer, "num_rollout_nodes": used})
         server = config.server.model_copy(update={"num_servers": servers})
         candidate = config.model_copy(update={"cluster": cluster, "server": server})

@@ -7,7 +7,7 @@ Owns assembling tensors over tensor-parallel groups and bringing them to another
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,10 @@ class PolicyTensors:
     def _table(self) -> dict[str, list[TensorEntry]]:
         """The tensors in each of them."""
         return table_by_parameter(self.spec)
+
+    def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The config.json of an export, from that of the folder which describes the model."""
+        return raw
 
     def _values(self, parameter: str) -> torch.Tensor:
         """What is gathered of this rank's part: the policy's weight, a low-rank adapter merged into it."""

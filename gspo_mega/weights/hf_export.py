@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from gspo_mega.model.block_fp8 import KEY as QUANTIZATION_KEY
 from gspo_mega.model.block_fp8 import quantization_config
 from gspo_mega.model.description import description_files
 from gspo_mega.model.spec import BlockFp8, ModelSpec
+from gspo_mega.weights.carried_layers import CarriedLayers
 from gspo_mega.weights.collectives import all_gather_json, raise_together
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME
@@ -81,10 +82,11 @@ def export_huggingface(
     weight_version: int,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> dict[str, Any]:
-    """Write the policy in `chunks` (this rank's unwrapped GPT chunks) to `out_dir`: see `export_policy`. Collective."""
-    return export_policy(
-        PolicyTensors(spec, groups, chunks), out_dir, plain_form(dtype), source_folder, weight_version, max_file_bytes
-    )
+    """Write the policy in `chunks` (this rank's unwrapped GPT chunks) to `out_dir`: see `export_policy`, with the
+    layers for multi-token prediction that `source_folder` has. Collective.
+    """
+    policy, form = PolicyTensors(spec, groups, chunks), plain_form(dtype)
+    return export_policy(policy, out_dir, form, source_folder, weight_version, max_file_bytes, carries=True)
 
 
 def export_policy(
@@ -94,12 +96,15 @@ def export_policy(
     source_folder: str | Path,
     weight_version: int,
     max_file_bytes: int = MAX_FILE_BYTES,
+    *,
+    carries: bool = False,
 ) -> dict[str, Any]:
     """Write the policy in `form` to `out_dir`, with config and tokenizer files of `source_folder`; return the manifest.
 
     Each owner of tensors writes its own files of at most about `max_file_bytes` and uses no more host memory than that.
     Files are written to a staging folder, synced, and compared with the digests taken from memory; then the folder is
-    renamed. An existing folder is replaced. `out_dir` lies on a file system that all ranks share.
+    renamed. An existing folder is replaced. `out_dir` lies on a file system that all ranks share. `carries`: with the
+    layers for multi-token prediction of `source_folder`, as they are there; the lead rank writes them.
 
     The manifest (also in the folder): `weight_version`, `dtype` of plain tensors, and for every tensor its `shape`,
     `dtype`, `file`, and `sha256` of the owner's memory. Collective over all ranks.
@@ -112,8 +117,9 @@ def export_policy(
     groups = policy.groups
     lead = groups.is_lead
     problems: list[str] = []
+    carried: list[CarriedLayers] = []
     if lead:
-        problems = _attempt(_start, staging, Path(source_folder), DTYPE_NAMES[form.plain], form.stored)
+        problems = _attempt(_start, staging, Path(source_folder), form, policy, carries, carried)
     raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
 
     writer = _Writer(staging, groups.world.rank, max_file_bytes)
@@ -125,7 +131,7 @@ def export_policy(
     except PublishError as error:  # the iterator's own, after its end
         problems = [str(error)]
     if not problems:
-        problems = _attempt(writer.close)
+        problems = _attempt(_close, writer, carried)
     raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
 
     written = all_gather_json([writer.files, writer.tensors], groups.host)
@@ -142,12 +148,20 @@ def export_policy(
             for entries in policy.table.values()
             for entry in entries
             for name in form.described(entry)
-        },
+        }
+        | {entry.name: tensors[entry.name] for layers in carried for entry in layers.entries},
     }
     if lead:
         problems = _attempt(_finish, staging, out_dir, manifest)
     raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
     return manifest
+
+
+def _close(writer: _Writer, carried: list[CarriedLayers]) -> None:
+    for layers in carried:
+        for name, tensor in layers.tensors():
+            writer.add(name, tensor)
+    writer.close()
 
 
 def _attempt(action, *arguments: object) -> list[str]:
@@ -213,17 +227,36 @@ def _final_names(files: list[str]) -> dict[str, str]:
     return {file: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, start=1)}
 
 
-def _start(staging: Path, source: Path, dtype_name: str, stored: BlockFp8 | None) -> None:
+def _start(
+    staging: Path,
+    source: Path,
+    form: PublishedForm,
+    policy: PolicyTensors,
+    carries: bool,
+    carried: list[CarriedLayers],
+) -> None:
     durable.remove_tree(staging, at="publish.clear")
     durable.make_folder(staging, at="publish.folder")
-    copy_description(source, staging, dtype_name, stored)
+    edited = policy.config_json
+    if carries:
+        layers = CarriedLayers(source)
+        carried.append(layers)
+        edited = lambda raw: layers.config_json(policy.config_json(raw))  # noqa: E731
+    copy_description(source, staging, DTYPE_NAMES[form.plain], form.stored, edited)
 
 
-def copy_description(source: Path, target: Path, dtype_name: str, stored: BlockFp8 | None = None) -> None:
+def copy_description(
+    source: Path,
+    target: Path,
+    dtype_name: str,
+    stored: BlockFp8 | None = None,
+    edited: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: raw,
+) -> None:
     """Copy the files that describe a model (configuration, generation configuration, tokenizer); durable on return.
 
     The copied config.json names `dtype_name`, the layout `stored` of quantised weights, whatever the source's is, and
-    no layers for multi-token prediction. Weights and code are not copied, and no link is followed out of the folder.
+    no layers for multi-token prediction; `edited` has the last word on it. Weights and code are not copied, and no link
+    is followed out of the folder.
     Raises OSError, and ModelError for such a link.
     """
     for file in description_files(source):
@@ -238,7 +271,7 @@ def copy_description(source: Path, target: Path, dtype_name: str, stored: BlockF
     config.pop(QUANTIZATION_KEY, None)
     if stored is not None:
         config[QUANTIZATION_KEY] = quantization_config(stored)
-    durable.atomic_write_json(target / "config.json", config, at="publish.config")
+    durable.atomic_write_json(target / "config.json", edited(config), at="publish.config")
 
 
 def _finish(staging: Path, out_dir: Path, manifest: dict[str, Any]) -> None:

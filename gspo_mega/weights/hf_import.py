@@ -5,7 +5,7 @@ Owns filling parameters; `model/families.py` owns the place of each tensor. Ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.weights.block_folder import open_folder
 from gspo_mega.weights.collectives import raise_together
 from gspo_mega.weights.hf_folder import HuggingFaceFolder, check_names_and_shapes
-from gspo_mega.weights.names import canonical_parameters, table_by_parameter, tensor_group
+from gspo_mega.weights.names import by_parameter, canonical_parameters, tensor_group
 from gspo_mega.weights.quantized import filled
 
 if TYPE_CHECKING:
@@ -39,33 +39,53 @@ def import_huggingface(
     Raises ModelError, the same on every rank, listing tensors that are missing, unexpected or of another shape. It also
     raises one if embeddings are tied and the folder has a head that differs from them.
     """
-    names = {entry.name: entry.shape for entry in hf_tensors(spec)}
+    fill_from(
+        folder, spec, groups, lambda _: (canonical_parameters(spec, groups, chunks), hf_tensors(spec)), may_be_there
+    )
+
+
+def fill_from(
+    folder: str | Path,
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    wanted: Callable[[HuggingFaceFolder], tuple[dict[str, torch.Tensor], list[TensorEntry]]],
+    is_beside: Callable[[ModelSpec, str], bool],
+) -> None:
+    """Fill parameters of this rank from the folder: `wanted` gives them by canonical name, and all tensors of the model
+    that the folder has to hold; `is_beside` is true for names that it may hold too. Collective, and raises, as
+    `import_huggingface`.
+    """
     problems: list[str] = []
-    source, parameters = None, {}
+    source, parameters, entries = None, {}, []
     try:
-        parameters = canonical_parameters(spec, groups, chunks)
         source = open_folder(folder, spec)
+        parameters, entries = wanted(source)
         # Rank 0 reads all headers; the others open only the files that they need.
         if groups.is_lead:
-            problems = check_names_and_shapes(source, names, lambda name: may_be_there(spec, name))
+            shapes = {entry.name: entry.shape for entry in entries}
+            problems = check_names_and_shapes(source, shapes, lambda name: is_beside(spec, name))
     except ModelError as error:
         problems = [str(error)]
     raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
     assert source is not None  # or this rank would have had a problem
     with source:
         try:
-            _fill(source, spec, groups, parameters)
+            _fill(source, spec, groups, parameters, entries)
         except ModelError as error:
             problems.append(str(error))
     raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
 
 
 def _fill(
-    source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, parameters: dict[str, torch.Tensor]
+    source: HuggingFaceFolder,
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    parameters: dict[str, torch.Tensor],
+    entries: list[TensorEntry],
 ) -> None:
     owners = {}
-    for parameter, entries in table_by_parameter(spec).items():
-        owners |= dict.fromkeys((parameter, *entries[0].copies), entries)
+    for parameter, fused in by_parameter(entries).items():
+        owners |= dict.fromkeys((parameter, *fused[0].copies), fused)
     with torch.no_grad():
         for name, parameter in parameters.items():
             with filled(parameter) as values:

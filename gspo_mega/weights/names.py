@@ -7,7 +7,7 @@ numbers). `model/families.py` declares the names themselves.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,12 +32,19 @@ _FUSED_NORMS = {
 _BUFFER = ".router.expert_bias"
 # Adapters are no weights of the model; `adapter_tensors.py` has theirs.
 ADAPTERS = "adapters."
+# Nor is a critic's head, which starts at zero.
+VALUE_HEAD = "value_head."
 
 
 def table_by_parameter(spec: ModelSpec) -> dict[str, list[TensorEntry]]:
     """The tensors that each parameter fuses, by canonical name, in table order."""
+    return by_parameter(hf_tensors(spec))
+
+
+def by_parameter(entries: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]:
+    """Tensors by the parameter that fuses them, in their order."""
     table: dict[str, list[TensorEntry]] = {}
-    for entry in hf_tensors(spec):
+    for entry in entries:
         table.setdefault(entry.parameter, []).append(entry)
     return table
 
@@ -68,7 +75,7 @@ def canonical_parameters(
     for chunk in chunks:
         buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_BUFFER))
         for name, parameter in (*chunk.named_parameters(), *buffers):
-            if name.startswith(ADAPTERS):
+            if name.startswith((ADAPTERS, VALUE_HEAD)):
                 continue
             canonical = _canonical(spec, groups, chunk, name)
             entry = expected.get(canonical)

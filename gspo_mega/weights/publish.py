@@ -33,7 +33,7 @@ from gspo_mega.weights.senders import OwnTensors
 from gspo_mega.weights.server_tensors import ExpectedChecksums, server_tensor_name, server_tensors
 from gspo_mega.weights.servers import Deadline, Fleet, ServerControl
 from gspo_mega.weights.software import check_same, here
-from gspo_mega.weights.transaction import Content, Memory, Transaction
+from gspo_mega.weights.transaction import Content, Memory, Send, Transaction
 
 if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel
@@ -120,6 +120,7 @@ class Publisher:
         self._form = published_form(config)
         self._spec = spec
         self._groups = groups
+        self._chunks = chunks
         self._policy = PolicyTensors(spec, groups, chunks)
         self._memory = Memory()
         on_gpu = next(iter(chunks[0].parameters())).is_cuda
@@ -275,25 +276,35 @@ class Publisher:
         def send(fleet: Fleet, targets: list[ServerControl]) -> None:
             if self._settings.method == "disk":
                 path = str(self.versions.path(version))
-                fleet.each(lambda s, left: s.update_from_disk(path, version, deadline_seconds=left, **more), targets)
+                fleet.each(lambda s, left: self._load(s, path, version, left, **more), targets)
             else:
                 broadcast_json({"do": "send"}, self._groups.host)
                 self._sender.send(fleet, targets, self._form.owned(self._policy), version)
 
             kill_points.reached("publish.sent")
 
-        transaction = Transaction(self._tensors, self._memory, content, deadline, send, keeps_requests)
+        transaction = self._transaction(content, deadline, send, keeps_requests)
         verified, failed = transaction.run(servers, lambda: commit(version))
         return PublishResult(
             weight_version=version,
             path=str(self.versions.path(version)) if self._settings.method == "disk" else None,
             verified=verified,
             failed=failed,
-            num_bytes=self._form.num_bytes(self._policy),
+            num_bytes=self._version_bytes(),
             bytes_sent_by_rank=dict(self._sender.bytes_by_rank - sent_before),
             seconds=sum(transaction.phase_seconds.values()),
             phase_seconds=transaction.phase_seconds,
         )
+
+    def _load(self, server: ServerControl, path: str, version: int, seconds: float, **more: bool) -> None:
+        """Have the server load the version's folder, and report the version."""
+        server.update_from_disk(path, version, deadline_seconds=seconds, **more)
+
+    def _transaction(self, content: Content, deadline: Deadline, send: Send, keeps_requests: bool) -> Transaction:
+        return Transaction(self._tensors, self._memory, content, deadline, send, keeps_requests)
+
+    def _version_bytes(self) -> int:
+        return self._form.num_bytes(self._policy)
 
     def _commit(self, weight_version: int) -> None:
         self.versions.commit(weight_version)

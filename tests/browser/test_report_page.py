@@ -6,7 +6,7 @@ import json
 
 import pytest
 from chromium import Browser, program
-from report_runs import HOSTILE, add_gaps, make_run
+from report_runs import HOSTILE, add_gaps, add_metrics, make_run
 
 from gspo_mega.report.page import make_report
 
@@ -66,6 +66,7 @@ def test_summary_and_curves(page):
     page.run("byId('mean').click()")
     page.until("document.querySelector('.uplot').getAttribute('aria-label').includes('mean of 2')")
     page.run("byId('log').click()")
+    assert "of 0 or below" not in page.run("byId('charts').innerText")
     page.run("zoom(3, 6)")
     assert page.run("Math.round(drawn[0].scales.x.min * 10)") == 30
     page.run("document.querySelector('.chart details summary').click()")
@@ -73,6 +74,49 @@ def test_summary_and_curves(page):
     for dark in (True, False):
         page.run(f"setTheme({json.dumps(dark)})")
         assert page.run("document.querySelectorAll('.uplot canvas').length >= 4")
+
+
+def test_a_verdict_leads_to_its_curve(page):
+    page.run("[...document.querySelectorAll('#summary .verdicts button')][0].click()")
+    page.until("!byId('curves').hidden && document.activeElement.dataset.metrics === 'reward/mean'")
+
+
+def test_a_run_that_collapsed_is_marked_and_sparse_or_small_values_are_not_lost(browser, tmp_path):
+    folder = make_run(tmp_path / "one")
+    (folder / "metrics.jsonl").unlink()
+    for step in range(1, 61):
+        held_out = {"eval/accuracy": step / 60, "eval/accuracy_standard_error": 0.01} if step % 20 == 0 else {}
+        of_step = {"reward/mean": 0.6 if step < 30 else 0.0, "policy/clip_fraction": 0.0, "mismatch/budget_share": 0.1}
+        add_metrics(folder, step, **of_step, **held_out)
+    file = tmp_path / "report.html"
+    file.write_text(make_report([folder]), encoding="utf-8")
+    browser.errors.clear()
+    browser.open(file)
+    assert "What to try\nsmaller updates" in browser.run("byId('summary').innerText")
+    browser.run("byId('tab-curves').click()")
+    browser.until("document.querySelectorAll('.uplot canvas').length >= 4")
+    assert browser.run("DATA.runs[0].marks.map((mark) => [mark.step, mark.text])") == [[30, "collapse"]]
+    scale = (
+        "(name) => { const of = charts.find((one) => one.plot && one.content.found[0].label === name).plot.scales.y;"
+    )
+    assert browser.run(f"({scale} return [of.min, of.max]; }})('policy/clip_fraction')") == [0, 1]
+    assert "mismatch.budget 0.5" in browser.run("document.body.innerHTML")
+    browser.run("byId('smooth').value = 0.9; byId('smooth').dispatchEvent(new Event('input'))")
+    made = "charts.find((one) => one.plot && one.content.found.some((line) => line.label === name)).content.found"
+    labels = f"((name) => {made}.map((line) => line.label))"
+    assert browser.run(f"{labels}('reward/mean')") == ["reward/mean, raw", "reward/mean"]
+    assert browser.run(f"{labels}('eval/accuracy')") == ["eval/accuracy"]
+    browser.run("byId('log').click()")
+    assert "of 0 or below are not on a log scale" in browser.run("byId('charts').innerText")
+    assert browser.errors == []
+
+
+def test_the_prompts_through_time_are_searched(page):
+    page.run("byId('tab-prompt').click()")
+    page.until("document.querySelectorAll('#through-time .card').length === 4")
+    assert page.run("byId('p-count').innerText") == "1 of 1 prompts; 1 of them have answers at several steps"
+    enter(page, "p-find", "nothing like it")
+    page.until("byId('through-time').innerText === 'No prompt matches.'")
 
 
 def test_trajectories_are_filtered_and_shown_token_by_token(page):

@@ -46,6 +46,16 @@ def mean_of_means() -> None:
     measure.Measurement.shard = divided_locally
 
 
+def value_gradient_summed_over_tensor_ranks() -> None:
+    """Each tensor rank has the whole gradient of the critic's states; their sum is of a head that is cut over them."""
+    import gspo_mega.engine.value_head as value_head
+
+    gather = value_head.gather_from_sequence_parallel_region
+    value_head.gather_from_sequence_parallel_region = lambda states, tensor_parallel_output_grad, group: gather(
+        states, tensor_parallel_output_grad=True, group=group
+    )
+
+
 def second_rank_dies_in_one_case() -> None:
     """An exception on one rank, in the case whose chunk is of 31 tokens."""
     import gspo_mega.certify.ranks as ranks

@@ -121,6 +121,9 @@ _REORDERED = {
 }
 
 
+_OF_ANOTHER_LAYER = {"another layer's bias": ".expert_bias", "another layer's gate": ".gate_weight"}
+
+
 @contextlib.contextmanager
 def _injected(fault: str | None) -> Iterator[None]:
     """A fault in the one place of reshapes, seen by import and export alike: a round trip cannot notice it."""
@@ -143,17 +146,17 @@ def _injected(fault: str | None) -> Iterator[None]:
             )
             swapped[name] = dataclasses.replace(family, tensors=kept)
         patch = mock.patch.object(families, "FAMILIES", swapped)
-    elif fault in ("permuted experts", "another layer's bias"):
+    elif fault in ("permuted experts", *_OF_ANOTHER_LAYER):
         plain = families._entry
 
         def permuted(spec, sizes, rule, layer=None, expert=None):
             entry = plain(spec, sizes, rule, layer, expert)
-            if fault == "another layer's bias":
+            if fault in _OF_ANOTHER_LAYER:
                 first = spec.moe.num_dense_layers
                 other = None if layer is None else first + (layer - first + 1) % (spec.num_layers - first)
                 return (
                     dataclasses.replace(entry, parameter=rule.parameter.format(layer=other))
-                    if rule.is_buffer
+                    if rule.parameter.endswith(_OF_ANOTHER_LAYER[fault])
                     else entry
                 )
             if expert is None:

@@ -78,6 +78,10 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False),
     ),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen2_moe": (
+        "qwen2_moe",
+        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40),
+    ),
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
     # As Moonlight has it: no latent of queries, one group, another epsilon outside the latents.
     "deepseek_v3-one-group": (

@@ -181,6 +181,8 @@ def context_batch(size: int, rank: int) -> tuple[DeviceBatch, torch.Tensor]:
         rollout_log_probs=rollout[chosen],
         num_sequences=3,
         trajectory_index=np.arange(3),
+        end_rows=torch.zeros(0, dtype=torch.int64),
+        end_sequences=torch.zeros(0, dtype=torch.int64),
         sequence=dict(
             advantage=torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64), length=lengths, group_size=torch.ones(3)
         ),

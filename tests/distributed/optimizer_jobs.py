@@ -79,7 +79,7 @@ def changed(a: dict[str, object], b: dict[str, object]) -> list[str]:
 
 
 def overlapped(
-    folder: str, parallel: dict, clip_grad: float = 1.0, distributed: bool = True, **sections
+    folder: str, parallel: dict, clip_grad: float = 1.0, distributed: bool = True, gradients: str = "fp32", **sections
 ) -> dict | None:
     """Three steps with and without overlap, in small buckets. Whole weights on rank 0, None elsewhere."""
     small = functools.partial(data_parallel.DistributedDataParallelConfig, bucket_size=20_000)
@@ -90,13 +90,34 @@ def overlapped(
                 folder,
                 groups,
                 parallel,
-                optimizer=dict(lr=1e-3, overlap=overlap, clip_grad=clip_grad, distributed=distributed),
+                optimizer=dict(
+                    lr=1e-3,
+                    overlap=overlap,
+                    clip_grad=clip_grad,
+                    distributed=distributed,
+                    gradients_dtype=gradients,
+                ),
                 **sections,
             )
             norms = [run.step().grad_norm for _ in range(3)]
             buckets = [len(w.bucket_groups) + len(w.expert_parallel_bucket_groups) for w in run.engine.wrapped]
             run.engine.old_pass(run.batch)
             result[overlap] = dict(weights=run.weights(), norms=norms, buckets=buckets)
+        return result if groups.world.rank == 0 else None
+
+
+def gradients(folder: str, parallel: dict) -> dict | None:
+    """Three steps with gradients in fp32 and in bf16: dtypes of the buffers, norms, and whole weights; on rank 0."""
+    with layout(parallel) as groups:
+        result = {}
+        for dtype in ("fp32", "bf16"):
+            optimizer = dict(lr=1e-3, clip_grad=0.0, gradients_dtype=dtype)
+            run = Run(folder, groups, parallel, precision="bf16", optimizer=optimizer)
+            buffers = [b for w in run.engine.wrapped for b in (*w.buffers, *w.expert_parallel_buffers)]
+            norms = [run.step().grad_norm for _ in range(3)]
+            result[dtype] = dict(
+                weights=run.weights(), norms=norms, dtypes=sorted({str(buffer.grad_data.dtype) for buffer in buffers})
+            )
         return result if groups.world.rank == 0 else None
 
 

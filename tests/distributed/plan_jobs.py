@@ -8,7 +8,9 @@ from layout_jobs import layout_config, pack
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.config.schema import Config
+from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.frozen_reference import ReferencePolicy
+from gspo_mega.engine.megatron_optimizer import apply_gradients
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
@@ -19,7 +21,12 @@ def count_state(cases: list[dict]) -> list[dict]:
     return [_count(Config.model_validate_json(case["config"])) for case in cases]
 
 
-def _count(config: Config) -> dict:
+def count_critic(cases: list[dict]) -> list[dict]:
+    """`count_state` of the critic of each case."""
+    return [_count(Config.model_validate_json(case["config"]), is_critic=True) for case in cases]
+
+
+def _count(config: Config, *, is_critic: bool = False) -> dict:
     parallel = config.parallel
     groups = create_groups(
         tensor=parallel.tensor,
@@ -30,11 +37,13 @@ def _count(config: Config) -> dict:
         expert_tensor=parallel.expert_tensor,
     )
     try:
-        engine = PolicyEngine(config, read_model_spec(config.model.path), groups, num_optimizer_steps=1)
+        make = CriticEngine if is_critic else PolicyEngine
+        engine = make(config, read_model_spec(config.model.path), groups, num_optimizer_steps=1)
         for chunk in engine.wrapped:
             chunk.zero_grad_buffer()
         engine.optimizer.zero_grad()
-        engine._apply()  # Adam makes its moments in the first step
+        # Adam makes its moments in the first step.
+        apply_gradients(engine.optimizer, engine.scheduler, config.optimizer.clip_grad)
         parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
         buffers = [b for chunk in engine.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         moments: list[torch.Tensor] = []
@@ -52,7 +61,7 @@ def _count(config: Config) -> dict:
             # fp32 main parameters are views of the weights.
             main_bytes=_storage_bytes(main, _storages(parameters)),
             moment_bytes=_storage_bytes(moments),
-            reference_bytes=_reference_bytes(config, engine, parameters),
+            reference_bytes=_reference_bytes(config, engine, parameters) if isinstance(engine, PolicyEngine) else 0,
         )
     finally:
         destroy_groups()

@@ -97,6 +97,21 @@ def test_a_fault_is_caught_in_the_layout_that_has_it(tmp_path, fault, caught_in,
     assert "1 of 2 cases hold" in shown
 
 
+def test_a_fault_in_the_critic_is_caught_by_its_own_numbers(tmp_path):
+    """And without one, in the other layout, values, value gradients and weights after three value steps hold."""
+    code, shown = run(tmp_path, [CP2, TP2SP], "value_gradient_summed_over_tensor_ranks", "algorithm=ppo")
+    assert code == 1, shown
+    assert re.search(r"^case .* values +v\. grad +v\. weight ", shown, re.M), shown
+    rows = {name: numbers.split() for name, numbers in re.findall(r"^(CP2|TP2\+SP) +2 (.*?)  0, 0", shown, re.M)}
+    limits = (1e-5, 1e-5, 1e-5, 1e-4, 1e-5, 1e-5, 1e-4)
+    within = {
+        name: [float(number) <= limit for number, limit in zip(row, limits, strict=True)] for name, row in rows.items()
+    }
+    # The policy is as before, and values are; what follows from the gradient is not.
+    assert within == {"CP2": [True] * 7, "TP2+SP": [True] * 5 + [False] * 2}, shown
+    assert "TP2+SP: value_gradient differs by" in shown
+
+
 def test_a_case_that_fails_is_named_and_the_others_go_on(tmp_path):
     broken = "{name: broken, ranks: 2, set: {parallel.context: 2, batch.log_prob_chunk_tokens: 31}}"
     code, shown = run(tmp_path, [TP2SP, broken, CP2], "second_rank_dies_in_one_case")

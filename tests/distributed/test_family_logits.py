@@ -47,6 +47,7 @@ def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
         ("mixtral", "swapped gate and up"),
         ("mixtral", "permuted experts"),
         ("qwen2", "query, key and value one after the other"),
+        ("qwen2_moe", "another layer's gate"),
         ("deepseek_v3", "swapped gate and up"),
         ("deepseek_v3", "permuted experts"),
         ("deepseek_v3", "keys of all heads before values"),

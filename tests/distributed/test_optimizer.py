@@ -30,6 +30,7 @@ OVERLAPS = {
     # Buckets decide in which order the norm is added up. Clipped by a norm with another last bit, bf16 weights now and
     # then round the other way; not clipped, they are the same.
     "DP2-bf16": (2, "dense", {}, dict(precision="bf16", clip_grad=0.0)),
+    "DP2-bf16-gradients": (2, "dense", {}, dict(precision="bf16", clip_grad=0.0, gradients="bf16")),
     "EP2": (2, "moe", dict(expert=2), {}),
     "DP2-MoE": (2, "moe", {}, {}),
     "DP2-not-distributed": (2, "dense", {}, dict(distributed=False)),
@@ -53,6 +54,17 @@ def test_overlap_changes_no_weight(rank_pools, request, name):
     for tensor, want in result[False]["weights"].items():
         difference = np.linalg.norm(result[True]["weights"][tensor] - want)
         assert difference <= 1e-6 * np.linalg.norm(want), tensor
+
+
+@pytest.mark.parametrize("parallel", [{}, dict(expert=2)], ids=["DP2", "EP2"])
+def test_gradients_in_bf16_are_those_in_fp32_but_for_their_rounding(rank_pools, moe, parallel):
+    """Each sum of gradients is off by at most 2^-9 of its size for each addition, of which there are few here."""
+    found = rank_pools(2).run("optimizer_jobs:gradients", folder=moe, parallel={"expert_tensor": 1, **parallel})[0]
+    assert (found["fp32"]["dtypes"], found["bf16"]["dtypes"]) == (["torch.float32"], ["torch.bfloat16"])
+    first, rounded = found["fp32"]["norms"][0], found["bf16"]["norms"][0]
+    assert rounded == pytest.approx(first, rel=4 * 2**-9) and rounded != first
+    moved = [np.abs(found["bf16"]["weights"][name] - want).max() for name, want in found["fp32"]["weights"].items()]
+    assert max(moved) > 0
 
 
 def test_a_run_under_overlap_resumes_bit_for_bit(rank_pools, dense, tmp_path):

@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from family_models import make_family_folder
 from layout_jobs import layout_config
 from layout_models import make_folder
 
@@ -54,7 +55,12 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_the_engine(rank_p
             config.optimizer.distributed
         ):  # and in bf16, where main parameters are copies, with the reference of a KL term
             kl = config.kl.model_copy(update={"coefficient": 0.05})
-            by_ranks[ranks].append((f"{name} bf16", config.model_copy(update={"precision": "bf16", "kl": kl})))
+            in_bf16 = config.model_copy(update={"precision": "bf16", "kl": kl})
+            by_ranks[ranks].append((f"{name} bf16", in_bf16))
+            if ranks == 2:
+                optimizer = config.optimizer.model_copy(update={"gradients_dtype": "bf16"})
+                bf16 = in_bf16.model_copy(update={"optimizer": optimizer})
+                by_ranks[ranks].append((f"{name} gradients in bf16", bf16))
     assert sum(map(len, by_ranks.values())) > 50
     padded = referred = 0
     for ranks, group in sorted(by_ranks.items()):
@@ -68,6 +74,7 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_the_engine(rank_p
                 stage = shares.state(config, layout, layout.coordinates(rank).pipeline)
                 state, real = stage.of_rank(rank), found[rank][index]
                 size = state_bytes(config, state)
+                per_gradient = {"fp32": 4, "bf16": 2}[config.optimizer.gradients_dtype]
                 padded += state.padding > 0
                 referred += size.reference > 0
                 assert (
@@ -75,8 +82,8 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_the_engine(rank_p
                         parameters=state.parameters,
                         gradients=state.gradients,
                         optimized=state.optimized,
-                        weight_bytes=size.weights + size.padding - state.padding * 4,
-                        gradient_bytes=state.gradients * 4,
+                        weight_bytes=size.weights + size.padding - state.padding * per_gradient,
+                        gradient_bytes=state.gradients * per_gradient,
                         main_bytes=size.main,
                         moment_bytes=size.moments,
                         reference_bytes=size.reference,
@@ -85,6 +92,38 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_the_engine(rank_p
                 ), f"{name}, rank {rank}"
                 assert stage.largest.optimized >= state.optimized
     assert padded > 0 and referred > 0  # else their arithmetic was not tried
+
+
+def test_a_critics_state_is_that_of_its_engine(rank_pools):
+    """Without a head, with a row in its place, and embeddings tied to nothing: elements and bytes."""
+    layouts = {"DP2 distributed optimizer", "TP2+SP", "PP2 tied", "EP2"}
+    chosen = [(name, ranks, config) for name, ranks, config in cases() if name.partition(" ")[2] in layouts]
+    assert {ranks for _, ranks, _ in chosen} == {2} and len(chosen) >= len(layouts)
+    settings = []
+    for name, _, config in chosen:
+        optimizer = config.optimizer.model_copy(update={"distributed": True})
+        settings.append((name, config.model_copy(update={"optimizer": optimizer, "precision": "bf16", "lora": None})))
+    found = rank_pools(2).run(
+        "plan_jobs:count_critic", cases=[{"config": config.model_dump_json()} for _, config in settings]
+    )
+    for index, (name, config) in enumerate(settings):
+        layout = resolve_layout(config, spec := read_model_spec(config.model.path))
+        for rank in range(2):
+            state = ModelShares(spec).critic.state(config, layout, layout.coordinates(rank).pipeline).of_rank(rank)
+            size, real = state_bytes(config, state, is_critic=True), found[rank][index]
+            assert (
+                dict(
+                    parameters=state.parameters,
+                    gradients=state.gradients,
+                    optimized=state.optimized,
+                    weight_bytes=size.weights + size.padding - state.padding * 4,
+                    gradient_bytes=state.gradients * 4,
+                    main_bytes=size.main,
+                    moment_bytes=size.moments,
+                    reference_bytes=0,
+                )
+                == real
+            ), f"{name}, rank {rank}"
 
 
 SAVED = [
@@ -98,6 +137,7 @@ SAVED = [
     ("dense", "bf16", dict(tensor=4), 4),
     ("moe", "bf16", dict(tensor=2, expert=2), 2),
     ("moe", "fp32", dict(expert=2), 2),
+    ("qwen2_moe", "fp32", {}, 1),
 ]
 FUSED = [("dense", "fp32", {}, 1), ("moe", "bf16", {}, 1)]
 
@@ -105,7 +145,8 @@ FUSED = [("dense", "fp32", {}, 1), ("moe", "bf16", {}, 1)]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {kind: str(make_folder(root / kind, moe=kind == "moe")) for kind in ("dense", "moe")}
+    made = {kind: str(make_folder(root / kind, moe=kind == "moe")) for kind in ("dense", "moe")}
+    return made | {"qwen2_moe": str(make_family_folder(root / "qwen2_moe", "qwen2_moe"))}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from agreement_rule import Sampled, Scored
 from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.batches.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages
 from gspo_mega.config import load_config
+from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.data.demonstrations import Demonstration
 from gspo_mega.data.expert_routes import ExpertRoutes
@@ -29,15 +30,17 @@ from gspo_mega.episodes.conversation import Conversation
 from gspo_mega.episodes.driver import EpisodeDriver
 from gspo_mega.episodes.turn import Limits
 from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.model.low_rank import SERVED_NAME
 from gspo_mega.plan import resolve_layout
 from gspo_mega.records import MicroBatch, Prompt, Trajectory
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
+from gspo_mega.weights.adapter_folder import start_of_adapters
+from gspo_mega.weights.adapter_publish import publisher_of
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import policy_digests
 from gspo_mega.weights.hf_import import import_huggingface
-from gspo_mega.weights.publish import Publisher
 from gspo_mega.weights.quantize_published import plain_form
 
 FIRST_TOKEN, VOCAB_SIZE = 3, 512
@@ -113,12 +116,20 @@ class Trainer:
         self.groups = create_groups(**parallel)
         self.engine = PolicyEngine(self.config, self.spec, self.groups, num_optimizer_steps=1000)
         import_huggingface(config.model.path, self.spec, self.groups, self.engine.chunks)
+        start_of_adapters(self.engine)
         self.engine.after_weights_loaded()
         self.routing = RoutingRecord(self.engine) if self.spec.moe is not None else None
         self.prompts = RandomPrompts()
         self.num_learnt = 0
         self.pool = (
-            ServerPool(self.config.rollout, self.spec, Attempt(Path(attempt))) if self.groups.world.rank == 0 else None
+            ServerPool(
+                self.config.rollout,
+                self.spec,
+                Attempt(Path(attempt)),
+                SERVED_NAME if publishes_adapters(self.config) else None,
+            )
+            if self.groups.world.rank == 0
+            else None
         )
         if self.pool is not None:
             self.pool.wait_ready(1, deadline_seconds=60)
@@ -147,7 +158,7 @@ class Trainer:
 
     def publish(self, weight_version: int, method: str) -> None:
         config = self.config.model_copy(update={"publish": self.config.publish.model_copy(update={"method": method})})
-        publisher = Publisher(config, self.spec, self.groups, self.engine.chunks, self.weights_dir)
+        publisher = publisher_of(config)(config, self.spec, self.groups, self.engine.chunks, self.weights_dir)
         try:
             result = publisher.publish(weight_version, [] if self.pool is None else self.pool.controls())
         finally:

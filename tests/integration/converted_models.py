@@ -62,6 +62,11 @@ MODELS = {
     "qwen2-tied": ("qwen2", dict(tie_word_embeddings=True), dict(tensor=2)),
     "llama3": ("llama", dict(rope_parameters=LLAMA_3), dict(tensor=2)),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2), dict(expert=2)),
+    "qwen2_moe": (
+        "qwen2_moe",
+        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64),
+        dict(expert=2),
+    ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK, dict(expert=2)),
 }
 

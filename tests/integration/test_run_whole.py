@@ -17,6 +17,7 @@ from gspo_mega.config import load_config
 from gspo_mega.journal.journal import Journal
 from gspo_mega.journal.token_gaps import TokenGaps
 from gspo_mega.metrics.catalogue import CATALOGUE, PHASES, find_metric
+from gspo_mega.metrics.training_names import CRITIC
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.secret import read_secret
@@ -258,6 +259,9 @@ NOT_OF_A_PLAIN_RUN = {
     "sft/num_tokens",
     "metrics/num_non_finite",
     "policy/kl_reference",
+    # Only with a critic: tests/recovery/test_recovery_critic.py.
+    *(f"critic/{name}" for name in CRITIC),
+    "time/critic_seconds",
     # Only with cluster.colocated, which needs GPUs: tests/unit/runtime/test_shared_gpus.py.
     *(f"colocated/{name}_seconds" for name in ("offload", "onload", "release", "resume")),
     "colocated/offloaded_bytes",

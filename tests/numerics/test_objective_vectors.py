@@ -15,7 +15,7 @@ VECTORS = Path(__file__).parent / "data" / "objective_vectors.json"
 LOG = math.log
 
 
-def case(name, rows, advantages, key, gradient, terms, high=0, low=0, flags=None):
+def case(name, rows, advantages, key, gradient, terms, high=0, low=0, flags=None, token_advantages=None):
     """`rows`: per response its tokens (pi, pi_old, mu). `terms`: J's, already weighted. One response has no tokens of
     the policy at all: its entries are garbage, and count nowhere.
     """
@@ -31,8 +31,8 @@ def case(name, rows, advantages, key, gradient, terms, high=0, low=0, flags=None
             "rollout_logp": [*columns[2], [-1.0]],
             "mask": [*[[1] * len(row) for row in rows], [0]],
             "rewards": None,
-            "advantages": [*advantages, 5.0],
-            "token_advantages": None,
+            "advantages": None if token_advantages else [*advantages, 5.0],
+            "token_advantages": [*token_advantages, [5.0]] if token_advantages else None,
             "adv_cfg": {"std_ddof": 0, "std_eps": 0.0, "norm_std": True},
             "clip": {name: {"eps_low": 3e-4, "eps_high": 4e-4} for name in ("gspo", "grpo")},
             "norm_const": 4.0,
@@ -166,6 +166,17 @@ def vectors():
             high=1,
             low=1,
             flags={"0": "high", "1": "low"},
+        ),
+        case(
+            "ppo",
+            rows,
+            a,
+            "ppo/token_mean",
+            [[0.0], [0.25 * 0.5 / 3, -1 / 3]],  # r = 1/4 with A = 1/2: the minimum is the term that is not clipped
+            [2 * 1.0004 / 3, 0.25 * 0.5 / 3, -1 / 3],
+            high=1,
+            flags={"0": "high"},
+            token_advantages=[[2.0], [0.5, -1.0]],
         ),
     ]
 

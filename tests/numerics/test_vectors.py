@@ -200,7 +200,7 @@ MALFORMED = [
     ("no header", lambda: json.dumps({"cases": []}), "header"),
     ("empty", lambda: json.dumps({"header": {"version": 1}, "cases": []}), "no case"),
     ("version", lambda: json.dumps({"header": {"version": 2}, "cases": [first_case()]}), "version"),
-    ("algorithm", lambda: one(expected={"ppo/token_mean": {}}), "unknown algorithm 'ppo'"),
+    ("algorithm", lambda: one(expected={"reinforce/token_mean": {}}), "unknown algorithm 'reinforce'"),
     ("aggregation", lambda: one(expected={"gspo/token_median": {}}), "unknown aggregation 'token_median'"),
     ("missing field", lambda: one(expected={"gspo/token_mean": {"objective": 0}}), "must have exactly"),
     ("nothing expected", lambda: one(expected={}), "nothing to check"),

@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> None:
         policy = SimpleNamespace(
             groups=SimpleNamespace(world=group, host=group, is_lead=True),
             table={"all": entries},
+            config_json=lambda raw: raw,
             owned=lambda dtype: iter([(entry, torch.full((4, 4), float(version), dtype=dtype)) for entry in entries]),
         )
         # So small a limit that every tensor has a file of its own, and the folder an index.

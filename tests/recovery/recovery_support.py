@@ -221,14 +221,14 @@ def outcome(folder: RunFolder) -> dict[str, object]:
     assert folder.latest_checkpoint_file.read_text().strip() == checkpoint.name
     # Megatron's .metadata is a pickle that holds the same in another order of references; all tensors are in other
     # files.
-    apart = ("state.json", "megatron/.metadata")
+    apart = ("state.json", "megatron/.metadata", "critic/.metadata")
     found: dict[str, object] = {
-        f"checkpoint/{name}": digest for name, digest in _digests(checkpoint).items() if name not in apart
+        f"checkpoint/{name}": digest for name, digest in digests(checkpoint).items() if name not in apart
     }
     record = json.loads((checkpoint / "state.json").read_text())
     found["state"] = {**record["state"], "summary": _without_time(record["state"]["summary"].get("totals", {}))}
     for place in (folder.huggingface_dir, folder.path / "hf_steps"):
-        found |= {f"{place.name}/{name}": digest for name, digest in _digests(place).items()}
+        found |= {f"{place.name}/{name}": digest for name, digest in digests(place).items()}
     journal = Journal(folder.journal_dir)
     found["journal"] = {
         step: [[asdict(t) for t in g.trajectories] for g in journal.read(step).batch.groups] for step in journal.steps()
@@ -239,7 +239,7 @@ def outcome(folder: RunFolder) -> dict[str, object]:
     return found
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def digests(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from http.client import HTTPException
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -32,7 +33,7 @@ def scraped(port, running) -> tuple[set[float], dict[int, float]]:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
                 text = answer.read().decode()
-        except OSError:
+        except (OSError, HTTPException):  # a rank that is killed while it answers
             continue
         found = {family.name: family.samples[0].value for family in text_string_to_metric_families(text)}
         attempts.add(found["gspo_mega_attempt"])

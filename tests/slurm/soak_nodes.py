@@ -4,7 +4,17 @@ node, and more jobs of real ranks and servers. Those with `submit_stand_ins` hav
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+from tiny_models import make_model
+
 from gspo_mega.launcher.attempt_state import read_state
+from gspo_mega.rollout.server.reward_server import reward_folder
+from gspo_mega.run_folder import read_json
 
 LONG = ("train.num_steps=8", "checkpoint.every_steps=1", "rollout.max_concurrent_requests=1")
 STEPS = "train.num_steps=500"
@@ -122,3 +132,52 @@ def test_the_first_error_of_any_rank_is_the_last_line(submit):
     last = job.log.rstrip().splitlines()[-1]
     assert last.startswith("error: ") and "nothing" in last
     assert read_state(job.run.latest_attempt()).state == "failed"
+
+
+def test_a_reward_model_whose_node_crashes_scores_again_when_it_is_back(submit, tmp_path):
+    """Real SGLang servers of the policy and of a reward model. The model's server is killed, and started again; then
+    its node crashes, whose loss the rollouts that wait for scores do not hold up.
+    """
+    fitted = make_reward_model(tmp_path)
+    job = submit(
+        *LONG,
+        "parallel.expert=1",
+        "cluster.num_nodes=1",
+        "cluster.num_rollout_nodes=2",
+        "server.num_servers=2",
+        f"reward.model=[{{name: sums, path: {fitted}, dtype: fp32}}]",
+        f"reward.functions=[{{function: 'run_support:score', options: {{log: {tmp_path / 'log'}}}}}, {{function: sums}}]",
+    )
+    job.wait_for_line("step 1/8")
+    registration = reward_folder(job.run.latest_attempt(), "sums").server_file("server-0")
+    (serve,) = (
+        pid
+        for pid, command in job.cluster.processes()
+        if "gspo_mega serve" in command and "--reward-model sums" in command and not command.startswith("srun")
+    )
+    for child in psutil.Process(serve).children():
+        child.kill()
+    job.wait_for("another start of its server", lambda: read_json(registration)["generation"] == 2)
+    before = max(job.steps())
+    job.wait_for("a step after that", lambda: max(job.steps()) > before)
+    lost = job.nodes("servers")[0]
+    job.cluster.crash_node(lost)
+    job.wait_for_line("queued again: all servers of reward model sums are lost")
+    assert f"warning  node node{lost} is lost, and server-0 with it; 1 servers are left" in job.log
+    job.cluster.start_node(lost)
+    job.wait_for_line("resumed from step_")
+    assert job.finish() == "COMPLETED", job.log
+    lines = {line["step"]: line for line in map(json.loads, job.run.metrics_file.read_text().splitlines())}
+    assert len(lines) == 8 and all("reward/function/sums" in line for line in lines.values())
+    assert sum(line["rollout/num_reward_failures"] for line in lines.values()) == 0
+
+
+def make_reward_model(folder: Path) -> Path:
+    """One that was fitted on right and wrong sums."""
+    model = make_model(folder / "model", moe=False)
+    sums = [(a, b, wrong) for a in range(8) for b in range(8) for wrong in (0, 1)]
+    rows = [{"prompt": f"{a}+{b}=", "response": f"#{a + b + wrong}", "label": 1 - wrong} for a, b, wrong in sums]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [str(model), str(folder / "sums.jsonl"), "--out", str(folder / "fitted")]
+    subprocess.run([sys.executable, "-m", "gspo_mega", "reward-model", *words], check=True)
+    return folder / "fitted"

@@ -5,7 +5,7 @@ heeded.
 Ranks other than rank 0 wait for its end, as in a collective that never returns when a peer is lost. The variable
 STAND_IN may say `raise R` or `kill R`: rank R fails with a record, or ends as the machine's out-of-memory killer ends
 it; with `once R` so in the first attempt alone, after two steps. With `hold N` rank 0 gets no further than step N before
-the file `go` is in the run's folder. STAND_IN_SERVER names a server that gives up.
+the file `go` is in the run's folder. STAND_IN_SERVER names a server that gives up, one of a reward model as sums_0.
 """
 
 import json
@@ -97,6 +97,11 @@ def server(attempt: Path) -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     index = option("--index")
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    model = option("--reward-model") if "--reward-model" in sys.argv else None
+    name = f"{model or 'server'}_{index}"
+    (attempt / f"gpus_{name}").write_text(gpus)
+    if model is not None:
+        attempt = attempt / "reward_models" / model
     if "--hosts" in sys.argv:
         part = int(os.environ["SLURM_PROCID"])
         there = {"gpus": gpus, "host": option("--hosts").split(",")[part]}
@@ -104,7 +109,6 @@ def server(attempt: Path) -> int:
         while part > 0:
             time.sleep(0.5)
         sys.argv += ["--host", there["host"]]
-    (attempt / f"gpus_server_{index}").write_text(gpus)
     entry = {
         "server_id": f"server-{index}",
         "address": f"http://{option('--host')}:1",
@@ -113,7 +117,7 @@ def server(attempt: Path) -> int:
     }
     entry |= {"generation": 1, "weight_version": 0, "heartbeat": time.time()}
     write(attempt / "servers" / f"server-{index}.json", json.dumps(entry))
-    if os.environ.get("STAND_IN_SERVER") == index:
+    if os.environ.get("STAND_IN_SERVER") == (index if model is None else name):
         time.sleep(0.5)
         write(
             attempt / "servers" / f"server-{index}.json",

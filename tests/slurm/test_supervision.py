@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from slurm_jobs import variables
@@ -14,9 +15,19 @@ from waiting import alive
 
 from gspo_mega.launcher.attempt_state import read_state
 from gspo_mega.rollout.registration import read_registrations
-from gspo_mega.run_folder import read_json
+from gspo_mega.rollout.server.reward_server import reward_folder
+from gspo_mega.run_folder import Attempt, read_json
 
 LONG = "train.num_steps=500"
+
+
+def reward_model(folder: Path, num_servers: int, tensor: int = 1) -> tuple[str, ...]:
+    """Overrides for servers of a reward model `sums`, whose folder is as much of one as the supervisor reads."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    entry = f"{{name: sums, path: {folder}, num_servers: {num_servers}, tensor: {tensor}}}"
+    return f"reward.model=[{entry}]", "reward.functions=[{function: 'run_support:score'}, {function: sums}]"
 
 
 def go_on(job) -> None:
@@ -32,7 +43,12 @@ def checkpoint(job) -> str:
 def states(job) -> dict[str, str]:
     """Of the servers of the job's last start."""
     attempt = job.run.latest_attempt()
-    return {} if attempt is None else {one.server_id: one.state for one in read_registrations(attempt.servers_dir)}
+    return {} if attempt is None else states_in(attempt)
+
+
+def states_in(attempt: Attempt) -> dict[str, str]:
+    folder = attempt.servers_dir
+    return {one.server_id: one.state for one in read_registrations(folder)} if folder.exists() else {}
 
 
 def test_sbatch_itself_submits_a_job_of_the_right_size(submit_stand_ins):
@@ -95,18 +111,21 @@ def test_a_limit_that_leaves_no_time_for_a_step_is_refused(submit_stand_ins):
     ), job.log
 
 
-def test_ranks_and_servers_divide_the_gpus_of_their_nodes(submit_stand_ins):
+def test_ranks_and_servers_divide_the_gpus_of_their_nodes(submit_stand_ins, tmp_path):
     shared = (
         "cluster={num_nodes: 2, ranks_per_node: 2, num_rollout_nodes: 0}",
         "server={num_servers: 3, tensor: 2}",
         "publish.verify=replicas",
     )
-    job = submit_stand_ins("train.num_steps=3", *shared, GSPO_GPUS_PER_NODE="8")
+    models = reward_model(tmp_path / "sums", num_servers=2, tensor=1)
+    job = submit_stand_ins("train.num_steps=3", *shared, *models, GSPO_GPUS_PER_NODE="8")
     assert job.finish() == "COMPLETED", job.log
     attempt = job.run.latest_attempt()
     seen = {path.name.removeprefix("gpus_"): path.read_text() for path in attempt.path.glob("gpus_*")}
     ranks = dict.fromkeys(("rank_0", "rank_1", "rank_2", "rank_3"), "0,1")
-    assert seen == {**ranks, "server_0": "2,3", "server_1": "2,3", "server_2": "4,5"}
+    own = {"server_0": "2,3", "server_1": "2,3", "server_2": "4,5", "sums_0": "4", "sums_1": "5"}
+    assert seen == {**ranks, **own}
+    assert states_in(reward_folder(attempt, "sums")) == {"server-0": "stopped", "server-1": "stopped"}
     assert job.nodes("ranks") == job.nodes("servers") and len(job.nodes("ranks")) == 2
 
 
@@ -170,14 +189,19 @@ def test_a_run_on_recorded_rollouts_needs_no_servers(submit_stand_ins, tmp_path)
     assert not list(job.run.latest_attempt().path.glob("gpus_server_*"))
 
 
-def test_a_rollout_node_crashes_and_scancel_leaves_nothing(submit_stand_ins):
-    job = submit_stand_ins(LONG, "server.num_servers=2", "cluster.num_rollout_nodes=2")
+def test_a_rollout_node_crashes_and_scancel_leaves_nothing(submit_stand_ins, tmp_path):
+    models = reward_model(tmp_path / "sums", num_servers=2)
+    job = submit_stand_ins(LONG, "server.num_servers=2", "cluster.num_rollout_nodes=2", *models)
     job.wait_for_line("step 2/500")
-    job.wait_for("its servers", lambda: states(job) == {"server-0": "ready", "server-1": "ready"})
+    scorers, both = reward_folder(job.run.latest_attempt(), "sums"), {"server-0": "ready", "server-1": "ready"}
+    job.wait_for("its servers", lambda: states(job) == states_in(scorers) == both)
     lost = job.nodes("servers")[1]
     job.cluster.crash_node(lost)
     job.wait_for_line(f"warning  node node{lost} is lost, and server-1 with it; 1 servers are left")
+    of = "of reward model sums"
+    job.wait_for_line(f"warning  node node{lost} is lost, and server-1 {of} with it; 1 servers {of} are left")
     assert states(job) == {"server-0": "ready", "server-1": "failed"}, "ranks that start would wait for it"
+    assert states_in(scorers) == {"server-0": "ready", "server-1": "failed"}, "requests would go to it"
     seen = max(job.steps())
     job.wait_for("training goes on", lambda: max(job.steps()) > seen + 2)
     assert len(job.cluster.processes()) > 5

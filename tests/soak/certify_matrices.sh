@@ -1,24 +1,30 @@
 #!/usr/bin/env bash
-# Every case of the shipped matrices: each layout, packing and precision against one rank. About fifteen minutes on two idle cores; samples of
+# Every case of the shipped matrices: each layout, packing and precision against one rank. About half an hour on two idle cores; samples of
 # them are in tests/distributed/test_certify.py and test_certify_fp8.py.
 #
-#   tests/soak/certify_matrices.sh [dense moe mla te_bf16 fp8]
+#   tests/soak/certify_matrices.sh [dense moe mla lora ppo te_bf16 fp8 objectives]
 #
-# fp8 runs with every recipe.
+# fp8 runs with every recipe of scales, objectives with every algorithm that has a range of its own.
 #
 # Ends with 0 when every case holds. gspo_mega/certify/RESULTS.md has the tables of one such run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 models=("$@")
-((${#models[@]})) || models=(dense moe mla te_bf16 fp8)
+((${#models[@]})) || models=(dense moe mla lora ppo te_bf16 fp8 objectives)
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export OMP_NUM_THREADS=1
 for model in "${models[@]}"; do
   recipes=("")
   [[ $model != fp8 ]] || recipes=(fp8.recipe={blockwise,tensorwise,delayed,mxfp8})
+  if [[ $model == objectives ]]; then
+    mapfile -t recipes < <(.venv/bin/python -c 'from gspo_mega.config.recipes import RECIPES
+print(*(f"algorithm={name}" for name in RECIPES if name != "custom" and not RECIPES[name].has_critic), sep="\n")')
+  fi
   for recipe in "${recipes[@]}"; do
-    .venv/bin/gspo-mega certify "configs/certify_$model.yaml" "run.dir=$folder" ${recipe:+"$recipe"}
+    own_range=()  # the file's range is for a ratio of whole responses
+    [[ $recipe != algorithm=* || $recipe == algorithm=gspo* ]] || own_range=("objective={}")
+    .venv/bin/gspo-mega certify "configs/certify_$model.yaml" "run.dir=$folder" ${recipe:+"$recipe"} "${own_range[@]}"
   done
 done

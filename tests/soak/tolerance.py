@@ -71,23 +71,21 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+from typing import ClassVar
 
+from study_runs import REPOSITORY, Failed, call, commit, product, version
 from tolerance_arms import ARMS, BLOCKS, SEEDS, Arm, breaking_arms, in_order
 from tolerance_rows import NO_GAP, Row, append_row, finished, has_collapsed, measured, read_rows, trained_steps
 
 from gspo_mega.errors import NumericsError
 from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
 
-REPOSITORY = Path(__file__).parents[2]
 ROWS = REPOSITORY / "docs" / "tolerance_runs.csv"
 CONFIG = REPOSITORY / "configs" / "quickstart_fp8.yaml"
 COLD_START = REPOSITORY / "configs" / "quickstart_fp8_sft.yaml"
@@ -100,9 +98,13 @@ EXACT = ("precision=fp32", "server.quantization=none", "server.kv_cache=auto", "
 
 @dataclass(frozen=True)
 class Study:
-    """The folder of the study: `files/` the random model and the data, `cold/` the cold start, `arms/` the runs."""
+    """The folder of the study: `files/` the random model and the data, `cold/` the cold start, `arms/` the runs.
+    `config`, `exact`: what accuracies are measured with.
+    """
 
     folder: Path
+    config: ClassVar[Path] = CONFIG
+    exact: ClassVar[tuple[str, ...]] = EXACT
 
     def places(self, run_dir: Path, name: str, model: Path) -> list[str]:
         data = self.folder / "files" / "data"
@@ -127,21 +129,25 @@ class Study:
             once += ["sft.stop_accuracy_low=0.01", "sft.stop_accuracy_high=0.99"]
             places = self.places(run.path.parent, run.path.name, self.folder / "files" / "model")
             call([*product("sft"), str(COLD_START), *places, *once], self.folder / "cold.log")
-        weights = b"".join(path.read_bytes() for path in sorted(run.huggingface_dir.glob("*.safetensors")))
+        return self.measured_start(run.huggingface_dir)
+
+    def measured_start(self, model: Path) -> tuple[Path, str, tuple[float, float]]:
+        """As `cold_start`, of weights that are there; measured once."""
+        weights = b"".join(path.read_bytes() for path in sorted(model.glob("*.safetensors")))
         checksum = hashlib.sha256(weights).hexdigest()[:12]
         record = self.folder / f"cold-{checksum}.json"
         measurement = read_json(record)
         if measurement is None:
-            measurement = self.accuracy(run.huggingface_dir, "cold-eval")
+            measurement = self.accuracy(model, "cold-eval")
             atomic_write_json(record, measurement)
-        return run.huggingface_dir, checksum, (float(measurement["accuracy"]), float(measurement["standard_error"]))
+        return model, checksum, (float(measurement["accuracy"]), float(measurement["standard_error"]))
 
     def accuracy(self, model: Path, name: str) -> dict[str, float]:
         """Sampled accuracy of a Hugging Face folder on the exact server."""
         places = [p for p in self.places(self.folder / "evals", name, model) if not p.startswith("model.path")]
         run = RunFolder(self.folder / "evals" / name)
         shutil.rmtree(run.path, ignore_errors=True)
-        command = [*product("eval"), str(model), "--config", str(CONFIG), *EXACT, *places]
+        command = [*product("eval"), str(model), "--config", str(self.config), *self.exact, *places]
         call(command, self.folder / "eval.log")
         attempt = run.latest_attempt()
         result = read_json(attempt.result_file) if attempt is not None else None
@@ -151,7 +157,7 @@ class Study:
     def run(self, arm: Arm, seed: int) -> Row:
         """Train and measure one arm with one seed, from the start. Raises Failed where it is not the numbers' fault."""
         cold, checksum, before = self.cold_start()
-        name = f"{arm.name}-seed{seed}"
+        name = run_name(arm, seed)
         run, log = RunFolder(self.folder / "arms" / name), self.folder / f"{name}.log"
         shutil.rmtree(run.path, ignore_errors=True)
         began = time.monotonic()
@@ -208,41 +214,9 @@ class Study:
 DOSE = Path(__file__).with_name("tolerance_dose.py")
 
 
-class Failed(Exception):
-    """A command failed; the text names its log."""
-
-
-def product(command: str) -> list[str]:
-    return [sys.executable, "-m", "gspo_mega", command]
-
-
-def call(command: list[str], log: Path, good: tuple[int, ...] = (0,)) -> int:
-    """Run a command into a log, and end it with this process. Returns its exit code. Raises Failed for no good one."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as file:
-        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=environment)
-        try:
-            code = child.wait()
-        finally:
-            while child.poll() is None:  # the first signal asks a run to stop in order, the second ends it
-                child.send_signal(signal.SIGTERM)
-                time.sleep(1.0)
-    if code not in good:
-        raise Failed(f"exit code {code}: {' '.join(command[:6])} ...; see {log}\n{log.read_text()[-2000:]}")
-    return code
-
-
-def version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "-"
-
-
-def commit() -> str:
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "-"
+def run_name(arm: Arm, seed: int) -> str:
+    """What the run of an arm is called: as the arm, in letters that the name of a run may have."""
+    return f"{arm.name}-seed{seed}".replace("+", "_with_")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
+from typing import Protocol
 
 from tolerance import PROTOCOL, ROWS
 from tolerance_rows import NO_GAP, Row, by_arm, read_rows, smallest_detectable, spread_of
@@ -25,11 +26,26 @@ FIGURES = """
 BEGIN, END = "<!-- rows begin -->", "<!-- rows end -->"
 ANCHORS = {"gspo": "gspo-fp32-same-old_trainer", "grpo": "grpo-fp32-same-old_trainer"}
 WIDTH = 760
-_GSPO, _GRPO, _TEXT, _GRID, _COLD = "#b3402a", "#2f6fb0", "#444444", "#dddddd", "#999999"
+_GSPO, _GRPO, _PPO, _TEXT, _GRID, _COLD = "#b3402a", "#2f6fb0", "#3b8a4a", "#444444", "#dddddd", "#999999"
 
 
-def colour(row: Row) -> str:
-    return _GRPO if row.arm.startswith("grpo") else _GSPO
+class Run(Protocol):
+    """What a figure of arms shows of a run."""
+
+    @property
+    def arm(self) -> str: ...
+    @property
+    def before(self) -> float: ...
+    @property
+    def accuracy(self) -> float: ...
+    @property
+    def accuracy_se(self) -> float: ...
+    @property
+    def outcome(self) -> str: ...
+
+
+def colour(run: Run) -> str:
+    return {"grpo": _GRPO, "ppo": _PPO}.get(run.arm.partition("-")[0], _GSPO)
 
 
 def anchor_of(name: str) -> str:
@@ -128,9 +144,15 @@ def losses(arms: Mapping[str, Sequence[Row]], spread: float, freedom: int) -> li
     return ["", "What each algorithm loses of its own anchor's accuracy in the same pairing:", "", *lines]
 
 
-def draw_arms(rows: Sequence[Row]) -> str:
+def draw_arms(
+    rows: Sequence[Run],
+    title: str = "Accuracy after 40 steps, ± 2 standard errors of sampling; one mark per seed",
+    algorithms: Sequence[str] = ("GSPO", "GRPO"),
+) -> str:
     """Every run's final accuracy with two standard errors, one line per arm; the cold start as a dashed line."""
-    arms = by_arm(rows)
+    arms: dict[str, list[Run]] = {}
+    for row in rows:
+        arms.setdefault(row.arm, []).append(row)
     left, top, line = 330, 46, 26
     height = top + line * len(arms) + 44
     bottom = height - 40
@@ -138,7 +160,7 @@ def draw_arms(rows: Sequence[Row]) -> str:
     def x(value: float) -> float:
         return left + (WIDTH - left - 20) * value
 
-    parts = _start(height, "Accuracy after 40 steps, ± 2 standard errors of sampling; one mark per seed")
+    parts = _start(height, title)
     for tenth in range(0, 11, 2):
         at = x(tenth / 10)
         parts.append(f'<path d="M{at:.1f} {top - 10}V{bottom}" stroke="{_GRID}"/>')
@@ -158,7 +180,7 @@ def draw_arms(rows: Sequence[Row]) -> str:
                 f'<path d="M{at - reach:.1f} {y:.1f}H{at + reach:.1f}" stroke="{colour(row)}"/>'
                 f'<circle cx="{at:.1f}" cy="{y:.1f}" r="3" fill="{fill}" stroke="{colour(row)}"/>'
             )
-    parts += _legend(height - 4)
+    parts += _legend(height - 4, algorithms)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -208,7 +230,7 @@ def draw_dose(rows: Sequence[Row]) -> str:
     parts.append(
         f'<text x="{(left + WIDTH) / 2}" y="{bottom + 36}" text-anchor="middle">k3 at the first step, nats</text>'
     )
-    parts += _legend(height - 6)
+    parts += _legend(height - 6, ("GSPO", "GRPO"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -231,14 +253,13 @@ def _start(height: int, title: str) -> list[str]:
     ]
 
 
-def _legend(y: float) -> list[str]:
+def _legend(y: float, algorithms: Sequence[str]) -> list[str]:
+    colours = {"GSPO": _GSPO, "GRPO": _GRPO, "PPO": _PPO}
+    entries = [(colours[name], colours[name], name) for name in algorithms] + [("white", _TEXT, "collapsed")]
     return [
-        f'<circle cx="{at}" cy="{y - 4}" r="3.5" fill="{fill}" stroke="{edge}"/><text x="{at + 8}" y="{y}">{text}</text>'
-        for at, fill, edge, text in (
-            (24, _GSPO, _GSPO, "GSPO"),
-            (104, _GRPO, _GRPO, "GRPO"),
-            (184, "white", _TEXT, "collapsed"),
-        )
+        f'<circle cx="{24 + 80 * place}" cy="{y - 4}" r="3.5" fill="{fill}" stroke="{edge}"/>'
+        f'<text x="{32 + 80 * place}" y="{y}">{text}</text>'
+        for place, (fill, edge, text) in enumerate(entries)
     ]
 
 

@@ -1,19 +1,21 @@
 """The rows of `tolerance.py`: what is kept of a finished run, the file that they are appended to, and what is read off.
 
-Owns the columns, the rule of collapse and the statistics. It starts nothing.
+Owns the columns and the rule of collapse. It starts nothing.
 """
 
 from __future__ import annotations
 
-import csv
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
+
+from study_rows import append_row, pooled_spread, read_table, smallest_detectable, t_quantile
 
 from gspo_mega.metrics.length_bins import LENGTH_BINS
+
+__all__ = ["append_row", "pooled_spread", "smallest_detectable", "t_quantile"]
 
 NUM_MINI_BATCHES = 4
 WINDOW = 10  # steps of a mean of rewards
@@ -82,34 +84,11 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
-_TYPES = {"int": int, "float": float, "str": str}
 
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of the file, none where there is no file. Raises ValueError for another header, or a row cut short."""
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"{path}: not the columns of this study")
-        rows = []
-        for line in reader:
-            if None in line or None in line.values():
-                raise ValueError(f"{path}:{reader.line_num}: {len(COLUMNS)} columns expected")
-            rows.append(Row(**{field.name: _TYPES[str(field.type)](line[field.name]) for field in fields(Row)}))
-        return rows
-
-
-def append_row(path: Path, row: Row) -> None:
-    """Append one row, and the header to a new file; on disk when it returns. Floats have six digits."""
-    with path.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if file.tell() == 0:
-            writer.writerow(COLUMNS)
-        writer.writerow([format(value, ".6g") if isinstance(value, float) else value for value in astuple(row)])
-        file.flush()
-        os.fsync(file.fileno())
+    return read_table(path, Row)
 
 
 def finished(rows: Iterable[Row], protocol: int) -> set[tuple[str, int]]:
@@ -178,52 +157,6 @@ def has_collapsed(before: tuple[float, float], after: tuple[float, float], best:
     `before`, `after`: the two accuracies, each with its standard error.
     """
     return after[0] < before[0] - 2 * math.hypot(before[1], after[1]) or last < best / 2
-
-
-# --- statistics ---------------------------------------------------------------------------------------------------
-
-
-def t_quantile(p: float, freedom: int) -> float:
-    """The p quantile (1/2 <= p < 1) of Student's t with `freedom` degrees of freedom."""
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
-
-    def below(t: float, num_parts: int = 2000) -> float:
-        width = t / num_parts
-        heights = [(1 + (i * width) ** 2 / freedom) ** (-(freedom + 1) / 2) for i in range(num_parts + 1)]
-        return 0.5 + scale * width / 3 * (
-            heights[0] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2]) + heights[-1]
-        )
-
-    low, high = 0.0, 1.0
-    while below(high) < p:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if below(middle) < p else (low, middle)
-    return (low + high) / 2
-
-
-def pooled_spread(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
-    """The standard deviation within groups (arms over their seeds) and its degrees of freedom. Raises ValueError where
-    no group has two values.
-    """
-    several = [group for group in groups if len(group) > 1]
-    freedom = sum(len(group) - 1 for group in several)
-    if freedom == 0:
-        raise ValueError("no arm has two seeds: their spread is unknown")
-    squares = sum((len(group) - 1) * stdev(group) ** 2 for group in several)
-    return math.sqrt(squares / freedom), freedom
-
-
-def smallest_detectable(
-    spread: float, freedom: int, num_runs: Sequence[int], power: float = 0.8, level: float = 0.05
-) -> float:
-    """The smallest true difference that a two-sided t-test at `level` finds with probability `power`:
-    (t(1 - level/2) + t(power)) spread sqrt(sum of 1/n), n the number of runs of each arm that takes part. Two arms are
-    compared by their means. Two losses have four arms: each is the difference of an arm to its anchor.
-    """
-    error = spread * math.sqrt(sum(1 / number for number in num_runs))
-    return (t_quantile(1 - level / 2, freedom) + t_quantile(power, freedom)) * error
 
 
 def by_arm(rows: Iterable[Row]) -> dict[str, list[Row]]:

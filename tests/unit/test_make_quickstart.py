@@ -62,6 +62,14 @@ def test_hugging_face_loads_every_tensor_of_the_model(make, tmp_path, shape):
     assert logits.shape == (1, 3, VOCAB_SIZE) and logits.std() < 1
 
 
+def test_a_model_of_another_shape(make, tmp_path):
+    shape = json.loads((TOOL.parents[1] / "configs" / "models" / "quickstart_moe.json").read_text())
+    (tmp_path / "shape.json").write_text(json.dumps(shape | {"num_hidden_layers": 5, "num_experts": 4}))
+    assert make(tmp_path / "out", *SMALL, "--shape", tmp_path / "shape.json") == 0
+    spec = read_model_spec(tmp_path / "out" / "model")
+    assert (spec.num_layers, spec.moe.num_experts, spec.eos_token_ids) == (5, 4, (2,))
+
+
 def test_the_experts_have_their_names_on_disk(made):
     weights = load_file(made / "model" / "model.safetensors")
     assert weights["model.layers.2.mlp.experts.7.gate_proj.weight"].shape == (64, 64)

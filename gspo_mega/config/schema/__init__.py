@@ -13,6 +13,7 @@ from pydantic import Field
 from gspo_mega.config.recipes import AlgorithmName
 from gspo_mega.config.schema.budget_sections import Budget
 from gspo_mega.config.schema.certify_sections import Certify, CertifyCase
+from gspo_mega.config.schema.critic_sections import Critic
 from gspo_mega.config.schema.data_sections import Data, ReasoningGym, ReasoningGymTask, Source
 from gspo_mega.config.schema.episode_sections import Endpoint, EpisodeFunction, Episodes
 from gspo_mega.config.schema.eval_sections import Eval, EvalSet
@@ -61,6 +62,7 @@ __all__ = [
     "Checkpoint",
     "Cluster",
     "Config",
+    "Critic",
     "Data",
     "Endpoint",
     "Engine",
@@ -137,6 +139,7 @@ class Config(Section):
     recompute: Recompute = Recompute()
     optimizer: Optimizer
     lora: Lora | None = None
+    critic: Critic | None = None
     train: Train | None = Field(default=None, description="Needed by `gspo-mega train`.")
     data: Data
     reward: Reward

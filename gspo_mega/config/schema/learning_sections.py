@@ -171,7 +171,9 @@ class Mismatch(Section):
 
 class Batch(Section):
     prompts_per_step: int = Field(ge=1, description="Prompts per rollout batch.")
-    group_size: int = Field(ge=2, description="Trajectories per prompt (G).")
+    group_size: int = Field(
+        ge=1, description="Trajectories per prompt (G): at least 2, or 1 with a critic (`algorithm: ppo`)."
+    )
     num_mini_batches: int = Field(default=4, ge=1, description="Optimizer steps per rollout batch. The paper's: 4.")
     micro_batch_tokens: int = Field(
         ge=1, description="Maximum tokens per packed forward pass of one data-parallel rank."
@@ -205,6 +207,13 @@ class Optimizer(Section):
         description=(
             "Reduce gradients during the backward pass and, with `distributed`, gather parameters during the forward"
             " pass."
+        ),
+    )
+    gradients_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description=(
+            "Precision in which gradients are kept and added up, over micro-batches and over ranks. bf16, with bf16"
+            " parameters, takes half the memory and half the traffic, and rounds after every addition."
         ),
     )
     moments_dtype: Literal["fp32", "bf16", "fp8"] = Field(

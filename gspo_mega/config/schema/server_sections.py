@@ -273,3 +273,10 @@ class Publish(Section):
         ),
     )
     keep_last: int = Field(default=2, ge=1, description="Published versions kept on disk.")
+    lora: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description=(
+            "What servers get of a policy with `lora`. merged: whole weights, the adapters summed into them. adapter:"
+            " the adapters alone, which servers compute beside the weights of model.path (SGLang's LoRA serving)."
+        ),
+    )

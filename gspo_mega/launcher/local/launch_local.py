@@ -29,9 +29,10 @@ from gspo_mega.launcher.received_signals import stack_signals, stop_signals
 from gspo_mega.launcher.restarts import Restarts, furthest
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.estimate import estimate
+from gspo_mega.plan.server_places import reward_servers
 from gspo_mega.plan.stop_deadlines import MARGIN
 from gspo_mega.plan.watchdog_bounds import patience
-from gspo_mega.rollout.server.reward_server import reward_folder
+from gspo_mega.rollout.server.reward_server import make_reward_folder
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_json
 
 Command = Literal["train", "sft", "eval", "certify", "budget", "compare"]
@@ -73,7 +74,7 @@ def launch(
         check_users_functions(loaded)
     samples = with_servers and command != "certify" and not is_replay(loaded, command)
     num_servers = config.server.num_servers if samples else 0
-    scorers = [(model, k) for model in config.reward.model if samples and model.path for k in range(model.num_servers)]
+    scorers = reward_servers(config) if samples else []
     rest, scorer_gpus = reward_gpus(gpus, [model.tensor for model, _ in scorers])
     rank_gpus, server_gpus = share_gpus(
         rest, config.cluster.ranks_per_node, num_servers, config.server.tensor, config.cluster.colocated
@@ -159,11 +160,10 @@ def _scorers(
 ) -> list[ChildSpec]:
     """The servers of reward models: (entry, number in it) and GPUs of each."""
     specs = []
-    for number, ((model, index), share) in enumerate(zip(scorers, gpus, strict=True)):
-        mine = reward_folder(attempt, model.name)
-        mine.logs_dir.mkdir(parents=True, exist_ok=True)
+    for (model, index), share in zip(scorers, gpus, strict=True):
+        mine = make_reward_folder(attempt, model.name)
         arguments = [str(attempt.run_folder.config_file), "--attempt", str(attempt.path), "--index", str(index)]
         command = [*serve_command, *arguments, "--reward-model", model.name]
         environment = {**variables, **({"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {})}
-        specs.append(ChildSpec("reward server", number, command, mine.server_log(index), environment))
+        specs.append(ChildSpec("reward server", index, command, mine.server_log(index), environment, of=model.name))
     return specs

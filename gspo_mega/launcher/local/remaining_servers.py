@@ -1,4 +1,5 @@
 """Track the launcher's own servers in an attempt: which have left or are lost, and whether all servers have failed.
+The policy's servers are one such set, those of each reward model another.
 
 Owns the report of each such server, once: to the user, and to the pool through the server's registration where the
 server did not write it itself. `gspo-mega serve` restarts servers; when its process ends or registers `failed`, it has
@@ -16,17 +17,23 @@ from collections.abc import Callable, Iterable
 
 from gspo_mega.launcher.children import Child
 from gspo_mega.rollout.registration import Registration
+from gspo_mega.rollout.server.reward_server import reward_folder
 from gspo_mega.run_folder import Attempt, read_json
 
 logger = logging.getLogger(__name__)
 
 
 class RemainingServers:
-    """`children`: the processes of an attempt; only those of the kind `server` count."""
+    """`children`: the processes of an attempt; only those of the kind `server` count, or the servers of the reward
+    model `of`, which register in a folder of their own.
+    """
 
-    def __init__(self, attempt: Attempt, children: Iterable[Child], say: Callable[[str], None]) -> None:
-        self._attempt, self._say = attempt, say
-        self._servers = [child for child in children if child.spec.kind == "server"]
+    def __init__(
+        self, attempt: Attempt, children: Iterable[Child], say: Callable[[str], None], of: str | None = None
+    ) -> None:
+        self._attempt, self._say = attempt if of is None else reward_folder(attempt, of), say
+        wanted = ("server", "") if of is None else ("reward server", of)
+        self._servers = [child for child in children if (child.spec.kind, child.spec.of) == wanted]
         self._failed: list[Child] = []
         self._left: list[Child] = []
         self._all_failed = False

@@ -91,7 +91,10 @@ class Supervisor:
         pids = {child.spec.index: child.pid for child in ranks}
         watchdog = Watchdog(self._attempt, len(ranks), self._patience, pids) if self._patience is not None else None
         stacks = StacksOnSignal(self._attempt, len(ranks), self._stack_signals, self._say)
-        self._remaining_servers = RemainingServers(self._attempt, self._children, self._say)
+        models = dict.fromkeys(child.spec.of for child in self._children if child.spec.kind == "reward server")
+        self._remaining_servers = [
+            RemainingServers(self._attempt, self._children, self._say, of) for of in (None, *models)
+        ]
         while True:
             self._console.pump()
             family.reap()
@@ -115,17 +118,14 @@ class Supervisor:
     # --- failure -------------------------------------------------------------------------------------------
 
     def _failed(self) -> list[Child]:
-        """Ranks that ended unexpectedly, all servers once none of them is left, a reward model's that is given up."""
+        """Ranks that ended unexpectedly, and all servers of the policy, or of a reward model, once none is left."""
         ranks = [
             child
             for child in self._children
             if child.spec.kind == "rank" and child.exit_code not in (None, 0, EXIT_STOPPED)
         ]
         # `gspo-mega serve` restarts a server; when it ends itself, it has given up.
-        scorers = [
-            child for child in self._children if child.spec.kind == "reward server" and child.exit_code is not None
-        ]
-        return [*ranks, *self._remaining_servers.lost(), *scorers]
+        return [*ranks, *(child for servers in self._remaining_servers for child in servers.lost())]
 
     def _settle(self) -> None:
         deadline = time.monotonic() + _SETTLE_SECONDS

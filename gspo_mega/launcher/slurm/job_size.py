@@ -20,6 +20,7 @@ from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.inputs import is_replay
 from gspo_mega.launcher.slurm.site_settings import Site, words_of
 from gspo_mega.plan import Estimate, estimate, plan_run, render_report
+from gspo_mega.plan.server_places import RewardPlace, place_servers, reward_servers
 from gspo_mega.plan.stop_deadlines import grace_seconds, signal_seconds
 
 
@@ -28,7 +29,8 @@ class JobSize:
     """`servers_by_node[n]`: indices of the servers on the n-th rollout node, or on the n-th trainer node where
     `num_rollout_nodes` is 0; all empty in a run on recorded rollouts. A server over several nodes is on each of them,
     and they are neighbours. `trainer_gpus`, `rollout_gpus`: GPUs in use on
-    the fullest node of each kind. `colocated`: servers are on the ranks' GPUs.
+    the fullest node of each kind. `colocated`: servers are on the ranks' GPUs. `rewards`: the servers of reward models,
+    on the same nodes behind the policy's.
     """
 
     num_trainer_nodes: int
@@ -38,10 +40,19 @@ class JobSize:
     trainer_gpus: int
     rollout_gpus: int
     colocated: bool = False
+    rewards: tuple[RewardPlace, ...] = ()
 
     @property
     def num_servers(self) -> int:
         return len(set().union(*self.servers_by_node))
+
+    @property
+    def most_servers(self) -> int:
+        """On one node, of the policy and of reward models."""
+        on_node = [len(servers) for servers in self.servers_by_node]
+        for place in self.rewards:
+            on_node[place.node] += 1
+        return max(on_node)
 
     def nodes_of(self, server: int) -> tuple[list[int], int]:
         """(indices of the server's nodes among the nodes with servers, number of servers before it on each)."""
@@ -50,25 +61,21 @@ class JobSize:
 
 
 def job_size(loaded: LoadedConfig, site: Site, command: str = "train") -> JobSize:
-    """Deal servers to their nodes in turn, one over several nodes to as many neighbours; a run on recorded rollouts has
-    neither servers nor nodes for them.
+    """Which server runs where (`place_servers`); a run on recorded rollouts has neither servers nor nodes for them.
 
     Raises PlanError where a node has too few GPUs, JournalError where the record is too short.
     """
     config = loaded.config
     cluster, server = config.cluster, config.server
-    num_servers, num_rollout_nodes = (
-        (0, 0) if is_replay(loaded, command) else (server.num_servers, cluster.num_rollout_nodes)
-    )
-    num_server_nodes = num_rollout_nodes or cluster.num_nodes
-    num_groups = max(1, num_server_nodes // server.num_nodes)
-    by_node = tuple(
-        tuple(range(node // server.num_nodes, num_servers, num_groups)) if node // server.num_nodes < num_groups else ()
-        for node in range(num_server_nodes)
-    )
-    server_gpus = max(map(len, by_node)) * server.tensor // server.num_nodes
+    replays = is_replay(loaded, command)
+    num_servers, num_rollout_nodes = (0, 0) if replays else (server.num_servers, cluster.num_rollout_nodes)
     shared = num_rollout_nodes == 0
-    trainer_gpus = cluster.ranks_per_node + (server_gpus if shared and not cluster.colocated else 0)
+    if replays:  # recorded responses have their rewards
+        config = config.model_copy(update={"reward": config.reward.model_copy(update={"model": ()})})
+    num_ranks = cluster.ranks_per_node if shared else 0
+    places = place_servers(config, num_servers, num_rollout_nodes or cluster.num_nodes, num_ranks)
+    server_gpus = max(places.gpus)
+    trainer_gpus = server_gpus if shared else cluster.ranks_per_node
     if site.gpus_per_node:
         _check_gpus(loaded, "cluster.ranks_per_node", trainer_gpus, site.gpus_per_node, "a trainer node", shared)
         if not shared:
@@ -77,10 +84,11 @@ def job_size(loaded: LoadedConfig, site: Site, command: str = "train") -> JobSiz
         cluster.num_nodes,
         num_rollout_nodes,
         cluster.ranks_per_node,
-        by_node,
+        places.by_node,
         trainer_gpus,
         0 if shared else server_gpus,
         cluster.colocated,
+        places.rewards,
     )
 
 
@@ -89,6 +97,8 @@ def _check_gpus(loaded: LoadedConfig, key: str, needed: int, there: int, node: s
         server = loaded.config.server
         servers = f"server.num_servers {server.num_servers} x server.tensor {server.tensor}"
         servers += f" / server.num_nodes {server.num_nodes}" if server.num_nodes > 1 else ""
+        rewards = [model for model, index in reward_servers(loaded.config) if index == 0]
+        servers += "".join(f" and of reward model {m.name}, {m.num_servers} x tensor {m.tensor}" for m in rewards)
         what = (
             f"its ranks and its share of {servers}"
             if shared
@@ -106,8 +116,8 @@ def sbatch_options(run_name: str, size: JobSize, site: Site, rollout_options: Se
     """
     # --export=ALL whatever the site's default is: without this environment the job would submit another job.
     common = [f"--job-name={run_name}", f"--signal=B:USR1@{site.signal_seconds}", "--export=ALL"]
-    trainer_tasks = size.ranks_per_node + (len(size.servers_by_node[0]) if size.num_rollout_nodes == 0 else 0)
-    rollout_tasks = len(size.servers_by_node[0]) if size.num_rollout_nodes else 0
+    trainer_tasks = size.ranks_per_node + (size.most_servers if size.num_rollout_nodes == 0 else 0)
+    rollout_tasks = size.most_servers if size.num_rollout_nodes else 0
 
     def nodes(number: int, tasks: int) -> list[str]:
         gpus = [f"--gres=gpu:{site.gpus_per_node}"] if site.gpus_per_node else []

@@ -7,6 +7,7 @@ Owns the reaction to ended steps and lost nodes. Signals are the business of `st
     TERM, INT, HUP, a stop file                    the same without a requeue
     USR2                                           all ranks write their stacks; nothing else changes
     a trainer node or all servers' nodes lost      the job is requeued and continues from the last checkpoint
+    all servers' nodes of a reward model lost      the same
     some servers lost or given up                  the run continues with the others
     a rank or the last server fails or hangs       the attempt fails: its first error is the log's last line, and
                                                    `launch_job.py` may begin another attempt on the same nodes
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -30,13 +31,14 @@ from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.lost_nodes import LostNodes
 from gspo_mega.launcher.slurm.node_preflight import preflight
 from gspo_mega.launcher.slurm.scontrol import Allocation, Node, job_runs, seconds_left
-from gspo_mega.launcher.slurm.server_steps import Servers
+from gspo_mega.launcher.slurm.server_steps import Servers, end_all
 from gspo_mega.launcher.slurm.step_commands import Steps
 from gspo_mega.launcher.slurm.step_starts import Starts
 from gspo_mega.launcher.slurm.stop_request import Stop
 from gspo_mega.launcher.stack_request import StacksOnSignal
 from gspo_mega.launcher.watchdog import Watchdog
 from gspo_mega.plan.watchdog_bounds import Patience
+from gspo_mega.rollout.server.reward_server import reward_folder
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 logger = logging.getLogger(__name__)
@@ -109,9 +111,15 @@ class SlurmJob:
         self._look_again = time.monotonic() + _LOOK_SECONDS
 
     def run(
-        self, command: str, servers: Sequence[int], master_port: int, doctors: Sequence[tuple[Node, ChildSpec]]
+        self,
+        command: str,
+        servers: Sequence[int],
+        master_port: int,
+        doctors: Sequence[tuple[Node, ChildSpec]],
+        rewards: Mapping[str, Sequence[int]] | None = None,
     ) -> int:
-        """Start the steps, the doctors first, and watch until they are over. `servers`: indices of servers to start.
+        """Start the steps, the doctors first, and watch until they are over. `servers`: indices of servers to start;
+        `rewards`: those of each reward model.
 
         Returns 0, or 75 when stopped; for a requeued job, as soon as Slurm ends it. Raises AttemptError for a failure,
         RankError for one that another attempt would not mend, each with one line. Call from the main thread.
@@ -120,7 +128,7 @@ class SlurmJob:
             return self._ended_by_slurm()
         family = Family()
         starts = Starts(family, self._attempt, self._say)
-        fleet = None
+        fleets: list[Servers] = []
         try:
             if doctors:
                 preflight(
@@ -132,14 +140,19 @@ class SlurmJob:
                     self._say,
                     lambda: compare_records(self._attempt.software_dir, self._by_nccl),
                 )
-            fleet = Servers(self._attempt, self._steps, self._nodes, starts, self._say, servers)
+            fleets.append(Servers(self._attempt, self._steps, self._nodes, starts, self._say, servers))
+            own = self._steps.reward_servers()
+            for name, indices in (rewards or {}).items():
+                folder, of = reward_folder(self._attempt, name), f" of reward model {name}"
+                fleets.append(Servers(folder, own[name], self._nodes, starts, self._say, indices, of))
+                if not indices:
+                    self.stop.ask(f"all servers{of} are lost", again=True)
             ranks = starts.start(self._steps.ranks(command, master_port))
-            for child in (*fleet.children, ranks):
+            for child in (*(child for fleet in fleets for child in fleet.children), ranks):
                 logger.info("%s: %s", child.name, " ".join(child.spec.command))
-            code = self._until_over(ranks, fleet, starts)
+            code = self._until_over(ranks, fleets, starts)
         finally:
-            if fleet is not None:
-                fleet.end()
+            end_all(fleets)
             family.close(_END_GRACE_SECONDS)
             self._console.pump()
         if self.stop.queues_again and self.stop.still_runs():
@@ -147,7 +160,7 @@ class SlurmJob:
         self._state.tell("finished" if code == 0 else "stopped")
         return code
 
-    def _until_over(self, ranks: Child, fleet: Servers, starts: Starts) -> int:
+    def _until_over(self, ranks: Child, fleets: Sequence[Servers], starts: Starts) -> int:
         while True:
             self._console.pump()
             self._check_lease()
@@ -155,18 +168,20 @@ class SlurmJob:
             self._keep_watch(starts)
             if self.stop.handle_signals():
                 return self._ended_by_slurm()
-            if fleet.ended:
+            if any(fleet.ended for fleet in fleets):
                 time.sleep(_SETTLE_SECONDS)
                 with self._answers.or_later():
                     if not job_runs(self._allocation.job_id):
                         return self._ended_by_slurm()
-                    self._drop_ended(fleet)
+                    for fleet in fleets:
+                        if fleet.ended:
+                            self._drop_ended(fleet)
             if ranks.exit_code is not None:
                 with self._answers.or_later():
-                    if (code := self._ranks_over(ranks, fleet)) is not None:
+                    if (code := self._ranks_over(ranks)) is not None:
                         return code
                     if (again := starts.again(ranks)) is None:
-                        self._fail([ranks, *fleet.ended])
+                        self._fail([ranks, *(child for fleet in fleets for child in fleet.ended)])
                     else:
                         ranks = again
             if self.look_for_lost_nodes() or self._are_stuck():
@@ -200,7 +215,7 @@ class SlurmJob:
 
     # --- ends ----------------------------------------------------------------------------------------------
 
-    def _ranks_over(self, ranks: Child, fleet: Servers) -> int | None:
+    def _ranks_over(self, ranks: Child) -> int | None:
         """The exit code where the ranks' end is not their failure; None where it is, or where they never began."""
         if ranks.exit_code == 0:
             self.stop.cancel_requeue()  # finished before it could be stopped
@@ -239,7 +254,7 @@ class SlurmJob:
         if len(fleet) == 0 and not fleet.has_left:
             if fleet.gave_up is not None and not self.stop.is_asked_for:
                 self._fail([fleet.gave_up])
-            self.stop.ask("all servers are lost", again=True)
+            self.stop.ask(f"all servers{fleet.of} are lost", again=True)
 
     def _fail(self, failed: list[Child]) -> NoReturn:
         """Raise the attempt's error. The log gets its full text, and ends with its first line."""

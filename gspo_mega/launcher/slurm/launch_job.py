@@ -42,11 +42,6 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     Call from the main thread of the batch script. Raises a GspoMegaError with its exit code: ConfigError, ModelError,
     PlanError before anything starts, RankError for what failed after.
     """
-    if own := [model.name for model in loaded.config.reward.model if model.path is not None]:
-        raise PlanError(
-            f"{loaded.where('reward.model')}: reward.model: {own[0]} has a `path`, and a Slurm job starts no servers of"
-            " reward models yet; start them in a job of their own and give `url`"
-        )
     site = (
         Site.read(os.environ)
         .with_server_python(loaded.config.server.python)
@@ -124,11 +119,12 @@ class _Attempts:
         job_id, here = allocation.job_id, allocation.trainer_nodes[0].address
         server = self._loaded.config.server
         steps = Steps(allocation, self._size, site, attempt, server.tensor // server.num_nodes)
-        servers = [
-            index
-            for index in range(self._size.num_servers)
-            if context.nodes.known.isdisjoint(steps.server_nodes(index))
-        ]
+        lost = context.nodes.known
+        servers = [n for n in range(self._size.num_servers) if lost.isdisjoint(steps.server_nodes(n))]
+        rewards = {
+            name: [n for n in own.indices if lost.isdisjoint(own.server_nodes(n))]
+            for name, own in steps.reward_servers().items()
+        }
         config = _in_job(self._loaded.config, here, servers)
         atomic_write_text(attempt.config_file, render_config(config))
         atomic_write_text(attempt.plan_file, self._report + "\n")
@@ -147,7 +143,8 @@ class _Attempts:
                 if site.preflight and is_first
                 else []
             )
-            return SlurmJob(attempt, context, steps, state, left).run(self._command, servers, free_port(here), doctors)
+            job = SlurmJob(attempt, context, steps, state, left)
+            return job.run(self._command, servers, free_port(here), doctors, rewards)
 
 
 def _in_job(config: Config, address: str, servers: Sequence[int]) -> Config:

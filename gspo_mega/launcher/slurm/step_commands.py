@@ -1,4 +1,5 @@
-"""The steps of a Slurm job as srun commands: one of all ranks, one per server, one per doctor, one batch node watch.
+"""The steps of a Slurm job as srun commands: one of all ranks, one per server of the policy and of a reward model, one
+per doctor, one batch node watch.
 
 Owns the options of srun and the environment of a step. `job_supervisor.py` watches the steps.
 """
@@ -13,6 +14,8 @@ from gspo_mega.launcher.children import ChildSpec
 from gspo_mega.launcher.slurm.job_size import JobSize
 from gspo_mega.launcher.slurm.scontrol import Allocation, Node, at
 from gspo_mega.launcher.slurm.site_settings import Site
+from gspo_mega.plan.server_places import RewardPlace
+from gspo_mega.rollout.server.reward_server import make_reward_folder
 from gspo_mega.run_folder import Attempt
 
 _WATCH = Path(__file__).with_name("batch_node_watch.py")
@@ -108,8 +111,47 @@ class Steps:
         """The nodes of one server, its head's first."""
         return [self._allocation.rollout_nodes[number] for number in self._size.nodes_of(index)[0]]
 
+    def reward_servers(self) -> dict[str, RewardSteps]:
+        """The steps of the servers of reward models, by the model's name."""
+        places: dict[str, list[RewardPlace]] = {}
+        for place in self._size.rewards:
+            places.setdefault(place.name, []).append(place)
+        return {name: RewardSteps(self, own) for name, own in places.items()}
+
+    def reward_server(self, place: RewardPlace) -> ChildSpec:
+        """The step of one server of a reward model, which binds its node's address. Makes the folder of its log."""
+        node = self.reward_node(place)
+        serve = self._site.server.command(
+            "-m",
+            "gspo_mega",
+            "serve",
+            str(self._attempt.config_file),
+            "--attempt",
+            str(self._attempt.path),
+            "--index",
+            str(place.index),
+            "--host",
+            node.address,
+            "--reward-model",
+            place.name,
+        )
+        return ChildSpec(
+            "reward server",
+            place.index,
+            self._srun(
+                [*self._one_task(node), *self._site.server.srun_options], serve, place.first_gpu, place.num_gpus
+            ),
+            make_reward_folder(self._attempt, place.name).server_log(place.index),
+            self._site.network_variables(),
+            of=place.name,
+        )
+
+    def reward_node(self, place: RewardPlace) -> Node:
+        return self._allocation.rollout_nodes[place.node]
+
     def _serves(self, node: Node) -> bool:
-        return any(node in self.server_nodes(index) for index in range(self._size.num_servers))
+        serving = [node for index in range(self._size.num_servers) for node in self.server_nodes(index)]
+        return node in serving or node in map(self.reward_node, self._size.rewards)
 
     def doctors(self, master_port: int, fp8: bool, requests: int = 1024) -> list[tuple[Node, ChildSpec]]:
         """One step per node, in the environment of the rank or server that will run there, and for a node that ranks
@@ -192,3 +234,20 @@ class Steps:
         own = ",".join(str(gpu) for gpu in range(first_gpu, first_gpu + num_gpus))
         # Set with `env`: in the step's environment Slurm would replace the list with its own.
         return [*srun, f"--gres=gpu:{self._site.gpus_per_node}", "env", f"CUDA_VISIBLE_DEVICES={own}", *command]
+
+
+class RewardSteps:
+    """The steps of the servers of one reward model, as `Steps` has them of the policy's."""
+
+    def __init__(self, steps: Steps, places: Sequence[RewardPlace]) -> None:
+        self._steps, self._places = steps, {place.index: place for place in places}
+
+    @property
+    def indices(self) -> list[int]:
+        return sorted(self._places)
+
+    def server(self, index: int) -> ChildSpec:
+        return self._steps.reward_server(self._places[index])
+
+    def server_nodes(self, index: int) -> list[Node]:
+        return [self._steps.reward_node(self._places[index])]

@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.slurm.controller_outage import ASK_AGAIN_SECONDS
@@ -26,7 +27,7 @@ class Starts:
 
     def __init__(self, family: Family, attempt: Attempt, say: Callable[[str], None]) -> None:
         self._family, self._attempt, self._say = family, attempt, say
-        self._failed: Counter[tuple[str, int]] = Counter()
+        self._failed: Counter[Path] = Counter()
 
     def start(self, spec: ChildSpec) -> Child:
         return self._family.start(spec)
@@ -35,7 +36,7 @@ class Starts:
         """Start the step again after a pause. None where it had begun, or failed to start too often."""
         if not self.never_began(child):
             return None
-        key = (child.spec.kind, child.spec.index)
+        key = child.spec.log  # each step has one of its own
         self._failed[key] += 1
         if self._failed[key] >= _MOST_STARTS:
             return None

@@ -2,32 +2,7 @@
 "use strict";
 const PALETTE = ["#0969da", "#cf222e", "#1a7f37", "#9a6700", "#8250df", "#0e8a8a", "#bf3989", "#57606a", "#bc4c00", "#4d7c0f"];
 const DARK_PALETTE = ["#58a6ff", "#ff7b72", "#56d364", "#e3b341", "#bc8cff", "#39c5cf", "#f778ba", "#9da7b1", "#ffa657", "#a3e635"];
-const percentiles = (part) => ["p1", "mean", "p99"].map((which) => `policy/log_ratio/${part}/${which}`);
-const CHARTS = [
-  ["Reward", ["reward/mean"]],
-  ["Held-out accuracy", ["eval/accuracy"]],
-  ["Held-out accuracy of each set", /^eval\/set\/[^/]+\/accuracy$/],
-  ["Of several held-out samples: pass@k, majority", /^eval\/set\/[^/]+\/(pass_at\/.*|majority)$/],
-  ["Response length by the sign of the advantage", ["response/length_mean", "response/length_positive_mean", "response/length_negative_mean"]],
-  ["Truncated responses", ["response/truncated_fraction"]],
-  ["Entropy", ["policy/entropy"]],
-  ["Clip fractions", ["policy/clip_fraction", "policy/clip_fraction_high", "policy/clip_fraction_low"]],
-  ["Log-ratio of the update: 1%, mean, 99%", percentiles("update")],
-  ["Log-ratio of the mismatch: 1%, mean, 99%", [...percentiles("mismatch"), ...percentiles("gap")]],
-  ["Log-ratio of staleness: 1%, mean, 99%", percentiles("staleness")],
-  ["k3: of the update, and of the mismatch", ["policy/k3", "mismatch/k3"]],
-  ["Mismatch as a share of the clip range", ["mismatch/budget_share"]],
-  ["Gradient norm", ["optimizer/grad_norm", "optimizer/grad_norm_max"]],
-  ["Learning rate", ["optimizer/lr"]],
-  ["Groups with one reward", ["groups/constant_fraction"]],
-  ["Tokens per second", ["speed/tokens_per_second", "speed/generated_tokens_per_second"]],
-  ["Idle: servers without requests, trainer waiting (s)", ["rollout/servers_idle_seconds", "rollout/trainer_wait_seconds"]],
-  ["Routing: experts changed", ["routing/changed_since_rollout", "routing/changed_since_old"]],
-  ["Routing: load", ["routing/load_balancing_loss", "routing/load_max_over_mean"]],
-  ["Failures", ["rollout/num_reward_failures", "eval/num_reward_failures", "rollout/num_episode_failures", "rollout/num_request_failures"]],
-  ["Loss of the cold start", ["sft/loss"]],
-];
-const drawn = [], charts = [];
+const drawn = [], charts = [], FEW = 30;
 let range = null;
 
 function isDark() { return document.documentElement.classList.contains("dark"); }
@@ -69,12 +44,14 @@ function meanOf(columns) {
   return { mean, low, high };
 }
 
-function lines(metrics, settings) {
+function lines(metrics, settings, limit) {
   const present = metrics.filter((name) => DATA.runs.some((run) => run.series[name]));
   const steps = unionOfSteps(DATA.runs), found = [], bands = [];
   present.forEach((name, index) => {
     const having = DATA.runs.filter((run) => run.series[name]);
-    const columns = having.map((run) => smoothed(onSteps(run, run.series[name], steps), settings.smooth));
+    const raw = having.map((run) => onSteps(run, run.series[name], steps));
+    // A few measurements, as of held-out problems, are shown as they are.
+    const columns = raw.map((values) => count(values) < FEW ? values : smoothed(values, settings.smooth));
     if (settings.mean && columns.length > 1) {
       const { mean, low, high } = meanOf(columns), tint = colour(index), at = found.length + 1;
       found.push({ label: `${name} + s.e.`, values: high, colour: tint, width: 0 }, { label: `${name} - s.e.`, values: low, colour: tint, width: 0 },
@@ -83,11 +60,16 @@ function lines(metrics, settings) {
       return;
     }
     having.forEach((run, place) => {
-      const many = DATA.runs.length > 1;
+      const many = DATA.runs.length > 1, tint = colour(many ? DATA.runs.indexOf(run) : index);
+      if (columns[place] !== raw[place] && settings.smooth) found.push({ label: `${many ? `${run.name}: ` : ""}${name}, raw`, values: raw[place], colour: tint + "55", width: 1 });
       found.push({ label: many ? `${run.name}: ${name}` : name, values: columns[place],
-        colour: colour(many ? DATA.runs.indexOf(run) : index), dash: many && index ? [[8, 4], [2, 3]][(index - 1) % 2] : undefined, width: 1.6 });
+        colour: tint, dash: index ? [[8, 4], [2, 3]][(index - 1) % 2] : undefined, width: 1.6 });
     });
   });
+  if (limit && found.length) {
+    const levels = [...new Set(DATA.runs.map((run) => run.limits[limit.setting]).filter((value) => typeof value === "number"))];
+    levels.forEach((level) => found.push({ label: `${limit.label} ${number(level)}`, values: steps.map(() => level), colour: colour(7), dash: [3, 3], width: 1 }));
+  }
   return { steps, found, bands };
 }
 
@@ -101,6 +83,38 @@ function stacked(run) {
   return { steps: run.steps, found: found.reverse(), bands: [] };
 }
 
+function count(values) { return values.filter((value) => value !== null && value !== undefined).length; }
+
+// A curve that never changes is drawn in the middle of a range of its own size.
+function heights(settings, filled) {
+  if (filled) return (_, __, top) => [0, 1.05 * (top || 1)];
+  if (settings.log) return undefined;
+  return (_, low, high) => {
+    if (low === null || high === null || (low === 0 && high === 0)) return [0, 1];
+    return low !== high ? uPlot.rangeNum(low, high, 0.1, true) : [low - Math.abs(low) / 2, low + Math.abs(low) / 2];
+  };
+}
+
+// Where a run collapsed, fell or was started again: a line across the chart, with its word where one run is shown.
+function drawMarks(plot) {
+  const context = plot.ctx, { left, top, width, height } = plot.bbox;
+  context.save();
+  context.textAlign = "left";
+  context.textBaseline = "top";
+  DATA.runs.forEach((run, index) => run.marks.forEach((mark, place) => {
+    const x = plot.valToPos(mark.step, "x", true);
+    if (x < left || x > left + width) return;
+    context.strokeStyle = context.fillStyle = colour(mark.level === "warning" ? 1 : DATA.runs.length > 1 ? index : 7);
+    context.setLineDash([4, 4]);
+    context.beginPath();
+    context.moveTo(x, top);
+    context.lineTo(x, top + height);
+    context.stroke();
+    if (DATA.runs.length === 1) context.fillText(mark.text, x + 4, top + 2 + (place % 2) * 14 * devicePixelRatio);
+  }));
+  context.restore();
+}
+
 function draw(box, { steps, found, bands }, settings, name) {
   const own = charts[charts.length - 1];
   const valueAt = (which, place) => (own.content.found[which].shown || own.content.found[which].values)[place];
@@ -110,15 +124,15 @@ function draw(box, { steps, found, bands }, settings, name) {
   const plot = new uPlot({
     width: Math.max(260, box.clientWidth - 22), height: 230, bands,
     cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
-    scales: { x: { time: false }, y: { distr: settings.log ? 3 : 1, range: found.some((line) => line.filled) ? (_, __, top) => [0, 1.05 * (top || 1)] : undefined } },
-    axes: [{ ...axis, label: undefined }, { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : number(tick)) }],
+    scales: { x: { time: false }, y: { distr: settings.log ? 3 : 1, range: heights(settings, found.some((line) => line.filled)) } },
+    axes: [{ ...axis, label: undefined }, { ...axis, size: 76, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : number(tick)) }],
     series: [{ label: "step" }, ...found.map((line) => ({
       label: line.label, class: line.width === 0 ? "bare" : undefined, stroke: line.colour, width: line.width, dash: line.dash, spanGaps: true,
       fill: line.filled ? line.colour : undefined,
-      points: { show: line.values.filter((value) => value !== null).length < 30 && line.width > 0 && !line.filled, size: 5 },
+      points: { show: count(line.values) < FEW && line.width > 0 && !line.filled, size: 5 },
       value: (_, value, index, place) => number(place === null || place === undefined ? null : valueAt(index - 1, place)),
     }))],
-    hooks: { setSelect: [(u) => { if (u.select.width > 2) zoom(u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")); }] },
+    hooks: { draw: [drawMarks], setSelect: [(u) => { if (u.select.width > 2) zoom(u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")); }] },
   }, plotData({ steps, found }, settings), box.querySelector(".plot"));
   plot.root.setAttribute("role", "img");
   plot.root.setAttribute("aria-label", `${name}: ${found.map((line) => line.label).join(", ")}; the values are in the table below`);
@@ -146,13 +160,16 @@ function showTable(details, { steps, found }) {
 }
 
 // `make`: the chart's lines from the data as it is; null where it has none.
-function chart(name, make, settings, meaning) {
+function chart(name, make, settings, meaning, metrics = []) {
   const content = make();
   charts.push({ make, content, settings });
   if (!content) return;
   const details = el("details", {}, el("summary", {}, "Values as a table"));
-  const box = el("div", { class: "chart" }, el("h3", {}, name), meaning ? el("p", { class: "quiet" }, meaning) : null, el("div", { class: "plot" }), details);
+  const box = el("div", { class: "chart", tabindex: -1, "data-metrics": metrics.join(" ") },
+    el("h3", {}, name), meaning ? el("p", { class: "quiet" }, meaning) : null, el("div", { class: "plot" }), details);
   byId("charts").append(box);
+  const left = settings.log ? content.found.reduce((sum, line) => sum + count(line.values.map((value) => value > 0 ? null : value)), 0) : 0;
+  if (left) box.querySelector(".plot").before(el("p", { class: "quiet" }, `${left} value${left > 1 ? "s" : ""} of 0 or below ${left > 1 ? "are" : "is"} not on a log scale.`));
   const one = Object.assign(charts[charts.length - 1], { details, plot: draw(box, content, settings, name) });
   details.addEventListener("toggle", () => showTable(details, one.content));
 }
@@ -178,12 +195,12 @@ function drawCurves() {
   charts.splice(0);
   fill(byId("charts"));
   const settings = { smooth: Number(byId("smooth").value), log: byId("log").checked, mean: byId("mean").checked };
-  for (const name of added) chart(name, () => lines([name], settings), settings, meaningOf(name));
-  for (const [name, asked] of CHARTS) {
+  for (const name of added) chart(name, () => lines([name], settings), settings, meaningOf(name), [name]);
+  for (const [name, asked, meaning, limit] of CHARTS) {
     const metrics = asked instanceof RegExp ? namesLike(asked) : asked;
     if (asked instanceof RegExp && metrics.length < 2) continue;  // one set is the chart above
-    const make = () => { const content = lines(metrics, settings); return content.found.some((line) => line.values.some((value) => value !== null)) ? content : null; };
-    chart(name, make, settings, metrics.length === 1 ? meaningOf(metrics[0]) : null);
+    const make = () => { const content = lines(metrics, settings, limit); return content.found.some((line) => line.values.some((value) => value !== null)) ? content : null; };
+    chart(name, make, settings, meaning || (metrics.length ? meaningOf(metrics[0]) : null), metrics);
   }
   DATA.runs.forEach((run, index) => {
     const make = () => DATA.runs[index].phases.length ? stacked(DATA.runs[index]) : null;
@@ -209,4 +226,15 @@ function setUpCurves() {
   byId("add").addEventListener("change", () => {
     if (DATA.metrics[byId("add").value] && !added.includes(byId("add").value)) { added.unshift(byId("add").value); byId("add").value = ""; drawCurves(); }
   });
+}
+
+// The chart of a metric, in sight; one that no chart of the page has is added.
+function showChartOf(metric) {
+  const find = () => [...document.querySelectorAll("#charts .chart")].find((box) => box.dataset.metrics.split(" ").includes(metric));
+  choosePart("curves");
+  if (!find() && DATA.metrics[metric]) { added.unshift(metric); drawCurves(); }
+  const box = find();
+  if (!box) return;
+  box.scrollIntoView({ block: "center" });
+  box.focus({ preventScroll: true });
 }

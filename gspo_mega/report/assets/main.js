@@ -2,6 +2,21 @@
 "use strict";
 const PARTS = ["summary", "curves", "trajectories", "prompt"];
 const MARKS = { good: "✓ good", note: "· note", warning: "! look" };
+const ENDED = { finished: "took all its steps", stopped: "was asked to stop", requeued: "gave its allocation back", running: "is at work" };
+const WORDS = [
+  ["group", "the responses to one prompt in one step; advantages compare them with each other. A group with one reward gives no gradient."],
+  ["advantage (adv.)", "how much better a response's reward is than its group's mean, in standard deviations of the group unless configured otherwise."],
+  ["ratio, log-ratio", "new policy's probability of a response over the old one's; its logarithm, per token. GSPO takes one ratio per response."],
+  ["clip range, clip fraction", "the ratios within which a response gives a gradient, and the share of responses outside."],
+  ["k3", "an estimate of the KL divergence in nats per token that is never negative: of the update (new against old policy) or of the mismatch."],
+  ["mismatch", "what trainer and server make of the same token with the same weights, as a difference of log-probs."],
+  ["budget (mismatch.budget)", "which share of the clip range the mismatch may take on the mean before the page warns."],
+  ["staleness", "by how many weight versions the sampling policy is behind the trained one."],
+  ["entropy", "of the policy's next token, in nats: near 0 it answers the same each time."],
+  ["held-out", "problems that are never trained on; avg@k is the accuracy over k samples of each, pass@k counts a problem where one of k is correct."],
+  ["truncated", "ended by rollout.max_new_tokens and not by the policy."],
+  ["s.e., ±", "standard error of a mean."],
+];
 let curvesDrawn = false, trajectoriesReady = null;
 
 function attempts(run) {
@@ -17,19 +32,23 @@ function attempts(run) {
       bar.style.flexGrow = share(one.started, one.ended); bar.style.background = colour(one.error || one.state === "lost" ? 1 : 2);
       return [gap, bar];
     }).flat());
-  const rows = run.attempts.map((one) => [one.number, one.state, when(one.started), when(one.ended), one.host || "-", one.error || one.restart || ""]);
-  return [el("h2", {}, "Attempts"), line, table(["attempt", "state", "began", "last sign of life", "host", "what happened"], rows)];
+  const rows = run.attempts.map((one) => [one.number, one.state, when(one.started), when(one.ended), one.host || "-", one.error || one.restart || ENDED[one.state] || ""]);
+  const legend = el("p", { class: "quiet" }, "Green: at work; red: ended by a failure; grey: nothing ran.");
+  return [el("h2", {}, "Attempts"), line, legend, table(["attempt", "state", "began", "last sign of life", "host", "what happened"], rows)];
 }
 
 function summaryOf(run) {
-  const verdicts = run.verdicts.map((one) => el("li", {}, el("span", { class: `level ${one.level}` }, MARKS[one.level]), el("span", {}, one.topic), el("span", {}, one.text)));
+  const verdicts = run.verdicts.map((one) => el("li", {}, el("span", { class: `level ${one.level}` }, MARKS[one.level]), el("span", {}, one.topic),
+    el("span", {}, one.text, one.metric && run.series[one.metric] ? [" ", el("button", { type: "button", class: "link", onclick: () => showChartOf(one.metric) }, "curve")] : null)));
   const span = run.steps.length ? `steps ${run.steps[0]} to ${run.steps[run.steps.length - 1]}, last at ${when(run.times[run.times.length - 1])}` : "no step yet";
   return el("article", {}, el("h2", {}, run.name), el("p", { class: "quiet" }, `${run.path} · ${run.command || "train"} · ${span}`),
     el("ul", { class: "verdicts" }, verdicts),
     run.notes.length ? el("ul", {}, run.notes.map((note) => el("li", { class: "quiet" }, note))) : null,
     attempts(run),
     el("h2", {}, "Configuration: what differs from the defaults"),
-    table(["key", "value", "default"], run.changed.map(([key, value, standard]) => [key, value, standard])),
+    el("p", { class: "quiet" }, "A key without a default has to be given, or stands in a section that is absent by default."),
+    table(["key", "value", "default"], run.changed.map(([key, value, standard]) => [key, value, standard || "-"])),
+    el("details", {}, el("summary", {}, "Words of this page"), el("dl", {}, WORDS.map(([word, meaning]) => [el("dt", {}, word), el("dd", {}, meaning)]).flat())),
     run.versions ? el("details", {}, el("summary", {}, "Versions"), el("pre", {}, run.versions)) : null,
     run.layout ? el("details", {}, el("summary", {}, "Layout and plan"), el("pre", {}, run.layout)) : null);
 }

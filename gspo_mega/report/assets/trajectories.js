@@ -63,7 +63,7 @@ function facts(one) {
 }
 
 function card(one) {
-  return el("div", { class: one === chosen ? "card chosen" : "card" }, el("h3", {}, one.i), el("p", { class: "quiet" }, facts(one)),
+  return el("div", { class: one === chosen ? "card chosen" : "card" }, el("h3", { title: `recorded as ${one.i}` }, one.i.replace(/^step\d+-/, "")), el("p", { class: "quiet" }, facts(one)),
     one.e ? el("p", { class: "warning" }, `not trained on: ${one.e}`) : null, turnBoxes(one, store.runs[one.run].vocabulary));
 }
 
@@ -126,13 +126,18 @@ function promptsOf(run) {
 
 function fillPrompts() {
   const run = Number(byId("p-run").value), all = promptsOf(run);
-  const options = all.slice(0, 2000).map(([id, count]) => el("option", { value: id }, `${id} (${count} step${count > 1 ? "s" : ""}): ${store.runs[run].prompts[id].text.slice(0, 60)}`));
+  const wanted = byId("p-find").value.toLowerCase();
+  const having = all.filter(([id]) => `${id} ${store.runs[run].prompts[id].text}`.toLowerCase().includes(wanted));
+  const again = all.filter(([, count]) => count > 1).length;
+  byId("p-count").textContent = `${having.length} of ${all.length} prompts${having.length > 2000 ? ", the first 2000 are listed" : ""}; `
+    + (again ? `${again} of them have answers at several steps` : "none has answers at more than one step in this file");
+  const options = having.slice(0, 2000).map(([id, count]) => el("option", { value: id }, `${id} (${count} step${count > 1 ? "s" : ""}): ${store.runs[run].prompts[id].text.slice(0, 60)}`));
   fill(byId("p-prompt"), options);
 }
 
 function showPrompt() {
   const run = Number(byId("p-run").value), id = byId("p-prompt").value;
-  if (!id) { fill(byId("through-time"), el("p", { class: "quiet" }, "No trajectories are recorded.")); return; }
+  if (!id) { fill(byId("through-time"), el("p", { class: "quiet" }, store.all.length ? "No prompt matches." : "No trajectories are recorded.")); return; }
   const steps = new Map();
   store.all.filter((one) => one.run === run && one.p === id).forEach((one) => steps.set(one.s, [...(steps.get(one.s) || []), one]));
   const parts = [...steps].sort((a, b) => a[0] - b[0]).map(([step, all]) => {
@@ -145,6 +150,7 @@ function showPrompt() {
 
 function openPrompt(run, id) {
   byId("p-run").value = run;
+  byId("p-find").value = "";
   fillPrompts();
   if (![...byId("p-prompt").options].some((option) => option.value === id)) byId("p-prompt").append(el("option", { value: id }, id));
   byId("p-prompt").value = id;
@@ -155,6 +161,8 @@ function openPrompt(run, id) {
 function setUpPrompts() {
   fill(byId("p-run"), runChoices(false));
   byId("p-run").addEventListener("change", () => { fillPrompts(); showPrompt(); });
+  byId("p-find").addEventListener("input", () => { fillPrompts(); showPrompt(); });
+  byId("p-find").form.addEventListener("submit", (event) => event.preventDefault());
   byId("p-prompt").addEventListener("change", showPrompt);
   fillPrompts();
   showPrompt();

@@ -31,6 +31,8 @@ async def score_tokens(
         "return_logprob": True,
         "logprob_start_len": start - 1,
     }
+    if client.adapter is not None:
+        body["lora_path"] = client.adapter
     answer = await client.call_object("/generate", body, deadline_seconds, what="score")
     try:
         return read_scores(answer, token_ids, start, vocab_size)

@@ -63,12 +63,21 @@ class ServerClient:
     """
 
     def __init__(
-        self, server_id: str, address: str, api_key: str, *, vocab_size: int, routing: RoutingShape | None = None
+        self,
+        server_id: str,
+        address: str,
+        api_key: str,
+        *,
+        vocab_size: int,
+        routing: RoutingShape | None = None,
+        adapter: str | None = None,
     ):
+        """`adapter`: the server's name of the adapters that every response is sampled with; none when absent."""
         self.server_id = server_id
         self.address = address
         self._vocab_size = vocab_size
         self._routing = routing
+        self.adapter = adapter
         self._session: aiohttp.ClientSession | None = None
         self._headers = {"Authorization": f"Bearer {Secret(api_key)}", **IDENTITY}
         self._streams = StreamClient(address, self._headers, _KEEPALIVE_SECONDS)
@@ -118,6 +127,8 @@ class ServerClient:
         }
         if cache_key is not None:
             body["extra_key"] = cache_key
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
         what = f"generate {request_id}"
         answer = Answer(
             request_id=unique_id,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from gspo_mega.errors import PublishError
+from gspo_mega.model.low_rank import SERVED_NAME
 from gspo_mega.rollout.client.server_client import ServerClient, ServerError
 from gspo_mega.rollout.registration import Registration
 
@@ -144,6 +145,37 @@ class HttpServerControl:
             "selector": "target",
         }
         self._change("/update_weights_from_distributed", body, deadline_seconds)
+
+    def load_adapter(self, path: str, *, deadline_seconds: float) -> None:
+        """Load the PEFT folder `path` in place of the adapters that the server has. SGLang unloads none before the
+        requests that it computes with them have ended: they are paused before.
+        """
+        until = time.monotonic() + deadline_seconds
+        try:
+            self._change("/unload_lora_adapter", {"lora_name": SERVED_NAME}, deadline_seconds)
+        except PublishError as error:
+            if "does not exist" not in str(error):  # it has none yet
+                raise
+        body = {"lora_name": SERVED_NAME, "lora_path": path}
+        answer = self._update("/load_lora_adapter", body, until - time.monotonic())
+        if (answer.get("loaded_adapters") or {}).get(SERVED_NAME) != path:
+            raise self._nonsense("/load_lora_adapter", f"success, and it names {answer.get('loaded_adapters')}")
+
+    def log_probs(self, token_ids: Sequence[int], adapter: str | None, *, deadline_seconds: float) -> list[float]:
+        """Of these tokens but the first, each after those before it, with or without adapters; not while paused."""
+        body: dict[str, Any] = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        if adapter is not None:
+            body["lora_path"] = adapter
+        answer = self._run(self._client.call_object("/generate", body, deadline_seconds, what="adapter scores"))
+        try:
+            return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise self._nonsense("/generate", f"no log-probs: {str(answer)[:200]}") from error
 
     def set_weight_version(self, weight_version: int, *, deadline_seconds: float) -> None:
         body = {"new_version": str(weight_version), "abort_all_requests": False}

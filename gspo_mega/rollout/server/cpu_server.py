@@ -4,7 +4,7 @@ Owns `activate()`, which must run before `sglang` is imported in every process o
 at import, so that spawned children call it, too). It works through import hooks alone: nothing of SGLang is edited on
 disk, and with a usable GPU it does nothing. `sglang_cpu_attention.py` owns the batched attention,
 `sglang_cpu_layers.py` the layers and the sampling that are computed with fewer operations, `sglang_cpu_quantization.py`
-the quantized layers.
+the quantized layers, `sglang_cpu_adapters.py` adapters (LoRA).
 """
 
 from __future__ import annotations
@@ -157,6 +157,13 @@ def _absorb_plain_blocks(module: types.ModuleType) -> None:
     vars(module)["block_quant_to_tensor_quant"] = plain
 
 
+def _plain_adapters(module: types.ModuleType) -> None:
+    """Compute adapters (LoRA) without page-locked host buffers, which need CUDA."""
+    from gspo_mega.rollout.server.sglang_cpu_adapters import use_plain_host_memory
+
+    use_plain_host_memory(module)
+
+
 class _CachesFp8:
     """Stands in for SGLang's platform where the KV cache is made. On a CPU SGLang has an FP8 cache for one vendor's
     kernels only, with scales of its own; with this it makes the plain one that it has on a GPU.
@@ -193,6 +200,13 @@ def _plain_layers(name: str) -> Callable[[types.ModuleType], None]:
         take_over_layers(getattr(module, name))
 
     return take_over
+
+
+def _gate_shared_experts(module: types.ModuleType) -> None:
+    """The gate of a shared expert without SGLang's kernel for it, which is compiled for GPUs."""
+    from gspo_mega.rollout.server.sglang_cpu_layers import add_gated, gated
+
+    vars(module).update(fused_gate_sigmoid_mul=gated, fused_gate_sigmoid_mul_add=add_gated)
 
 
 def _plain_experts(module: types.ModuleType) -> None:
@@ -264,10 +278,13 @@ def activate() -> bool:
                 "sglang.srt.layers.quantization": _register_quantization,
                 "sglang.srt.models.deepseek_common.deepseek_weight_loader": _absorb_plain_blocks,
                 "sglang.srt.mem_cache.kv_cache_configurator": _cache_fp8,
+                "sglang.srt.models.qwen2_moe": _gate_shared_experts,
                 "sglang.srt.models.qwen3": _plain_layers("Qwen3Model"),
                 "sglang.srt.models.qwen3_moe": _plain_layers("Qwen3MoeModel"),
                 "sglang.srt.layers.moe.fused_moe_native": _plain_experts,
                 "sglang.srt.layers.sampler": _plain_sampling,
+                "sglang.srt.lora.layers": _plain_adapters,
+                "sglang.srt.lora.backend.torch_backend": _plain_adapters,
                 "sglang.srt.distributed.parallel_state": _scatter_by_sums,
                 "sglang.srt.entrypoints.engine": _fork_children,
                 "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,

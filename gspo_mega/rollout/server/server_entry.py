@@ -22,9 +22,9 @@ from gspo_mega import sglang_release
 from gspo_mega.config.addresses import is_loopback
 from gspo_mega.errors import ConfigError, GspoMegaError
 from gspo_mega.importing import uncollected
+from gspo_mega.model.classifier_folder import check_head
 from gspo_mega.rollout.secret import read_secret
 from gspo_mega.rollout.server import cpu_server
-from gspo_mega.rollout.server.reward_server import check_head
 from gspo_mega.rollout.server.server_spec import (
     ServerSpec,
     check_checkpoint,

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.config.episode_lengths import episode_lengths
+from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_options import option_problems
 from gspo_mega.config.server_precision import BLOCK, capability_problem, publishes, server_dtype
 from gspo_mega.config.speculative import speculative_arguments
 from gspo_mega.errors import ConfigError
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.model.low_rank import targets_of
 
 _CONTEXT_SLACK = 8
 """SGLang ends a response two tokens before its context is full and refuses a prompt within six of it."""
@@ -45,7 +48,8 @@ class ServerSpec:
     weights while it runs. `releases_memory`: it frees its GPU while the ranks train.
     `tensor`: ranks on all of its `num_nodes` nodes, of which `node` is one; they find each other at `rendezvous`,
     host:port. `speculative`: SGLang's arguments for it.
-    `classifies`: its model scores texts, and generates nothing.
+    `classifies`: its model scores texts, and generates nothing. `adapter_rank`, `adapter_targets`: of the adapters that
+    it is sent; rank 0: none are.
     """
 
     model_path: str
@@ -75,6 +79,8 @@ class ServerSpec:
     expert_dispatcher: str = "none"
     attention_data: int = 1
     classifies: bool = False
+    adapter_rank: int = 0
+    adapter_targets: list[str] = field(default_factory=list)
     speculative: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -112,6 +118,10 @@ def spec_from_config(
             f"server.max_total_tokens: {server.max_total_tokens} cannot hold one request of {context_tokens} tokens;"
             f" at least {context_tokens + _CONTEXT_SLACK}"
         )
+    adapters: dict[str, Any] = {}
+    if config.lora is not None and publishes_adapters(config):
+        targets = config.lora.targets or targets_of(read_model_spec(model_path))
+        adapters = {"adapter_rank": config.lora.rank, "adapter_targets": list(targets)}
     return ServerSpec(
         model_path=str(Path(model_path).absolute()),
         weight_version=weight_version,
@@ -140,6 +150,7 @@ def spec_from_config(
         speculative=speculative_arguments(config),
         rendezvous=rendezvous,
         options=dict(server.options),
+        **adapters,
     )
 
 
@@ -229,6 +240,10 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
         "load_format": "safetensors",
     }
     arguments |= spec.speculative
+    if spec.adapter_rank:
+        # Two at a time: the policy's, and no adapter at all, which the proof of a publish asks for.
+        arguments |= {"enable_lora": True, "max_loras_per_batch": 2, "lora_strict_loading": True}
+        arguments |= {"max_lora_rank": spec.adapter_rank, "lora_target_modules": spec.adapter_targets}
     if spec.classifies:
         arguments |= {"is_embedding": True, "skip_tokenizer_init": False}
     if spec.releases_memory:
@@ -247,6 +262,7 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
             "disable_prefill_cuda_graph": True,
             # There is no device whose work scheduling could overlap; overlapping only adds copies and late results.
             "disable_overlap_schedule": True,
+            "lora_backend": "torch_native",  # the one without GPU kernels
             # Otherwise an idle scheduler keeps a core busy that the trainer needs.
             "sleep_on_idle": True,
             # On a CPU, memory_fraction counts the whole machine's memory: use what the open requests can fill instead.

@@ -54,7 +54,10 @@ def is_plain_model(model: Any) -> bool:
     from sglang.srt.layers.rotary_embedding import RotaryEmbedding
     from sglang.srt.models.qwen3 import Qwen3DecoderLayer
     from sglang.srt.models.qwen3_moe import Qwen3MoeDecoderLayer
-    from sglang.srt.runtime_context import get_exec, get_parallel
+    from sglang.srt.runtime_context import get_exec, get_lora, get_parallel
+
+    if get_lora().enable_lora:  # its layers add what the adapters compute
+        return False
 
     def plain_norm(norm: Any) -> bool:
         return (
@@ -221,3 +224,16 @@ def sampling_plain(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         return stock(probs, sampling_seed=sampling_seed, positions=positions)
 
     return from_probs
+
+
+def gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """sigmoid(h w) times the output of a shared expert, in fp32 as SGLang's kernel, of the dtype of `shared`. hidden,
+    shared: [tokens, hidden]; gate: [hidden].
+    """
+    return (torch.sigmoid(hidden.float() @ gate.float())[:, None] * shared.float()).to(shared.dtype)
+
+
+def add_gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, final: torch.Tensor) -> None:
+    """`gated`, added to `final` [tokens, hidden] in place, rounded once."""
+    score = torch.sigmoid(hidden.float() @ gate.float())[:, None]
+    final.copy_(torch.addcmul(final.float(), score, shared.float()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ConfigError
 from gspo_mega.model.block_fp8 import served_layout
@@ -15,9 +16,13 @@ def current_weights(config: Config, attempt: Attempt, start_folder: str) -> tupl
     """The version and the folder of the weights that this start loads; the version is None where nobody in this
     attempt has committed one for that folder. A folder in another form than the run's servers hold is passed over.
 
+    With `publish.lora: adapter` it is always the folder to start from: a version has adapters alone.
+
     The folder to start from has no version, not even 0: the trainer may begin with other weights (`model.weights`).
     What an earlier attempt committed has none either: this attempt gives the same numbers to other weights.
     """
+    if publishes_adapters(config):  # versions hold no weights to start from
+        return None, start_folder
     current_file = attempt.run_folder.current_weights_file
     committed = _modified(current_file)  # read before the content, which may be replaced in between
     current = read_json(current_file)

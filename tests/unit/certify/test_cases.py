@@ -11,13 +11,14 @@ from gspo_mega.errors import ConfigError, PlanError
 
 DENSE = "configs/certify_dense.yaml"
 MOE = "configs/certify_moe.yaml"
+PPO = "configs/certify_ppo.yaml"
 
 
 def load(file, *overrides):
     return load_config(file, overrides, "certify"), list(overrides)
 
 
-@pytest.mark.parametrize(("file", "refused"), [(DENSE, 2), (MOE, 4)])
+@pytest.mark.parametrize(("file", "refused"), [(DENSE, 2), (MOE, 4), (PPO, 1)])
 def test_the_shipped_matrices_refuse_what_they_say_they_refuse(file, refused):
     references, cases = resolve_cases(*load(file), "cpu")
     assert [case.name for case in cases if case.refusal is not None] == [
@@ -107,3 +108,11 @@ def test_starts_cover_every_case_once_with_ranks_of_one_number(ranks, cases_a_st
     assert sorted(case.name for group in groups for case in group) == sorted(case.name for case in cases)
     for group in groups:
         assert 1 <= len(group) <= cases_a_start and len({case.spec.ranks for case in group}) == 1
+
+
+def test_a_critic_is_measured_like_the_policy():
+    """Its penalty needs log-probs that no recorded batch has, and its Adam the same eps."""
+    overrides = ["critic.kl_coefficient=0.1", "critic.optimizer={lr: 1e-3}"]
+    own = case_config(PPO, CertifyCase(name="one"), overrides).config
+    assert own.critic is not None and own.critic.kl_coefficient == 0.0 and own.critic.optimizer is not None
+    assert own.critic.optimizer.eps == own.optimizer.eps == 1e-6 and own.critic.optimizer.lr == 1e-3

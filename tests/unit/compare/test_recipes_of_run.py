@@ -32,6 +32,10 @@ def test_nothing_but_the_objective_is_in_the_gradient():
 
 
 def test_algorithms_that_are_not_there_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"--algorithms: the gradient of ppo is made of a critic's values.*gspo_token"
+    ):
+        check_algorithms(config(), ["gspo", "ppo"])
     with pytest.raises(ConfigError, match="--algorithms: 'cisp' is no algorithm; did you mean 'cispo'?"):
         check_algorithms(config(), ["gspo", "cisp"])
     with pytest.raises(ConfigError, match="custom has no defaults of its own, and the run's algorithm is gspo"):

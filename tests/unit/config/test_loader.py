@@ -36,7 +36,7 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(write):
         text="""\
         run: {name: test, nme: x}
         model: {path: m}
-        batch: {prompts_per_step: 4, group_size: 1, micro_batch_tokens: 1_000}
+        batch: {prompts_per_step: 4, group_size: 0, micro_batch_tokens: 1_000}
         optimizer:
           lr: 1e-6
           lr: 2e-6
@@ -53,7 +53,7 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(write):
     lines = refused(path)
     expected = [
         "1:19: run.nme: unknown key; did you mean 'name'?",
-        "3:30: batch.group_size: is 1; must be >= 2",
+        "3:30: batch.group_size: is 0; must be >= 1",
         "3:45: batch.micro_batch_tokens: is '1_000'; must be a whole number; write 1000",
         "6:3: optimizer.lr: duplicate key, first at line 5; keep one",
         "7:3: optimizer.betas1: unknown key; did you mean 'beta1'?",

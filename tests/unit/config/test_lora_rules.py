@@ -27,6 +27,33 @@ def test_what_contradicts_adapters_is_refused(write, overrides, said):
     assert said in refused(write(), LORA, *overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["lora=null"], "publish.lora: adapter without `lora`: there are no adapters to publish; valid then: merged"),
+        (["publish.method=distributed"], "SGLang loads adapters from a folder; valid then: disk"),
+        (["model.weights=elsewhere"], "servers hold the weights of model.path; leave it out"),
+        (["train={num_steps: 1, rollouts_only: true}"], "with `train.rollouts_only`: nothing is trained or published"),
+        (["server.quantization=fp8"], "adapters beside quantized layers were not compared with the trainer's"),
+        (["server.speculative={algorithm: ngram}"], "the draft would propose tokens of a policy without them"),
+        (
+            ["server.tensor=2", "server.attention_data=2"],
+            "server.attention_data: 2 with `publish.lora: adapter`: SGLang then takes only adapters that stay loaded",
+        ),
+        (
+            ["rollout.max_staleness=1", "rollout.on_publish=continue_with_cache"],
+            "an open request keeps the adapter that it began with, and SGLang does not unload that before",
+        ),
+        (
+            ["eval={path: held_out.jsonl, every_steps: 1, blocking: false}"],
+            "eval.blocking: false with `publish.lora: adapter`: a server that is set aside loads a version as whole",
+        ),
+    ],
+)
+def test_what_contradicts_adapters_on_servers_is_refused(write, overrides, said):
+    assert said in refused(write(), LORA, "publish.lora=adapter", *overrides)
+
+
 def test_layers_are_plain_with_adapters(write):
     plain, adapted = (load_config(write(), overrides).config for overrides in ([], [LORA]))
     assert has_transformer_engine_layers(plain, has_gpu=True) and not has_transformer_engine_layers(

@@ -79,8 +79,8 @@ def test_a_wrong_key_or_value_names_the_override(write):
 
 
 def test_an_override_replaces_a_whole_section_and_its_positions(write):
-    origin = "override 'batch={group_size: 1}': "
-    lines = refused(write(), "batch={group_size: 1}")
+    origin = "override 'batch={group_size: 0}': "
+    lines = refused(write(), "batch={group_size: 0}")
     assert len(lines) == 3 and all(line.startswith(origin) for line in lines)
     assert origin + "batch.prompts_per_step: missing; it has no default (Prompts per rollout batch.)" in lines
-    assert origin + "batch.group_size: is 1; must be >= 2" in lines
+    assert origin + "batch.group_size: is 0; must be >= 1" in lines

@@ -12,6 +12,7 @@ SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 COMMANDS = {
     "quickstart_sft.yaml": "sft",
     "quickstart_fp8_sft.yaml": "sft",
+    "quickstart_ppo_sft.yaml": "sft",
     "calculator_sft.yaml": "sft",
     "certify_dense.yaml": "certify",
     "certify_episodes.yaml": "certify",
@@ -20,6 +21,8 @@ COMMANDS = {
     "certify_lora.yaml": "certify",
     "certify_mla.yaml": "certify",
     "certify_moe.yaml": "certify",
+    "certify_objectives.yaml": "certify",
+    "certify_ppo.yaml": "certify",
 }
 
 

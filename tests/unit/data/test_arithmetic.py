@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_mega.data.arithmetic import HELDOUT_EVERY, problems, row_of, solve, split_of
+from gspo_mega.data.arithmetic import HELDOUT_EVERY, mixed_problems, problems, row_of, solve, split_of
 
 numbers = st.integers(0, 10**9)
 
@@ -64,3 +64,12 @@ def test_problems_are_different_and_follow_from_the_seed():
 def test_too_many_problems_are_refused():
     with pytest.raises(ValueError, match="at most 127 can be drawn"):
         list(problems("heldout", 4000, 1, num_digits=2))
+
+
+def test_problems_of_several_lengths_come_in_turn_and_are_those_of_their_length():
+    mixed = list(mixed_problems("train", 10, 7))
+    assert [len(str(a)) for a, _ in mixed] == [len(str(b)) for _, b in mixed] == [3, 4, 5, 6, 3, 4, 5, 6, 3, 4]
+    assert mixed[1::4] == list(problems("train", 3, 7))[: len(mixed[1::4])]
+    assert mixed == list(mixed_problems("train", 1000, 7))[:10]
+    with pytest.raises(ValueError, match="held-?out problems of 3 digits"):
+        list(mixed_problems("heldout", 4 * 405_450 // 16, 7))

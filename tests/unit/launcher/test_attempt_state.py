@@ -7,11 +7,12 @@ import time
 
 import pytest
 
-from gspo_mega.commands.status import describe_run
+from gspo_mega.commands.status import describe_run, shown_pairs
 from gspo_mega.errors import ConfigError
 from gspo_mega.launcher import attempt_state as state_module
 from gspo_mega.launcher.attempt_state import StateKeeper, read_state
 from gspo_mega.rollout.registration import Registration
+from gspo_mega.rollout.server.reward_server import make_reward_folder
 from gspo_mega.run_folder import RunFolder, atomic_write_json
 
 
@@ -88,6 +89,18 @@ def test_status_names_the_servers_that_were_given_up(folder):
     )
     (attempt.servers_dir / "server-9.json").write_text("{}")
     assert "server-9.json: not a server's registration" in describe_run(folder, time.time())["servers"]
+
+
+def test_status_names_the_servers_of_reward_models(folder):
+    attempt = folder.new_attempt()
+    assert describe_run(folder, time.time())["reward_models"] is None
+    make_reward_folder(attempt, "style")
+    for name, index, state in (("sums", 0, "ready"), ("sums", 1, "failed")):
+        one = Registration(f"server-{index}", "", 1, state, 1, None, time.time(), error="it crashed too often\nlog")
+        one.write(make_reward_folder(attempt, name).servers_dir)
+    told = describe_run(folder, time.time())["reward_models"]
+    assert told == "style: none has begun; sums: 1 given up, 1 ready (server-1: it crashed too often)"
+    assert ("rewards", told) in shown_pairs(folder, time.time())
 
 
 def test_status_before_the_job_started_and_of_no_run(folder):

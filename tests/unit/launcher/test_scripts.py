@@ -130,6 +130,15 @@ def test_quickstart_in_fp8_has_its_own_model_configurations_and_folder(root):
     assert calls[2].endswith("run.name=train train.num_steps=3") and len(calls) == 4
 
 
+def test_quickstart_with_a_critic_has_its_own_task_configurations_and_folder(root):
+    ended, calls = call(root, "launch/quickstart.sh", "--ppo", "--seed", "2", "train.num_steps=3")
+    assert ended.returncode == 0, ended.stderr
+    assert calls[0] == "python tools/make_quickstart.py runs/quickstart-ppo-seed2 --seed 2 --task mixed"
+    assert calls[1].startswith("gspo-mega sft configs/quickstart_ppo_sft.yaml run.dir=runs/quickstart-ppo-seed2")
+    assert calls[2].startswith("gspo-mega train configs/quickstart_ppo.yaml run.dir=runs/quickstart-ppo-seed2")
+    assert "  launch/quickstart.sh --ppo --seed 2 --control  " in ended.stdout and "4 of 4  PPO: " in ended.stdout
+
+
 def test_quickstart_with_a_calculator_has_its_own_model_configurations_and_folder(root):
     ended, calls = call(root, "launch/quickstart.sh", "--task", "calculator", "--seed", "2")
     assert ended.returncode == 0, ended.stderr
@@ -145,7 +154,7 @@ def test_quickstart_with_a_calculator_has_its_own_model_configurations_and_folde
     "arguments",
     [
         *(["--seed"], ["--seed", "two"], ["fast"], ["--faster"]),
-        *(["--task"], ["--task", "chess"], ["--task", "calculator", "--fp8"]),
+        *(["--task"], ["--task", "chess"], ["--task", "calculator", "--fp8"], ["--ppo", "--fp8"]),
     ],
 )
 def test_quickstart_refuses_what_it_does_not_know(root, arguments):

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -47,10 +48,11 @@ case "$*" in
     eval "$RANKS"
     until ls "$ATTEMPT/stop" 2>/dev/null; do sleep 0.05; done
     exit 75 ;;
+  *--reward-model*) eval "$SCORERS"; exec sleep 600 ;;
   *) exec sleep 600 ;;
 esac
 """
-
+MODELS = ["reward.model=[{name: sums, path: m, num_servers: 2}]", "reward.functions=[{function: sums}]"]
 
 USR1 = 'kill -USR1 "$SUPERVISOR"'
 
@@ -97,11 +99,12 @@ class Here:
         signal_seconds: float = 100,
         seconds_left: float | None = None,
         job_id: str = "7",
+        overrides: Sequence[str] = (),
     ) -> SlurmJob:
         nodes = (Node("n1", "10.0.0.1"), Node("n2", "10.0.0.2"))
         site = Site.read({"GSPO_GPUS_PER_NODE": "8", "GSPO_SERVER_PYTHON": sys.executable})
         allocation = Allocation(job_id, 0, nodes, nodes)
-        size = job_size(load_config(CONFIG, ["cluster.num_nodes=2", "publish.verify=replicas"]), site)
+        size = job_size(load_config(CONFIG, ["cluster.num_nodes=2", "publish.verify=replicas", *overrides]), site)
         context = JobContext(allocation, signal_seconds, self.said.append, Answers(self.said.append), 600)
         self.signals = context.signals
         return SlurmJob(attempt, context, Steps(allocation, size, site, attempt, 1), state, seconds_left)
@@ -115,6 +118,16 @@ class Here:
             with signals_taken(SIGNALS, self.signals):
                 return job.run("train", [0], 14_000, [])
 
+    def run_with_scorers(self, ranks: str, scorers: str, indices: Sequence[int] = (0, 1)) -> int:
+        """An attempt with servers of a reward model, one on each node, that do that before they wait for their end."""
+        attempt = self.run_folder.new_attempt()
+        os.environ |= {"RANKS": ranks, "SCORERS": scorers, "ATTEMPT": str(attempt.path)}
+        with StateKeeper(attempt, "7") as state:
+            job = self.job(state, attempt, overrides=MODELS)
+            os.environ["SUPERVISOR"] = str(os.getpid())
+            with signals_taken(SIGNALS, self.signals):
+                return job.run("train", [0], 14_000, [], {"sums": indices})
+
     def look(self, job: SlurmJob) -> bool:
         job._look_again = 0
         return job.look_for_lost_nodes()
@@ -124,7 +137,7 @@ class Here:
 def here(tmp_path, monkeypatch):
     here = Here(tmp_path)
     monkeypatch.setenv("PATH", f"{here.programs}{os.pathsep}{os.environ['PATH']}")
-    for name in ("RANKS", "ATTEMPT", "SUPERVISOR"):
+    for name in ("RANKS", "SCORERS", "ATTEMPT", "SUPERVISOR"):
         monkeypatch.setenv(name, "")  # so that they go with the test
     return here
 
@@ -224,3 +237,27 @@ def test_a_job_that_comes_to_its_time_limit_twice_without_a_step_is_not_queued_a
     ):
         here.run(USR1, "8", short)
     assert here.requeues == 7 and read_state(here.run_folder.latest_attempt()).state == "failed"
+
+
+FIRST_ENDS = 'case "$*" in *"--index 0 "*) echo crashed; exit 7 ;; esac'
+
+
+def test_a_reward_model_whose_last_server_gives_up_ends_the_attempt(here):
+    with pytest.raises(RankError, match=r"^error: reward server \d of sums exited with code 7 \(logs: "):
+        here.run_with_scorers("", "echo crashed; exit 7")
+    (warning,) = [line for line in here.said if line.startswith("warning")]
+    assert re.match(r"warning  server-\d of reward model sums gave up: its step exited with code 7 ", warning)
+    assert warning.endswith("; 1 servers of reward model sums are left") and here.requeues == 0
+
+
+def test_a_reward_model_whose_nodes_are_lost_has_the_job_queued_again(here):
+    assert here.run_with_scorers("", "", indices=[]) == 75
+    assert here.requeues == 1
+    said = "all servers of reward model sums are lost: stopping after a checkpoint"
+    assert any(line.startswith(said) for line in here.said)
+
+
+def test_the_others_of_a_reward_model_go_on(here):
+    stops = 'until grep -qs failed "$ATTEMPT/reward_models/sums/servers/server-0.json"; do sleep 0.05; done; exit 0'
+    assert here.run_with_scorers(stops, FIRST_ENDS) == 0
+    assert read_state(here.run_folder.latest_attempt()).state == "finished"

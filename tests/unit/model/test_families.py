@@ -57,6 +57,9 @@ SHARED_KEYS = dict(
 )
 OWN_KEYS = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "qwen2_moe": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24
+    ),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v3": dict(
         num_key_value_heads=8,
@@ -226,7 +229,7 @@ def test_fc1_share_is_gate_then_up():
 
 
 def test_what_has_no_table_is_refused():
-    with pytest.raises(ModelError, match="known: deepseek_v3, llama, mixtral, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(ModelError, match="known: deepseek_v3, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"):
         hf_tensors(make_spec(False, family="gemma"))
     with pytest.raises(ModelError, match="attention_bias=True"):
         hf_tensors(make_spec(False, attention_bias=True))

@@ -61,6 +61,11 @@ def test_a_reference_is_a_second_model_only_if_it_has_a_folder(load):
             "an expert's adapter is whole on its rank; without adapters on experts `lora.targets: [q_proj, k_proj,"
             " v_proj, o_proj]`",
         ),
+        (
+            "moe",
+            ["lora={rank: 4, alpha: 8, targets: [q_proj]}", "publish.lora=adapter"],
+            "has experts: PEFT's form of their adapters is another one than SGLang's",
+        ),
     ],
 )
 def test_what_the_model_has_no_adapters_for_is_refused(load, shape, kind, overrides, said):

@@ -71,7 +71,7 @@ def test_context_parallelism_and_the_expert_bias_are_planned(plan):
 def test_layers_for_multi_token_prediction_are_named(plan):
     assert not any("num_nextn_predict_layers" in notice for notice in plan().notices)
     (notice,) = [n for n in plan(num_nextn_predict_layers=1).notices if "num_nextn_predict_layers" in n]
-    assert notice.startswith("num_nextn_predict_layers 1: layers for multi-token prediction are not loaded")
+    assert notice.startswith("num_nextn_predict_layers 1: layers for multi-token prediction are neither loaded")
 
 
 def test_the_ranks_of_a_layout_hold_the_model_and_nothing_of_the_bias(plan):

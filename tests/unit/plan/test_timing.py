@@ -7,9 +7,9 @@ from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.gpus import EXPERT_SHARE, GPUS, LINK_SHARE, MATRIX_SHARE, STORAGE_BYTES_PER_SECOND, Gpu
 from gspo_mega.plan.rollout_timing import rollout_seconds
 from gspo_mega.plan.shares import ModelShares
+from gspo_mega.plan.state_bytes import checkpoint_bytes
 from gspo_mega.plan.timing import (
     _all_to_all,
-    checkpoint_bytes,
     mean_tokens,
     save_seconds,
     step_time,

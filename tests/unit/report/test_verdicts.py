@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.metrics.trends import noise_of, rolling, setbacks_of, trend_of
+from gspo_mega.report.learning_verdicts import moved_first
 from gspo_mega.report.run_record import AttemptRecord, RunRecord
-from gspo_mega.report.verdicts import moved_first, verdicts_of
+from gspo_mega.report.verdicts import verdicts_of
 
 STEPS = list(range(1, 81))
+LAST = " (mean of steps 73 to 80)"
 
 
 def noisy(values, spread=0.03):
@@ -83,13 +85,81 @@ def test_a_dip_is_a_setback_and_a_collapse_is_none():
 def test_a_collapse_in_the_first_steps_is_found_there(num_steps):
     """The reward of the quickstart's configuration with ten times its learning rate."""
     steps, rewards = list(range(1, num_steps + 1)), [0.352, 0.016, 0.016] + [0.0] * (num_steps - 3)
-    assert trend_of(steps, rewards) == ("collapsed", 0.352, 0.0, 0.352, 1, 2)
+    assert trend_of(steps, rewards)[:6] == ("collapsed", 0.352, 0.0, 0.352, 1, 2)
+    assert trend_of(steps, rewards).start_steps == (1, 1), "the mean of the steps before it"
     run = record(reward__mean=rewards, policy__k3=[0.194] + [0.01] * (num_steps - 1))
     run.steps = steps
-    assert lines(run)["Learning"].text.startswith("collapsed at step 2: reward 0.352 at the start, 0.000 now")
+    assert lines(run)["Learning"].text.startswith("collapsed at step 2: reward 0.352 at the start (step 1), 0.000 now")
     assert lines(run)["What moved first"].text == (
         "one step before it is too few to compare; the update of step 1: KL of the update (k3) 0.194"
     )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_steps_that_a_setback_names_have_the_values_it_says(seed):
+    chance = random.Random(seed)
+    at, depth, slope = chance.randrange(20, 60), chance.uniform(0.25, 0.5), chance.randrange(1, 5)
+    values = [
+        0.6 + chance.gauss(0, 0.02) - (depth * max(0.0, 1 - abs(step - at) / (slope + 1)) if step < at + 8 else 0)
+        for step in STEPS
+    ]
+    for one in setbacks_of(STEPS, values):
+        value, enough = dict(zip(STEPS, values, strict=True)), 0.9 * one.before
+        first, last = one.before_steps
+        assert one.before == pytest.approx(sum(value[step] for step in range(first, last + 1)) / (last - first + 1))
+        assert value[one.step] == one.lowest == min(value[step] for step in range(one.began, one.back + 1))
+        assert all(value[step] < enough for step in range(one.began, one.back)) and value[one.back] >= enough
+        assert value[one.began - 1] >= enough
+
+
+def test_setbacks_have_the_update_before_them_and_what_to_try():
+    dipped = [0.3 + 0.2 * step / 80 - (0.3 if 50 < step < 55 else 0) for step in STEPS]
+    run = record(reward__mean=noisy(dipped, 0.02), policy__k3=[0.2 if step == 50 else 0.001 for step in STEPS])
+    run.settings = {"optimizer.lr": 3e-4, "optimizer.warmup_steps": 0, "algorithm": "gspo"}
+    run.settings |= {"objective.clip_low": 3e-4, "objective.clip_high": 4e-4}
+    said = lines(run)
+    assert "falling from step 51, to" in said["Setbacks"].text
+    assert said["Before the setback of step 51"].text == (
+        "the update of step 50: KL of the update (k3) 0.2; k3 is in nats per token, as is the clip range,"
+        " -0.0003 to +0.0004"
+    )
+    small = "smaller updates: lower optimizer.lr (now 0.0003) or raise optimizer.warmup_steps (now 0)"
+    assert said["What to try"].text == small
+    assert "What to try" not in lines(record(reward__mean=noisy([0.3 + 0.4 * step / 80 for step in STEPS], 0.02)))
+
+
+def test_what_to_try_after_a_collapse_follows_what_moved_first():
+    run = record(reward__mean=noisy(collapse(50), 0.02), response__truncated_fraction=[0.3] * 80)
+    run.settings = {"optimizer.lr": 3e-4}
+    assert lines(run)["What to try"].text.startswith("smaller updates: lower optimizer.lr (now 0.0003)")
+    assert "; start again from before step 5" in lines(run)["What to try"].text
+    assert (
+        "after the collapse of step 5" in lines(run)["Truncation"].text and "raise" not in lines(run)["Truncation"].text
+    )
+    run.series["mismatch/k3"] = [1e-6 + 1e-8 * math.sin(step) + (1e-2 if step >= 44 else 0) for step in STEPS]
+    assert "gspo-mega budget" in lines(run)["What to try"].text
+    del run.series["mismatch/k3"]
+    run.series["response/length_mean"] = [30 + math.sin(step) + (60 if step >= 44 else 0) for step in STEPS]
+    assert "read those of step 44 and after" in lines(run)["What to try"].text
+
+
+def test_since_when_a_run_has_not_risen():
+    risen = [0.3 + 0.01 * min(step, 30) for step in STEPS]
+    level = trend_of(STEPS, noisy(risen, 0.02)).level_since
+    assert level is not None and 20 <= level <= 40
+    assert f"no clear rise since step {level}" in lines(record(reward__mean=noisy(risen, 0.02)))["Learning"].text
+    assert trend_of(STEPS, noisy([0.3 + 0.005 * step for step in STEPS], 0.02)).level_since is None
+
+
+def test_the_held_out_accuracy_before_and_after():
+    def said(first, last):
+        accuracy = [first, *[None] * 78, last]
+        return lines(record(eval__accuracy=accuracy, eval__accuracy_standard_error=[0.02, *[None] * 78, 0.02]))
+
+    assert said(0.3, 0.5)["Held-out accuracy"][::2] == ("good", "0.300 ± 0.020 at step 1, 0.500 ± 0.020 at step 80")
+    assert said(0.5, 0.3)["Held-out accuracy"].level == "warning"
+    assert said(0.30, 0.34)["Held-out accuracy"].text.endswith("within two standard errors")
+    assert said(None, 0.34)["Held-out accuracy"].text == "0.340 ± 0.020 at step 80, measured once"
 
 
 def test_few_steps_are_not_judged():
@@ -138,8 +208,13 @@ def test_each_line_from_its_metric():
     )
     run.attempts = [AttemptRecord(1, "failed", 0.0, 1.0, error="a\nrank 1: out of memory"), AttemptRecord(2, "running")]
     said = lines(run)
-    assert said["Mismatch of trainer and servers"].text == "above budget: 0.8 of the clip range on the mean, budget 0.5"
-    assert said["Clipping"].text.startswith("70.0% of sequences, 60.0% of tokens; the paper's GSPO clips 15% of tokens")
+    assert (
+        said["Mismatch of trainer and servers"].text
+        == "above budget: 0.8 of the clip range on the mean, budget 0.5" + LAST
+    )
+    assert said["Clipping"].text.startswith(
+        f"70.0% of sequences, 60.0% of tokens{LAST}; the paper's GSPO clips 15% of tokens"
+    )
     assert "raise rollout.max_new_tokens" in said["Truncation"].text
     assert said["Reward failures"].text.startswith("3 trajectories")
     assert said["Held-out reward failures"].text == "2 held-out samples could not be scored; they are in no accuracy"
@@ -153,10 +228,31 @@ def test_each_line_from_its_metric():
 
 def test_without_a_signal_nothing_is_said_of_the_clip_range():
     run = record(policy__clip_fraction=[0.0] * 80, groups__constant_fraction=[1.0] * 80)
-    assert lines(run)["Clipping"].text == "nothing to clip: 100% of groups have one reward, and no gradient"
+    nothing = f"nothing to clip: 100% of groups have one reward, and no gradient{LAST}"
+    assert lines(run)["Clipping"].text == nothing
+    run.series |= {"optimizer/grad_norm": [0.0] * 80, "policy/k3": [1e-4] * 80}
+    assert lines(run)["Clipping"].text == nothing + "; the optimizer's momentum moves the policy all the same"
 
 
 def test_means_and_noise():
     assert rolling([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
     assert noise_of([1.0]) == 0.0
     assert noise_of(noisy([step / 100 for step in range(2000)], 0.5)) == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("level", "kind", "said"),
+    [
+        (0.22, "good", "explains 22.0% of the variance of returns (mean of steps 74 to 80)"),
+        (
+            0.004,
+            "note",
+            "explains 0.4% of the variance of returns (mean of steps 74 to 80): it says little more than their",
+        ),
+        (-0.1, "note", "explains -10.0% of the variance of returns"),
+    ],
+)
+def test_what_a_critic_explains(level, kind, said):
+    verdict = lines(record(critic__explained_variance=[None] + [level] * 79))["Critic"]
+    assert verdict.level == kind and verdict.text.startswith(said) and verdict.metric == "critic/explained_variance"
+    assert "Critic" not in lines(record(reward__mean=[0.5] * 80))

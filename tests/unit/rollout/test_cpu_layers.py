@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import types
 
 import pytest
 import torch
 
-from gspo_mega.rollout.server.sglang_cpu_layers import experts_forward_plain, rotate, rotation_of, sample
+from gspo_mega.rollout.server.sglang_cpu_layers import (
+    add_gated,
+    experts_forward_plain,
+    gated,
+    rotate,
+    rotation_of,
+    sample,
+)
 
 
 def test_samples_have_the_distribution():
@@ -81,3 +89,16 @@ def test_other_experts_are_left_to_the_server():
     x = torch.zeros(1, 4)
     marker = torch.ones(1)
     assert experts_forward_plain(lambda *_: marker)(layer, x, (None, None, None), config) is marker
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gate_of_a_shared_expert(dtype):
+    """sigmoid(0) is a half, sigmoid(ln 3) three quarters; what is added is rounded once."""
+    hidden = torch.tensor([[1.0, 1.0], [math.log(3.0), 0.0]])
+    gate, shared = torch.tensor([1.0, -1.0]), torch.tensor([[2.0, -4.0], [8.0, 16.0]], dtype=dtype)
+    final = torch.tensor([[1.0, 1.0], [0.0, 256.0]], dtype=dtype)
+    expected = torch.tensor([[1.0, -2.0], [6.0, 12.0]])
+    found = gated(hidden, gate, shared)
+    assert found.dtype == dtype and torch.allclose(found.float(), expected)
+    added = (final.float() + expected).to(dtype)
+    assert add_gated(hidden, gate, shared, final) is None and torch.allclose(final, added)

@@ -56,8 +56,8 @@ class Client:
 
     server_id = "server-0"
 
-    def __init__(self, given):
-        self.given, self.body = given, None
+    def __init__(self, given, adapter=None):
+        self.given, self.adapter, self.body = given, adapter, None
 
     async def call_object(self, path, body, deadline_seconds, *, what):
         self.body = body
@@ -68,6 +68,13 @@ def test_a_request_asks_for_nothing_but_scores():
     client = Client(answer(WHOLE[1:]))
     assert asyncio.run(score_tokens(client, TOKENS, 2, VOCABULARY, 1.0)).tolist() == [-0.25, -3.0]
     assert client.body["logprob_start_len"] == 1 and client.body["sampling_params"]["max_new_tokens"] == 0
+
+
+def test_scores_are_under_the_adapters_that_responses_are_sampled_with():
+    for adapter in (None, "policy"):
+        client = Client(answer(WHOLE[1:]), adapter)
+        asyncio.run(score_tokens(client, TOKENS, 2, VOCABULARY, 1.0))
+        assert client.body.get("lora_path") == adapter
 
 
 def test_nonsense_names_the_server():

@@ -1,18 +1,16 @@
-"""The servers of a reward model: their configuration, where they are found, and weights that SGLang would add to."""
+"""The servers of a reward model: their configuration, and where they are found."""
 
 import json
 import time
 from dataclasses import replace
 
 import pytest
-import torch
 from run_configs import make_config
-from safetensors.torch import save_file
 
 from gspo_mega.errors import ConfigError
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.secret import ensure_secret
-from gspo_mega.rollout.server.reward_server import RewardServers, check_head, own_model, reward_config, reward_folder
+from gspo_mega.rollout.server.reward_server import RewardServers, own_model, reward_config, reward_folder
 from gspo_mega.rollout.server.server_spec import sglang_arguments, spec_from_config
 from gspo_mega.run_folder import Attempt
 
@@ -94,28 +92,3 @@ def test_those_that_are_ready_are_found_apart_from_the_policys(tmp_path):
 def ensure_secret_in(attempt):
     attempt.servers_dir.mkdir(parents=True)
     return str(ensure_secret(attempt.api_key_file))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "names", "is_fit"),
-    [
-        ("Qwen3ForSequenceClassification", ("score.weight",), False),
-        ("Qwen3ForSequenceClassification", ("score.weight", "score.bias"), True),
-        ("LlamaForSequenceClassification", ("score.weight",), True),
-    ],
-)
-def test_a_head_that_sglang_would_add_to_is_refused(tmp_path, architecture, names, is_fit):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
-    if is_fit:
-        check_head(str(tmp_path))
-    else:
-        with pytest.raises(
-            ConfigError, match="its weights have no score.bias, and SGLang gives the head of a Qwen3For"
-        ):
-            check_head(str(tmp_path))
-
-
-def test_a_folder_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is no Hugging Face model folder"):
-        check_head(str(tmp_path))

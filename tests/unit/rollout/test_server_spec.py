@@ -57,6 +57,15 @@ def test_a_spec_survives_its_file(tmp_path):
     assert ServerSpec.read(tmp_path / "spec.json") == spec
 
 
+def test_adapters_are_asked_for_with_their_rank_and_layers(tmp_path):
+    spec = replace(spec_of(tmp_path), adapter_rank=8, adapter_targets=["q_proj", "o_proj"])
+    here, elsewhere = arguments(spec), arguments(spec, on_cpu=False)
+    wanted = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "o_proj"]}
+    assert wanted.items() <= here.items() and wanted.items() <= elsewhere.items()
+    assert here["lora_backend"] == "torch_native" and "lora_backend" not in elsewhere
+    assert "enable_lora" not in arguments(spec_of(tmp_path))
+
+
 def test_on_cpu(tmp_path):
     a = arguments(spec_of(tmp_path))
     assert a["disable_overlap_schedule"] is True

@@ -10,6 +10,8 @@ import tolerance_figures
 import tolerance_rows
 from tolerance_cases import WRITTEN, row
 
+from gspo_mega.config import load_config
+
 
 @pytest.fixture
 def one_run(monkeypatch, tmp_path):
@@ -32,6 +34,14 @@ def one_run(monkeypatch, tmp_path):
         return tolerance.Study(tmp_path).run(arm, 1)
 
     return run
+
+
+def test_every_run_of_the_study_has_a_name_that_a_run_may_have():
+    arms = (*tolerance_arms.ARMS, *tolerance_arms.breaking_arms(1))
+    names = [tolerance.run_name(arm, seed) for arm, seed in tolerance_arms.in_order(arms, tolerance_arms.SEEDS)]
+    assert len(names) == len(set(names)) == 57 + 12
+    for name in names:
+        assert load_config("configs/quickstart_fp8.yaml", [f"run.name={name}"]).config.run.name == name
 
 
 def test_a_run_that_is_no_longer_finite_has_a_row(one_run):

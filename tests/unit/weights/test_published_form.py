@@ -240,6 +240,9 @@ class _Policy:
     def __init__(self) -> None:
         self.num_gathered = 0
 
+    def config_json(self, raw):
+        return raw
+
     def owned(self, dtype):
         for entry in hf_tensors(SPEC):
             self.num_gathered += 1

@@ -40,6 +40,7 @@ LATENT = {"input_layernorm.weight", "post_attention_layernorm.weight", "self_att
     for name in ("fused_qkv_a_proj_with_mqa", "q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj")
 }
 OWN = {
+    "qwen2_moe": dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8),
     "deepseek_v3": dict(
         num_key_value_heads=2,
         q_lora_rank=6,
@@ -53,11 +54,16 @@ OWN = {
         topk_group=1,
         routed_scaling_factor=1.0,
         norm_topk_prob=False,
-    )
+    ),
 }
 IN_A_LAYER = {
     "llama": ATTENTION | DENSE,
     "qwen2": ATTENTION | DENSE | {"self_attn.qkv_proj.bias"},
+    "qwen2_moe": (
+        ATTENTION
+        | {"self_attn.qkv_proj.bias", "mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"}
+        | {f"mlp.shared_expert{name}.weight" for name in ("_gate", ".gate_up_proj", ".down_proj")}
+    ),
     "qwen3": ATTENTION | DENSE | NORMS,
     "qwen3_moe": ATTENTION | NORMS | {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"},
     "deepseek_v3": (

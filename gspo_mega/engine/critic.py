@@ -1,0 +1,254 @@
+"""CriticEngine: the value model of one run on one rank. Values of a mini-batch, advantages, value step.
+
+Owns the passes of the critic and what they share over context and data ranks. The model is a second one in the
+policy's layout and packs, with optimizer and schedule of its own; `algorithm/gae.py` and `algorithm/value_loss.py` have
+the maths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+
+from gspo_mega.algorithm.value_loss import value_loss, value_sums
+from gspo_mega.config.schema import Config
+from gspo_mega.engine.balancing import LoadBalancing
+from gspo_mega.engine.context_parallel import sum_over_context
+from gspo_mega.engine.data_parallel import wrap_data_parallel
+from gspo_mega.engine.device_batch import DeviceBatch, held_rows
+from gspo_mega.engine.expert_bias import ExpertBias
+from gspo_mega.engine.forward_backward import Head, Pipeline
+from gspo_mega.engine.fp8_scales import Fp8Scales
+from gspo_mega.engine.losses import PassOutput, require_finite
+from gspo_mega.engine.megatron_optimizer import (
+    StepResult,
+    apply_gradients,
+    build_optimizer,
+    build_scheduler,
+    reload_parameters,
+    require_optimizer,
+    write_parameters,
+)
+from gspo_mega.engine.model import build_chunks, transformer_config
+from gspo_mega.engine.process_groups import ParallelGroups
+from gspo_mega.engine.routing import Routers, RoutingPass
+from gspo_mega.engine.value_head import ValueModel, token_values
+from gspo_mega.model.spec import ModelSpec
+from gspo_mega.records import MicroBatch
+
+
+@dataclass
+class Values:
+    """The values of one micro-batch, on last-stage ranks. `before` [N] float32: of the state before each active token
+    of this rank. `behind` [S] float32: of the state after each sequence's last active token, the same on all context
+    ranks; 0 where a sequence has none."""
+
+    before: torch.Tensor
+    behind: torch.Tensor
+
+
+class _ValuePipeline(Pipeline):
+    """Gives a head values in place of log-probs, and those behind the last tokens in place of entropies."""
+
+    def read(
+        self, batch: DeviceBatch, hidden: torch.Tensor, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Values [N] float32 and, on request, this rank's part of the values behind, [S] float32."""
+        rows = torch.cat([batch.rows, batch.end_rows]) if with_entropy else batch.rows
+        values = token_values(
+            hidden,
+            cast(ValueModel, self.chunks[-1]).value_weight(),
+            rows,
+            tensor_group=self.groups.tensor,
+            sequence_parallel=self.megatron_config.sequence_parallel,
+            chunk_rows=self.log_prob_chunk_tokens,
+        )
+        if not with_entropy:
+            return values, None
+        before, ends = values.split([batch.rows.numel(), batch.end_rows.numel()])
+        return before, ends.new_zeros(batch.num_sequences).index_copy(0, batch.end_sequences, ends)
+
+
+@dataclass
+class _KeepValues:
+    groups: ParallelGroups
+    wants_entropy: ClassVar[bool] = True  # here: the values behind
+
+    def __call__(self, batch: DeviceBatch, values: torch.Tensor, behind: torch.Tensor | None) -> PassOutput:
+        require_finite(batch, values=values)
+        assert behind is not None
+        whole = sum_over_context(behind, self.groups.context)
+        return PassOutput(columns={"values": values, "values_behind": whole})
+
+
+@dataclass
+class _ValueLoss:
+    """One `old` and one `returns` [N] per micro-batch, as `value_loss` takes them; `coefficients` [S] float64 each."""
+
+    old: Sequence[torch.Tensor]
+    returns: Sequence[torch.Tensor]
+    coefficients: Sequence[torch.Tensor]
+    clip_range: float | None
+    place: int = 0
+
+    def __call__(self, batch: DeviceBatch, values: torch.Tensor, _behind: torch.Tensor | None) -> PassOutput:
+        require_finite(batch, values=values)
+        place, self.place = self.place, self.place + 1
+        computed = value_loss(
+            values,
+            self.old[place],
+            self.returns[place],
+            sequence_ids=batch.sequence_ids,
+            lengths=batch.sequence["length"],
+            coefficients=self.coefficients[place],
+            clip_range=self.clip_range,
+        )
+        sums = value_sums(values, self.returns[place])
+        totals = torch.stack([*sums.values(), computed.clipped.double().sum(), computed.loss.detach()])
+        return PassOutput(loss=computed.loss, totals={"value": totals})
+
+
+class CriticEngine:
+    """A Megatron value model with optimizer and schedule on this rank.
+
+    `config`: the run's with the critic's precision, recompute and optimizer (`critic_config`). Construction is
+    collective over all ranks. The backbone is untrained until loaded into `chunks`, and `after_weights_loaded` must
+    follow every load; the head is zero.
+    """
+
+    def __init__(self, config: Config, spec: ModelSpec, groups: ParallelGroups, num_optimizer_steps: int) -> None:
+        optimizer = config.optimizer
+        require_optimizer(optimizer)
+        self.config, self.spec, self.groups = config, spec, groups
+        self.megatron_config = transformer_config(config, spec)
+        self.chunks = build_chunks(self.megatron_config, spec, groups, ValueModel)
+        self.wrapped = wrap_data_parallel(self.megatron_config, self.chunks, optimizer)
+        self.scales = Fp8Scales(self.megatron_config, self.chunks)
+        self._pipeline = _ValuePipeline(
+            spec,
+            groups,
+            self.megatron_config,
+            self.chunks,
+            self.wrapped,
+            temperature=1.0,
+            log_prob_chunk_tokens=config.batch.log_prob_chunk_tokens,
+            before_pass=self.scales.require_known,
+        )
+        self._routers = Routers(
+            self.chunks,
+            spec.moe,
+            groups,
+            sequence_parallel=self.megatron_config.sequence_parallel,
+            recompute=self.megatron_config.recompute_granularity == "full",
+        )
+        self._balancing = LoadBalancing(config.moe, self.megatron_config, groups, len(self._routers.all()))
+        self._expert_bias = ExpertBias(config.moe.expert_bias_update_rate, self._routers, groups, spec.num_layers)
+        self.optimizer = build_optimizer(optimizer, config.precision, self.wrapped)
+        self.scheduler = build_scheduler(optimizer, self.optimizer, num_optimizer_steps)
+        self.megatron_config.grad_scale_func = self.optimizer.scale_loss
+        self.megatron_config.finalize_model_grads_func = lambda model, _num_tokens, **kwargs: finalize_model_grads(
+            model, None, **kwargs
+        )
+
+    def after_weights_loaded(self) -> None:
+        """Copy the loaded parameters into the optimizer's fp32 copies; round FP8 ones with scales of their own."""
+        self.scales.fit_parameters()
+        reload_parameters(self.optimizer)
+
+    def after_optimizer_loaded(self) -> None:
+        """As `PolicyEngine.after_optimizer_loaded`. Collective."""
+        if self.megatron_config.fp8_param:
+            self.scales.fit_parameters()
+            write_parameters(self.optimizer)
+
+    def values(self, micro_batches: list[MicroBatch]) -> list[Values]:
+        """Values under the current weights, without gradients; empty except on last-stage ranks. Collective.
+
+        Raises NumericsError naming the trajectory with a non-finite value.
+        """
+        self._begin_step(micro_batches)
+        outputs = self._read(micro_batches)
+        return [Values(output.columns["values"], output.columns["values_behind"]) for output in outputs]
+
+    def train_mini_batch(
+        self,
+        micro_batches: list[MicroBatch],
+        old: Sequence[torch.Tensor],
+        returns: Sequence[torch.Tensor],
+        coefficients: Sequence[torch.Tensor],
+        clip_range: float | None,
+    ) -> tuple[StepResult, torch.Tensor]:
+        """One optimizer step of the value loss on one mini-batch: its result, and this rank's part of the sums.
+
+        One tensor per micro-batch each, on last-stage ranks: `old` values and `returns` [N] of this rank's active
+        tokens, in the unit of rewards; `coefficients` [S] float64 (`sequence_coefficients`). The sums: `VALUE_SUMS`,
+        clipped tokens and the loss, [8] float64. Collective.
+        """
+        self._begin_step(micro_batches)
+        sums = self.value_gradients(micro_batches, old, returns, coefficients, clip_range)
+        result = apply_gradients(self.optimizer, self.scheduler, self.config.optimizer.clip_grad)
+        if not result.skipped:
+            self._expert_bias.update()
+        return result, sums
+
+    def value_gradients(
+        self,
+        micro_batches: list[MicroBatch],
+        old: Sequence[torch.Tensor],
+        returns: Sequence[torch.Tensor],
+        coefficients: Sequence[torch.Tensor],
+        clip_range: float | None,
+    ) -> torch.Tensor:
+        """`train_mini_batch` without the step: leaves the reduced gradients in Megatron's buffers. Collective."""
+
+        def head() -> _ValueLoss:
+            return _ValueLoss(old, returns, coefficients, clip_range)
+
+        self.scales.before_gradients(lambda: self._forward_backward(micro_batches, head()))
+        outputs, routing = self._forward_backward(micro_batches, head())
+        self.scales.after_gradients()
+        self._expert_bias.count(micro_batches, routing.taken)
+        sums = [output.totals["value"].cpu() for output in outputs]
+        return torch.stack(sums).sum(0) if sums and self.groups.tensor.rank == 0 else torch.zeros(8).double()
+
+    def _forward_backward(self, micro_batches: list[MicroBatch], head: Head) -> tuple[list[PassOutput], RoutingPass]:
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._balancing.start(micro_batches)
+        routing = RoutingPass(self._routers, len(micro_batches))
+        return self._pipeline.run(micro_batches, head, forward_only=False, routing=routing), routing
+
+    def _begin_step(self, micro_batches: list[MicroBatch]) -> None:
+        self.scales.begin_step(lambda: self._read(micro_batches))
+
+    def _read(self, micro_batches: list[MicroBatch]) -> list[PassOutput]:
+        routing = RoutingPass(self._routers, len(micro_batches))
+        return self._pipeline.run(micro_batches, _KeepValues(self.groups), forward_only=True, routing=routing)
+
+
+def whole_pack(micro_batch: MicroBatch, own: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
+    """The active tokens of the whole pack, in its order, from each context rank's `own` [N]: [M] of its dtype, the same
+    on all context ranks. Collective over the context group if its size is above 1.
+    """
+    if groups.context.size == 1:
+        return own
+    whole = own.new_zeros(int((micro_batch.loss_mask > 0).sum()))
+    whole[_places(micro_batch, groups).to(own.device)] = own
+    dist.all_reduce(whole, group=groups.context.group)
+    return whole
+
+
+def own_part(micro_batch: MicroBatch, whole: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
+    """This context rank's active tokens, [N], of `whole` [M], as `whole_pack` orders it."""
+    return whole if groups.context.size == 1 else whole[_places(micro_batch, groups).to(whole.device)]
+
+
+def _places(micro_batch: MicroBatch, groups: ParallelGroups) -> torch.Tensor:
+    held, rows = held_rows(micro_batch, groups)
+    return (torch.from_numpy(micro_batch.loss_mask) > 0).cumsum(0)[held[rows]] - 1

@@ -1,0 +1,32 @@
+"""What ranks run in the tests of carried layers: import a folder in a layout, and export it as a run does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from layout_jobs import layout_config
+
+from gspo_mega.engine.model import build_chunks, transformer_config
+from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.errors import PublishError
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.weights.hf_export import export_huggingface
+from gspo_mega.weights.hf_import import import_huggingface
+
+
+def export(folder: str, parallel: dict, out: str, source: str | None = None) -> str | None:
+    """The policy of `folder`, written to `out` with what `source` (`folder`) describes; or why it is not written."""
+    parallel = {"expert_tensor": 1, **parallel}
+    groups = create_groups(**parallel)
+    try:
+        spec = read_model_spec(folder)
+        chunks = build_chunks(transformer_config(layout_config(folder, parallel), spec), spec, groups)
+        import_huggingface(folder, spec, groups, chunks)
+        try:
+            export_huggingface(Path(out), spec, groups, chunks, torch.float32, source or folder, 1, 60_000)
+        except PublishError as error:
+            return str(error)
+        return None
+    finally:
+        destroy_groups()

@@ -1,0 +1,187 @@
+"""The claims of the GSPO paper (arXiv:2507.18071), tried at the size of the quickstart.
+
+    python tests/soak/claims.py --plan                     the runs in their order, and which have a row
+    python tests/soak/claims.py [--hours 2] [--block NAME ...] [--seeds 1 2 3]
+    python tests/soak/claims_figures.py                    table and figures of the rows
+
+Every finished run appends a row to docs/claims_runs.csv at once. Started again, the study skips runs that have a row
+and makes the run in flight anew. Rows are never removed: a run that ends because its numbers are no longer finite has
+one, one that fails for want of a machine has none.
+
+The protocol, written before the first row. A change of it is a new PROTOCOL, whose rows are compared among themselves.
+
+**Learning** (a, b). The quickstart: four-digit additions with a scratchpad, Qwen3-MoE of 3 layers and 8 experts, two
+ranks in expert parallelism, fp32, one SGLang server. GSPO (range .003 / .004, ten times the paper's), GRPO (.2 / .27,
+mean of sequences' token means) and PPO (.2 / .2, a critic, one response per prompt), 80 rollout batches of 256
+responses each, 4 optimizer steps a batch, lr 1e-4. PPO's first 4 batches train its critic alone, and count as samples.
+
+**Routing** (c). The same task and samples on `claims_moe.json`: 6 layers of 32 experts, 4 of them per token, of which
+the quickstart's has 3 layers of 8, 2 per token. GSPO and GRPO, each with the trainer's own routes, with those of the
+old pass (R2) and with those of the rollout (R3).
+
+**Cold start.** One per block, seed 1, after a fixed number of optimizer steps (COLD_START): one rank pair on one kind
+of machine makes the same bytes each time. Rows carry the start of its checksum, and the study refuses to mix two.
+
+**Seeds.** Three, consecutive. A seed changes the order of prompts and every random number of a run; SGLang's sampling
+is not reproducible.
+
+**Measured** (`claims_rows.py`). Sampled accuracy, temperature 1, of the exported weights: 512 held-out problems x 2
+samples, standard error about .015. The area under the run's own held-out accuracy, every 10 steps. The share of tokens
+that are clipped. The share of (token, layer) pairs whose set of experts differs between the old pass and the last
+mini-batch, which the paper puts at some 10 % for a model of 48 layers. Collapse is as `tolerance.py` defines it.
+
+**What can be seen** follows from the spread of seeds, as in `tolerance.py`. What is smaller is "cannot be told at this
+size".
+
+**Expected.** (a) GSPO ends above GRPO and has the larger area; the quickstart's earlier runs differ by less than their
+seeds do, so that it may not be seen. PPO learns more slowly, with no second response to compare a response with.
+(b) GSPO clips about two orders of magnitude more tokens than GRPO (the paper: .15 and .0013). (c) More layers and
+experts move more routes than the quickstart's .3 to .8 %, less than the paper's 10 %. GRPO gains from replay, GSPO does
+not. The opposite speaks against the claim.
+
+(d), log-probs of the servers used directly, is `tolerance.py`'s block `direct`. (e), GSPO-token with equal advantages,
+needs no run: `gspo-mega compare` on a run of this study.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import tolerance
+from claims_arms import ARMS, BLOCKS, SEEDS, Arm, in_order
+from claims_rows import Row, finished, measured
+from study_rows import append_row, read_table
+from study_runs import REPOSITORY, Failed, call, commit, product, version
+from tolerance_rows import has_collapsed
+
+from gspo_mega.errors import NumericsError
+from gspo_mega.run_folder import RunFolder
+
+ROWS = REPOSITORY / "docs" / "claims_runs.csv"
+CONFIGS = REPOSITORY / "configs"
+SHAPE = Path(__file__).with_name("claims_moe.json")
+PROTOCOL = 1
+COLD_START = {"learning": 330, "routing": 420}
+
+
+@dataclass(frozen=True)
+class Study(tolerance.Study):
+    """The folder of one block: its files, its cold start and its runs."""
+
+    config: ClassVar[Path] = CONFIGS / "quickstart.yaml"
+    exact: ClassVar[tuple[str, ...]] = ("eval.samples_per_prompt=2",)
+
+    @property
+    def block(self) -> str:
+        return self.folder.name
+
+    def cold_start(self) -> tuple[Path, str, tuple[float, float]]:
+        """The block's cold start: as of the tolerance study."""
+        run = RunFolder(self.folder / "cold" / "sft")
+        if not (run.huggingface_dir / "config.json").is_file():
+            tool = [sys.executable, str(REPOSITORY / "tools" / "make_quickstart.py"), str(self.folder / "files")]
+            call([*tool, "--seed", "1", *self._shape()], self.folder / "make.log")
+            steps = COLD_START[self.block]
+            once = [f"sft.eval_from_step={steps}", f"sft.eval_every_steps={steps}", f"sft.max_steps={steps + 10}"]
+            once += ["sft.stop_accuracy_low=0.01", "sft.stop_accuracy_high=0.99"]
+            places = self.places(run.path.parent, run.path.name, self.folder / "files" / "model")
+            call([*product("sft"), str(CONFIGS / "quickstart_sft.yaml"), *places, *once], self.folder / "cold.log")
+        return self.measured_start(run.huggingface_dir)
+
+    def _shape(self) -> list[str]:
+        return ["--shape", str(SHAPE)] if self.block == "routing" else []
+
+    def train(self, arm: Arm, seed: int) -> Row:
+        """Train and measure one arm with one seed, from the start. Raises Failed where it is not the numbers' fault."""
+        cold, checksum, before = self.cold_start()
+        name = f"{arm.name}-seed{seed}"
+        run, log = RunFolder(self.folder / "arms" / name), self.folder / f"{name}.log"
+        shutil.rmtree(run.path, ignore_errors=True)
+        began = time.monotonic()
+        places = [*self.places(run.path.parent, name, cold), f"run.seed={seed}", "train.max_restarts=0"]
+        command = [*product("train"), str(CONFIGS / arm.config), *places, *arm.overrides()]
+        code = call(command, log, (0, NumericsError.exit_code))
+        minutes = (time.monotonic() - began) / 60
+        metrics = run.path / "metrics.jsonl"
+        lines = [json.loads(line) for line in (metrics.read_text() if metrics.exists() else "").splitlines()]
+        trained = [line for line in lines if line.get("reward/mean") is not None]
+        if not trained:
+            raise Failed(f"{name}: {metrics} has no step; see {log}")
+        columns = measured(lines)
+        final = self.accuracy(run.huggingface_dir, "final") if code == 0 else {"accuracy": 0.0, "standard_error": 0.0}
+        after = final["accuracy"], final["standard_error"]
+        worse = has_collapsed(before, after, columns["reward_best"], columns["reward_last"])
+        return Row(
+            protocol=PROTOCOL,
+            arm=arm.name,
+            block=arm.block,
+            seed=seed,
+            num_steps=int(trained[-1]["step"]),
+            before=before[0],
+            before_se=before[1],
+            accuracy=after[0],
+            accuracy_se=after[1],
+            minutes=minutes,
+            outcome="not finite" if code else "collapsed" if worse else "trained",
+            date=time.strftime("%Y-%m-%d", time.gmtime()),
+            commit=commit(),
+            cold_start=checksum,
+            torch=version("torch"),
+            sglang=version("sglang"),
+            megatron=version("megatron-core"),
+            **columns,
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "claims", help="where the runs are kept")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of the rows")
+    parser.add_argument("--block", nargs="+", choices=BLOCKS, default=list(BLOCKS), help="only these blocks of arms")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--hours", type=float, default=float("inf"), help="start no run after this time")
+    parser.add_argument("--plan", action="store_true", help="show the runs and start none")
+    options = parser.parse_args(arguments)
+    rows = read_table(options.rows, Row)
+    done = finished(rows, PROTOCOL)
+    runs = in_order(tuple(arm for arm in ARMS if arm.block in options.block), tuple(options.seeds))
+    if options.plan:
+        for arm, seed in runs:
+            has = "has a row" if (arm.block, arm.name, seed) in done else ""
+            print(f"{arm.block:<9} {arm.name:<18} seed {seed}  {has}")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    began = time.monotonic()
+    for block in dict.fromkeys(arm.block for arm, _ in runs):
+        study = Study(options.folder.absolute() / block)
+        checksum = study.cold_start()[1]
+        mine = {row.cold_start for row in rows if row.protocol == PROTOCOL and row.block == block}
+        if others := mine - {checksum}:
+            print(f"{options.rows} has rows of another cold start ({', '.join(others)}, here {checksum}): another file")
+            return 2
+        for arm, seed in runs:
+            if arm.block != block or (arm.block, arm.name, seed) in done:
+                continue
+            if time.monotonic() - began > options.hours * 3600:
+                return 0
+            row = study.train(arm, seed)
+            append_row(options.rows, row)
+            print(
+                f"{row.block:<9} {row.arm:<18} seed {seed}  {row.outcome:<10} accuracy {row.accuracy:.3f} ±"
+                f" {row.accuracy_se:.3f}  area {row.area:.3f}  token clip {row.token_clip:.4f}  changed"
+                f" {row.changed:.4f}  {row.minutes:.1f} min",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The arms of `claims.py`: what differs between its runs, and in which order they are made.
+
+An arm is a shipped configuration and overrides of it. Owns no measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Algorithm = Literal["gspo", "grpo", "ppo"]
+Replay = Literal["none", "R2", "R3"]
+
+SEEDS = (1, 2, 3)
+NUM_STEPS = 80
+EVAL_EVERY = 10
+# The layers of `claims_moe.json`, twice those of the quickstart, with four times its experts.
+NUM_LAYERS = 6
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What one run of the study does differently; its `name` says all of it. `replay`: whose routes the trainer's
+    passes take, its own (none), those of the old pass (R2) or of the rollout (R3).
+    """
+
+    block: Literal["learning", "routing"]
+    algorithm: Algorithm
+    replay: Replay = "none"
+
+    @property
+    def name(self) -> str:
+        return self.algorithm if self.block == "learning" else f"{self.algorithm}-routes_{self.replay}"
+
+    @property
+    def config(self) -> str:
+        """The shipped configuration that the arm is a change of."""
+        return "quickstart_ppo.yaml" if self.algorithm == "ppo" else "quickstart.yaml"
+
+    def overrides(self) -> list[str]:
+        """The arm as overrides of `config`: as many responses of the same length limit for every arm, the ranges and
+        averages that each algorithm was published with, but for GSPO's range, which is the quickstart's.
+        """
+        common = [
+            f"train.num_steps={NUM_STEPS}",
+            f"eval.every_steps={EVAL_EVERY}",
+            "rollout.max_new_tokens=48",
+            "mismatch.correction=none",
+        ]
+        if self.algorithm == "grpo":
+            common += ["algorithm=grpo", "objective={}"]
+        if self.block == "routing":
+            common += [f"moe.routing_replay={self.replay}", "rollout.return_routed_experts=true"]
+        return common
+
+
+ARMS = (
+    Arm("learning", "gspo"),
+    Arm("learning", "grpo"),
+    Arm("learning", "ppo"),
+    *(Arm("routing", algorithm, replay) for replay in ("none", "R2", "R3") for algorithm in ("gspo", "grpo")),
+)
+BLOCKS = tuple(dict.fromkeys(arm.block for arm in ARMS))
+
+
+def in_order(arms: tuple[Arm, ...], seeds: tuple[int, ...]) -> list[tuple[Arm, int]]:
+    """(arm, seed) of all runs: block after block, and in a block seed after seed, so that an interrupted block has
+    compared all of its arms on the seeds that it has.
+    """
+    blocks = dict.fromkeys(arm.block for arm in arms)
+    return [(arm, seed) for block in blocks for seed in seeds for arm in arms if arm.block == block]

@@ -1,0 +1,113 @@
+"""Table and figures of the study of the paper's claims, from its committed rows: `python tests/soak/claims_figures.py`.
+
+Writes docs/claims_learning.svg and docs/claims_routing.svg (final accuracy of every run by arm, of a block that has
+rows), and the table between the marks of docs/claims.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+from claims import PROTOCOL, ROWS
+from claims_arms import BLOCKS
+from claims_rows import Row
+from study_rows import pooled_spread, read_table, smallest_detectable
+from tolerance_figures import draw_arms, with_table
+
+TITLE = "Accuracy after 80 steps, ± 2 standard errors of sampling; one mark per seed"
+_ALGORITHMS = {"learning": ("GSPO", "GRPO", "PPO"), "routing": ("GSPO", "GRPO")}
+
+
+def arms_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each arm, in order of the file."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.arm, []).append(row)
+    return found
+
+
+def said(values: Sequence[float], form: str = ".3f") -> str:
+    """Mean ± its standard error over the runs that have a number, or `-`."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return "-"
+    error = f" ± {format(stdev(known) / math.sqrt(len(known)), form)}" if len(known) > 1 else ""
+    return f"{format(fmean(known), form)}{error}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One block's rows by arm as Markdown, and what can be said between its arms."""
+    arms = arms_of(rows)
+    lines = [
+        "| arm | runs | accuracy | area | tokens clipped | sequences clipped | experts changed | last ten steps"
+        " | trainer and server | critic explains | collapsed |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, arm in arms.items():
+        cells = [
+            f"`{name}`",
+            str(len(arm)),
+            f"{said([row.accuracy for row in arm])} ({' '.join(f'{row.accuracy:.3f}' for row in arm)})",
+            said([row.area for row in arm]),
+            said([row.token_clip for row in arm], ".2g"),
+            said([row.sequence_clip for row in arm], ".2g"),
+            said([row.changed for row in arm], ".2%"),
+            said([row.changed_last for row in arm], ".2%"),
+            said([row.changed_from_rollout for row in arm], ".2g"),
+            said([row.explained for row in arm]),
+            f"{sum(row.outcome != 'trained' for row in arm)} of {len(arm)}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, *differences(arms)]) + "\n"
+
+
+def differences(arms: dict[str, list[Row]]) -> list[str]:
+    """Every arm against the block's first, by final accuracy and by area, and what can be seen of so many runs."""
+    (first, base), *others = arms.items()
+    lines = []
+    for column, what in (("accuracy", "final accuracy"), ("area", "area")):
+        groups = {name: [getattr(row, column) for row in arm] for name, arm in arms.items()}
+        try:
+            spread, freedom = pooled_spread(
+                groups[name] for name, arm in arms.items() if all(row.outcome == "trained" for row in arm)
+            )
+        except ValueError:
+            return ["", "No arm has two seeds: what can be seen between arms is not known."]
+        lines += ["", f"By {what} (spread between seeds {spread:.3f}, {freedom} degrees of freedom):", ""]
+        for name, _ in others:
+            detectable = smallest_detectable(spread, freedom, [len(base), len(groups[name])])
+            difference = fmean(groups[name]) - fmean(groups[first])
+            seen = "" if abs(difference) >= detectable > 0 else "; cannot be told at this size"
+            lines.append(f"- `{name}` less `{first}`: {difference:+.3f}, detectable from {detectable:.3f} on{seen}")
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    docs = ROWS.parent
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of the rows")
+    parser.add_argument("--out", type=Path, default=docs, help="folder of the figures and of claims.md")
+    options = parser.parse_args(arguments)
+    rows = [row for row in read_table(options.rows, Row) if row.protocol == PROTOCOL]
+    if not rows:
+        print(f"{options.rows}: no rows of protocol {PROTOCOL}")
+        return 1
+    parts = []
+    for block in BLOCKS:
+        mine = [row for row in rows if row.block == block]
+        if mine:
+            figure = f"claims_{block}.svg"
+            (options.out / figure).write_text(draw_arms(mine, TITLE, _ALGORITHMS[block]), encoding="utf-8")
+            parts += [f"### {block.capitalize()}\n", table(mine), f"![Accuracy of every run, by arm]({figure})\n"]
+    page = options.out / "claims.md"
+    page.write_text(with_table(page.read_text(encoding="utf-8"), "\n".join(parts)), encoding="utf-8")
+    print("\n".join(parts))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,92 @@
+"""Tables of finished runs, one row each, and the statistics of arms over their seeds. What a study measures is its own.
+
+Owns the CSV file that a row is appended to, on disk at once, and what can be seen between arms of so many runs.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, fields
+from pathlib import Path
+from statistics import stdev
+from typing import Any, TypeVar
+
+Row = TypeVar("Row")
+_TYPES = {"int": int, "float": float, "str": str}
+
+
+def read_table(path: Path, kind: type[Row]) -> list[Row]:
+    """The rows of the file, each a dataclass `kind` of ints, floats and strings; none where there is no file. Raises
+    ValueError for another header, or a row cut short.
+    """
+    if not path.exists():
+        return []
+    described: Any = kind
+    columns = tuple(field.name for field in fields(described))
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != columns:
+            raise ValueError(f"{path}: not the columns of this study")
+        rows = []
+        for line in reader:
+            if None in line or None in line.values():
+                raise ValueError(f"{path}:{reader.line_num}: {len(columns)} columns expected")
+            rows.append(kind(**{one.name: _TYPES[str(one.type)](line[one.name]) for one in fields(described)}))
+        return rows
+
+
+def append_row(path: Path, row: Any) -> None:
+    """Append one row, and the header to a new file; on disk when it returns. Floats have six digits."""
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if file.tell() == 0:
+            writer.writerow(field.name for field in fields(row))
+        writer.writerow([format(value, ".6g") if isinstance(value, float) else value for value in astuple(row)])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def t_quantile(p: float, freedom: int) -> float:
+    """The p quantile (1/2 <= p < 1) of Student's t with `freedom` degrees of freedom."""
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+
+    def below(t: float, num_parts: int = 2000) -> float:
+        width = t / num_parts
+        heights = [(1 + (i * width) ** 2 / freedom) ** (-(freedom + 1) / 2) for i in range(num_parts + 1)]
+        return 0.5 + scale * width / 3 * (
+            heights[0] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2]) + heights[-1]
+        )
+
+    low, high = 0.0, 1.0
+    while below(high) < p:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < p else (low, middle)
+    return (low + high) / 2
+
+
+def pooled_spread(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
+    """The standard deviation within groups (arms over their seeds) and its degrees of freedom. Raises ValueError where
+    no group has two values.
+    """
+    several = [group for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in several)
+    if freedom == 0:
+        raise ValueError("no arm has two seeds: their spread is unknown")
+    squares = sum((len(group) - 1) * stdev(group) ** 2 for group in several)
+    return math.sqrt(squares / freedom), freedom
+
+
+def smallest_detectable(
+    spread: float, freedom: int, num_runs: Sequence[int], power: float = 0.8, level: float = 0.05
+) -> float:
+    """The smallest true difference that a two-sided t-test at `level` finds with probability `power`:
+    (t(1 - level/2) + t(power)) spread sqrt(sum of 1/n), n the number of runs of each arm that takes part. Two arms are
+    compared by their means. Two losses have four arms: each is the difference of an arm to its anchor.
+    """
+    error = spread * math.sqrt(sum(1 / number for number in num_runs))
+    return (t_quantile(1 - level / 2, freedom) + t_quantile(power, freedom)) * error

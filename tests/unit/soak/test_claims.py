@@ -1,0 +1,117 @@
+"""The study of the paper's claims: its runs, what is read off them, and the row that a run gets."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import claims
+import claims_arms
+import claims_rows
+import pytest
+import study_rows
+import tolerance
+
+from gspo_mega.config import load_config
+from gspo_mega.model.huggingface import read_model_spec
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def test_every_run_has_a_name_of_its_own_and_a_configuration():
+    runs = claims_arms.in_order(claims_arms.ARMS, claims_arms.SEEDS)
+    assert len({(arm.block, arm.name, seed) for arm, seed in runs}) == len(runs) == 27
+    assert [(arm.name, seed) for arm, seed in runs[:4]] == [("gspo", 1), ("grpo", 1), ("ppo", 1), ("gspo", 2)]
+    for arm, seed in runs:
+        config = load_config(CONFIGS / arm.config, [f"run.name={arm.name}-seed{seed}", *arm.overrides()]).config
+        assert config.algorithm == arm.algorithm and config.moe.routing_replay == arm.replay
+        assert config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size == 80 * 256
+        assert config.rollout.max_new_tokens == 48 and config.batch.num_mini_batches == 4
+        assert config.optimizer.lr == 1e-4 and config.eval.every_steps == 10
+        if arm.algorithm != "gspo":
+            assert config.objective.clip_low == 0.2
+    shape = read_model_spec(claims.SHAPE)
+    assert (shape.num_layers, shape.moe.num_experts) == (claims_arms.NUM_LAYERS, 32)
+
+
+def test_the_area_under_a_curve():
+    assert claims_rows.area_under([(0, 0.2), (10, 0.4), (40, 0.6)]) == pytest.approx((10 * 0.3 + 30 * 0.5) / 40)
+    with pytest.raises(ValueError, match="1 measurements"):
+        claims_rows.area_under([(0, 0.2)])
+
+
+def lines(changed=0.25):
+    yield {"step": 0, "eval/accuracy": 0.3}
+    for step in range(1, 21):
+        line = {"step": step, "reward/mean": step / 20, "policy/token_clip_fraction": 0.1, "policy/clip_fraction": 0.2}
+        line |= {"policy/entropy": 1.0, "routing/changed_since_old": changed if step <= 10 else 3 * changed}
+        yield line | ({"eval/accuracy": 0.5} if step % 10 == 0 else {})
+
+
+def test_what_is_read_off_a_run():
+    found = claims_rows.measured(list(lines()))
+    assert found["area"] == pytest.approx(0.45) and (found["token_clip"], found["sequence_clip"]) == (0.1, 0.2)
+    assert (found["changed"], found["changed_last"]) == (0.5, 0.75)
+    assert found["reward_best"] == found["reward_last"] == pytest.approx(sum(range(11, 21)) / 200)
+    assert math.isnan(found["explained"]) and math.isnan(found["changed_from_rollout"])
+
+
+@pytest.fixture
+def study(monkeypatch, tmp_path):
+    monkeypatch.setattr(claims.Study, "cold_start", lambda self: (tmp_path, "abc", (0.3, 0.02)))
+    monkeypatch.setattr(claims.Study, "accuracy", lambda self, model, name: {"accuracy": 0.6, "standard_error": 0.015})
+    folder = tmp_path / "learning"
+
+    def call(command, log, good=(0,)):
+        name = next(word.removeprefix("run.name=") for word in command if word.startswith("run.name="))
+        (folder / "arms" / name).mkdir(parents=True)
+        (folder / "arms" / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()))
+        return codes.pop(0)
+
+    codes = [0, tolerance.NumericsError.exit_code]
+    monkeypatch.setattr(claims, "call", call)
+    return claims.Study(folder)
+
+
+def test_a_finished_run_has_a_row_that_is_read_back_and_not_made_again(study, tmp_path):
+    row, ended = study.train(claims_arms.ARMS[0], 1), study.train(claims_arms.ARMS[1], 2)
+    assert (row.outcome, row.accuracy, row.num_steps, row.cold_start) == ("trained", 0.6, 20, "abc")
+    assert (ended.outcome, ended.accuracy, ended.arm, ended.seed) == ("not finite", 0.0, "grpo", 2)
+    file = tmp_path / "rows.csv"
+    for one in (row, ended):
+        study_rows.append_row(file, one)
+    back = study_rows.read_table(file, claims_rows.Row)
+    assert [one.arm for one in back] == ["gspo", "grpo"] and math.isnan(back[0].explained)
+    assert claims_rows.finished(back, claims.PROTOCOL) == {("learning", "gspo", 1), ("learning", "grpo", 2)}
+    assert claims_rows.finished(back, claims.PROTOCOL + 1) == set()
+
+
+def test_the_plan_shows_what_has_a_row(study, tmp_path, capsys):
+    file = tmp_path / "rows.csv"
+    study_rows.append_row(file, study.train(claims_arms.ARMS[0], 1))
+    assert claims.main(["--plan", "--rows", str(file), "--block", "learning", "--seeds", "1"]) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["row", "1", "1"]
+
+
+def test_the_table_says_what_can_be_told(study, tmp_path, capsys):
+    import claims_figures
+
+    file, page = tmp_path / "rows.csv", tmp_path / "claims.md"
+    row = study.train(claims_arms.ARMS[0], 1)
+    accuracies = {"gspo": (0.60, 0.62, 0.64), "grpo": (0.61, 0.60, 0.62), "ppo": (0.30, 0.32, 0.34)}
+    for arm, values in accuracies.items():
+        for seed, accuracy in enumerate(values, 1):
+            one = dataclasses.replace(row, arm=arm, seed=seed, accuracy=accuracy)
+            study_rows.append_row(file, one)
+    page.write_text("before\n<!-- rows begin -->\nold\n<!-- rows end -->\nafter\n")
+    assert claims_figures.main(["--rows", str(file), "--out", str(tmp_path)]) == 0
+    text = page.read_text()
+    assert "\nold\n" not in text and text.startswith("before") and text.endswith("after\n")
+    assert "| `gspo` | 3 | 0.620 ± 0.012 (0.600 0.620 0.640) | 0.450 ± 0.000 | 0.1 ± 0 |" in text
+    lines = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("- `")}
+    assert "`grpo` less `gspo`: -0.010" in text and "`ppo` less `gspo`: -0.300" in text
+    told = [line for line in text.splitlines() if line.startswith("- ") and "cannot be told" not in line]
+    assert len(told) == 1 and told[0].startswith("- `ppo` less `gspo`: -0.300") and len(lines) == 2
+    assert (tmp_path / "claims_learning.svg").read_text().count("<circle") == 9 + 4
+    assert not (tmp_path / "claims_routing.svg").exists()
+    assert claims_figures.main(["--rows", str(tmp_path / "none.csv"), "--out", str(tmp_path)]) == 1
