@@ -150,9 +150,12 @@ class _Feed:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        while not self._over.is_set():
+        is_over = False
+        while not is_over:
             self._news.wait()
             self._news.clear()
+            # Asked before the lines are read: what is written while the sink is fed is read in one more round.
+            is_over = self._over.is_set()
             self._feed()
         self._close()
 

@@ -18,7 +18,7 @@ from gspo_mega.metrics.sink_loading import sink_makers
 from gspo_mega.metrics.sinks import SinkMaker, Sinks
 from gspo_mega.metrics.wandb_sink import WandbSink, offline_rows
 from gspo_mega.metrics.writer import MetricsWriter, read_metrics
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.run_folder import RunFolder, atomic_write_json
 
 OFFLINE = {"mode": "offline", "project": "tests"}
 
@@ -78,6 +78,29 @@ def test_each_line_once_over_several_starts(tmp_path, lines):
     assert lines.given[-4:] == [("first", 2), *lines.given[-3:-1], "closed"] and steps_of(lines.given)[-2:] == [2, 3]
 
 
+def test_a_line_of_the_last_moment_reaches_the_sink_before_it_closes(tmp_path, lines, monkeypatch):
+    """The thread has just handed over what there was when the last line is written and the run ends."""
+    sinks = sinks_of(tmp_path, lines)
+    handed_over, is_ended = threading.Event(), threading.Event()
+
+    def hand_over(path, content):
+        handed_over.set()
+        assert is_ended.wait(30)
+        atomic_write_json(path, content)
+
+    monkeypatch.setattr("gspo_mega.metrics.sinks.atomic_write_json", hand_over)
+    writer = MetricsWriter(tmp_path, sinks)
+    writer.write(1, {})
+    assert handed_over.wait(30)
+    writer.write(2, {})
+    for feed in sinks._feeds:
+        feed.end()
+    is_ended.set()
+    writer.close()
+    assert steps_of(lines.given) == [1, 2] and lines.given[-1] == "closed"
+    assert json.loads((tmp_path / "sinks" / "lines.json").read_text()) == {"lines": 2}
+
+
 def test_a_sink_added_later_gets_what_came_before(tmp_path, lines):
     write(tmp_path, None, [1, 2])
     write(tmp_path, sinks_of(tmp_path, lines), [3], resume=2)
@@ -125,7 +148,7 @@ from pathlib import Path
 from gspo_mega.metrics.sinks import SinkMaker, Sinks
 from gspo_mega.metrics.wandb_sink import WandbSink
 from gspo_mega.metrics.writer import MetricsWriter
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.run_folder import RunFolder, atomic_write_json
 folder = Path(sys.argv[1])
 sinks = Sinks(RunFolder(folder), [SinkMaker("wandb", lambda run: WandbSink(run, mode="offline"))], {"seed": 1}, print)
 writer = MetricsWriter(folder, sinks)
