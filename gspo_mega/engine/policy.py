@@ -37,7 +37,7 @@ from gspo_mega.engine.megatron_precision import DTYPES
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.pass_report import PassReport
 from gspo_mega.engine.process_groups import ParallelGroups
-from gspo_mega.engine.routing import Routers, Routes, RoutingPass, count_changed
+from gspo_mega.engine.routing import Routers, Routes, RoutingPass, changed_sums, count_changed
 from gspo_mega.engine.shared_correction import correct_batch, most_packs
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import MicroBatch
@@ -317,12 +317,10 @@ class PolicyEngine:
     def _changed(
         self, since: str, micro_batches: list[MicroBatch], before: list[Routes], after: list[Routes]
     ) -> dict[str, float]:
-        """The number of (token, layer) pairs on this rank, and of those that go to another set of experts."""
+        """What `count_changed` counts on this rank, over the micro-batches."""
         if not self.routers.all():
             return {}
         counts = [
-            torch.stack(count_changed(b, a, self.routers.compared(m)))
-            for m, b, a in zip(micro_batches, before, after, strict=True)
+            count_changed(b, a, self.routers.compared(m)) for m, b, a in zip(micro_batches, before, after, strict=True)
         ]
-        changed, compared = torch.stack(counts).sum(dim=0).tolist()
-        return {f"changed_since_{since}": changed, f"compared_with_{since}": compared}
+        return changed_sums(since, before[0], torch.stack(counts).sum(dim=0))

@@ -11,7 +11,7 @@ log-prob depends on the routes of later positions (the last token, padding, fill
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -205,19 +205,29 @@ def influential_positions(micro_batch: MicroBatch) -> np.ndarray:
     return result
 
 
-def count_changed(before: Routes, after: Routes, compared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pairs of token and layer whose set of experts differs, pairs compared): 0-d int64 each, this rank's.
+def count_changed(before: Routes, after: Routes, compared: torch.Tensor) -> torch.Tensor:
+    """What changed, of each layer in order of `before`: [layers, 4] int64, this rank's.
 
-    before, after: [t, k] int16 per layer. compared: [t] bool, the positions that count.
+    The columns are tokens whose set of experts differs, tokens compared, choices of `before` that `after` does not
+    make, and choices compared. before, after: [t, k] int16 per layer. compared: [t] bool, the positions that count.
     """
-    if not before:
-        zero = torch.zeros((), dtype=torch.int64)
-        return zero, zero
-    changed = [
-        ((before[layer].sort(dim=1).values != after[layer].sort(dim=1).values).any(dim=1) & compared).sum()
-        for layer in before
-    ]
-    return torch.stack(changed).sum(), compared.sum() * len(before)
+    counts = [compared.new_zeros(0, 4, dtype=torch.int64)]
+    for layer, chosen in before.items():
+        lost = (chosen[:, :, None] != after[layer][:, None, :]).all(dim=2) & compared[:, None]
+        tokens = compared.sum()
+        counts.append(torch.stack([lost.any(dim=1).sum(), tokens, lost.sum(), tokens * chosen.shape[1]])[None])
+    return torch.cat(counts)
+
+
+def changed_sums(since: str, layers: Iterable[int], counts: torch.Tensor) -> dict[str, float]:
+    """A rank's report of its layers' `counts` [layers, 4] since the old pass or the rollout (`old`, `rollout`)."""
+    sums = {f"changed_since_{since}": 0.0, f"compared_with_{since}": 0.0}
+    for layer, (changed, compared, replaced, choices) in zip(layers, counts.tolist(), strict=True):
+        sums[f"changed_since_{since}"] += changed
+        sums[f"compared_with_{since}"] += compared
+        if since == "old":
+            sums |= {f"replaced/{layer}": float(replaced), f"choices/{layer}": float(choices)}
+    return sums
 
 
 @torch.no_grad()

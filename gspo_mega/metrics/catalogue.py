@@ -207,6 +207,12 @@ def _entries() -> list[Metric]:
             "(token, layer) pairs that go to another set of experts in the last mini-batch than in the old pass",
         ),
         Metric(
+            "routing/layer/<layer>/replaced_since_old",
+            "fraction",
+            "ratio",
+            "choices of experts in the old pass that the last mini-batch does not make; layers count from 0",
+        ),
+        Metric(
             "routing/load_balancing_loss",
             "1",
             "mean",

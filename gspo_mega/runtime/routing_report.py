@@ -17,6 +17,17 @@ def changed_routes(since: str, reports: Sequence[Sums]) -> dict[str, float]:
     )
 
 
+def replaced_experts(reports: Sequence[Sums]) -> dict[str, float]:
+    """`routing/layer/<layer>/replaced_since_old` of every layer whose routes were compared with the old pass."""
+    names = {name for report in reports for name in report if name.startswith("choices/")}
+    choices = {int(name.removeprefix("choices/")): _total(name, reports) for name in names}
+    return {
+        f"routing/layer/{layer}/replaced_since_old": _total(f"replaced/{layer}", reports) / choices[layer]
+        for layer in sorted(choices)
+        if choices[layer] > 0
+    }
+
+
 def router_losses(moe: Moe, reports: Sequence[Sums]) -> dict[str, float]:
     """`routing/load_balancing_loss` and `routing/z_loss`, each where it is part of the loss."""
     count = _total("num_router_losses", reports)

@@ -36,7 +36,7 @@ from gspo_mega.runtime.critic_step import CriticPart, CriticStep
 from gspo_mega.runtime.episode_report import episode_shapes, staleness_shapes, token_staleness
 from gspo_mega.runtime.held_out_report import evaluation_metrics
 from gspo_mega.runtime.mismatch_report import GapRows, gap_metrics, gap_warnings
-from gspo_mega.runtime.routing_report import changed_routes, expert_loads, router_losses
+from gspo_mega.runtime.routing_report import changed_routes, expert_loads, replaced_experts, router_losses
 from gspo_mega.runtime.session import Session
 from gspo_mega.weights.publish import PublishResult
 
@@ -225,9 +225,9 @@ class StepReport:
             metrics |= {f"policy/mini_batch/{m}/{name}": value for name, value in policy_metrics(part).items()}
 
         # In the last mini-batch the policy is furthest from where it was in the old pass.
-        metrics |= changed_routes("rollout", self._routing("old")) | changed_routes(
-            "old", [rank[-1].train.routing for rank in self._gathered]
-        )
+        last = [rank[-1].train.routing for rank in self._gathered]
+        metrics |= changed_routes("rollout", self._routing("old")) | changed_routes("old", last)
+        metrics |= replaced_experts(last)
         metrics |= router_losses(config.moe, self._routing("train")) | expert_loads(self._routing("train"))
         if config.kl.coefficient > 0:
             kl = _total([report.totals.get("kl_sums") for report in self._reports("train")])

@@ -57,6 +57,8 @@ def test_the_engines_agree_on_routes_and_learning_changes_them(free):
     for line in free[1]:
         assert line["routing/changed_since_rollout"] < 0.005, "fp32: only what rounding can tip"
         assert 0 < line["routing/changed_since_old"] < 0.5
+        by_layer = [value for name, value in line.items() if name.startswith("routing/layer/")]
+        assert len(by_layer) == 3 and 0 < sum(by_layer) / 3 <= line["routing/changed_since_old"]
 
 
 def test_the_router_losses_are_reported(free):

@@ -27,8 +27,8 @@ is not reproducible.
 
 **Measured** (`claims_rows.py`). Sampled accuracy, temperature 1, of the exported weights: 512 held-out problems x 2
 samples, standard error about .015. The area under the run's own held-out accuracy, every 10 steps. The share of tokens
-that are clipped. The share of (token, layer) pairs whose set of experts differs between the old pass and the last
-mini-batch, which the paper puts at some 10 % for a model of 48 layers. Collapse is as `tolerance.py` defines it.
+that are clipped. The share of choices of experts that the last mini-batch does not make again, in each layer, and of
+(token, layer) pairs with another set; the paper puts the first at some 10 % for a model of 48 layers. Collapse is as `tolerance.py` defines it.
 
 **What can be seen** follows from the spread of seeds, as in `tolerance.py`. What is smaller is "cannot be told at this
 size".

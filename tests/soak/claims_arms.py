@@ -14,8 +14,6 @@ Replay = Literal["none", "R2", "R3"]
 SEEDS = (1, 2, 3)
 NUM_STEPS = 80
 EVAL_EVERY = 10
-# The layers of `claims_moe.json`, twice those of the quickstart, with four times its experts.
-NUM_LAYERS = 6
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 WINDOW = 10  # steps of a mean
+_LAYER = re.compile(r"routing/layer/(\d+)/replaced_since_old")
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class Row:
     sequences, that give no gradient because they were clipped, mean over all steps; with GRPO and PPO a sequence counts
     by the share of its tokens. `changed`: the share of (token, layer) pairs that go to another set of experts in the
     last mini-batch than in the old pass, mean over all steps, NaN where routes are replayed; `changed_last`: over the
-    last ten. `changed_from_rollout`: the same of trainer and server. `explained`: the critic's explained variance, mean
+    last ten. `replaced`: the share of single choices of experts that are replaced in the same time; `replaced_layers`:
+    of each layer from the first, in percent. `changed_from_rollout`: as `changed`, of trainer and server. `explained`: the critic's explained variance, mean
     of the last ten steps, NaN without a critic. `outcome`: trained, collapsed (as `tolerance.py` says it), not finite.
     """
 
@@ -40,6 +44,8 @@ class Row:
     sequence_clip: float
     changed: float
     changed_last: float
+    replaced: float
+    replaced_layers: str
     changed_from_rollout: float
     explained: float
     entropy_last: float
@@ -66,7 +72,7 @@ def area_under(measured: Sequence[tuple[int, float]]) -> float:
     return math.fsum(parts) / (measured[-1][0] - measured[0][0])
 
 
-def measured(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def measured(lines: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """The columns that come from a run's metrics.jsonl, its lines in order of steps."""
     trained = [line for line in lines if line.get("reward/mean") is not None]
 
@@ -74,6 +80,8 @@ def measured(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return [float(line[name]) for line in trained if line.get(name) is not None] or [math.nan]
 
     rewards = values("reward/mean")
+    layers = sorted({int(found[1]) for line in trained for name in line if (found := _LAYER.fullmatch(name))})
+    replaced = [fmean(values(f"routing/layer/{layer}/replaced_since_old")) for layer in layers]
     windows = [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)] or [fmean(rewards)]
     return {
         "area": area_under([(int(line["step"]), line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]),
@@ -83,6 +91,8 @@ def measured(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "sequence_clip": fmean(values("policy/clip_fraction")),
         "changed": fmean(values("routing/changed_since_old")),
         "changed_last": fmean(values("routing/changed_since_old")[-WINDOW:]),
+        "replaced": fmean(replaced) if replaced else math.nan,
+        "replaced_layers": " ".join(f"{share:.3%}".removesuffix("%") for share in replaced) or "-",
         "changed_from_rollout": fmean(values("routing/changed_since_rollout")),
         "explained": fmean(values("critic/explained_variance")[-WINDOW:]),
         "entropy_last": fmean(values("policy/entropy")[-WINDOW:]),

@@ -32,6 +32,7 @@ const CHARTS = [
     "Which side waits for the other."],
   ["Routing: experts changed", ["routing/changed_since_rollout", "routing/changed_since_old"],
     "Share of (token, layer) pairs that go to another set of experts than in the server, and than in the old policy's pass."],
+  ["Routing: choices of experts replaced since the old pass, by layer", /^routing\/layer\//],
   ["Routing: load", ["routing/load_balancing_loss", "routing/load_max_over_mean"], "1 where all experts have an even load."],
   ["Failures", ["rollout/num_reward_failures", "eval/num_reward_failures", "rollout/num_episode_failures", "rollout/num_request_failures"],
     "Requests that failed in any way, and trajectories without a reward or whose own code failed, which are not trained on."],

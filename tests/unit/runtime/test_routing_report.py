@@ -4,7 +4,7 @@ import pytest
 
 from gspo_mega.config.schema import Moe
 from gspo_mega.metrics.catalogue import find_metric
-from gspo_mega.runtime.routing_report import changed_routes, expert_loads, router_losses
+from gspo_mega.runtime.routing_report import changed_routes, expert_loads, replaced_experts, router_losses
 
 
 def test_the_load_is_the_mean_over_layers_and_steps_and_absent_where_the_bias_stands_still():
@@ -17,6 +17,15 @@ def test_the_load_is_the_mean_over_layers_and_steps_and_absent_where_the_bias_st
     ]
     assert expert_loads(reports) == {"routing/load_max_over_mean": pytest.approx(10.5 / 6)}
     assert expert_loads([{}, {"z_loss": 1.0}]) == {}
+
+
+def test_replaced_experts_are_shares_of_a_layers_choices_over_all_ranks():
+    reports = [{"replaced/1": 3.0, "choices/1": 10.0}, {"replaced/1": 1.0, "choices/1": 6.0, "z_loss": 1.0}]
+    reports += [{"replaced/10": 0.0, "choices/10": 4.0, "replaced/2": 0.0, "choices/2": 0.0}]
+    found = replaced_experts(reports)
+    assert found == {"routing/layer/1/replaced_since_old": 0.25, "routing/layer/10/replaced_since_old": 0.0}
+    assert list(found) == [f"routing/layer/{layer}/replaced_since_old" for layer in (1, 10)]
+    assert all(find_metric(name).name == "routing/layer/<layer>/replaced_since_old" for name in found)
 
 
 def test_every_name_is_in_the_catalogue():

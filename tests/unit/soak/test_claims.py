@@ -31,7 +31,7 @@ def test_every_run_has_a_name_of_its_own_and_a_configuration():
         if arm.algorithm != "gspo":
             assert config.objective.clip_low == 0.2
     shape = read_model_spec(claims.SHAPE)
-    assert (shape.num_layers, shape.moe.num_experts) == (claims_arms.NUM_LAYERS, 32)
+    assert (shape.num_layers, shape.moe.num_experts) == (6, 32)
 
 
 def test_the_area_under_a_curve():
@@ -45,6 +45,7 @@ def lines(changed=0.25):
     for step in range(1, 21):
         line = {"step": step, "reward/mean": step / 20, "policy/token_clip_fraction": 0.1, "policy/clip_fraction": 0.2}
         line |= {"policy/entropy": 1.0, "routing/changed_since_old": changed if step <= 10 else 3 * changed}
+        line |= {f"routing/layer/{layer}/replaced_since_old": layer / 1000 * step / 10.5 for layer in (0, 2, 10)}
         yield line | ({"eval/accuracy": 0.5} if step % 10 == 0 else {})
 
 
@@ -52,6 +53,7 @@ def test_what_is_read_off_a_run():
     found = claims_rows.measured(list(lines()))
     assert found["area"] == pytest.approx(0.45) and (found["token_clip"], found["sequence_clip"]) == (0.1, 0.2)
     assert (found["changed"], found["changed_last"]) == (0.5, 0.75)
+    assert found["replaced"] == pytest.approx(0.004) and found["replaced_layers"] == "0.000 0.200 1.000"
     assert found["reward_best"] == found["reward_last"] == pytest.approx(sum(range(11, 21)) / 200)
     assert math.isnan(found["explained"]) and math.isnan(found["changed_from_rollout"])
 
