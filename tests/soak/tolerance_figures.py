@@ -1,8 +1,9 @@
 """Table and figures of the tolerance study, from its committed rows alone: `python tests/soak/tolerance_figures.py`.
 
-Writes docs/tolerance_arms.svg (final accuracy of every run by arm) and docs/tolerance_dose.svg (final accuracy over the
-KL between server and trainer before the first update, GSPO and GRPO), and prints the table of docs/precision.md. Where docs/precision.md has the
-lines `<!-- rows begin -->` and `<!-- rows end -->`, the table between them is replaced. Standard library only.
+Writes, for each protocol P whose rows stand for something, docs/tolerance_arms_P.svg (final accuracy of every run by
+arm), where it has a dose docs/tolerance_dose_P.svg (final accuracy over the KL between server and trainer before the
+first update, GSPO and GRPO), and the tables between the lines `<!-- rows begin -->` and `<!-- rows end -->` of
+docs/precision.md, which it prints. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Protocol
 
-from tolerance import PROTOCOL, ROWS
+from tolerance import ROWS
 from tolerance_rows import NO_GAP, Row, by_arm, read_rows, smallest_detectable, spread_of
 
-FIGURES = """
-![Accuracy of every run, by arm](tolerance_arms.svg)
-
-![Accuracy over the gap between the engines](tolerance_dose.svg)
-"""
+# Rows of one protocol have one cold start and are compared among themselves; protocol 1 was given up after three rows.
+PROTOCOLS = {2: "all arms", 3: "from another cold start, the arms that protocol 2 lacks seeds of"}
 BEGIN, END = "<!-- rows begin -->", "<!-- rows end -->"
 ANCHORS = {"gspo": "gspo-fp32-same-old_trainer", "grpo": "grpo-fp32-same-old_trainer"}
 WIDTH = 760
@@ -263,19 +261,35 @@ def _legend(y: float, algorithms: Sequence[str]) -> list[str]:
     ]
 
 
+def documents(rows: Sequence[Row]) -> tuple[str, dict[str, str]]:
+    """The text of the rows' protocols, one after another, and the figures that it shows by their file names."""
+    parts, figures = [], {}
+    for protocol, what in PROTOCOLS.items():
+        mine = [row for row in rows if row.protocol == protocol]
+        if not mine:
+            continue
+        parts.append(f"### Protocol {protocol}: {what}\n\n{table(mine)}")
+        figures[f"tolerance_arms_{protocol}.svg"] = draw_arms(mine)
+        parts.append(f"![Accuracy of every run, by arm](tolerance_arms_{protocol}.svg)\n")
+        if any(row.arm.endswith("-old_rollout") for row in mine):
+            figures[f"tolerance_dose_{protocol}.svg"] = draw_dose(mine)
+            parts.append(f"![Accuracy over the gap between the engines](tolerance_dose_{protocol}.svg)\n")
+    return "\n".join(parts), figures
+
+
 def main(arguments: list[str] | None = None) -> int:
     docs = ROWS.parent
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of the rows")
     parser.add_argument("--out", type=Path, default=docs, help="folder of the figures and of precision.md")
     options = parser.parse_args(arguments)
-    rows = [row for row in read_rows(options.rows) if row.protocol == PROTOCOL]
-    if not rows:
-        print(f"{options.rows}: no rows of protocol {PROTOCOL}")
+    text, figures = documents(read_rows(options.rows))
+    if not figures:
+        print(f"{options.rows}: no rows of protocols {', '.join(map(str, PROTOCOLS))}")
         return 1
-    text, page = table(rows) + FIGURES, options.out / "precision.md"
-    (options.out / "tolerance_arms.svg").write_text(draw_arms(rows), encoding="utf-8")
-    (options.out / "tolerance_dose.svg").write_text(draw_dose(rows), encoding="utf-8")
+    for name, figure in figures.items():
+        (options.out / name).write_text(figure, encoding="utf-8")
+    page = options.out / "precision.md"
     if page.exists():
         page.write_text(with_table(page.read_text(encoding="utf-8"), text), encoding="utf-8")
     print(text)

@@ -250,11 +250,12 @@ def test_figures_show_every_run_and_the_page_gets_the_table(tmp_path):
         tolerance_rows.append_row(path, row(other, seed, accuracy - 0.1, k3_first=0.01 * seed, outcome="collapsed"))
     (tmp_path / "precision.md").write_text("above\n<!-- rows begin -->\nold\n<!-- rows end -->\nbelow\n")
     assert tolerance_figures.main(["--rows", str(path), "--out", str(tmp_path)]) == 0
-    for name, num_marks in (("tolerance_arms.svg", 6), ("tolerance_dose.svg", 6)):
+    protocol = tolerance.PROTOCOL
+    for name, num_marks in ((f"tolerance_arms_{protocol}.svg", 6), (f"tolerance_dose_{protocol}.svg", 6)):
         circles = ElementTree.parse(tmp_path / name).findall("{http://www.w3.org/2000/svg}circle")
         assert len(circles) == num_marks + 3
     page = (tmp_path / "precision.md").read_text()
-    assert "](tolerance_arms.svg)" in page and "](tolerance_dose.svg)" in page
+    assert f"](tolerance_arms_{protocol}.svg)" in page and f"](tolerance_dose_{protocol}.svg)" in page
     assert page.startswith("above\n") and page.endswith("\nbelow\n") and "old\n" not in page.replace("old_", "")
     # two seeds' spread .02 with three runs on each side: 2 x .02 x sqrt(2/3)
     assert "-0.100, beyond ± 0.033" in page and "3 of 3" in page and "Spread between seeds 0.020 (2 degrees" in page
@@ -262,13 +263,14 @@ def test_figures_show_every_run_and_the_page_gets_the_table(tmp_path):
 
 def test_the_committed_figures_and_table_are_of_the_committed_rows():
     docs, rows = tolerance.ROWS.parent, tolerance_rows.read_rows(tolerance.ROWS)
-    rows = [one for one in rows if one.protocol == tolerance.PROTOCOL]
     assert {one.outcome for one in rows} <= {"trained", "collapsed", "not finite", "ended"} and len(rows) > 0
-    assert len(tolerance_rows.finished(rows, tolerance.PROTOCOL)) == len(rows), "one row for each arm and seed"
-    assert (docs / "tolerance_arms.svg").read_text() == tolerance_figures.draw_arms(rows)
-    assert (docs / "tolerance_dose.svg").read_text() == tolerance_figures.draw_dose(rows)
+    for protocol in tolerance_figures.PROTOCOLS:
+        mine = [one for one in rows if one.protocol == protocol]
+        assert len({one.cold_start for one in mine}) <= 1, "compared among themselves"
+        assert len(tolerance_rows.finished(mine, protocol)) == len(mine), "one row for each arm and seed"
+    text, figures = tolerance_figures.documents(rows)
+    assert {path.name: path.read_text() for path in docs.glob("tolerance_*.svg")} == figures
     page = (docs / "precision.md").read_text()
-    text = tolerance_figures.table(rows) + tolerance_figures.FIGURES
     assert tolerance_figures.with_table(page, text) == page, "run: python tests/soak/tolerance_figures.py"
 
 
