@@ -21,7 +21,7 @@ from gspo_mega.importing import uncollected
 with uncollected():
     import torch
 
-    from gspo_mega.checkpoint.convert import FILE_BYTES
+    from gspo_mega.checkpoint.convert import FILE_BYTES, to_megatron
     from gspo_mega.checkpoint.tensor_sources import TensorSource, open_checkpoint
 
 _SECONDS_BETWEEN = {True: 0.2, False: 10.0}  # on a terminal; in a log
@@ -68,9 +68,22 @@ def convert(name: str, text: str, into: Callable[..., None], arguments: list[str
         dtype = None if options.dtype is None else getattr(torch, options.dtype)
         into(source, options.out_dir.absolute(), dtype=dtype, progress=ProgressBar(), file_bytes=options.file_bytes)
         print(f"{options.out_dir}: written and complete; manifest.json names every tensor with its SHA-256")
+        if source.spec.num_ignored_layers:
+            print(f"{options.out_dir}: {_where_carried_layers_are(source, into is to_megatron)}")
         return 0
 
     return guarded(run)
+
+
+def _where_carried_layers_are(source: TensorSource, is_megatron: bool) -> str:
+    if not source.carried():
+        return f"has no layers for multi-token prediction; {source.description} has none of their tensors"
+    if is_megatron:
+        return (
+            f"has no layers for multi-token prediction; those of {source.description} are taken from there by"
+            f" tools/megatron_to_hf.py --described-by {source.description}"
+        )
+    return f"has the layers for multi-token prediction of {source.description}, as they are there"
 
 
 def add_file_bytes(parser: argparse.ArgumentParser) -> None:

@@ -18,8 +18,10 @@ from gspo_mega.config.schema import Checkpoint, Config
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.megatron_precision import DTYPES
 from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.errors import ModelError
 from gspo_mega.model.low_rank import ADAPTER_FOLDER
+from gspo_mega.model.spec import ModelSpec
 from gspo_mega.run_folder import RunFolder
 from gspo_mega.runtime.lead import Lead
 from gspo_mega.runtime.phases import Phases
@@ -50,7 +52,7 @@ def restore(
     checkpoint, warnings = find_checkpoint(run_folder, engine.groups)
     for warning in warnings:
         say(warning)
-    _look_at_carried_layers(config, engine, say)
+    look_at_carried_layers(Path(config.model.path), engine.spec, engine.groups, say)
 
     def load_start(model: TrainedModel) -> None:
         if isinstance(model, CriticEngine):
@@ -76,23 +78,23 @@ def restore(
     return TrainState(), None
 
 
-def _look_at_carried_layers(config: Config, engine: PolicyEngine, say: Callable[[str], None]) -> None:
-    """Refuse, before anything is trained, a folder whose layers for multi-token prediction could not be exported.
-    Collective.
+def look_at_carried_layers(folder: Path, spec: ModelSpec, groups: ParallelGroups, say: Callable[[str], None]) -> None:
+    """Refuse, before anything is trained, a model's folder whose layers for multi-token prediction could not be
+    exported, with ModelError on every rank; say it where the folder has none of those that it names. Collective.
     """
-    if not engine.spec.num_ignored_layers:
+    if not spec.num_ignored_layers:
         return
     problems: list[str] = []
-    if engine.groups.is_lead:
+    if groups.is_lead:
         try:
-            if not CarriedLayers(Path(config.model.path)).entries:
+            if not CarriedLayers(folder).entries:
                 say(
-                    f"{config.model.path}: config.json names {engine.spec.num_ignored_layers} layers for multi-token"
-                    " prediction and the folder has none of their tensors; what the run exports names none"
+                    f"{folder}: config.json names {spec.num_ignored_layers} layers for multi-token prediction and the"
+                    " folder has none of their tensors; what the run exports names none"
                 )
         except ModelError as error:
             problems = [str(error)]
-    raise_together(problems, engine.groups.host, ModelError, "the run could not export its result")
+    raise_together(problems, groups.host, ModelError, "the run could not export its result")
 
 
 class Saving:

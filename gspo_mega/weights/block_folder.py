@@ -57,7 +57,7 @@ class BlockFolder(HuggingFaceFolder):
         for name in self.files:
             if name not in self._own:
                 continue
-            kind = self._slice(name).get_dtype()
+            kind = self.stored_dtype(name)
             if name in self._quantized:
                 found += (
                     [f"not quantised: {name} is {kind}, and config.json lists no such module in modules_to_not_convert"]

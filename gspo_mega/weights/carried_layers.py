@@ -49,7 +49,7 @@ class CarriedLayers:
             return
         problems = list(_problems(self.spec, held))
         for name in held:
-            is_fp8 = self._kind(name) == _FP8
+            is_fp8 = self._folder.stored_dtype(name) == _FP8
             if is_fp8 and (self.spec.stored is None or scale_name(name) not in scales):
                 problems.append(f"missing: {scale_name(name)}, the scales of {name}")
         if problems:
@@ -60,19 +60,16 @@ class CarriedLayers:
             )
         self.entries = [_entry(name, shape) for name, shape in held.items()]
 
-    def _kind(self, name: str) -> str:
-        return self._folder._slice(name).get_dtype()
-
     def dtype(self, entry: TensorEntry) -> torch.dtype:
         """That of `read`: the stored one; of FP8 blocks the one that config.json names."""
-        if self._kind(entry.name) == _FP8:
+        if self._folder.stored_dtype(entry.name) == _FP8:
             return getattr(torch, self.spec.torch_dtype)
         return self._folder.read(entry.name, 0, 0, 0).dtype
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The whole tensor [entry.shape] as it is stored, on the host; FP8 blocks as the values that they stand for."""
         tensor = self._folder.read(entry.name)
-        if self._kind(entry.name) != _FP8:
+        if self._folder.stored_dtype(entry.name) != _FP8:
             return tensor
         assert self.spec.stored is not None
         scales = read_scales(self._folder.read(scale_name(entry.name)), self.spec.stored, scale_name(entry.name))

@@ -62,6 +62,10 @@ class HuggingFaceFolder:
         """Shape of a tensor that the index names. Raises ModelError if its file lacks it."""
         return tuple(self._slice(name).get_shape())
 
+    def stored_dtype(self, name: str) -> str:
+        """What a tensor's file calls its dtype (`BF16`, `F8_E4M3`). Raises ModelError as `shape` does."""
+        return self._slice(name).get_dtype()
+
     def _slice(self, name: str, file: str | None = None):
         file = self.files[name] if file is None else file
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from gspo_mega.quantization.fp8 import dequantize_blocks
 from gspo_mega.weights.carried_layers import CarriedLayers
 
 LAYER = "model.layers.4."
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 def edit(folder: Path, change) -> Path:
@@ -106,6 +109,25 @@ def test_a_layer_that_lost_a_tensor_is_refused_by_name(rank_pools, source, tmp_p
         CarriedLayers(broken)
 
 
+def test_a_run_says_before_it_trains_what_it_could_not_export(rank_pools, source, tmp_path):
+    def started(folder: Path) -> list:
+        return rank_pools(2).run("carried_jobs:start", folder=str(folder), spec_of=str(source))
+
+    assert started(source) == [([], None), ([], None)]
+    without = edit(
+        shutil.copytree(source, tmp_path / "without"), lambda tensors: [tensors.pop(n) for n in carried(source)]
+    )
+    (said, why), other = started(without)
+    assert why is None and other == ([], None)
+    assert said == [
+        f"{without}: config.json names 1 layers for multi-token prediction and the folder has none of their tensors;"
+        " what the run exports names none"
+    ]
+    half = edit(shutil.copytree(source, tmp_path / "half"), lambda tensors: tensors.pop(f"{LAYER}hnorm.weight"))
+    for said, why in started(half):
+        assert said == [] and why is not None and f"missing: {LAYER}hnorm.weight [32]" in why
+
+
 def test_a_conversion_there_and_back_takes_them_from_the_folder_that_describes_it(source, tmp_path):
     to_megatron(open_checkpoint(source), tmp_path / "megatron", progress=quiet)
     assert config_of(tmp_path / "megatron")["num_nextn_predict_layers"] == 0
@@ -122,6 +144,20 @@ def test_a_conversion_there_and_back_takes_them_from_the_folder_that_describes_i
     assert CarriedLayers(tmp_path / "without").entries == []
     half = edit(tmp_path / "back", lambda tensors: tensors.pop(f"{LAYER}shared_head.head.weight"))
     assert found(source, half) == ["the models differ: their layers for multi-token prediction have other tensors"]
+
+
+def test_the_tools_say_where_they_are(source, tmp_path):
+    def said(tool: str, *arguments: object) -> str:
+        command = [sys.executable, str(TOOLS / f"{tool}.py"), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()[-1]
+
+    megatron, out, plain = tmp_path / "megatron", tmp_path / "out", tmp_path / "plain"
+    assert said("hf_to_megatron", source, megatron).endswith(f"tools/megatron_to_hf.py --described-by {source}")
+    assert said("megatron_to_hf", megatron / "megatron", out, "--described-by", source) == (
+        f"{out}: has the layers for multi-token prediction of {source}, as they are there"
+    )
+    bare = edit(shutil.copytree(source, tmp_path / "bare"), lambda tensors: [tensors.pop(n) for n in carried(source)])
+    assert said("hf_to_megatron", bare, plain).endswith(f"{bare} has none of their tensors")
 
 
 def test_another_dtype_is_theirs_too(source, tmp_path):
