@@ -19,7 +19,12 @@ responses each, 4 optimizer steps a batch, lr 1e-4. PPO's first 4 batches train 
 the quickstart's has 3 layers of 8, 2 per token. GSPO and GRPO, each with the trainer's own routes, with those of the
 old pass (R2) and with those of the rollout (R3).
 
-**Cold start.** One per block, seed 1, after a fixed number of optimizer steps (COLD_START): one rank pair on one kind
+**Turns** (e). Sums that are worked out with a calculator, in two or three turns: configs/calculator.yaml, 40 rollout
+batches of 256 episodes. A call whose result is needed has a reward of .25 (`claims_turns.py`), a right answer 1. GSPO
+and GSPO-token with one advantage per episode, and GSPO-token where a turn's tokens have the advantage of the rewards
+from that turn on.
+
+**Cold start.** One per block, seed 1, after a fixed number of optimizer steps (START): one rank pair on one kind
 of machine makes the same bytes each time. Rows carry the start of its checksum, and the study refuses to mix two.
 
 **Seeds.** Three, consecutive. A seed changes the order of prompts and every random number of a run; SGLang's sampling
@@ -39,8 +44,11 @@ seeds do, so that it may not be seen. PPO learns more slowly, with no second res
 experts move more routes than the quickstart's .3 to .8 %, less than the paper's 10 %. GRPO gains from replay, GSPO does
 not. The opposite speaks against the claim.
 
-(d), log-probs of the servers used directly, is `tolerance.py`'s block `direct`. (e), GSPO-token with equal advantages,
-needs no run: `gspo-mega compare` on a run of this study.
+(e) GSPO-token with one advantage per episode learns as GSPO does, but for the sampling; on one journal their gradients
+are equal (`gspo-mega compare` on a run of this study). Advantages of turns help, as a call's reward does not depend on
+the last turn; with two or three turns by little.
+
+(d), log-probs of the servers used directly, is `tolerance.py`'s block `direct`.
 """
 
 from __future__ import annotations
@@ -53,7 +61,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import tolerance
 from claims_arms import ARMS, BLOCKS, SEEDS, Arm, in_order
@@ -69,35 +77,51 @@ ROWS = REPOSITORY / "docs" / "claims_runs.csv"
 CONFIGS = REPOSITORY / "configs"
 SHAPE = Path(__file__).with_name("claims_moe.json")
 PROTOCOL = 1
-COLD_START = {"learning": 330, "routing": 420}
+
+
+class Start(NamedTuple):
+    """A block's model and cold start: `<task>.yaml`, its `_sft.yaml` for so many steps, and what makes its files."""
+
+    task: str
+    num_steps: int
+    shape: tuple[str, ...] = ()
+
+
+START = {
+    "learning": Start("quickstart", 330),
+    "routing": Start("quickstart", 420, ("--shape", str(SHAPE))),
+    "turns": Start("calculator", 180, ("--task", "calculator")),
+}
 
 
 @dataclass(frozen=True)
 class Study(tolerance.Study):
     """The folder of one block: its files, its cold start and its runs."""
 
-    config: ClassVar[Path] = CONFIGS / "quickstart.yaml"
     exact: ClassVar[tuple[str, ...]] = ("eval.samples_per_prompt=2",)
 
     @property
     def block(self) -> str:
         return self.folder.name
 
+    @property
+    def config(self) -> Path:
+        return CONFIGS / f"{START[self.block].task}.yaml"
+
     def cold_start(self) -> tuple[Path, str, tuple[float, float]]:
         """The block's cold start: as of the tolerance study."""
         run = RunFolder(self.folder / "cold" / "sft")
         if not (run.huggingface_dir / "config.json").is_file():
             tool = [sys.executable, str(REPOSITORY / "tools" / "make_quickstart.py"), str(self.folder / "files")]
-            call([*tool, "--seed", "1", *self._shape()], self.folder / "make.log")
-            steps = COLD_START[self.block]
+            start = START[self.block]
+            call([*tool, "--seed", "1", *start.shape], self.folder / "make.log")
+            steps = start.num_steps
             once = [f"sft.eval_from_step={steps}", f"sft.eval_every_steps={steps}", f"sft.max_steps={steps + 10}"]
             once += ["sft.stop_accuracy_low=0.01", "sft.stop_accuracy_high=0.99"]
             places = self.places(run.path.parent, run.path.name, self.folder / "files" / "model")
-            call([*product("sft"), str(CONFIGS / "quickstart_sft.yaml"), *places, *once], self.folder / "cold.log")
+            config = str(CONFIGS / f"{start.task}_sft.yaml")
+            call([*product("sft"), config, *places, *once], self.folder / "cold.log")
         return self.measured_start(run.huggingface_dir)
-
-    def _shape(self) -> list[str]:
-        return ["--shape", str(SHAPE)] if self.block == "routing" else []
 
     def train(self, arm: Arm, seed: int) -> Row:
         """Train and measure one arm with one seed, from the start. Raises Failed where it is not the numbers' fault."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Algorithm = Literal["gspo", "grpo", "ppo"]
+Algorithm = Literal["gspo", "gspo_token", "grpo", "ppo"]
 Replay = Literal["none", "R2", "R3"]
 
 SEEDS = (1, 2, 3)
@@ -19,26 +19,38 @@ EVAL_EVERY = 10
 @dataclass(frozen=True)
 class Arm:
     """What one run of the study does differently; its `name` says all of it. `replay`: whose routes the trainer's
-    passes take, its own (none), those of the old pass (R2) or of the rollout (R3).
+    passes take, its own (none), those of the old pass (R2) or of the rollout (R3). `advantages`: of what a token has
+    the advantage (`advantage.turns`).
     """
 
-    block: Literal["learning", "routing"]
+    block: Literal["learning", "routing", "turns"]
     algorithm: Algorithm
     replay: Replay = "none"
+    advantages: Literal["episode", "return_to_go"] = "episode"
 
     @property
     def name(self) -> str:
-        return self.algorithm if self.block == "learning" else f"{self.algorithm}-routes_{self.replay}"
+        parts = {"learning": "", "routing": f"-routes_{self.replay}", "turns": f"-{self.advantages}"}
+        return self.algorithm + parts[self.block]
 
     @property
     def config(self) -> str:
         """The shipped configuration that the arm is a change of."""
+        if self.block == "turns":
+            return "calculator.yaml"
         return "quickstart_ppo.yaml" if self.algorithm == "ppo" else "quickstart.yaml"
 
     def overrides(self) -> list[str]:
         """The arm as overrides of `config`: as many responses of the same length limit for every arm, the ranges and
         averages that each algorithm was published with, but for GSPO's range, which is the quickstart's.
         """
+        if self.block == "turns":
+            return [
+                f"algorithm={self.algorithm}",
+                f"advantage.turns={self.advantages}",
+                "rollout.episode=tests.soak.claims_turns:calculator_turns",
+                "mismatch.correction=none",
+            ]
         common = [
             f"train.num_steps={NUM_STEPS}",
             f"eval.every_steps={EVAL_EVERY}",
@@ -57,6 +69,9 @@ ARMS = (
     Arm("learning", "grpo"),
     Arm("learning", "ppo"),
     *(Arm("routing", algorithm, replay) for replay in ("none", "R2", "R3") for algorithm in ("gspo", "grpo")),
+    Arm("turns", "gspo"),
+    Arm("turns", "gspo_token"),
+    Arm("turns", "gspo_token", advantages="return_to_go"),
 )
 BLOCKS = tuple(dict.fromkeys(arm.block for arm in ARMS))
 

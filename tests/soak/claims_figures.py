@@ -18,8 +18,8 @@ from claims_rows import Row
 from study_rows import pooled_spread, read_table, smallest_detectable
 from tolerance_figures import draw_arms, with_table
 
-TITLE = "Accuracy after 80 steps, ± 2 standard errors of sampling; one mark per seed"
-_ALGORITHMS = {"learning": ("GSPO", "GRPO", "PPO"), "routing": ("GSPO", "GRPO")}
+TITLE = "Accuracy after the last step, ± 2 standard errors of sampling; one mark per seed"
+_ALGORITHMS = {"learning": ("GSPO", "GRPO", "PPO"), "routing": ("GSPO", "GRPO"), "turns": ("GSPO",)}
 
 
 def arms_of(rows: Sequence[Row]) -> dict[str, list[Row]]:

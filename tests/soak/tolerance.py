@@ -102,12 +102,15 @@ EXACT = ("precision=fp32", "server.quantization=none", "server.kv_cache=auto", "
 @dataclass(frozen=True)
 class Study:
     """The folder of the study: `files/` the random model and the data, `cold/` the cold start, `arms/` the runs.
-    `config`, `exact`: what accuracies are measured with.
+    `config` and `exact` are what accuracies are measured with.
     """
 
     folder: Path
-    config: ClassVar[Path] = CONFIG
     exact: ClassVar[tuple[str, ...]] = EXACT
+
+    @property
+    def config(self) -> Path:
+        return CONFIG
 
     def places(self, run_dir: Path, name: str, model: Path) -> list[str]:
         data = self.folder / "files" / "data"

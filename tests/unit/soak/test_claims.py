@@ -1,5 +1,6 @@
 """The study of the paper's claims: its runs, what is read off them, and the row that a run gets."""
 
+import asyncio
 import dataclasses
 import json
 import math
@@ -8,11 +9,14 @@ from pathlib import Path
 import claims
 import claims_arms
 import claims_rows
+import claims_turns
 import pytest
 import study_rows
 import tolerance
 
 from gspo_mega.config import load_config
+from gspo_mega.data.calculator import calculator
+from gspo_mega.episodes.protocol import Task
 from gspo_mega.model.huggingface import read_model_spec
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -20,14 +24,18 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 def test_every_run_has_a_name_of_its_own_and_a_configuration():
     runs = claims_arms.in_order(claims_arms.ARMS, claims_arms.SEEDS)
-    assert len({(arm.block, arm.name, seed) for arm, seed in runs}) == len(runs) == 27
+    assert len({(arm.block, arm.name, seed) for arm, seed in runs}) == len(runs) == 36
     assert [(arm.name, seed) for arm, seed in runs[:4]] == [("gspo", 1), ("grpo", 1), ("ppo", 1), ("gspo", 2)]
     for arm, seed in runs:
         config = load_config(CONFIGS / arm.config, [f"run.name={arm.name}-seed{seed}", *arm.overrides()]).config
         assert config.algorithm == arm.algorithm and config.moe.routing_replay == arm.replay
+        assert config.batch.num_mini_batches == 4 and config.eval.every_steps == 10
+        if arm.block == "turns":
+            assert config.objective.clip_low == 3e-3 and config.advantage.turns == arm.advantages
+            assert config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size == 40 * 256
+            continue
         assert config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size == 80 * 256
-        assert config.rollout.max_new_tokens == 48 and config.batch.num_mini_batches == 4
-        assert config.optimizer.lr == 1e-4 and config.eval.every_steps == 10
+        assert config.rollout.max_new_tokens == 48 and config.optimizer.lr == 1e-4
         if arm.algorithm != "gspo":
             assert config.objective.clip_low == 0.2
     shape = read_model_spec(claims.SHAPE)
@@ -117,3 +125,44 @@ def test_the_table_says_what_can_be_told(study, tmp_path, capsys):
     assert (tmp_path / "claims_learning.svg").read_text().count("<circle") == 9 + 4
     assert not (tmp_path / "claims_routing.svg").exists()
     assert claims_figures.main(["--rows", str(tmp_path / "none.csv"), "--out", str(tmp_path)]) == 1
+
+
+class Calls:
+    """A policy that makes these calls one after the other, and a calculator; keeps the rewards of turns."""
+
+    def __init__(self, *expressions):
+        self.left, self.rewards, self.turns = list(expressions), {}, 0
+
+    async def turn(self, messages):
+        self.turns += 1
+        call = self.left.pop(0) if self.left else None
+        return {"role": "assistant", "content": "", **({"tool_calls": [call]} if call else {})}
+
+    async def answer(self, message):
+        return [{"role": "tool", "content": calculator(call)} for call in message["tool_calls"]]
+
+    def set_reward(self, turn, value):
+        assert turn == -1
+        self.rewards[self.turns] = value
+
+
+@pytest.mark.parametrize(
+    "calls, rewards",
+    [
+        (("47*86", "4042+39"), {1: 0.25, 2: 0.25}),
+        (("47*86+39",), {1: 0.25}),
+        (("47+86", "47*86", "47*86", "4042-39"), {2: 0.25}),  # a needed result counts once
+        ((), {}),
+    ],
+)
+def test_a_call_is_rewarded_where_its_result_is_needed(calls, rewards):
+    policy = Calls(*calls)
+    task = Task(messages=[{"role": "user", "content": "47*86+39="}])
+    assert asyncio.run(claims_turns.calculator_turns(task, policy, policy)).reward is None
+    assert policy.rewards == rewards and policy.turns == len(calls) + 1
+
+
+def test_what_a_problem_needs():
+    assert claims_turns.needed("47*86=") == {"4042"} and claims_turns.needed("47*86-42=") == {"4042", "4000"}
+    with pytest.raises(ValueError, match="'47' is no problem"):
+        claims_turns.needed("47")
