@@ -261,6 +261,7 @@ def build_chunks(
                 parallel_output=True,
                 share_embeddings_and_output_weights=spec.tie_word_embeddings,
                 position_embedding_type="rope",
+                rotary_percent=spec.rotary_share,
                 rotary_base=cast(int, spec.rope_theta),  # Megatron declares int and computes with a float
                 vp_stage=stage,
             )

@@ -40,7 +40,7 @@ class TensorEntry:
 
     `parameter` is the canonical name of the parameter that owns it. `copies` are parameters that hold the same values
     where they exist: the last pipeline stage's output layer when embeddings are tied. `is_buffer`: not trained by the
-    optimizer, and fp32 in a checkpoint of any dtype. An expert's tensor is cut over the expert-tensor group, any other
+    optimizer, and fp32 in a checkpoint of any dtype. `served_wide`: SGLang holds it in fp32. An expert's tensor is cut over the expert-tensor group, any other
     over the tensor group.
     """
 
@@ -54,6 +54,7 @@ class TensorEntry:
     expert: int | None
     copies: tuple[str, ...] = ()
     is_buffer: bool = False
+    served_wide: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -103,6 +104,8 @@ def _holds(spec: ModelSpec, rule: TensorRule, layer: int) -> bool:
     """Is the row's tensor in this layer of this model?"""
     if rule.where in ("dense layer", "expert layer"):
         return spec.has_experts(layer) == (rule.where == "expert layer")
+    if rule.where in ("qk norm", "qkv bias"):
+        return spec.qk_norm if rule.where == "qk norm" else spec.attention_bias
     if rule.where is not None:
         return (spec.latent is not None and spec.latent.query_rank is not None) == (rule.where == "query latent")
     return True
@@ -117,7 +120,8 @@ def hf_tensors(spec: ModelSpec) -> list[TensorEntry]:
     family = FAMILIES.get(spec.family)
     if family is None:
         raise ModelError(f"model family {spec.family!r} has no tensor table; known: {', '.join(sorted(FAMILIES))}")
-    if (spec.attention_bias, spec.qk_norm) != (family.qkv_bias, family.qk_norm):
+    fixed = [value if isinstance(value, bool) else None for value in (family.qkv_bias, family.qk_norm)]
+    if any(want not in (None, has) for want, has in zip(fixed, (spec.attention_bias, spec.qk_norm))):
         raise ModelError(
             f"{spec.family}: attention_bias={spec.attention_bias}, qk_norm={spec.qk_norm}: the tensor table is for "
             f"attention_bias={family.qkv_bias}, qk_norm={family.qk_norm}"
@@ -166,6 +170,7 @@ def _entry(
         expert=expert,
         copies=(HEAD.parameter,) if rule is EMBEDDING and spec.tie_word_embeddings else (),
         is_buffer=rule.is_buffer,
+        served_wide=rule.served_wide,
     )
 
 

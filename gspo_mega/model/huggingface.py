@@ -131,7 +131,9 @@ def spec_from_config(
     if latent is None and head_dim % 2:
         reader.problem("head_dim", f"{head_dim} is odd; rotary positions need pairs")
     vocab_size = reader.size("vocab_size")
-    rope_theta, rope_scaling = read_rope(reader, family)
+    rope_theta, rope_scaling, rotary_share = read_rope(reader, family)
+    if latent is None and int(head_dim * rotary_share) % 2:
+        reader.problem("partial_rotary_factor", f"{rotary_share} of head_dim {head_dim} is odd; positions need pairs")
     spec = ModelSpec(
         family=name,
         num_layers=reader.size("num_hidden_layers"),
@@ -145,12 +147,13 @@ def spec_from_config(
         rope_theta=rope_theta,
         rms_norm_eps=reader.number("rms_norm_eps"),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
-        qk_norm=family.qk_norm,
-        attention_bias=family.qkv_bias,
+        qk_norm=_has(reader, family.qk_norm),
+        attention_bias=_has(reader, family.qkv_bias),
         torch_dtype=_dtype(reader),
         eos_token_ids=_eos_token_ids(reader, generation or {}, vocab_size),
         moe=None if family.experts is None else _moe(reader, family.experts),
         rope_scaling=rope_scaling,
+        rotary_share=rotary_share,
         latent=latent,
         num_ignored_layers=reader.count("num_nextn_predict_layers"),
         stored=read_block_fp8(reader),
@@ -159,6 +162,11 @@ def spec_from_config(
     if reader.problems:
         raise ModelError("\n".join(f"{where}: {problem}" for problem in reader.problems))
     return spec
+
+
+def _has(reader: ConfigReader, own: bool | str) -> bool:
+    """A family's own value, or that of the key that it names."""
+    return own if isinstance(own, bool) else reader.flag(own, False)
 
 
 def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:

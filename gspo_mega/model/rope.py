@@ -9,13 +9,15 @@ from gspo_mega.model.spec import RopeScaling, YarnScaling
 from gspo_mega.model.tables import Family
 
 
-def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling | YarnScaling | None]:
-    """The rotary base, at the top level (4.x) or in `rope_parameters` (5.x), and the family's scaling (Llama 3's, or
-    YaRN with latent attention); any other is refused.
+def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling | YarnScaling | None, float]:
+    """The rotary base, at the top level (4.x) or in `rope_parameters` (5.x); the family's scaling (Llama 3's, or YaRN
+    with latent attention), any other is refused; the part of a head that is turned.
     """
     theta = reader.raw.get("rope_theta")
+    shares = {"partial_rotary_factor": reader.raw.get("partial_rotary_factor")}
     scalings: list[RopeScaling | YarnScaling] = []
     own = "yarn" if family.latent else "llama3"
+    known = "'default'" if family.rotary_share < 1 else f"'default', {own!r}"
     for key in ("rope_parameters", "rope_scaling"):
         rope = reader.raw.get(key)
         if rope is None:
@@ -24,24 +26,41 @@ def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling 
             reader.problem(key, f"is {rope!r}; must be an object")
             continue
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == own:
+        if kind == own and family.rotary_share == 1:
             scalings.append((_yarn if family.latent else _llama3)(reader, key, rope))
         elif kind != "default":
-            reader.problem(key, f"rotary scaling {kind!r} is not supported; supported: 'default', {own!r}")
+            reader.problem(key, f"rotary scaling {kind!r} is not supported; supported: {known}")
         theta = rope.get("rope_theta", theta)
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            reader.problem(
-                key, f"partial_rotary_factor {rope['partial_rotary_factor']!r} is not supported; supported: 1.0"
-            )
+        shares[key] = rope.get("partial_rotary_factor")
     if len(set(scalings)) > 1:
         reader.problem("rope_scaling", "contradicts rope_parameters; keep one of them")
-    if reader.raw.get("partial_rotary_factor", 1.0) != 1.0:
-        reader.problem(
-            "partial_rotary_factor", f"{reader.raw['partial_rotary_factor']!r} is not supported; supported: 1.0"
-        )
     if theta is None and "rope_theta" in family.may_omit:
         theta = 10000.0
-    return reader.check_number("rope_theta", theta), scalings[0] if scalings else None
+    return (
+        reader.check_number("rope_theta", theta),
+        scalings[0] if scalings else None,
+        _share(reader, family, {key: share for key, share in shares.items() if share is not None}),
+    )
+
+
+def _share(reader: ConfigReader, family: Family, given: dict[str, Any]) -> float:
+    """`partial_rotary_factor`, from the places that name it. As in transformers, which writes its default beside it,
+    one among the rotary parameters counts and not the one at the top level.
+    """
+    for key, share in given.items():
+        if family.rotary_share == 1:
+            if share != 1.0:
+                text = "" if key == "partial_rotary_factor" else "partial_rotary_factor "
+                reader.problem(key, f"{text}{share!r} is not supported; supported: 1.0")
+        elif not _is_number(share) or not 0 < share <= 1:
+            reader.problem(key, f"partial_rotary_factor is {share!r}; must be above 0 and at most 1")
+    if family.rotary_share == 1:
+        return 1.0
+    inside = [share for key, share in given.items() if key != "partial_rotary_factor"]
+    if len(set(map(str, inside))) > 1:
+        reader.problem("rope_scaling", "has another partial_rotary_factor than rope_parameters; keep one of them")
+    share = inside[0] if inside else given.get("partial_rotary_factor", family.rotary_share)
+    return float(share) if _is_number(share) else 1.0
 
 
 def _llama3(reader: ConfigReader, key: str, rope: dict[str, Any]) -> RopeScaling:

@@ -101,8 +101,8 @@ class ModelSpec:
 
     `family` is the key of the table in `tables.py` (`qwen3`, `llama`). Sizes are global, before any parallelism.
     `head_dim` is a query's; with latent attention (`latent`) there are as many key-value heads as heads.
-    `attention_bias`: the query, key and value projections add one (the output projection never does). `torch_dtype` is
-    the checkpoint's (`float32`, `bfloat16`). `num_ignored_layers`: layers for multi-token prediction behind the last
+    `attention_bias`: the query, key and value projections add one (the output projection never does). `rotary_share`:
+    the first part of a head's elements that positions turn, the rest stays. `torch_dtype` is the checkpoint's (`float32`, `bfloat16`). `num_ignored_layers`: layers for multi-token prediction behind the last
     one that a checkpoint may hold; they are not loaded. `stored`: how the folder holds quantised weights, None where
     all are plain. `raw` is config.json as read.
     """
@@ -125,6 +125,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     moe: MoeSpec | None = None
     rope_scaling: RopeScaling | YarnScaling | None = None
+    rotary_share: float = 1.0
     latent: LatentAttention | None = None
     num_ignored_layers: int = 0
     stored: BlockFp8 | None = None

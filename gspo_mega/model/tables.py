@@ -7,7 +7,7 @@ reading of config.json `huggingface.py`. How to add a family: docs/families.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # How a tensor lies in its parameter. `q`, `k`, `v`: interleaved by key-value group, [q heads of the group, k, v].
@@ -18,8 +18,9 @@ Role = Literal["whole", "q", "k", "v", "gate", "up"]
 Sharding = Literal["replicated", "rows", "columns", "vocabulary"]
 # Which pipeline stage holds it.
 Stage = Literal["first", "layer", "last"]
-# Where a row holds: in layers without or with experts, in models whose queries have a latent or have none.
-Where = Literal["dense layer", "expert layer", "query latent", "no query latent"]
+# Where a row holds: in layers without or with experts, in models whose queries have a latent or have none, in models
+# that have the norms or the biases.
+Where = Literal["dense layer", "expert layer", "query latent", "no query latent", "qk norm", "qkv bias"]
 # What a config.json may leave out: head_dim is then hidden_size / num_attention_heads, num_key_value_heads is
 # num_attention_heads, rope_theta 10000.
 Omissible = Literal["head_dim", "num_key_value_heads", "rope_theta"]
@@ -30,7 +31,7 @@ class TensorRule:
     """One row of a family table; `{layer}` and `{expert}` are filled in, sizes are named as in `families.py`.
 
     `where`: None for everywhere. `is_buffer`: Megatron keeps it as a buffer: no gradient, no optimizer, and fp32 in
-    whatever precision the model is.
+    whatever precision the model is. `served_wide`: SGLang holds it in fp32, whatever it is sent in.
     """
 
     name: str
@@ -41,6 +42,7 @@ class TensorRule:
     stage: Stage
     where: Where | None = None
     is_buffer: bool = False
+    served_wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class ExpertKeys:
 @dataclass(frozen=True)
 class Family:
     """One architecture. `architecture` is the class name in config.json; `qk_norm` and `qkv_bias` hold for every model
-    of it.
+    of it, or are a key of config.json that says so (absent: false). `rotary_share`: the part of a head that is turned
+    where config.json has no partial_rotary_factor; only families with less than 1 may have one.
 
     `refused`: keys of config.json, and their meaning, that change this family's maths to what is not done here when
     they are set; `understood`: keys that other families refuse. `latent`: multi-head latent attention.
@@ -70,8 +73,9 @@ class Family:
 
     architecture: str
     tensors: tuple[TensorRule, ...]
-    qk_norm: bool = False
-    qkv_bias: bool = False
+    qk_norm: bool | str = False
+    qkv_bias: bool | str = False
+    rotary_share: float = 1.0
     experts: ExpertKeys | None = None
     may_omit: frozenset[Omissible] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -114,13 +118,13 @@ def _attention(*own: TensorRule) -> tuple[TensorRule, ...]:
 
 
 _QK_NORM = (
-    _layer("self_attn.q_norm.weight", ("head",), "self_attention.q_layernorm.weight", "whole", "replicated"),
-    _layer("self_attn.k_norm.weight", ("head",), "self_attention.k_layernorm.weight", "whole", "replicated"),
+    _layer("self_attn.q_norm.weight", ("head",), "self_attention.q_layernorm.weight", "whole", "replicated", "qk norm"),
+    _layer("self_attn.k_norm.weight", ("head",), "self_attention.k_layernorm.weight", "whole", "replicated", "qk norm"),
 )
 _QKV_BIAS = (
-    _layer("self_attn.q_proj.bias", ("query",), "self_attention.linear_qkv.bias", "q", "rows"),
-    _layer("self_attn.k_proj.bias", ("key_value",), "self_attention.linear_qkv.bias", "k", "rows"),
-    _layer("self_attn.v_proj.bias", ("key_value",), "self_attention.linear_qkv.bias", "v", "rows"),
+    _layer("self_attn.q_proj.bias", ("query",), "self_attention.linear_qkv.bias", "q", "rows", "qkv bias"),
+    _layer("self_attn.k_proj.bias", ("key_value",), "self_attention.linear_qkv.bias", "k", "rows", "qkv bias"),
+    _layer("self_attn.v_proj.bias", ("key_value",), "self_attention.linear_qkv.bias", "v", "rows", "qkv bias"),
 )
 
 
@@ -227,6 +231,7 @@ _GATED_SHARED_EXPERT = (
     *_mlp("mlp.shared_expert", "mlp.shared_experts", "shared_intermediate", _NAMES, "expert layer"),
 )
 _FIRST_DENSE = _mlp("mlp", "mlp", "intermediate", _NAMES, "dense layer")
+_DEEPSEEK_KEYS = ExpertKeys(("n_routed_experts", "num_local_experts"), "moe_intermediate_size", deepseek=True)
 
 
 _VOCABULARY = ("vocabulary", "hidden")
@@ -292,9 +297,26 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         _decoder(*_latent_attention(), *_FIRST_DENSE, _router("mlp"), _EXPERT_BIAS, *_SHARED_EXPERTS, *_experts("mlp")),
-        experts=ExpertKeys(("n_routed_experts", "num_local_experts"), "moe_intermediate_size", deepseek=True),
+        experts=_DEEPSEEK_KEYS,
         may_omit=frozenset({"num_key_value_heads"}),
         understood=frozenset({"n_shared_experts", "num_nextn_predict_layers", "q_lora_rank", "kv_lora_rank"}),
         latent=True,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        _decoder(
+            *_attention(*_QKV_BIAS, *_QK_NORM),
+            *_FIRST_DENSE,
+            replace(_router("mlp"), served_wide=True),
+            _EXPERT_BIAS,
+            *_SHARED_EXPERTS,
+            *_experts("mlp"),
+        ),
+        qk_norm="use_qk_norm",
+        qkv_bias="attention_bias",
+        rotary_share=0.5,
+        experts=_DEEPSEEK_KEYS,
+        may_omit=frozenset({"head_dim"}),
+        understood=frozenset({"n_shared_experts", "num_nextn_predict_layers"}),
     ),
 }

@@ -74,7 +74,7 @@ def check_speculative(config: Config, spec: ModelSpec, device: Literal["cpu", "g
             " the temperature is",
             "null",
         )
-    if speculative.algorithm == "nextn" and spec.family != "deepseek_v3":
+    if speculative.algorithm == "nextn" and spec.family not in ("deepseek_v3", "glm4_moe"):
         yield Violation(
             "server.speculative.algorithm",
             f"nextn, and models of {spec.family} bring no layers for multi-token prediction",

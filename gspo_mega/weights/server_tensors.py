@@ -125,7 +125,8 @@ class ExpectedChecksums:
             self._add_part(name, tensor)
             return
         running = self._hashes.setdefault(self._names[name], hashlib.sha256())
-        running.update(tensor_bytes(tensor))
+        entry = self._entries.get(name)  # None: scales
+        running.update(tensor_bytes(tensor.float() if entry is not None and entry.served_wide else tensor))
         if (shape := self._vocabulary.get(name)) is not None:
             padding = -shape[0] % _VOCABULARY_MULTIPLE
             running.update(bytes(padding * shape[1] * tensor.element_size()))

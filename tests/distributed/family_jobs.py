@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -180,6 +181,11 @@ def _injected(fault: str | None) -> Iterator[None]:
         patch = contextlib.ExitStack()
         for module in (hf_import, gather):
             patch.enter_context(mock.patch.object(module, "parameter_blocks", reordered))
+    elif fault == "rotary elements over the whole head":
+        read = read_model_spec
+        patch = mock.patch.object(
+            sys.modules[__name__], "read_model_spec", lambda folder: dataclasses.replace(read(folder), rotary_share=1.0)
+        )
     else:
         assert fault == "query, key and value one after the other"
 

@@ -61,6 +61,18 @@ _DEEPSEEK = dict(
 _YARN = dict(
     rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=32, beta_fast=4, beta_slow=1
 )
+_GLM = dict(
+    head_dim=16,
+    attention_bias=True,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    moe_intermediate_size=24,
+    routed_scaling_factor=1.5,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+    rms_norm_eps=1e-5,
+    num_nextn_predict_layers=0,
+)
 _KEPT_IN_FP32 = "e_score_correction_bias"
 VARIANTS: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", {}),
@@ -92,6 +104,20 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "deepseek_v3-yarn-scaled": (
         "deepseek_v3",
         _DEEPSEEK | dict(rope_parameters=_YARN | dict(mscale=1.0, mscale_all_dim=0.707), first_k_dense_replace=0),
+    ),
+    # As GLM-4.5 has it, and as GLM-4.5-Air; then what the keys allow besides.
+    "glm4_moe": ("glm4_moe", _GLM | dict(use_qk_norm=True, first_k_dense_replace=2)),
+    "glm4_moe-air": ("glm4_moe", _GLM),
+    "glm4_moe-plain": (
+        "glm4_moe",
+        _GLM
+        | dict(
+            attention_bias=False,
+            n_group=4,
+            topk_group=2,
+            num_experts_per_tok=4,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+        ),
     ),
 }
 

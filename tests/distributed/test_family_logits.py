@@ -31,7 +31,7 @@ def test_logits_are_those_of_hugging_face_in_every_layout(rank_pools, tmp_path, 
     assert max(s["logits"] for s in seen.values()) < TOLERANCE, seen
 
 
-@pytest.mark.parametrize("variant", ["qwen2-tied", "llama3", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("variant", ["qwen2-tied", "llama3", "mixtral", "deepseek_v3", "glm4_moe"])
 def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
     folder = make_family_folder(tmp_path / variant, variant, torch.bfloat16)
     seen = rank_pools(2).run(
@@ -53,6 +53,10 @@ def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
         ("deepseek_v3", "keys of all heads before values"),
         ("deepseek_v3", "rotary elements one half apart"),
         ("deepseek_v3", "another layer's bias"),
+        ("glm4_moe", "query, key and value one after the other"),
+        ("glm4_moe", "permuted experts"),
+        ("glm4_moe", "another layer's bias"),
+        ("glm4_moe", "rotary elements over the whole head"),
     ],
 )
 def test_a_wrong_conversion_that_round_trips_is_caught_by_the_logits(rank_pools, tmp_path, variant, fault):
