@@ -132,7 +132,7 @@ def spec_from_config(
         reader.problem("head_dim", f"{head_dim} is odd; rotary positions need pairs")
     vocab_size = reader.size("vocab_size")
     rope_theta, rope_scaling, rotary_share = read_rope(reader, family)
-    if latent is None and int(head_dim * rotary_share) % 2:
+    if rotary_share < 1 and int(head_dim * rotary_share) % 2:
         reader.problem("partial_rotary_factor", f"{rotary_share} of head_dim {head_dim} is odd; positions need pairs")
     spec = ModelSpec(
         family=name,

@@ -55,7 +55,8 @@ def test_every_tensor_comes_back_bit_for_bit(tmp_path, variant, dtype):
 
 
 @pytest.mark.parametrize(
-    "variant", ["qwen2", "llama3-tied", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3-yarn-scaled"]
+    "variant",
+    ["qwen2", "llama3-tied", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3-yarn-scaled", "glm4_moe"],
 )
 def test_megatron_loads_it_in_every_layout(rank_pools, tmp_path, variant):
     source = make_family_folder(tmp_path / "source", variant)

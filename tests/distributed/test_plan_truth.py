@@ -138,6 +138,7 @@ SAVED = [
     ("moe", "bf16", dict(tensor=2, expert=2), 2),
     ("moe", "fp32", dict(expert=2), 2),
     ("qwen2_moe", "fp32", {}, 1),
+    ("glm4_moe", "fp32", {}, 1),
 ]
 FUSED = [("dense", "fp32", {}, 1), ("moe", "bf16", {}, 1)]
 
@@ -146,7 +147,7 @@ FUSED = [("dense", "fp32", {}, 1), ("moe", "bf16", {}, 1)]
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     made = {kind: str(make_folder(root / kind, moe=kind == "moe")) for kind in ("dense", "moe")}
-    return made | {"qwen2_moe": str(make_family_folder(root / "qwen2_moe", "qwen2_moe"))}
+    return made | {kind: str(make_family_folder(root / kind, kind)) for kind in ("qwen2_moe", "glm4_moe")}
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,19 @@ MODELS = {
         dict(expert=2),
     ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK, dict(expert=2)),
+    "glm4_moe": (
+        "glm4_moe",
+        dict(
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            routed_scaling_factor=1.5,
+            num_nextn_predict_layers=0,
+        ),
+        dict(expert=2),
+    ),
 }
 
 

@@ -201,7 +201,7 @@ class Moe(Section):
         ge=0,
         description=(
             "How far the expert bias moves towards balance per optimizer step; 0 freezes it. Only for models that have"
-            " such a bias (deepseek_v3)."
+            " such a bias (deepseek_v3, glm4_moe)."
         ),
     )
     routing_replay: Literal["none", "R2", "R3"] = Field(

@@ -76,6 +76,14 @@ OWN_KEYS = {
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
+    "glm4_moe": dict(
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
 }
 
 
@@ -229,7 +237,7 @@ def test_fc1_share_is_gate_then_up():
 
 
 def test_what_has_no_table_is_refused():
-    with pytest.raises(ModelError, match="known: deepseek_v3, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"):
+    with pytest.raises(ModelError, match="known: deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"):
         hf_tensors(make_spec(False, family="gemma"))
     with pytest.raises(ModelError, match="attention_bias=True"):
         hf_tensors(make_spec(False, attention_bias=True))

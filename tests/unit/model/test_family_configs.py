@@ -122,6 +122,76 @@ def test_a_published_config_with_a_gated_shared_expert():
     assert round(counts.total / 1e9, 1) == 14.3 and round(counts.active / 1e9, 1) == 2.7
 
 
+# GLM-4.5-Air; GLM-4.5 and 4.6 have norms on query and key besides.
+GLM_AIR = dict(
+    architectures=["Glm4MoeForCausalLM"],
+    attention_bias=True,
+    attention_dropout=0.0,
+    eos_token_id=[151329, 151336, 151338],
+    first_k_dense_replace=1,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=4096,
+    intermediate_size=10944,
+    max_position_embeddings=131072,
+    moe_intermediate_size=1408,
+    n_group=1,
+    n_routed_experts=128,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=96,
+    num_experts_per_tok=8,
+    num_hidden_layers=46,
+    num_key_value_heads=8,
+    num_nextn_predict_layers=1,
+    partial_rotary_factor=0.5,
+    rms_norm_eps=1e-05,
+    rope_scaling=None,
+    rope_theta=1000000,
+    routed_scaling_factor=1.0,
+    tie_word_embeddings=False,
+    topk_group=1,
+    torch_dtype="bfloat16",
+    use_qk_norm=False,
+    vocab_size=151552,
+)
+GLM_FULL = GLM_AIR | dict(
+    first_k_dense_replace=3,
+    hidden_size=5120,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+    n_routed_experts=160,
+    num_hidden_layers=92,
+    routed_scaling_factor=2.5,
+    use_qk_norm=True,
+)
+
+
+def test_published_configs_of_glm():
+    air, full = spec_from_config(GLM_AIR), spec_from_config(GLM_FULL)
+    assert (air.family, air.qk_norm, air.attention_bias, air.rotary_share) == ("glm4_moe", False, True, 0.5)
+    assert (full.qk_norm, full.num_ignored_layers, full.moe.num_dense_layers) == (True, 1, 3)
+    assert full.moe.shared_intermediate_size == 1536 and full.moe.expert_bias
+    # The model cards: 106 billion parameters with 12 active, 355 with 32; active ones without embedding and head.
+    counted = [(count_parameters(spec), 2 * spec.vocab_size * spec.hidden_size) for spec in (air, full)]
+    assert [round(counts.total / 1e9) for counts, _ in counted] == [107, 353]
+    assert [round((counts.active - outside) / 1e9) for counts, outside in counted] == [12, 32]
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({}, 0.5),
+        ({"partial_rotary_factor": None}, 0.5),
+        ({"partial_rotary_factor": 1.0}, 1.0),
+        # transformers 5 writes its default at the top level, and computes with the other one.
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25}}, 0.25),
+    ],
+)
+def test_the_part_of_a_head_that_positions_turn(changes, share):
+    assert spec_from_config(GLM_AIR | changes).rotary_share == share
+
+
 def test_published_configs_of_other_families():
     two = spec_from_config(LLAMA_2)
     assert (two.family, two.head_dim, two.rope_theta, two.rope_scaling) == ("llama", 128, 10000.0, None)
@@ -174,6 +244,17 @@ def test_llama_3_scaling_reads_the_same_from_transformers_5():
         (QWEN_1_5_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         (QWEN_2 | {"num_key_value_heads": None}, "num_key_value_heads"),
         (QWEN_2 | {"rope_theta": None}, "rope_theta"),
+        (GLM_AIR | {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        (GLM_AIR | {"partial_rotary_factor": 0.12}, "partial_rotary_factor"),
+        (GLM_AIR | {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": "half"}}, "rope_parameters"),
+        (
+            GLM_AIR | {"rope_parameters": {"partial_rotary_factor": 1}, "rope_scaling": {"partial_rotary_factor": 0.5}},
+            "rope_scaling",
+        ),
+        (GLM_AIR | {"rope_scaling": LLAMA_3["rope_scaling"]}, "rope_scaling"),
+        (GLM_AIR | {"use_qk_norm": "yes"}, "use_qk_norm"),
+        (GLM_AIR | {"norm_topk_prob": False}, "norm_topk_prob"),
+        (QWEN_2 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (MIXTRAL | {"sliding_window": 4096}, "sliding_window"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         (MIXTRAL | {"num_local_experts": None}, "num_local_experts"),

@@ -55,6 +55,22 @@ OWN = {
         routed_scaling_factor=1.0,
         norm_topk_prob=False,
     ),
+    "glm4_moe": dict(
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+        norm_topk_prob=False,
+    ),
+}
+EXPERTS = {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"}
+WITH_BIAS = {
+    "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.gate_up_proj.weight",
+    "mlp.shared_experts.down_proj.weight",
 }
 IN_A_LAYER = {
     "llama": ATTENTION | DENSE,
@@ -66,15 +82,8 @@ IN_A_LAYER = {
     ),
     "qwen3": ATTENTION | DENSE | NORMS,
     "qwen3_moe": ATTENTION | NORMS | {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"},
-    "deepseek_v3": (
-        LATENT
-        | {
-            "mlp.gate.e_score_correction_bias",
-            "mlp.shared_experts.gate_up_proj.weight",
-            "mlp.shared_experts.down_proj.weight",
-        }
-        | {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"}
-    ),
+    "deepseek_v3": LATENT | WITH_BIAS | EXPERTS,
+    "glm4_moe": ATTENTION | {"self_attn.qkv_proj.bias"} | NORMS | WITH_BIAS | EXPERTS,
     "mixtral": (
         ATTENTION | {f"block_sparse_moe.{name}" for name in ("gate.weight", "experts.w13_weight", "experts.w2_weight")}
     ),
