@@ -5,6 +5,7 @@ quarantine.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 import threading
 from pathlib import Path
 
@@ -280,6 +281,17 @@ def test_expected_checksums_are_of_the_fused_tensors():
     experts = [tensors[f"model.layers.0.mlp.experts.{e}.{n}_proj.weight"] for e in (0, 1) for n in ("gate", "up")]
     assert found["model.layers.0.mlp.experts.w13_weight"] == sha(*experts)
     assert found["lm_head.weight"] == sha(tensors["lm_head.weight"], torch.zeros(128 - 70, 8))
+
+
+def test_what_a_server_holds_in_fp32_counts_with_those_bytes():
+    """The router of GLM-4.x MoE on a bf16 server: sent in bf16, held wider, the same values."""
+    moe = MoeSpec(2, 1, 4, score_function="sigmoid", expert_bias=True, shared_intermediate_size=4)
+    spec = replace(SPEC, family="glm4_moe", qk_norm=False, rotary_share=0.5, moe=moe)
+    expected, gate = ExpectedChecksums(spec), torch.randn(2, 8).bfloat16()
+    for entry in hf_tensors(spec):
+        expected.add(entry.name, gate if entry.name.endswith("mlp.gate.weight") else torch.zeros(entry.shape))
+    held = hashlib.sha256(gate.float().numpy().tobytes()).hexdigest()[:16]
+    assert expected.checksums()["model.layers.0.mlp.gate.weight"] == held
 
 
 def test_differences_are_in_words():
