@@ -40,8 +40,8 @@ class TensorEntry:
 
     `parameter` is the canonical name of the parameter that owns it. `copies` are parameters that hold the same values
     where they exist: the last pipeline stage's output layer when embeddings are tied. `is_buffer`: not trained by the
-    optimizer, and fp32 in a checkpoint of any dtype. `served_wide`: SGLang holds it in fp32. An expert's tensor is cut over the expert-tensor group, any other
-    over the tensor group.
+    optimizer, and fp32 in a checkpoint of any dtype. `served_wide`: SGLang holds it in fp32. An expert's tensor is cut
+    over the expert-tensor group, any other over the tensor group.
     """
 
     name: str

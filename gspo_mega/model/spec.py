@@ -102,9 +102,10 @@ class ModelSpec:
     `family` is the key of the table in `tables.py` (`qwen3`, `llama`). Sizes are global, before any parallelism.
     `head_dim` is a query's; with latent attention (`latent`) there are as many key-value heads as heads.
     `attention_bias`: the query, key and value projections add one (the output projection never does). `rotary_share`:
-    the first part of a head's elements that positions turn, the rest stays. `torch_dtype` is the checkpoint's (`float32`, `bfloat16`). `num_ignored_layers`: layers for multi-token prediction behind the last
-    one that a checkpoint may hold; they are not loaded. `stored`: how the folder holds quantised weights, None where
-    all are plain. `raw` is config.json as read.
+    the first part of a head's elements, which positions turn; the rest stays. `torch_dtype` is the checkpoint's
+    (`float32`, `bfloat16`). `num_ignored_layers`: layers for multi-token prediction behind the last one that a
+    checkpoint may hold; they are not loaded. `stored`: how the folder holds quantised weights, None where all are
+    plain. `raw` is config.json as read.
     """
 
     family: str
