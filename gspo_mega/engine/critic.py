@@ -113,6 +113,21 @@ class _ValueLoss:
         return PassOutput(loss=computed.loss, totals={"value": totals})
 
 
+@dataclass
+class _WeighedScores:
+    """The sum of each sequence's score, which is its value behind the last active token, times its slope [S]."""
+
+    slopes: Sequence[torch.Tensor]
+    place: int = 0
+    wants_entropy: ClassVar[bool] = True  # here: the values behind
+
+    def __call__(self, batch: DeviceBatch, values: torch.Tensor, behind: torch.Tensor | None) -> PassOutput:
+        assert behind is not None
+        place, self.place = self.place, self.place + 1
+        # Of a score, this context rank has its part alone: the whole, or zero.
+        return PassOutput(loss=(behind.double() * self.slopes[place].to(behind.device)).sum())
+
+
 class CriticEngine:
     """A Megatron value model with optimizer and schedule on this rank.
 
@@ -215,6 +230,23 @@ class CriticEngine:
         self._expert_bias.count(micro_batches, routing.taken)
         sums = [output.totals["value"].cpu() for output in outputs]
         return torch.stack(sums).sum(0) if sums and self.groups.tensor.rank == 0 else torch.zeros(8).double()
+
+    def step_scores(self, micro_batches: list[MicroBatch], slopes: Sequence[torch.Tensor]) -> StepResult:
+        """One optimizer step along the gradient of sum_s slopes_s score_s, where the score of a sequence is its value
+        behind the last active token.
+
+        slopes: one [S] float64 per micro-batch on last-stage ranks: the loss's derivative by each score, its sequences'
+        own, as the whole batch gives it; of filler 0. Collective.
+        """
+        self._begin_step(micro_batches)
+        self.scales.before_gradients(lambda: self._forward_backward(micro_batches, _WeighedScores(slopes)))
+        _, routing = self._forward_backward(micro_batches, _WeighedScores(slopes))
+        self.scales.after_gradients()
+        self._expert_bias.count(micro_batches, routing.taken)
+        result = apply_gradients(self.optimizer, self.scheduler, self.config.optimizer.clip_grad)
+        if not result.skipped:
+            self._expert_bias.update()
+        return result
 
     def _forward_backward(self, micro_batches: list[MicroBatch], head: Head) -> tuple[list[PassOutput], RoutingPass]:
         for chunk in self.wrapped:

@@ -50,6 +50,7 @@ ENTRY_POINTS = {
     "budget": ("gspo_mega.budget.budget_ranks", "run_budget"),
     "certify": ("gspo_mega.certify.ranks", "run_certify"),
     "compare": ("gspo_mega.compare.compare_ranks", "run_compare"),
+    "reward_model": ("gspo_mega.runtime.fit_scores", "run_fit"),
 }
 
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from run_configs import smallest_yaml
 from safetensors.torch import load_file
 from servers import START_SECONDS, Serve, run_config
 from tiny_models import make_model
@@ -103,3 +104,21 @@ def test_the_served_reward_is_that_of_transformers(fitted, attempt):
     assert read_registrations(attempt.servers_dir) == []  # where the pool and a publish look
     assert pool.failure_counts["status"] == 1 and sum(pool.failure_counts.values()) == 1
     assert len({round(episode.reward, 3) for episode in episodes if episode.reward is not None}) > 3
+
+
+def test_ranks_of_a_layout_fit_one_too(fitted):
+    """As a user starts it: two tensor ranks of a run's file, on this machine."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = fitted.parent
+    (folder / "run.yaml").write_text(smallest_yaml())
+    words = ["--out", str(folder / "by_ranks"), "--epochs", "2", "--lr", "1e-3", "--max-tokens", "64"]
+    words += ["--ranks", str(folder / "run.yaml"), "cluster.ranks_per_node=2", "parallel.tensor=2", "precision=fp32"]
+    command = [sys.executable, "-m", "gspo_mega", "reward-model", str(folder / "model"), str(folder / "sums.jsonl")]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "epoch 2/2  loss 0." in done.stdout and "held-out accuracy" in done.stdout
+    report = json.loads((folder / "by_ranks" / "reward_model.json").read_text())
+    assert report["losses"][-1] < report["losses"][0] and (report["num_trained"], report["num_held_out"]) == (115, 13)
+    loaded = AutoModelForSequenceClassification.from_pretrained(folder / "by_ranks")
+    assert loaded.score.weight.shape[0] == 1 and loaded.score.weight.abs().max() > 0

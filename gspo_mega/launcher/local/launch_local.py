@@ -35,7 +35,7 @@ from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.rollout.server.reward_server import make_reward_folder
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_json
 
-Command = Literal["train", "sft", "eval", "certify", "budget", "compare"]
+Command = Literal["train", "sft", "eval", "certify", "budget", "compare", "reward_model"]
 WORKER_COMMAND = (sys.executable, "-m", "gspo_mega.runtime.worker")
 
 
@@ -70,7 +70,7 @@ def launch(
             )
     gpus = visible_gpus(os.environ)
     plan = plan_run(loaded, "gpu" if gpus else "cpu")
-    if command not in ("certify", "compare"):  # these neither sample nor score
+    if command not in ("certify", "compare", "reward_model"):  # these neither sample nor score
         check_users_functions(loaded)
     samples = with_servers and command != "certify" and not is_replay(loaded, command)
     num_servers = config.server.num_servers if samples else 0

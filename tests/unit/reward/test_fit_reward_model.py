@@ -5,10 +5,12 @@ import math
 
 import pytest
 import torch
+from run_configs import smallest_yaml
 from safetensors.torch import load_file, save_file
 
 from gspo_mega.commands.main import main
-from gspo_mega.reward.fit_reward_model import give_served_bias, loss_of
+from gspo_mega.reward.fit_data import loss_of
+from gspo_mega.reward.fit_reward_model import give_served_bias
 
 
 def test_pointwise_is_binary_cross_entropy_with_the_label():
@@ -57,6 +59,8 @@ def test_a_head_with_a_bias_in_sglang_gets_one_of_zero(tmp_path, architecture, h
         ({}, ["--text", "{prompt}"], "--text: has no {response}"),
         ({}, ["--held-out", "1"], "--held-out: 1.0; must be from 0 to below 1"),
         ({}, ["--epochs", "0"], "--epochs: 0; must be > 0"),
+        ({}, ["parallel.tensor=2"], "parallel.tensor=2: keys are overridden in the file of --ranks"),
+        ({}, ["--ranks", "run.yaml", "--train", "head"], "--train head: with --ranks all weights are fitted"),
     ],
 )
 def test_what_cannot_be_fitted_is_said(tmp_path, row, words, said, capsys):
@@ -75,3 +79,19 @@ def test_a_folder_is_not_overwritten_and_a_model_has_to_be_one(tmp_path, capsys)
     (tmp_path / "empty").mkdir()
     assert main(["reward-model", str(tmp_path / "empty"), str(rows), "--out", str(tmp_path / "out")]) != 0
     assert "is no Hugging Face model folder: it has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--batch-size", "1", "cluster.ranks_per_node=2"], "--batch-size: 1 is less than the 2 ranks of"),
+        (["--max-tokens", "300"], "--max-tokens: 300 is more than a pack of"),
+    ],
+)
+def test_what_ranks_cannot_fit_is_said_before_they_start(tmp_path, words, said, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "response": "b", "label": 1}) + "\n")
+    (tmp_path / "run.yaml").write_text(smallest_yaml())
+    base = ["reward-model", str(tmp_path), str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
+    assert main([*base, "--max-tokens", "64", "--ranks", str(tmp_path / "run.yaml"), *words]) != 0
+    assert said in capsys.readouterr().err and not (tmp_path / "out-fit").exists()
