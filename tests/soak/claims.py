@@ -24,8 +24,9 @@ batches of 256 episodes. A call whose result is needed has a reward of .25 (`cla
 and GSPO-token with one advantage per episode, and GSPO-token where a turn's tokens have the advantage of the rewards
 from that turn on.
 
-**Cold start.** One per block, seed 1, after a fixed number of optimizer steps (START): one rank pair on one kind
-of machine makes the same bytes each time. Rows carry the start of its checksum, and the study refuses to mix two.
+**Cold start.** One per block and seed of the runs, itself of seed 1, after a fixed number of optimizer steps (START):
+one rank pair on one kind of machine makes the same bytes each time, another kind makes other bytes. Rows carry the
+start of its checksum, and the study refuses to mix two in a seed. (For the first four rows: in a block.)
 
 **Seeds.** Three, consecutive. A seed changes the order of prompts and every random number of a run; SGLang's sampling
 is not reproducible.
@@ -66,7 +67,7 @@ from typing import ClassVar, NamedTuple
 import tolerance
 from claims_arms import ARMS, BLOCKS, SEEDS, Arm, in_order
 from claims_rows import Row, finished, measured
-from study_rows import append_row, read_table
+from study_rows import append_row, of_other_starts, read_table
 from study_runs import REPOSITORY, Failed, call, commit, product, version
 from tolerance_rows import has_collapsed
 
@@ -187,9 +188,11 @@ def main(arguments: list[str] | None = None) -> int:
     for block in dict.fromkeys(arm.block for arm, _ in runs):
         study = Study(options.folder.absolute() / block)
         checksum = study.cold_start()[1]
-        mine = {row.cold_start for row in rows if row.protocol == PROTOCOL and row.block == block}
-        if others := mine - {checksum}:
-            print(f"{options.rows} has rows of another cold start ({', '.join(others)}, here {checksum}): another file")
+        mine = [row for row in rows if row.protocol == PROTOCOL and row.block == block]
+        if mixed := of_other_starts(mine, options.seeds, checksum):
+            print(
+                f"{options.rows} has rows of another cold start (here {checksum}): {mixed}; name other seeds or a file"
+            )
             return 2
         for arm, seed in runs:
             if arm.block != block or (arm.block, arm.name, seed) in done:

@@ -12,9 +12,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 from statistics import stdev
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 Row = TypeVar("Row")
+
+
+class Started(Protocol):
+    """A row of which the seed and its cold start are known."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def cold_start(self) -> str: ...
+
+
 _TYPES = {"int": int, "float": float, "str": str}
 
 
@@ -90,3 +101,10 @@ def smallest_detectable(
     """
     error = spread * math.sqrt(sum(1 / number for number in num_runs))
     return (t_quantile(1 - level / 2, freedom) + t_quantile(power, freedom)) * error
+
+
+def of_other_starts(rows: Iterable[Started], seeds: Iterable[int], checksum: str) -> str:
+    """Those of `seeds` that have rows of another cold start, in words; empty where none has."""
+    wanted = set(seeds)
+    found = sorted({(row.seed, row.cold_start) for row in rows if row.seed in wanted and row.cold_start != checksum})
+    return ", ".join(f"seed {seed} of {start}" for seed, start in found)

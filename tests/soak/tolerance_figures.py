@@ -19,7 +19,7 @@ from typing import Protocol
 from tolerance import ROWS
 from tolerance_rows import NO_GAP, Row, by_arm, read_rows, smallest_detectable, spread_of
 
-# Rows of one protocol have one cold start and are compared among themselves; protocol 1 was given up after three rows.
+# Rows of one protocol are compared among themselves; protocol 1 was given up after three rows.
 PROTOCOLS = {2: "all arms", 3: "from another cold start, the arms that protocol 2 lacks seeds of"}
 BEGIN, END = "<!-- rows begin -->", "<!-- rows end -->"
 ANCHORS = {"gspo": "gspo-fp32-same-old_trainer", "grpo": "grpo-fp32-same-old_trainer"}
@@ -99,8 +99,7 @@ def table(rows: Sequence[Row]) -> str:
             "",
             f"Spread between seeds {spread:.3f} ({freedom} degrees of freedom); two arms of three runs differ detectably"
             f" from {detectable:.3f} on. The standard error of one run's accuracy is"
-            f" {max(row.accuracy_se for row in rows):.3f} or less. Cold start {rows[0].before:.3f} ±"
-            f" {rows[0].before_se:.3f}.",
+            f" {max(row.accuracy_se for row in rows):.3f} or less. Cold start {cold_starts(rows)}.",
             *losses(arms, spread, freedom),
         ]
     if ended := sum(row.outcome == "ended" for row in rows):
@@ -110,6 +109,12 @@ def table(rows: Sequence[Row]) -> str:
             " accuracy 0, nothing else is known, so the second figure does not show it.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def cold_starts(rows: Sequence[Row]) -> str:
+    """The accuracy of the cold start, or of those of several seeds."""
+    found = dict.fromkeys(f"{row.before:.3f} ± {row.before_se:.3f}" for row in sorted(rows, key=lambda row: row.seed))
+    return ", ".join(found)
 
 
 def losses(arms: Mapping[str, Sequence[Row]], spread: float, freedom: int) -> list[str]:

@@ -91,7 +91,10 @@ def test_arms_by_name(study, tmp_path, capsys):
 def test_two_cold_starts_are_not_mixed(study, tmp_path, capsys):
     tolerance_rows.append_row(tmp_path / "rows.csv", row(cold_start="other"))
     assert tolerance.main(["--rows", str(tmp_path / "rows.csv"), "--folder", str(tmp_path)]) == 2
-    assert study == [] and "rows of another cold start (other, here abc)" in capsys.readouterr().out
+    assert study == [] and "rows of another cold start (here abc): seed 1 of other; name" in capsys.readouterr().out
+    # Seeds are compared one by one: another one may have another cold start.
+    assert tolerance.main(["--rows", str(tmp_path / "rows.csv"), "--folder", str(tmp_path), "--seeds", "2"]) == 0
+    assert {seed for _, seed in study} == {2}
 
 
 def test_rows_of_another_protocol_are_no_rows_of_this_one():
@@ -266,7 +269,8 @@ def test_the_committed_figures_and_table_are_of_the_committed_rows():
     assert {one.outcome for one in rows} <= {"trained", "collapsed", "not finite", "ended"} and len(rows) > 0
     for protocol in tolerance_figures.PROTOCOLS:
         mine = [one for one in rows if one.protocol == protocol]
-        assert len({one.cold_start for one in mine}) <= 1, "compared among themselves"
+        for seed in tolerance.SEEDS:
+            assert len({one.cold_start for one in mine if one.seed == seed}) <= 1, "compared among themselves"
         assert len(tolerance_rows.finished(mine, protocol)) == len(mine), "one row for each arm and seed"
     text, figures = tolerance_figures.documents(rows)
     assert {path.name: path.read_text() for path in docs.glob("tolerance_*.svg")} == figures
