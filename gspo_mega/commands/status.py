@@ -16,7 +16,7 @@ from typing import Any
 from gspo_mega.commands.stacks_of_run import ask_for_stacks
 from gspo_mega.errors import ConfigError, RolloutError
 from gspo_mega.launcher.attempt_state import RunState, read_state
-from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart
+from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart, starts_again
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.server.reward_server import reward_folder, reward_names
 from gspo_mega.run_folder import Attempt, RunFolder, read_json
@@ -84,7 +84,7 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
     last = last_line(folder.metrics_file)
     return {
         "run": str(folder.path),
-        "state": _state(state, now),
+        "state": _state(attempt, state, now),
         "attempt": (
             f"{attempt.number}"
             + (f", job {state.slurm_job}" if state is not None and state.slurm_job else "")
@@ -101,13 +101,14 @@ def describe_run(folder: RunFolder, now: float) -> dict[str, Any]:
     }
 
 
-def _state(state: RunState | None, now: float) -> str:
+def _state(attempt: Attempt, state: RunState | None, now: float) -> str:
     if state is None:
         return "starting"
     if state.is_silent(now):
         return f"lost: no sign of life from its supervisor for {_ago(now - state.heartbeat)}"
     age = f"for {_ago(now - state.started)}" if not state.is_over else f"{_ago(now - state.heartbeat)} ago"
-    return f"{state.state} {age}" + (f" ({state.note})" if state.note else "")
+    goes_on = "; another attempt begins" if state.state == "failed" and starts_again(attempt) else ""
+    return f"{state.state} {age}{goes_on}" + (f" ({state.note})" if state.note else "")
 
 
 def _step(folder: RunFolder, last: dict[str, Any] | None, now: float) -> str | None:

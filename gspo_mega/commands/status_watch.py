@@ -18,7 +18,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gspo_mega.launcher.attempt_state import read_state
+from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, read_state
+from gspo_mega.launcher.restarts import starts_again
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.run_folder import Attempt, RunFolder, read_json
 
@@ -156,9 +157,14 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_over(folder: RunFolder) -> bool:
-    """Whether the newest attempt ended, or its supervisor is silent. A job that is queued again goes on."""
+    """Whether the run ended with its newest attempt, or the supervisor is silent. A job that is queued again goes on,
+    and so does a run whose supervisor begins another attempt.
+    """
     attempt = folder.latest_attempt()
     state = None if attempt is None else read_state(attempt)
-    if state is None or state.state == "requeued":
+    if attempt is None or state is None or state.state == "requeued":
         return False
-    return state.is_over or state.is_silent(time.time())
+    now = time.time()
+    if state.state == "failed" and starts_again(attempt):
+        return now - state.heartbeat > SILENCE_SECONDS
+    return state.is_over or state.is_silent(now)

@@ -5,18 +5,18 @@ Owns the decision and `attempts/NNNN/restart.json`. The caller starts the next a
     restarts = Restarts.begin(folder, max_restarts)     # a command on one machine: a new budget
     restarts = Restarts.carry_on(folder, max_restarts)  # a requeued job: the budget of earlier attempts
     ...                                                 # the attempt fails, and nobody asked for a stop
-    decision = restarts.decide(error, furthest(folder), time.time())
-    restarts.record(attempt, decision)                  # `gspo-mega status` shows it
+    decision = restarts.settle(attempt, error)          # before the attempt's state says `failed`
     if decision.again: ...                              # a new attempt; else raise `error`
 
-A restart is a new attempt. It continues from the last checkpoint, or from the start without one, and takes earlier
-rollouts from the journal.
+Readers of a run's folder find the decision on every attempt that they find failed. A restart is a new attempt. It
+continues from the last checkpoint, or from the start without one, and takes earlier rollouts from the journal.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -132,6 +132,19 @@ class Restarts:
         """Restarts that count, including the last decision."""
         return len(self._restarted_at)
 
+    def settle(self, attempt: Attempt, error: GspoMegaError) -> Decision:
+        """Decide on the failure of `attempt`, and record the decision in its folder: without a record, as on a full
+        disk, there is no restart.
+        """
+        decision = self.decide(error, furthest(attempt.run_folder), time.time())
+        record = RestartRecord(decision.again, decision.why, decision.cause, self._restarted_at, self._furthest)
+        try:
+            atomic_write_json(attempt.restart_file, asdict(record))
+        except OSError as refused:
+            why = f"no automatic restart: {attempt.restart_file} cannot be written: {refused.strerror}"
+            return Decision(False, why, decision.cause)
+        return decision
+
     def decide(self, error: GspoMegaError, furthest: Furthest, now: float) -> Decision:
         """Decide on a failure that nobody asked for, and count the restart. `furthest`: how far the run is now; `now`:
         unix seconds.
@@ -163,17 +176,6 @@ class Restarts:
             True, f"started again {begin} (restart {self.count} of {self._max_restarts}, train.max_restarts)", cause
         )
 
-    def record(self, attempt: Attempt, decision: Decision) -> bool:
-        """Record a decision in the failed attempt. Returns whether another attempt begins: without a record, as on a
-        full disk, there is no restart.
-        """
-        record = RestartRecord(decision.again, decision.why, decision.cause, self._restarted_at, self._furthest)
-        try:
-            atomic_write_json(attempt.restart_file, asdict(record))
-        except OSError:
-            return False
-        return decision.again
-
 
 def furthest(folder: RunFolder) -> Furthest:
     """How far the run in `folder` has come, from its files."""
@@ -186,6 +188,12 @@ def furthest(folder: RunFolder) -> Furthest:
     files = folder.journal_dir.iterdir() if folder.journal_dir.is_dir() else ()
     steps = [int(match[1]) for file in files if (match := _CHECKPOINT_NAME.fullmatch(file.name))]
     return Furthest(int(named[1]) if named else 0, int(last["step"]) if last else 0, max(steps, default=0))
+
+
+def starts_again(attempt: Attempt) -> bool:
+    """Whether the supervisor of a failed attempt decided to begin another."""
+    record = read_json(attempt.restart_file)
+    return record is not None and record["again"]
 
 
 def last_restart(folder: RunFolder) -> RestartRecord | None:

@@ -107,6 +107,8 @@ def test_a_failed_run_is_started_again_and_says_so(start, tmp_path):
         and "rank 1 was killed by SIGKILL" in shown["restarts"]
     )
     assert run.folder.num_restarts() == 2
+    for attempt in run.folder.attempts()[:2]:  # who finds it failed finds the decision on it
+        assert attempt.restart_file.stat().st_mtime_ns <= attempt.state_file.stat().st_mtime_ns
     alerts = [json.loads(line) for line in (tmp_path / "alerts").read_text().splitlines()]
     assert [(alert["cause"], alert["attempt"], alert["restarts"]) for alert in alerts] == [
         ("failure", 1, True),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from gspo_mega.launcher.local import server_python
 from gspo_mega.launcher.local.supervisor import STOP_GRACE_SECONDS, Supervisor
 from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import stack_signals, stop_signals
-from gspo_mega.launcher.restarts import Restarts, furthest
+from gspo_mega.launcher.restarts import Restarts
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.estimate import estimate
 from gspo_mega.plan.server_places import reward_servers
@@ -114,14 +113,19 @@ def launch(
             alerts = Alerts(config, attempt, say)
             if work is not None:
                 atomic_write_json(attempt.work_file, work)
+            decision = None
             try:
                 with log_to(attempt.supervisor_log), StateKeeper(attempt) as state:
-                    code = run_attempt(attempt, signals, lease)
+                    try:
+                        code = run_attempt(attempt, signals, lease)
+                    except GspoMegaError as error:
+                        if not signals and attempt.stop_reason() is None:
+                            decision = restarts.settle(attempt, error)
+                        raise
                     state.tell("finished" if code == 0 else "stopped")
                     return code
             except GspoMegaError as error:
-                decision = restarts.decide(error, furthest(folder), time.time())
-                if signals or attempt.stop_reason() is not None or not restarts.record(attempt, decision):
+                if decision is None or not decision.again:
                     alerts.failed(error, restarts=False)
                     raise
                 alerts.failed(error, restarts=True, why=decision.why)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -22,7 +21,7 @@ from gspo_mega.launcher.gpus_and_ports import free_port
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import signals_taken
-from gspo_mega.launcher.restarts import Restarts, furthest
+from gspo_mega.launcher.restarts import Decision, Restarts
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.job_size import JobSize, job_size, with_signal_time
 from gspo_mega.launcher.slurm.job_supervisor import AttemptError, JobContext, SlurmJob
@@ -88,6 +87,7 @@ class _Attempts:
         self._context, self._folder, self._report = context, folder, report
         begin = Restarts.carry_on if context.allocation.num_restarts else Restarts.begin
         self._restarts = begin(folder, Restarts.allowed(command, loaded.config.train))
+        self._decision: Decision | None = None  # on the failure of the current attempt
 
     def run(self) -> int:
         """The exit code of the last attempt. Raises its RankError."""
@@ -95,17 +95,17 @@ class _Attempts:
         while True:
             attempt = new_attempt(self._folder, self._loaded, self._command, self._context.say)
             alerts = Alerts(self._loaded.config, attempt, self._context.say)
+            self._decision = None
             try:
                 return self._attempt(attempt, is_first)
             except AttemptError as error:
-                if attempt.stop_reason() is not None:
+                decision = self._decision
+                if decision is None:
                     alerts.failed(error, restarts=False)
                     raise  # a stop was requested
-                decision = self._restarts.decide(error, furthest(self._folder), time.time())
                 self._context.say(f"warning  attempt {attempt.number} failed: {decision.why}")
-                again = self._restarts.record(attempt, decision)
-                alerts.failed(error, restarts=again, why=decision.why)
-                if not again:
+                alerts.failed(error, restarts=decision.again, why=decision.why)
+                if not decision.again:
                     raise
                 is_first = False
             except GspoMegaError as error:
@@ -144,7 +144,12 @@ class _Attempts:
                 else []
             )
             job = SlurmJob(attempt, context, steps, state, left)
-            return job.run(self._command, servers, free_port(here), doctors, rewards)
+            try:
+                return job.run(self._command, servers, free_port(here), doctors, rewards)
+            except AttemptError as error:
+                if attempt.stop_reason() is None:
+                    self._decision = self._restarts.settle(attempt, error)
+                raise
 
 
 def _in_job(config: Config, address: str, servers: Sequence[int]) -> Config:

@@ -9,13 +9,17 @@ import pty
 import subprocess
 import sys
 import threading
+from time import sleep
 
 from rich.console import Console
 from waiting import until
 
+from gspo_mega.commands import status_watch
 from gspo_mega.commands.status import shown_pairs
 from gspo_mega.commands.status_watch import screen_of, watch
+from gspo_mega.errors import RankError
 from gspo_mega.launcher.attempt_state import StateKeeper
+from gspo_mega.launcher.restarts import Furthest, Restarts
 from gspo_mega.run_folder import RunFolder
 
 
@@ -63,6 +67,35 @@ def test_plain_lines_where_it_is_no_terminal(tmp_path):
     steps = [row for row in shown if row.startswith("step 2")]
     assert steps == ["step 21  reward 2.100  2.0 s", "step 22  reward 2.200  2.0 s"], "each new step once"
     assert shown[-1].startswith("state      finished")
+
+
+def test_a_failed_attempt_after_which_another_begins_is_not_the_end(tmp_path, monkeypatch):
+    folder, attempt = made(tmp_path)
+    output = io.StringIO()
+    looks = []
+    monkeypatch.setattr(status_watch.time, "sleep", lambda seconds: looks.append(seconds) or sleep(0.01))
+    with StateKeeper(attempt) as state:
+        restarts = Restarts(1, Furthest())
+        decision = restarts.settle(attempt, RankError("rank 1 was killed"))
+        assert decision.again
+        state.tell("failed", error="rank 1 was killed")
+    seen = threading.Thread(target=watch, args=(folder, shown_pairs, 0.01, output))
+    seen.start()
+    until(lambda: len(looks) > 3)
+    assert "failed 0 s ago; another attempt begins" in output.getvalue()
+    with StateKeeper(folder.new_attempt()) as state:
+        state.tell("finished")
+    seen.join(60)
+    assert not seen.is_alive() and output.getvalue().splitlines()[-2].startswith("state      finished")
+
+
+def test_a_supervisor_that_dies_between_two_attempts_ends_the_view(tmp_path, monkeypatch):
+    folder, attempt = made(tmp_path)
+    monkeypatch.setattr(status_watch, "SILENCE_SECONDS", -1.0)
+    with StateKeeper(attempt) as state:
+        Restarts(1, Furthest()).settle(attempt, RankError("rank 1 was killed"))
+        state.tell("failed", error="rank 1 was killed")
+    assert watch(folder, shown_pairs, 0.01, io.StringIO()) == 0
 
 
 def test_a_real_terminal_gets_a_screen_and_the_command_ends_with_the_run(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -52,17 +53,16 @@ def test_old_restarts_are_forgiven_and_none_at_all_is_a_choice():
     assert not Restarts(0, Furthest()).decide(RankError("x"), Furthest(saved=9), 0.0).again
 
 
-def test_the_budget_goes_on_in_a_job_that_was_queued_again_and_not_for_a_person(tmp_path):
+def test_the_budget_goes_on_in_a_job_that_was_queued_again_and_not_for_a_person(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     attempt = folder.new_attempt()
     restarts = Restarts.begin(folder, 1)
     (folder.path / "metrics.jsonl").write_text(json.dumps({"step": 7}) + '\n{"step": 8, "tor')
-    decision = restarts.decide(
+    monkeypatch.setattr(time, "time", lambda: 5.0)
+    restarts.settle(
+        attempt,
         RankError("rank 1 failed:\n\nTraceback (most recent call last):\nKeyError: 3\n\n(all of its output: there)"),
-        furthest(folder),
-        5.0,
     )
-    restarts.record(attempt, decision)
     record = last_restart(folder)
     assert (record.again, record.cause, record.restarted_at, record.furthest) == (
         True,
@@ -88,3 +88,12 @@ def test_how_far_a_run_came(tmp_path):
     for step in (6, 7):
         (folder.journal_dir / f"step_{step:08d}").touch()
     assert furthest(folder) == Furthest(saved=6, sampled=7)
+
+
+def test_without_a_record_there_is_no_restart(tmp_path):
+    folder = RunFolder(tmp_path)
+    attempt = folder.new_attempt()
+    folder.metrics_file.write_text(json.dumps({"step": 7}) + "\n")
+    attempt.restart_file.mkdir()  # stands for a full disk
+    decision = Restarts(3, Furthest()).settle(attempt, RankError("x"))
+    assert not decision.again and decision.why.startswith(f"no automatic restart: {attempt.restart_file} cannot be")

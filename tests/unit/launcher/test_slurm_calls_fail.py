@@ -255,6 +255,9 @@ def test_restarts_are_bounded_and_there_is_none_without_progress(slurm, monkeypa
     assert any(
         "attempt 3 failed: no automatic restart: 2 restarts in 24 h (train.max_restarts)" in line for line in made.said
     ), made.said
+    # Who finds an attempt failed finds the decision on it.
+    for attempt in made.run_folder.attempts():
+        assert attempt.restart_file.stat().st_mtime_ns <= attempt.state_file.stat().st_mtime_ns
     made = slurm(0)
     made.ranks(1, STEP.format(1) + FAIL)
     made.ranks(2, FAIL)
