@@ -29,7 +29,8 @@ one rank pair on one kind of machine makes the same bytes each time, another kin
 start of its checksum, and the study refuses to mix two in a seed. (For the first four rows: in a block.)
 
 **Seeds.** Three, consecutive. A seed changes the order of prompts and every random number of a run; SGLang's sampling
-is not reproducible.
+is not reproducible. Arms are compared within cold starts, as in `tolerance.py`. Where the machine is gone before all
+arms of a seed have a row, as with seed 2 of `learning`, that seed stays as it is and the next ones are added.
 
 **Measured** (`claims_rows.py`). Sampled accuracy, temperature 1, of the exported weights: 512 held-out problems x 2
 samples, standard error about .015. The area under the run's own held-out accuracy, every 10 steps. The share of tokens

@@ -15,10 +15,11 @@ from statistics import fmean, stdev
 from claims import PROTOCOL, ROWS
 from claims_arms import BLOCKS
 from claims_rows import Row
-from study_rows import pooled_spread, read_table, smallest_detectable
+from study_rows import compared_spread, read_table, smallest_detectable, start_effects
 from tolerance_figures import draw_arms, with_table
 
 TITLE = "Accuracy after the last step, ± 2 standard errors of sampling; one mark per seed"
+NEEDED = 3  # runs of an arm before it is compared
 _ALGORITHMS = {"learning": ("GSPO", "GRPO", "PPO"), "routing": ("GSPO", "GRPO"), "turns": ("GSPO",)}
 
 
@@ -70,27 +71,39 @@ def table(rows: Sequence[Row]) -> str:
             f"{sum(row.outcome != 'trained' for row in arm)} of {len(arm)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, *differences(arms)]) + "\n"
+    return "\n".join([*lines, *differences(rows)]) + "\n"
 
 
-def differences(arms: dict[str, list[Row]]) -> list[str]:
-    """Every arm against the block's first, by final accuracy and by area, and what can be seen of so many runs."""
-    (first, base), *others = arms.items()
+def differences(rows: Sequence[Row]) -> list[str]:
+    """Every arm against the block's first, by final accuracy and by area, within cold starts, and what can be seen of so
+    many runs. Of an arm with fewer than NEEDED runs nothing is said.
+    """
+    first, *others = arms_of(rows)
     lines = []
     for column, what in (("accuracy", "final accuracy"), ("area", "area")):
-        groups = {name: [getattr(row, column) for row in arm] for name, arm in arms.items()}
+
+        def value(row: Row, column: str = column) -> float:
+            return getattr(row, column)
+
         try:
-            spread, freedom = pooled_spread(
-                groups[name] for name, arm in arms.items() if all(row.outcome == "trained" for row in arm)
-            )
+            spread, freedom = compared_spread(rows, value)
         except ValueError:
-            return ["", "No arm has two seeds: what can be seen between arms is not known."]
+            return ["", "What can be seen between arms is not known yet: too few runs."]
+        effects = start_effects(rows, value)
+        groups = {name: [value(row) - effects[row.cold_start] for row in arm] for name, arm in arms_of(rows).items()}
         lines += ["", f"By {what} (spread between seeds {spread:.3f}, {freedom} degrees of freedom):", ""]
-        for name, _ in others:
-            detectable = smallest_detectable(spread, freedom, [len(base), len(groups[name])])
+        for name in others:
+            runs = [len(groups[first]), len(groups[name])]
+            detectable = smallest_detectable(spread, freedom, runs)
             difference = fmean(groups[name]) - fmean(groups[first])
             seen = "" if abs(difference) >= detectable > 0 else "; cannot be told at this size"
+            if min(runs) < NEEDED:
+                seen = f"; {min(runs)} of {NEEDED} runs: nothing is said yet"
             lines.append(f"- `{name}` less `{first}`: {difference:+.3f}, detectable from {detectable:.3f} on{seen}")
+    starts = dict.fromkeys(f"{row.before:.3f} ± {row.before_se:.3f}" for row in rows)
+    if len(starts) > 1:
+        said = "without what a cold start adds to all arms"
+        lines += ["", f"Cold starts {', '.join(starts)}: arms are compared within them, {said}."]
     return lines
 
 

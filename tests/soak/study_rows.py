@@ -8,10 +8,10 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any, Protocol, TypeVar
 
 Row = TypeVar("Row")
@@ -25,6 +25,17 @@ class Started(Protocol):
     @property
     def cold_start(self) -> str: ...
 
+
+class Compared(Started, Protocol):
+    """A finished run as arms are compared by."""
+
+    @property
+    def arm(self) -> str: ...
+    @property
+    def outcome(self) -> str: ...
+
+
+Of = TypeVar("Of", bound=Compared)
 
 _TYPES = {"int": int, "float": float, "str": str}
 
@@ -90,6 +101,45 @@ def pooled_spread(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
         raise ValueError("no arm has two seeds: their spread is unknown")
     squares = sum((len(group) - 1) * stdev(group) ** 2 for group in several)
     return math.sqrt(squares / freedom), freedom
+
+
+def start_effects(rows: Sequence[Of], value: Callable[[Of], float]) -> dict[str, float]:
+    """What each cold start adds to where its runs end: the mean over arms of their runs from it, less the mean of that
+    over all cold starts. Of the arms that have runs from every cold start and no collapse; 0 with one cold start. With
+    the effects taken off, arms are compared within cold starts, and each cold start but one costs a degree of freedom.
+    Raises ValueError where no arm has runs from all of several cold starts.
+    """
+    starts = list(dict.fromkeys(row.cold_start for row in rows))
+    arms: dict[str, list[Of]] = {}
+    for row in rows:
+        arms.setdefault(row.arm, []).append(row)
+    means = [
+        [fmean(value(row) for row in arm if row.cold_start == start) for start in starts]
+        for arm in arms.values()
+        if {row.cold_start for row in arm} == set(starts) and all(row.outcome == "trained" for row in arm)
+    ]
+    if len(starts) == 1:
+        return {starts[0]: 0.0}
+    if not means:
+        raise ValueError("no arm has runs from every cold start: they cannot be told from the arms")
+    by_start = [fmean(of_start) for of_start in zip(*means, strict=True)]
+    return {start: mean - fmean(by_start) for start, mean in zip(starts, by_start, strict=True)}
+
+
+def compared_spread(rows: Sequence[Of], value: Callable[[Of], float]) -> tuple[float, int]:
+    """`pooled_spread` of arms without a collapse, of values without their `start_effects`. Raises ValueError where no
+    degree of freedom is left.
+    """
+    effects = start_effects(rows, value)
+    arms: dict[str, list[Of]] = {}
+    for row in rows:
+        arms.setdefault(row.arm, []).append(row)
+    good = [arm for arm in arms.values() if all(row.outcome == "trained" for row in arm)]
+    spread, freedom = pooled_spread([value(row) - effects[row.cold_start] for row in arm] for arm in good)
+    left = freedom - (len(effects) - 1)
+    if left < 1:
+        raise ValueError("no degree of freedom is left between runs: their spread is unknown")
+    return spread * math.sqrt(freedom / left), left
 
 
 def smallest_detectable(

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Protocol
 
 from tolerance import ROWS
-from tolerance_rows import NO_GAP, Row, by_arm, read_rows, smallest_detectable, spread_of
+from tolerance_rows import NO_GAP, Row, by_arm, read_rows, smallest_detectable, spread_of, without_starts
 
 # Rows of one protocol are compared among themselves; protocol 1 was given up after three rows.
 PROTOCOLS = {2: "all arms", 3: "from another cold start, the arms that protocol 2 lacks seeds of"}
@@ -71,8 +71,9 @@ def table(rows: Sequence[Row]) -> str:
 
     try:
         spread, freedom = spread_of(rows)
+        compared = by_arm(without_starts(rows))
     except ValueError:
-        spread, freedom = math.nan, 0
+        spread, freedom, compared = math.nan, 0, arms
     lines = [
         "| arm | runs | accuracy | to the anchor | k3, first step | k3, run | clip, all | A>0 clipped by mini-batch"
         " | A<0 clipped by mini-batch | collapsed |",
@@ -84,7 +85,7 @@ def table(rows: Sequence[Row]) -> str:
             f"`{name}`",
             str(len(arm)),
             " ".join(f"{row.accuracy:.3f}" for row in arm),
-            verdict(arm, arms[anchor], spread) if freedom and anchor in arms and anchor != name else "",
+            verdict(compared[name], compared[anchor], spread) if freedom and anchor in arms and anchor != name else "",
             mean("k3_first", arm, ".1e"),
             mean("k3", arm, ".1e"),
             mean("clip", arm, ".3f"),
@@ -99,8 +100,8 @@ def table(rows: Sequence[Row]) -> str:
             "",
             f"Spread between seeds {spread:.3f} ({freedom} degrees of freedom); two arms of three runs differ detectably"
             f" from {detectable:.3f} on. The standard error of one run's accuracy is"
-            f" {max(row.accuracy_se for row in rows):.3f} or less. Cold start {cold_starts(rows)}.",
-            *losses(arms, spread, freedom),
+            f" {max(row.accuracy_se for row in rows):.3f} or less. {cold_starts(rows)}.",
+            *losses(compared, spread, freedom),
         ]
     if ended := sum(row.outcome == "ended" for row in rows):
         lines += [
@@ -112,9 +113,15 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def cold_starts(rows: Sequence[Row]) -> str:
-    """The accuracy of the cold start, or of those of several seeds."""
-    found = dict.fromkeys(f"{row.before:.3f} ± {row.before_se:.3f}" for row in sorted(rows, key=lambda row: row.seed))
-    return ", ".join(found)
+    """The accuracy of the cold start; of several, which seeds each has, and that arms are compared within them."""
+    seeds: dict[str, set[int]] = {}
+    for row in rows:
+        seeds.setdefault(f"{row.before:.3f} ± {row.before_se:.3f}", set()).add(row.seed)
+    if len(seeds) == 1:
+        return f"Cold start {next(iter(seeds))}"
+    by_seed = sorted(seeds.items(), key=lambda found: min(found[1]))
+    each = ", ".join(f"{start} (seed {', '.join(map(str, sorted(of)))})" for start, of in by_seed)
+    return f"Cold starts {each}: arms are compared seed by seed, without what a cold start adds to all of them"
 
 
 def losses(arms: Mapping[str, Sequence[Row]], spread: float, freedom: int) -> list[str]:
@@ -152,7 +159,7 @@ def draw_arms(
     title: str = "Accuracy after 40 steps, ± 2 standard errors of sampling; one mark per seed",
     algorithms: Sequence[str] = ("GSPO", "GRPO"),
 ) -> str:
-    """Every run's final accuracy with two standard errors, one line per arm; the cold start as a dashed line."""
+    """Every run's final accuracy with two standard errors, one line per arm; cold starts as dashed lines."""
     arms: dict[str, list[Run]] = {}
     for row in rows:
         arms.setdefault(row.arm, []).append(row)
@@ -168,10 +175,12 @@ def draw_arms(
         at = x(tenth / 10)
         parts.append(f'<path d="M{at:.1f} {top - 10}V{bottom}" stroke="{_GRID}"/>')
         parts.append(f'<text x="{at:.1f}" y="{height - 22}" text-anchor="middle">{tenth / 10:.1f}</text>')
-    if rows:
-        at = x(rows[0].before)
+    befores = sorted({row.before for row in rows})
+    for at in map(x, befores):
         parts.append(f'<path d="M{at:.1f} {top - 10}V{bottom}" stroke="{_COLD}" stroke-dasharray="4 3"/>')
-        parts.append(f'<text x="{at:.1f}" y="{top - 14}" text-anchor="middle" fill="{_COLD}">cold start</text>')
+    if befores:
+        words = "cold start" if len(befores) == 1 else "cold starts"
+        parts.append(f'<text x="{x(befores[0]):.1f}" y="{top - 14}" text-anchor="middle" fill="{_COLD}">{words}</text>')
     for number, (name, arm) in enumerate(arms.items()):
         middle = top + line * number + 8
         parts.append(f'<text x="{left - 10}" y="{middle + 4}" text-anchor="end">{escape(name)}</text>')

@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 
-from study_rows import append_row, pooled_spread, read_table, smallest_detectable, t_quantile
+from study_rows import (
+    append_row,
+    compared_spread,
+    pooled_spread,
+    read_table,
+    smallest_detectable,
+    start_effects,
+    t_quantile,
+)
 
 from gspo_mega.metrics.length_bins import LENGTH_BINS
 
@@ -167,7 +175,18 @@ def by_arm(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def spread_of(rows: Iterable[Row]) -> tuple[float, int]:
-    """`pooled_spread` of the final accuracies, over arms of which no run has collapsed."""
-    arms = by_arm(rows).values()
-    return pooled_spread([row.accuracy for row in arm] for arm in arms if all(r.outcome == "trained" for r in arm))
+def final_accuracy(row: Row) -> float:
+    return row.accuracy
+
+
+def without_starts(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their final accuracies as arms are compared by: without what the cold starts of their seeds add, so
+    that seeds are compared one by one where they have different ones. With one cold start, the rows themselves.
+    """
+    effects = start_effects(rows, final_accuracy)
+    return [replace(row, accuracy=row.accuracy - effects[row.cold_start]) for row in rows]
+
+
+def spread_of(rows: Sequence[Row]) -> tuple[float, int]:
+    """`compared_spread` of the final accuracies, over arms of which no run has collapsed."""
+    return compared_spread(rows, final_accuracy)

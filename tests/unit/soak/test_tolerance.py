@@ -242,6 +242,20 @@ def test_which_algorithm_bears_more_is_said_of_losses(gspo_arm, grpo_arm, said):
     assert "loses" not in tolerance_figures.table(without_anchor), "there is no loss without an anchor"
 
 
+def test_arms_are_compared_within_cold_starts():
+    """Every run of seed 2 ends .3 higher, for its cold start: not a spread, and no difference to an anchor without one."""
+    rows = []
+    for seed, higher, start in ((1, 0.0, "x"), (2, 0.3, "y"), (3, 0.3, "y")):
+        rows.append(row(seed=seed, accuracy=0.5 + higher, before=0.2 + higher, cold_start=start))
+        arm = "gspo-fp32-same-1bits-old_trainer"
+        rows.append(row(arm, seed, accuracy=0.4 + higher + seed / 100, before=0.2 + higher, cold_start=start))
+    text = tolerance_figures.table(rows)
+    assert "| 0.500 0.800 0.800 |" in text, "the table has what was measured"
+    # Without the effects -+.15375 the squares within arms are .0000375 + .0000875, over 4 - 1 degrees of freedom.
+    assert "-0.080, beyond ± 0.011" in text and "Spread between seeds 0.006 (3 degrees" in text
+    assert "Cold starts 0.200 ± 0.250 (seed 1), 0.500 ± 0.250 (seed 2, 3): arms are compared seed by seed" in text
+
+
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
