@@ -15,9 +15,10 @@ ranks in expert parallelism, fp32, one SGLang server. GSPO (range .003 / .004, t
 mean of sequences' token means) and PPO (.2 / .2, a critic, one response per prompt), 80 rollout batches of 256
 responses each, 4 optimizer steps a batch, lr 1e-4. PPO's first 4 batches train its critic alone, and count as samples.
 
-**Routing** (c). The same task and samples on `claims_moe.json`: 6 layers of 32 experts, 4 of them per token, of which
-the quickstart's has 3 layers of 8, 2 per token. GSPO and GRPO, each with the trainer's own routes, with those of the
-old pass (R2) and with those of the rollout (R3).
+**Routing** (c). The same task on `claims_moe.json`: 6 layers of 32 experts, 4 of them per token, of which the
+quickstart's has 3 layers of 8, 2 per token. 40 rollout batches of 256 responses. (80 before the first row of this
+block; halved for the time that 18 runs take.) GSPO and GRPO, each with the trainer's own routes, with those of the old
+pass (R2) and with those of the rollout (R3).
 
 **Turns** (e). Sums that are worked out with a calculator, in two or three turns: configs/calculator.yaml, 40 rollout
 batches of 256 episodes. A call whose result is needed has a reward of .25 (`claims_turns.py`), a right answer 1. GSPO

@@ -12,7 +12,7 @@ Algorithm = Literal["gspo", "gspo_token", "grpo", "ppo"]
 Replay = Literal["none", "R2", "R3"]
 
 SEEDS = (1, 2, 3)
-NUM_STEPS = 80
+NUM_STEPS = {"learning": 80, "routing": 40}
 EVAL_EVERY = 10
 
 
@@ -52,7 +52,7 @@ class Arm:
                 "mismatch.correction=none",
             ]
         common = [
-            f"train.num_steps={NUM_STEPS}",
+            f"train.num_steps={NUM_STEPS[self.block]}",
             f"eval.every_steps={EVAL_EVERY}",
             "rollout.max_new_tokens=48",
             "mismatch.correction=none",

@@ -34,7 +34,8 @@ def test_every_run_has_a_name_of_its_own_and_a_configuration():
             assert config.objective.clip_low == 3e-3 and config.advantage.turns == arm.advantages
             assert config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size == 40 * 256
             continue
-        assert config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size == 80 * 256
+        num_steps = {"learning": 80, "routing": 40}[arm.block]
+        assert config.train.num_steps * config.batch.prompts_per_step * config.batch.group_size == num_steps * 256
         assert config.rollout.max_new_tokens == 48 and config.optimizer.lr == 1e-4
         if arm.algorithm != "gspo":
             assert config.objective.clip_low == 0.2
