@@ -113,7 +113,7 @@ def test_evaluations_share_a_start_by_what_a_process_cannot_change():
 
 
 def test_the_tokens_come_back_from_their_file(tmp_path):
-    sequences = (Sampled(0, (1, 2, 3), (4, 5), (-0.5, -1.0)), Sampled(1, (6,), (7,), (-2.0,)))
+    sequences = (Sampled(0, (1, 2, 3), (4, 5), (-0.5, -1.0), -1), Sampled(1, (6,), (7,), (-2.0,), 1))
     fixed = FixedTokens(sequences, (np.zeros((4, 1, 2), np.int32), np.ones((1, 1, 2), np.int32)))
     fixed.save(tmp_path)
     again = FixedTokens.load(tmp_path)
