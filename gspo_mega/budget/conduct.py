@@ -205,11 +205,10 @@ class Conduct:
         scored = {point: np.load(self.done[point]) for point in plan.points}
         return find(self.facts, plan, fixed, scored, np.load(self.done[plan.trained].with_suffix(".entropies.npy")))
 
-    def made(self, start: datetime.datetime, seconds: float) -> dict[str, Any]:
-        """What a reader of the numbers needs to make them again: when, of what, by which software."""
+    def origin(self) -> dict[str, Any]:
+        """What a reader of the numbers needs to make them again: when, of what, by which software; as it is now."""
         return {
-            "date": start.isoformat(timespec="seconds"),
-            "seconds": round(seconds, 1),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "config": str(self.loaded.path),
             "overrides": list(self.overrides),
             "device": self.facts.device,
@@ -232,8 +231,9 @@ def budget(
 
     Raises ConfigError or PlanError before anything starts, RankError where the run's own server or ranks fail.
     """
-    start, began = datetime.datetime.now(datetime.UTC), time.monotonic()
+    began = time.monotonic()
     conduct = Conduct(loaded, overrides, say, worker_command)
+    made = conduct.origin()
     code, plan = conduct.evaluate(both_orders)
     if code:
         return code
@@ -244,7 +244,7 @@ def budget(
     say("\n" + render(findings, advice))
     say(f"\nmeasured in {seconds:.0f} s")
     if json_file is not None:
-        atomic_write_json(json_file, as_json(findings, advice, conduct.made(start, seconds)))
+        atomic_write_json(json_file, as_json(findings, advice, {**made, "seconds": round(seconds, 1)}))
         say(f"numbers  {json_file}")
     return 1 if findings.faults else 0
 
