@@ -73,10 +73,13 @@ def _direct_use(facts: Facts, findings: Findings, advice: Advice) -> None:
     clipped = (
         f"used directly as old (`old_log_probs: rollout`), the servers' log-probs would clip {percent(total.negative)}"
         f" of the {what} with A < 0 and {percent(total.positive)} of those with A > 0, with no update at all"
+        f" ({_from_which(findings)})"
     )
     both = (total.negative, total.positive)
     is_rounding = total.band_share.below(_NOTHING)
-    if any(share.above(BEARABLE) for share in both):
+    # A few responses of one sign tell little; all of them tell more, unless those few contradict.
+    of_all = zip(both, (total.below, total.above), strict=True)
+    if any(sign.above(BEARABLE) or (whole.above(BEARABLE) and not sign.below(BEARABLE)) for sign, whole in of_all):
         advice.sentences.append(f"{_capital(clipped)}: recompute them.")
         advice.keys["old_log_probs"] = ("trainer", f"the servers' would clip {percent(total.negative)} of A < 0")
     elif (is_rounding or all(share.below(BEARABLE) for share in both)) and not findings.faults:
@@ -89,6 +92,15 @@ def _direct_use(facts: Facts, findings: Findings, advice: Advice) -> None:
             f" {BEARABLE:.0%}. Sample more (budget.num_prompts), or recompute them."
         )
         advice.keys["old_log_probs"] = ("trainer", "safe where it is not known")
+
+
+def _from_which(findings: Findings) -> str:
+    """Whose shares these are."""
+    total = findings.total
+    where = f"{percent(total.below)} below the range, {percent(total.above)} above it"
+    if findings.unsigned is not None:
+        return f"if A has no part in it; the shares are those of all, because {findings.unsigned}"
+    return f"from {findings.num_negative} responses with A < 0 and {findings.num_positive} with A > 0; of all, {where}"
 
 
 def _origin(findings: Findings, advice: Advice) -> None:

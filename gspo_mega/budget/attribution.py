@@ -18,11 +18,12 @@ _RESAMPLES = 2000
 @dataclass(frozen=True)
 class Tokens:
     """Whose tokens the values are: `sequence` [T] int64 ascending from 0, `prompt` [S] int64, the group of each
-    sequence.
+    sequence, and `signs` [S] int64, the sign of each sequence's advantage, 0 where that is 0 or not known.
     """
 
     sequence: np.ndarray
     prompt: np.ndarray
+    signs: np.ndarray
 
     @property
     def lengths(self) -> np.ndarray:
@@ -121,17 +122,31 @@ class AtLength:
 @dataclass(frozen=True)
 class Row:
     """One difference x of log-probs. `k3`: mean(e^x - 1 - x) per token, nats. `mean`: of x per token. `maximum`:
-    largest |x|. `band_share`: mean |log s| in widths of the clip range. `negative`, `positive`: the share of sequences
-    (tokens, where those are clipped) below and above the range, which is where A < 0 and A > 0 are clipped.
+    largest |x|. `band_share`: mean |log s| in widths of the clip range. `below`, `above`: the share of all sequences
+    (tokens, where those are clipped) below and above the range. `clipped_negative`: of those with A < 0 the share below
+    it, `clipped_positive`: of those with A > 0 the share above it, where min(s A, clip(s) A) has no gradient; None
+    where there is none of that sign.
     """
 
     k3: Estimate
     mean: Estimate
     at_length: tuple[AtLength, ...]
     band_share: Estimate
-    negative: Estimate
-    positive: Estimate
+    below: Estimate
+    above: Estimate
+    clipped_negative: Estimate | None
+    clipped_positive: Estimate | None
     maximum: float
+
+    @property
+    def negative(self) -> Estimate:
+        """What is known of A < 0: their own share, or without any that of all, as if A had no part in it."""
+        return self.below if self.clipped_negative is None else self.clipped_negative
+
+    @property
+    def positive(self) -> Estimate:
+        """What is known of A > 0, as `negative`."""
+        return self.above if self.clipped_positive is None else self.clipped_positive
 
 
 def ratio_estimate(values: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> Estimate:
@@ -189,6 +204,8 @@ def make_row(values: np.ndarray, tokens: Tokens, band: Band, lengths: Sequence[i
     ones = np.ones(len(values))
     log_s = sequence_means(values, tokens)
     units, groups = (values, by_token) if band.per_token else (log_s, tokens.prompt)
+    signs = tokens.signs[tokens.sequence] if band.per_token else tokens.signs
+    is_below, is_above = units < band.low, units > band.high
     each = np.ones(len(units))
     described = []
     for length in lengths:
@@ -206,10 +223,17 @@ def make_row(values: np.ndarray, tokens: Tokens, band: Band, lengths: Sequence[i
         mean=ratio_estimate(values, ones, by_token),
         at_length=tuple(described),
         band_share=ratio_estimate(np.abs(units) / band.width, each, groups),
-        negative=share_estimate(units < band.low, groups),
-        positive=share_estimate(units > band.high, groups),
+        below=share_estimate(is_below, groups),
+        above=share_estimate(is_above, groups),
+        clipped_negative=_share_where(signs < 0, is_below, groups),
+        clipped_positive=_share_where(signs > 0, is_above, groups),
         maximum=float(np.abs(values).max(initial=0.0)),
     )
+
+
+def _share_where(chosen: np.ndarray, flags: np.ndarray, groups: np.ndarray) -> Estimate | None:
+    """`share_estimate` of the `chosen` [N] bool; None without any."""
+    return share_estimate(flags[chosen], groups[chosen]) if chosen.any() else None
 
 
 def explained_share(part: np.ndarray, whole: np.ndarray, groups: np.ndarray) -> Estimate:

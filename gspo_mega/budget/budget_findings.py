@@ -27,6 +27,7 @@ from gspo_mega.budget.faults import UNITS, Fault, Sequences, fault_bounds, find_
 from gspo_mega.budget.fixed_tokens import FixedTokens
 from gspo_mega.budget.walks import Plan, Point, Side, contributions
 from gspo_mega.config import Config
+from gspo_mega.config.critic_config import critic_of
 from gspo_mega.config.recipes import RECIPES
 from gspo_mega.plan.coinciding_blocks import differing_blocks
 
@@ -53,7 +54,8 @@ class Other:
 @dataclass(frozen=True)
 class Findings:
     """Everything that was measured. `parts`: by order, then by cause. `residual`: largest |sum of the parts - d| of
-    any order, nats. `num_prompts`, `num_sequences`, `num_tokens`: of the fixed tokens. `bounds`: by cause, the
+    any order, nats. `num_prompts`, `num_sequences`, `num_tokens`: of the fixed tokens; `num_negative`, `num_positive`:
+    sequences with A < 0 and A > 0. `unsigned`: why there are none; None where there are. `bounds`: by cause, the
     difference of a token below which no fault is seen, nats. `moved`: by cause, its share in the other order less that
     in the first. `blocks`: of a trainer and servers that both compute in FP8 blocks, the tensors whose blocks are not
     the same, with the reasons; None for any other pair.
@@ -62,6 +64,9 @@ class Findings:
     num_prompts: int
     num_sequences: int
     num_tokens: int
+    num_negative: int
+    num_positive: int
+    unsigned: str | None
     lengths: tuple[int, ...]
     band: Band
     total: Row
@@ -117,6 +122,9 @@ def find(
         num_prompts=len(set(tokens.prompt.tolist())),
         num_sequences=len(tokens.prompt),
         num_tokens=len(tokens.sequence),
+        num_negative=int((tokens.signs < 0).sum()),
+        num_positive=int((tokens.signs > 0).sum()),
+        unsigned=None if tokens.signs.any() else _why_unsigned(facts.config),
         lengths=lengths,
         band=band,
         total=make_row(d, tokens, band, lengths),
@@ -129,6 +137,16 @@ def find(
         residual=residual,
         blocks=_blocks(facts),
     )
+
+
+def _why_unsigned(config: Config) -> str:
+    if critic_of(config) is not None:
+        return "advantages need the values of a critic"
+    if config.advantage.turns == "return_to_go":
+        return "the tokens of a response have advantages of their own"
+    if config.budget.samples_per_prompt < 2:
+        return "budget.samples_per_prompt is 1, so that a response has no other to be compared with"
+    return "no prompt has two responses with different rewards"
 
 
 def _blocks(facts: Facts) -> dict[str, str] | None:

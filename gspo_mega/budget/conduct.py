@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import datetime
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.errors import ConfigError, GspoMegaError, PlanError, RankError
 from gspo_mega.launcher.gpus_and_ports import device_here
 from gspo_mega.launcher.local.launch_local import WORKER_COMMAND, launch
+from gspo_mega.launcher.software_versions import commit, versions
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import plan_run
 from gspo_mega.run_folder import RunFolder, atomic_write_json
@@ -203,6 +205,17 @@ class Conduct:
         scored = {point: np.load(self.done[point]) for point in plan.points}
         return find(self.facts, plan, fixed, scored, np.load(self.done[plan.trained].with_suffix(".entropies.npy")))
 
+    def origin(self) -> dict[str, Any]:
+        """What a reader of the numbers needs to make them again: when, of what, by which software; as it is now."""
+        return {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "config": str(self.loaded.path),
+            "overrides": list(self.overrides),
+            "device": self.facts.device,
+            "commit": commit() or "not known: these sources are in no git repository",
+            "versions": versions(),
+        }
+
 
 def budget(
     loaded: LoadedConfig,
@@ -218,17 +231,21 @@ def budget(
 
     Raises ConfigError or PlanError before anything starts, RankError where the run's own server or ranks fail.
     """
+    began = time.monotonic()
     conduct = Conduct(loaded, overrides, say, worker_command)
+    made = conduct.origin()
     code, plan = conduct.evaluate(both_orders)
     if code:
         return code
     remove_folders(loaded.config)
     findings = conduct.findings(plan)
     advice = advise(conduct.facts, findings)
+    seconds = time.monotonic() - began
     say("\n" + render(findings, advice))
+    say(f"\nmeasured in {seconds:.0f} s")
     if json_file is not None:
-        atomic_write_json(json_file, as_json(findings, advice))
-        say(f"\nnumbers  {json_file}")
+        atomic_write_json(json_file, as_json(findings, advice, {**made, "seconds": round(seconds, 1)}))
+        say(f"numbers  {json_file}")
     return 1 if findings.faults else 0
 
 

@@ -22,12 +22,15 @@ from gspo_mega.run_folder import atomic_write_json
 
 @dataclass(frozen=True)
 class Sampled:
-    """One prompt and one response to it. `log_probs`: as returned with the samples, nats, one per response token."""
+    """One prompt and one response to it. `log_probs`: as returned with the samples, nats, one per response token.
+    `sign`: of its advantage, 0 where that is 0 or not known before the run.
+    """
 
     group: int
     prompt: tuple[int, ...]
     response: tuple[int, ...]
     log_probs: tuple[float, ...]
+    sign: int = 0
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -45,12 +48,18 @@ class FixedTokens:
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> FixedTokens:
-        """Of sampled groups."""
+        """Of sampled groups. A row's advantage counts where it has one and its tokens have none of their own."""
         trajectories = [t for group in groups for t in group.trajectories]
         routes = tuple(t.routed_experts for t in trajectories if t.routed_experts is not None)
         return cls(
             tuple(
-                Sampled(t.group_id, t.prompt.token_ids, tuple(t.response_token_ids), tuple(t.rollout_log_probs))
+                Sampled(
+                    t.group_id,
+                    t.prompt.token_ids,
+                    tuple(t.response_token_ids),
+                    tuple(t.rollout_log_probs),
+                    0 if t.token_advantages is not None else int(np.sign(t.advantage or 0.0)),
+                )
                 for t in trajectories
             ),
             routes if len(routes) == len(trajectories) else (),
@@ -67,7 +76,7 @@ class FixedTokens:
         with np.load(folder / "routes.npz") as routes:
             arrays = tuple(routes[name] for name in routes.files)
         sequences = (
-            Sampled(s["group"], tuple(s["prompt"]), tuple(s["response"]), tuple(s["log_probs"]))
+            Sampled(s["group"], tuple(s["prompt"]), tuple(s["response"]), tuple(s["log_probs"]), s["sign"])
             for s in values["sequences"]
         )
         return cls(tuple(sequences), arrays)
@@ -80,7 +89,8 @@ class FixedTokens:
     def tokens(self) -> Tokens:
         """Whose the response tokens are."""
         lengths = [len(s.response) for s in self.sequences]
-        return Tokens(np.repeat(np.arange(len(lengths)), lengths), np.array([s.group for s in self.sequences]))
+        groups, signs = (np.array([getattr(s, name) for s in self.sequences]) for name in ("group", "sign"))
+        return Tokens(np.repeat(np.arange(len(lengths)), lengths), groups, signs)
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
         """Values of all tokens but the first of each sequence, [sum (tokens - 1)], by sequence."""

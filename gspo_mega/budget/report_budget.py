@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,12 +14,13 @@ from gspo_mega.budget.budget_findings import Findings
 _LEGEND = (
     "k3: mean(e^x - 1 - x) per token, nats, of the difference x that the cause adds to d = trainer - rollout;",
     "band: mean |log s| in widths of the clip range, log s being the mean of x over a sequence (or over its first so",
-    "many tokens); A<0, A>0: share of all responses below, above the clip range, had the cause acted alone: there",
-    "A < 0, A > 0 is clipped with no update at all (no reward is looked at);",
+    "many tokens); below, above: share of all responses below, above the clip range, had the cause acted alone;",
+    "A<0: of the responses with A < 0 the share below it; A>0: of those with A > 0 the share above it: with no update",
+    "at all these are clipped, were the servers' log-probs used directly as old;",
     "bound: a token's difference that the row's rounding may reach, nats; what is smaller is not seen to be a fault;",
     "forward, backward: share of the squared mismatch in each order of changing the causes, 100 % together.",
-    "(+-): one standard error, from the spread between prompts; of A<0 and A>0: half the way to the farther end of",
-    "Wilson's interval at two standard errors, each prompt counted as one trial.",
+    "(+-): one standard error, from the spread between prompts; of shares of responses: half the way to the farther",
+    "end of Wilson's interval at two standard errors, each prompt counted as one trial.",
 )
 
 
@@ -27,9 +29,10 @@ def render(findings: Findings, advice: Advice) -> str:
     return "\n".join([*_table(findings), "", *_LEGEND, *_not_measured(findings), "", *_verdict(advice)])
 
 
-def as_json(findings: Findings, advice: Advice) -> dict[str, Any]:
-    """The same as one JSON object; infinite standard errors are null."""
+def as_json(findings: Findings, advice: Advice, made: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as one JSON object; infinite standard errors are null. `made`: when, how long, by what software."""
     value = {
+        "made": made,
         "sentences": advice.sentences,
         "recommended": {key: value for key, (value, _) in advice.keys.items()},
         **asdict(findings),
@@ -59,6 +62,9 @@ def _table(findings: Findings) -> list[str]:
         f"{findings.num_sequences} sequences of {findings.num_prompts} prompts, {findings.num_tokens} response tokens;"
         f" clip range of log s {findings.band.low:.1e} to {findings.band.high:+.1e}"
         + (" per token" if findings.band.per_token else ""),
+        f"A<0 and A>0 are those of all responses: {findings.unsigned}"
+        if findings.unsigned is not None
+        else f"{findings.num_negative} sequences have A < 0, {findings.num_positive} have A > 0",
         "",
         f"{'cause':<{width}}  {'k3 per token':>17}  {'band':>15}  {'A<0':>8}  {'A>0':>8}  {'max |x|':>7}"
         f"  {'bound':>7}  {headings}",
@@ -68,12 +74,13 @@ def _table(findings: Findings) -> list[str]:
         lines.append(f"{name:<{width}}  {_numbers(row)}  {_bound(findings, name)}  {by_order}")
     for order in orders[1:]:
         lines += [f"  {order}: {name} k3 {part.row.k3.value:.1e}" for name, part in _other(findings, order)]
-    lines += ["", f"{'':<{width}}  " + "  ".join(f"{f'log s at {length}':>26}" for length in findings.lengths)]
+    lengths = "  ".join(f"{f'log s at {length}':>26}" for length in findings.lengths)
+    lines += ["", f"{'':<{width}}  {'below':>8}  {'above':>8}  {lengths}"]
     for name, row in rows.items():
         log_s = "  ".join(
             f"{f'{at.mean.value:+.1e} (+-{_short(at.mean.error)}) sd {at.sd:.1e}':>26}" for at in row.at_length
         )
-        lines.append(f"{name:<{width}}  {log_s}")
+        lines.append(f"{name:<{width}}  {_percent(row.below):>8}  {_percent(row.above):>8}  {log_s}")
     return lines
 
 

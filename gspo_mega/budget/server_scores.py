@@ -11,21 +11,24 @@ from collections.abc import Callable
 import numpy as np
 
 from gspo_mega import beats
+from gspo_mega.batches.assemble import fill_advantages
 from gspo_mega.batches.rollouts import Rollouts
 from gspo_mega.budget.causes import CACHED, HOW, SAMPLED, TOGETHER
 from gspo_mega.budget.fixed_tokens import FixedTokens, Sampled
 from gspo_mega.budget.walks import Point
 from gspo_mega.config import Config
+from gspo_mega.config.critic_config import least_of_group
 from gspo_mega.rollout.client.prompt_scores import score_tokens
 from gspo_mega.rollout.sampled_groups import TaskGroup
 from gspo_mega.rollout.server_pool import ServerPool
+from gspo_mega.rollout_batch import RolloutBatch
 
 _FLUSH_SECONDS = 60.0
 
 
 def sample_tokens(rollouts: Rollouts, config: Config, on_wait: Callable[[], None]) -> FixedTokens:
-    """Sample the tokens from the run's own data as training does, temperature, top_p and top_k included. `on_wait` is
-    called meanwhile, and what it raises ends the wait.
+    """Sample the tokens from the run's own data as training does, temperature, top_p and top_k included, and take the
+    advantages from their rewards as the run does. `on_wait` is called meanwhile, and what it raises ends the wait.
     """
     prompts = [rollouts.prompts.next() for _ in range(config.budget.num_prompts)]
     groups = rollouts.collector.sample(
@@ -37,6 +40,9 @@ def sample_tokens(rollouts: Rollouts, config: Config, on_wait: Callable[[], None
         name="budget",
         on_wait=on_wait,
     )
+    scored = RolloutBatch(0, groups).scored(least_of_group(config))  # of the same rows
+    if scored.groups:
+        fill_advantages(scored, config, scored.step)
     return FixedTokens.of(groups)
 
 

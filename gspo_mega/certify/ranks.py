@@ -80,7 +80,11 @@ def run_case(
         seed=config.run.seed,
     )
     try:
-        engine = PolicyEngine(config, spec, groups, num_optimizer_steps=config.certify.num_steps)
+        # What is measured are passes and gradients of whole batches, whatever the run corrects.
+        uncorrected = {"mismatch": config.mismatch.model_copy(update={"correction": "none"})}
+        engine = PolicyEngine(
+            config.model_copy(update=uncorrected), spec, groups, num_optimizer_steps=config.certify.num_steps
+        )
         critic = build_critic(config, spec, groups)
         _load(engine, config)
         draws = None if is_reference else reference.draws()

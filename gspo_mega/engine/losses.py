@@ -183,6 +183,9 @@ class PolicyLoss:
     corrected. With `corrects`, where `old` is None, every rank's one micro-batch is all of the rollout batch, and the
     correction is decided here, between its forward and its backward pass: collective over the data group as well.
 
+    Raises ValueError if `old_pass.rule` corrects and nobody has decided or will decide the correction: a loss without
+    one has a rule of mode `none`, or uses the server's log-probs.
+
     Called with the micro-batches in order: a batch, `log_probs` [N] float32 nats and, if `wants_entropy`, `entropies`
     [N] float32 nats of this rank's active tokens. Collective over the context group.
     """
@@ -197,6 +200,17 @@ class PolicyLoss:
     old_is_current: bool = False
     corrects: bool = False
     next_index: int = 0
+
+    def __post_init__(self) -> None:
+        mode = self.old_pass.rule.mode
+        if mode == "none" or self.use_rollout or self.corrects:
+            return
+        if self.old is None or any(old.correction is None for old in self.old):
+            raise ValueError(
+                f"mismatch.correction is {mode}, and nobody has decided it: call `PolicyEngine.correct` with the old"
+                " passes of the whole rollout batch, or train with `corrects`; without a correction mismatch.correction"
+                " is none"
+            )
 
     @property
     def wants_entropy(self) -> bool:

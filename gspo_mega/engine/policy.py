@@ -176,8 +176,8 @@ class PolicyEngine:
         `denominator`: the global count that the aggregation averages over. `old`: None if old is current. `reference`:
         what `ReferencePolicy.log_probs` returned for these packs, if there is a KL term: [N] float32 nats of this
         rank's active tokens per micro-batch. `corrects`: without `old`, decide the correction in this pass
-        (`can_correct_in_training`). Raises NumericsError naming the trajectory with a non-finite active
-        log-prob, or layers that did not follow replayed routes. Collective.
+        (`can_correct_in_training`). Raises ValueError where `mismatch.correction` was not decided; NumericsError naming
+        the trajectory with a non-finite active log-prob, or layers that did not follow replayed routes. Collective.
         """
         report = self.policy_gradients(micro_batches, settings, denominator, old, reference, corrects)
         return self._apply(report), report

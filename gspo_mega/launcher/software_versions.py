@@ -1,4 +1,4 @@
-"""The software of a run as text: the project's commit and the versions of the packages that it uses."""
+"""The software of a run: the project's commit and the versions of the packages that it uses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
+
+from gspo_mega.config.layer_library import wheel_folder
 
 PACKAGES = (
     "gspo_mega",
@@ -20,30 +22,47 @@ PACKAGES = (
     "pydantic",
     "aiohttp",
 )
+_GIT_SECONDS = 30.0
 
 
 def versions_text() -> str:
     """One line per package of this process's environment, with `-` for a missing one."""
-    lines = [f"python {platform.python_version()}", f"commit {_commit()}"]
-    return "\n".join([*lines, *(f"{package} {_version(package)}" for package in PACKAGES)]) + "\n"
+    lines = [f"python {platform.python_version()}", f"commit {commit() or '-'}"]
+    return "\n".join([*lines, *(f"{package} {version or '-'}" for package, version in versions().items())]) + "\n"
 
 
-def _version(package: str) -> str:
+def versions() -> dict[str, str | None]:
+    """The version of each package in this process's environment; None where it is missing."""
+    return {package: _version(package) for package in PACKAGES}
+
+
+def commit(folder: Path | None = None) -> str | None:
+    """The commit of this process's sources, `-dirty` behind it where they differ from it; None where they are no part
+    of a repository, as an installed package is. `folder`: another package's, with an `__init__.py`.
+    """
+    folder = folder or Path(__file__).parents[1]
+    # An environment may lie inside somebody's repository, whose commit says nothing of what is installed there.
+    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40")
+
+
+def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "-"
+        pass
+    if package == "transformer-engine":  # without a GPU it lies where no import path leads
+        for found in metadata.distributions(name=package, path=[str(wheel_folder())]):
+            return found.version
+    return None
 
 
-def _commit() -> str:
-    """The commit of this process's sources, marked when they differ from it; `-` outside a repository."""
+def _git(folder: Path, *words: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"],
-            capture_output=True,
-            text=True,
-            timeout=30,
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return "-"
-    return done.stdout.strip() or "-"
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -24,7 +24,8 @@ FUSIONS = ("bias_activation_fusion", "moe_permute_fusion", "gradient_accumulatio
 
 
 def layout_config(folder: str, parallel: dict, **sections) -> Config:
-    """The smallest configuration of the model in `folder`, in the layout `parallel`."""
+    """The smallest configuration of the model in `folder`, in the layout `parallel`; nothing is corrected unless said."""
+    sections = {"mismatch": dict(correction="none"), **sections}
     return make_config(model=dict(path=folder), parallel=parallel, **sections)
 
 

@@ -68,7 +68,11 @@ def _train(config: Config, phase: list[str]) -> dict[str, np.ndarray]:
     phase[0] = "build"
     spec = read_model_spec(config.model.path)
     layout = layout_of(config, spec)
-    engine = PolicyEngine(config, spec, groups, num_optimizer_steps=config.batch.num_mini_batches)
+    # Nothing is corrected: made-up log-probs of a server would have most of the batch dropped.
+    uncorrected = {"mismatch": config.mismatch.model_copy(update={"correction": "none"})}
+    engine = PolicyEngine(
+        config.model_copy(update=uncorrected), spec, groups, num_optimizer_steps=config.batch.num_mini_batches
+    )
     phase[0] = "load"
     import_huggingface(config.model.path, spec, groups, engine.chunks)
     engine.after_weights_loaded()
@@ -80,7 +84,6 @@ def _train(config: Config, phase: list[str]) -> dict[str, np.ndarray]:
     if (routes := ExpertRoutes.of(batch.trajectories, spec, config.moe.routing_replay == "R3")) is not None:
         routes.attach([pack for mini_batch in mine for pack in mini_batch.micro_batches])
     phase[0] = "train"
-    # Nothing is corrected: made-up log-probs of a server would have most of the batch dropped.
     old = [engine.old_pass(m.micro_batches) if makes_old_pass(config) else None for m in mine]
     frozen = [reference.log_probs(m.micro_batches) if reference is not None else None for m in mine]
     settings = objective_settings(config.algorithm, config.objective)

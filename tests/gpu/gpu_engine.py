@@ -134,6 +134,7 @@ def precision_config(precision: str, **sections: object) -> Config:
         data=dict(max_prompt_tokens=1024),
         rollout=dict(max_new_tokens=1024),
         optimizer=dict(lr=1e-6),
+        mismatch=dict(correction="none"),
     )
     if recipe:
         own["fp8"] = dict(recipe=recipe)

@@ -221,6 +221,7 @@ class Trainer:
         """A step of the loop on a rollout batch: the log s of each mini-batch's trajectories, as it is trained on."""
         self._set_temperature(temperature)
         old = [self.engine.old_pass(m.micro_batches) for m in mini_batches]
+        self.engine.correct(old)
         settings = objective_settings(self.config.algorithm, self.config.objective)
         log_s = []
         for mini_batch, before in zip(mini_batches, old, strict=True):

@@ -181,5 +181,8 @@ def test_the_command(tmp_path, quickstart_files):
     assert list(values["parts"]) == ["forward"]
     assert list(values["parts"]["forward"]) == [SAMPLING, PREFIX_CACHE, ENGINES, "trainer packing"]
     assert values["faults"] == []
+    assert values["made"]["seconds"] > 1 and values["made"]["overrides"] == given
+    # The random model is never right: no response has another one to be compared with.
+    assert "no prompt has two responses with different rewards" in values["unsigned"]
     (tokens,) = {file.parent for file in tmp_path.rglob("tokens.json")}
     assert values["total"]["k3"]["value"] < 1e-11 or tie_in(tokens, quickstart_files / "model")

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from gspo_mega.config.block_scales import block_scale_variable
 from gspo_mega.config.layer_library import TRANSFORMER_ENGINE_VARIABLE as VARIABLE
+from gspo_mega.config.layer_library import wheel_folder
 from gspo_mega.errors import ModelError
 
 _SETS_UP = "launch/setup.sh"
@@ -55,11 +56,6 @@ def is_requested(environment: Mapping[str, str] | None = None) -> bool:
 def is_loaded() -> bool:
     """Whether this process has Transformer Engine's Python over the kernels of this package."""
     return _loaded
-
-
-def wheel_folder(prefix: str | None = None) -> Path:
-    """Where `launch/setup.sh` puts the wheel's contents: a folder of the environment that no import path names."""
-    return Path(prefix or sys.prefix) / "opt" / "transformer_engine"
 
 
 def load_transformer_engine(folder: Path | None = None) -> None:

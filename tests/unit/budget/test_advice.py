@@ -18,7 +18,9 @@ from gspo_mega.budget.report_budget import as_json, render
 from gspo_mega.model.huggingface import read_model_spec
 
 PROMPTS, EACH, LENGTH = 30, 4, 50
-TOKENS = Tokens(np.repeat(np.arange(PROMPTS * EACH), LENGTH), np.repeat(np.arange(PROMPTS), EACH))
+SEQUENCE, PROMPT = np.repeat(np.arange(PROMPTS * EACH), LENGTH), np.repeat(np.arange(PROMPTS), EACH)
+TOKENS = Tokens(SEQUENCE, PROMPT, np.tile([-1, 1], PROMPTS * EACH // 2))
+MADE = {"date": "2026-01-01T00:00:00+00:00", "seconds": 1.5}
 LENGTHS = (5, 16, 50)
 
 
@@ -45,6 +47,9 @@ def findings(run, parts, alternatives=(), nothing=(), faults=(), backward=None, 
         num_prompts=PROMPTS,
         num_sequences=PROMPTS * EACH,
         num_tokens=len(d),
+        num_negative=int((tokens.signs < 0).sum()),
+        num_positive=int((tokens.signs > 0).sum()),
+        unsigned=None if tokens.signs.any() else "nobody scored them",
         lengths=LENGTHS,
         band=band,
         total=make_row(d, tokens, band, LENGTHS),
@@ -75,6 +80,50 @@ def test_a_gap_of_fp8_size_is_to_be_recomputed():
     assert "a run will warn of it, once and then rarely" in said(advice)
 
 
+def test_the_shares_are_those_of_the_signs_of_a():
+    """Wrong responses are below the range, right ones inside: of all half are below."""
+    run = facts()
+    d = np.where(TOKENS.signs[TOKENS.sequence] < 0, -1e-2, 1e-5)
+    found = findings(run, {ENGINES: d})
+    assert (
+        "would clip 100 % +- 6 of the sequences with A < 0 and 0 % +- 6 of those with A > 0, with no update at all (from"
+        " 60 responses with A < 0 and 60 with A > 0; of all, 50 % +- 9 below the range, 0 % +- 6 above it)"
+    ) in said(advise(run, found))
+    shown = render(found, advise(run, found))
+    assert "60 sequences have A < 0, 60 have A > 0" in shown
+    first, second = (line.split() for line in shown.splitlines() if line.startswith("all together "))
+    assert [word.partition("%")[0] for word in first if "%" in word][:2] == ["100", "0"]
+    assert [word.partition("%")[0] for word in second if "%" in word] == ["50", "0"]
+
+
+def test_a_gap_that_clips_nobody_of_its_sign_need_not_be_recomputed():
+    """All responses below the range have A > 0, where nothing is clipped; many prompts say so."""
+    run = facts()
+    count = 400
+    tokens = Tokens(np.repeat(np.arange(count), 5), np.arange(count) // 2, np.tile([-1, 1], count // 2))
+    d = np.where(tokens.signs[tokens.sequence] > 0, -1e-2, 1e-5)
+    text = said(advise(run, findings(run, {ENGINES: d}, tokens=tokens)))
+    assert "the clip range can bear that" in text and "recompute" not in text
+
+
+def test_few_responses_of_a_sign_are_helped_by_all_of_them():
+    run = facts()
+    signs = np.zeros(PROMPTS * EACH, int)
+    signs[:2] = -1, 1
+    tokens = Tokens(SEQUENCE, PROMPT, signs)
+    d = np.where(np.arange(PROMPTS * EACH)[SEQUENCE] % 2 == 0, -1e-2, 1e-5)
+    advice = advise(run, findings(run, {ENGINES: d}, tokens=tokens))
+    assert "from 1 responses with A < 0" in said(advice) and "recompute them" in said(advice)
+
+
+def test_shares_of_all_are_called_that():
+    run = facts()
+    found = findings(run, {ENGINES: noise(4.5e-3)}, tokens=Tokens(SEQUENCE, PROMPT, 0 * TOKENS.signs))
+    advice = advise(run, found)
+    assert "(if A has no part in it; the shares are those of all, because nobody scored them)" in said(advice)
+    assert "A<0 and A>0 are those of all responses: nobody scored them" in render(found, advice)
+
+
 def test_rounding_can_be_borne_and_nothing_is_recommended():
     run = facts()
     advice = advise(run, findings(run, {ENGINES: noise(1e-13)}))
@@ -86,7 +135,7 @@ def test_rounding_can_be_borne_and_nothing_is_recommended():
 def test_too_few_sequences_decide_nothing():
     # Three of four sequences inside, two prompts: 0.25 +- 0.25.
     run = facts()
-    tokens = Tokens(np.repeat(np.arange(4), LENGTH), np.array([0, 0, 1, 1]))
+    tokens = Tokens(np.repeat(np.arange(4), LENGTH), np.array([0, 0, 1, 1]), np.zeros(4, int))
     d = np.where(tokens.sequence == 0, -1e-2, 0.0)
     advice = advise(run, findings(run, {ENGINES: d}, tokens=tokens))
     assert "do not tell" in said(advice) and "budget.num_prompts" in said(advice)
@@ -183,7 +232,7 @@ def test_what_cannot_be_seen_as_a_fault_is_said():
     lines = render(found, advice).splitlines()
     assert next(line for line in lines if line.startswith("cause ")).split()[-3] == "bound"
     assert next(line for line in lines if line.startswith(PREFIX_CACHE + " ")).split().count("1.7e-01") == 1
-    assert as_json(found, advice)["bounds"] == {PREFIX_CACHE: 0.17, ENGINES: 3.5e-6}
+    assert as_json(found, advice, MADE)["bounds"] == {PREFIX_CACHE: 0.17, ENGINES: 3.5e-6}
 
 
 def test_what_cannot_be_changed_is_named_beside_the_engines():
@@ -219,6 +268,7 @@ def test_the_table_has_a_row_of_each_cause_and_the_object_is_json():
     for name in ("server KV cache", ENGINES, "all together", "with moe.routing_replay=R3"):
         assert sum(line.startswith(name + " ") for line in lines) == 2, name
     assert max(map(len, lines[: lines.index("verdict")])) <= 140
-    values = json.loads(json.dumps(as_json(found, advice), allow_nan=False))
+    values = json.loads(json.dumps(as_json(found, advice, MADE), allow_nan=False))
+    assert values["made"] == MADE
     assert values["parts"]["forward"]["server KV cache"]["row"]["k3"]["value"] == pytest.approx(1e-3, rel=0.1)
     assert values["recommended"] == {"old_log_probs": "trainer"}

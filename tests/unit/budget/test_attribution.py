@@ -23,8 +23,8 @@ from gspo_mega.budget.attribution import (
     three_lengths,
 )
 
-# Sequences of 3, 1 and 2 tokens; the first two answer one prompt.
-TOKENS = Tokens(np.array([0, 0, 0, 1, 2, 2]), np.array([7, 7, 9]))
+# Sequences of 3, 1 and 2 tokens; the first two answer one prompt. A < 0, A > 0, A < 0.
+TOKENS = Tokens(np.array([0, 0, 0, 1, 2, 2]), np.array([7, 7, 9]), np.array([-1, 1, -1]))
 VALUES = np.array([0.3, 0.0, -0.6, 0.2, -0.1, 0.3])
 
 
@@ -81,8 +81,12 @@ def test_a_row_by_hand():
     assert row.k3.value == pytest.approx(sum(terms) / 6)
     assert row.mean.value == pytest.approx(0.1 / 6)
     # log s is -0.1, 0.2, 0.1: one below the range, one above it; mean |log s| is 0.4 / 3, the range 0.2 wide.
-    assert row.negative.value == pytest.approx(1 / 3)
-    assert row.positive.value == pytest.approx(1 / 3)
+    assert row.below.value == pytest.approx(1 / 3)
+    assert row.above.value == pytest.approx(1 / 3)
+    # The one below is one of two with A < 0, the one above is all of those with A > 0.
+    assert row.clipped_negative.value == pytest.approx(1 / 2)
+    assert row.clipped_positive.value == pytest.approx(1)
+    assert (row.negative, row.positive) == (row.clipped_negative, row.clipped_positive)
     assert row.band_share.value == pytest.approx(0.4 / 3 / 0.2)
     assert row.maximum == 0.6
     first, second = row.at_length
@@ -93,8 +97,26 @@ def test_a_row_by_hand():
 
 def test_a_token_ratio_counts_tokens():
     row = make_row(VALUES, TOKENS, Band(-0.2, 0.25, per_token=True), (1,))
-    assert row.negative.value == pytest.approx(1 / 6)
-    assert row.positive.value == pytest.approx(2 / 6)
+    assert row.below.value == pytest.approx(1 / 6)
+    assert row.above.value == pytest.approx(2 / 6)
+    # One of five tokens with A < 0 is below -.2; the only one with A > 0, .2, is inside.
+    assert row.clipped_negative.value == pytest.approx(1 / 5)
+    assert row.clipped_positive.value == 0
+
+
+def test_where_a_response_is_on_the_side_that_its_sign_does_not_clip():
+    """min(s A, clip(s) A) keeps the gradient of A > 0 below the range, and of A < 0 above it."""
+    other = Tokens(TOKENS.sequence, TOKENS.prompt, -TOKENS.signs)
+    row = make_row(VALUES, other, Band(-0.05, 0.15), (1,))
+    assert (row.below.value, row.above.value) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+    assert (row.clipped_negative.value, row.clipped_positive.value) == (0, 0)
+
+
+def test_without_signs_the_shares_are_those_of_all():
+    unknown = Tokens(TOKENS.sequence, TOKENS.prompt, np.zeros(3, int))
+    row = make_row(VALUES, unknown, Band(-0.05, 0.15), (1,))
+    assert row.clipped_negative is None and row.clipped_positive is None
+    assert (row.negative, row.positive) == (row.below, row.above)
 
 
 def test_k3_of_tiny_differences_is_half_their_square():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from gspo_mega.budget.served_folders import folder_of, make_folder, remove_folde
 from gspo_mega.budget.walks import Point, make_plan
 from gspo_mega.config import load_config, render_config
 from gspo_mega.errors import ConfigError, PlanError
+from gspo_mega.launcher.software_versions import commit
 from gspo_mega.model.block_fp8 import is_quantizable
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_model_spec
@@ -113,7 +115,7 @@ def test_evaluations_share_a_start_by_what_a_process_cannot_change():
 
 
 def test_the_tokens_come_back_from_their_file(tmp_path):
-    sequences = (Sampled(0, (1, 2, 3), (4, 5), (-0.5, -1.0)), Sampled(1, (6,), (7,), (-2.0,)))
+    sequences = (Sampled(0, (1, 2, 3), (4, 5), (-0.5, -1.0), -1), Sampled(1, (6,), (7,), (-2.0,), 1))
     fixed = FixedTokens(sequences, (np.zeros((4, 1, 2), np.int32), np.ones((1, 1, 2), np.int32)))
     fixed.save(tmp_path)
     again = FixedTokens.load(tmp_path)
@@ -191,3 +193,14 @@ def test_other_weights_get_another_folder(model, tmp_path):
     file = next(model.glob("*.safetensors"))
     save_file(load_file(file), file, metadata={"format": "pt"})
     assert folder_of(config, "rounded") != before
+
+
+def test_numbers_say_what_they_were_made_of_and_by_what(monkeypatch):
+    made = conduct("precision=bf16")
+    origin = made.origin()
+    assert datetime.datetime.fromisoformat(origin["date"]).utcoffset() == datetime.timedelta(0)
+    assert (origin["config"], origin["overrides"], origin["device"]) == (CONFIG, [MODEL, "precision=bf16"], "cpu")
+    assert {"torch", "sglang", "megatron-core", "transformer-engine"} < origin["versions"].keys()
+    assert origin["versions"]["torch"] == torch.__version__ and origin["commit"] == commit()
+    monkeypatch.setattr("gspo_mega.budget.conduct.commit", lambda: None)
+    assert made.origin()["commit"] == "not known: these sources are in no git repository"

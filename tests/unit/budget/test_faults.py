@@ -20,7 +20,7 @@ from gspo_mega.budget.faults import (
 )
 
 LAYERS, PROMPT, RESPONSE, COUNT, VOCABULARY = 4, 6, 20, 24, 50
-TOKENS = Tokens(np.repeat(np.arange(COUNT), RESPONSE), np.arange(COUNT) // 2)
+TOKENS = Tokens(np.repeat(np.arange(COUNT), RESPONSE), np.arange(COUNT) // 2, np.zeros(COUNT, int))
 
 
 def distributions(seed=0):
@@ -142,7 +142,9 @@ def test_noise_has_no_slope():
     slope = temperature_slope(noise(0.1), LOG_P, ENTROPY, TOKENS)
     assert not slope.is_temperature and slope.explained < 0.1
     assert (
-        temperature_slope(np.zeros(5), np.zeros(5), np.zeros(5), Tokens(np.zeros(5, int), np.zeros(1))).error
+        temperature_slope(
+            np.zeros(5), np.zeros(5), np.zeros(5), Tokens(np.zeros(5, int), np.zeros(1), np.zeros(1, int))
+        ).error
         == math.inf
     )
 

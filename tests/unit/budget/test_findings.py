@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from run_configs import make_config
@@ -13,15 +15,17 @@ from gspo_mega.budget.walks import make_plan
 from gspo_mega.model.huggingface import read_model_spec
 
 WIDE = "configs/models/quickstart_wide.json"
-FIXED = FixedTokens(tuple(Sampled(i // 2, (1, 2, 3), (4, 5, 6, 7), (-1.0,) * 4) for i in range(12)))
+SIGNS = (-1, 1, 0, 0)
+FIXED = FixedTokens(tuple(Sampled(i // 2, (1, 2, 3), (4, 5, 6, 7), (-1.0,) * 4, SIGNS[i % 4]) for i in range(12)))
+UNSIGNED = FixedTokens(tuple(replace(sampled, sign=0) for sampled in FIXED.sequences))
 
 
-def found(model=WIDE, both_orders=True, **sections):
+def found(model=WIDE, both_orders=True, fixed=FIXED, **sections):
     facts = Facts(make_config(**sections), read_model_spec(model), "cpu")
     plan = make_plan(facts, both_orders)
     rng = np.random.default_rng(0)
     scored = {point: rng.normal(-1, 1e-3, 12 * 6) for point in plan.points}
-    return find(facts, plan, FIXED, scored, np.ones(12 * 6))
+    return find(facts, plan, fixed, scored, np.ones(12 * 6))
 
 
 def test_every_row_has_a_share_with_its_error_a_bound_and_a_move():
@@ -36,6 +40,25 @@ def test_every_row_has_a_share_with_its_error_a_bound_and_a_move():
         assert moved.value == pytest.approx(other[name].share.value - first[name].share.value, abs=1e-12)
     assert findings.bounds["server KV cache"] > 5 * findings.bounds["trainer precision"]
     assert found(both_orders=False).moved == {}
+
+
+def test_responses_are_counted_by_the_sign_of_their_advantage():
+    findings = found()
+    assert (findings.num_negative, findings.num_positive, findings.unsigned) == (3, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        (dict(), "no prompt has two responses with different rewards"),
+        (dict(budget=dict(samples_per_prompt=1)), "budget.samples_per_prompt is 1"),
+        (dict(algorithm="ppo", critic=dict()), "a critic"),
+        (dict(algorithm="gspo_token", advantage=dict(turns="return_to_go")), "advantages of their own"),
+    ],
+)
+def test_without_a_sign_there_is_a_reason(sections, why):
+    findings = found(fixed=UNSIGNED, **sections)
+    assert (findings.num_negative, findings.num_positive) == (0, 0) and why in findings.unsigned
 
 
 def test_blocks_are_compared_where_both_sides_have_them():

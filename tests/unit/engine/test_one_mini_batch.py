@@ -72,6 +72,21 @@ def test_noise_of_the_pass_for_the_correction_does_not_reach_the_ratio(ratio, is
         assert log_probs.grad.tolist() == pytest.approx([-0.7 / 6] * 3 + [0.0] * 2, rel=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["mask", "truncate"])
+@pytest.mark.parametrize("makes_old_pass", [True, False])
+def test_a_correction_that_nobody_decided_is_an_error(makes_old_pass, mode):
+    """Not the loss of an uncorrected batch, whatever a caller forgot: `PolicyEngine.correct`, or `corrects`."""
+    values = torch.tensor([-1.0, -2.0, -0.5, -3.0, -0.1])
+    old_pass = OldPass(GROUPS, CorrectionRule(mode))
+    old = [old_pass(batch_of(values - 0.01), values, torch.ones(5)).old] if makes_old_pass else None
+    with pytest.raises(ValueError, match=f"mismatch.correction is {mode}, and nobody has decided it.*correct"):
+        PolicyLoss(GROUPS, ObjectiveSettings("sequence", 3e-4, 4e-4), 2.0, old_pass, False, old)
+    # Where the servers' log-probs are the old ones the gap is in the ratio, and nothing is to be decided.
+    PolicyLoss(GROUPS, ObjectiveSettings("sequence", 3e-4, 4e-4), 2.0, old_pass, True, old)
+    if not makes_old_pass:
+        PolicyLoss(GROUPS, ObjectiveSettings("sequence", 3e-4, 4e-4), 2.0, old_pass, False, None, corrects=True)
+
+
 @pytest.mark.parametrize("makes_old_pass", [True, False])
 def test_keeping_the_gap_of_each_token_changes_nothing_else(makes_old_pass):
     values = torch.tensor([-1.0, -2.0, -0.5, -3.0, -0.1])
