@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from config_refusals import refused
 from documented_runs import documented_runs
 
 from gspo_mega.config import load_config
+from gspo_mega.config.critic_config import compares_within_groups, least_of_group
 from gspo_mega.config.recipes import RECIPES
 from gspo_mega.errors import ConfigError
 from gspo_mega.plan import plan_run
@@ -120,6 +122,34 @@ def test_a_recipe_that_divides_by_a_constant_has_the_generation_budget(write):
 )
 def test_what_changes_the_meaning_is_said(write, overrides, said):
     assert any(said in notice for notice in load_config(write(), overrides).notices)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "1 with `algorithm: gspo`, whose advantages compare the responses to one prompt; at least 2 (1 is valid"),
+        (
+            ["advantage.std_over=batch"],
+            "1 with `algorithm: gspo`, whose advantages compare the responses to one prompt",
+        ),
+        (
+            ["advantage.baseline=leave_one_out", "advantage.divide_by_std=false"],
+            "1 with `advantage.baseline: leave_one_out`, which is the mean of the other responses to a prompt; at least"
+            " 2 (1 is valid with: ppo, `advantage.baseline: batch`)",
+        ),
+    ],
+)
+def test_advantages_within_a_group_need_a_second_response(write, overrides, said):
+    assert f"batch.group_size: {said}" in " ".join(refused(write(), "batch.group_size=1", *overrides).split())
+
+
+def test_advantages_against_the_whole_batch_need_one_response_and_learn_from_equal_rewards(write):
+    batch = ["algorithm=grpo", "advantage.baseline=batch", "advantage.std_over=batch"]
+    config = load_config(write(), [*batch, "batch.group_size=1"]).config
+    assert least_of_group(config) == 1 and not compares_within_groups(config)
+    assert compares_within_groups(load_config(write(), ["algorithm=grpo", "advantage.std_over=batch"]).config)
+    said = refused(write(), *batch, "rollout.filter_constant_groups=true")
+    assert "with `advantage.baseline: batch`: a group whose rewards are all equal has advantages" in said
 
 
 def test_certify_records_old_log_probs_of_its_own(write):
