@@ -146,7 +146,7 @@ def _entries() -> list[Metric]:
             "groups/constant_fraction",
             "fraction",
             "ratio",
-            "groups trained on whose rewards are all equal: no signal (absent where advantages are not relative to groups)",
+            "groups trained on whose rewards are all equal: no signal (only with advantages relative to groups)",
         ),
         Metric(
             "response/length_mean", "tokens", "mean", "sampled tokens of an episode: of the response, with one turn"

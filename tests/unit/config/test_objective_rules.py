@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -157,22 +158,53 @@ def test_certify_records_old_log_probs_of_its_own(write):
     assert load_config(write(), overrides, "certify").config.old_log_probs == "rollout"
 
 
-@pytest.mark.parametrize("name", list(RECIPES))
-def test_each_recipe_has_a_documented_line_whose_configuration_plans(name, monkeypatch):
+ADVANTAGES = {
+    "grpo-leave_one_out": ("leave_one_out", "group", False),
+    "grpo-batch-batch": ("batch", "batch", True),
+    "grpo-batch": ("group", "batch", True),
+}
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *ADVANTAGES])
+def test_each_recipe_and_estimator_has_a_documented_line_whose_configuration_plans(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    lines = {algorithm: (file, overrides) for algorithm, file, overrides in documented_runs(ROOT)}
-    assert set(lines) == set(RECIPES) and len(documented_runs(ROOT)) == len(RECIPES)
+    lines = {name: (file, overrides) for name, file, overrides in documented_runs(ROOT)}
+    assert set(lines) == {*RECIPES, *ADVANTAGES} and len(documented_runs(ROOT)) == len(lines)
     file, overrides = lines[name]
     loaded = load_config(file, overrides, "train")
-    config, recipe = loaded.config, RECIPES[name]
-    assert config.algorithm == name and name in Path(file).read_text(), "the file names it"
+    config, recipe = loaded.config, RECIPES[name.partition("-")[0]]
+    assert config.algorithm == recipe.name and recipe.name in Path(file).read_text(), "the file names it"
     assert plan_run(loaded, "cpu", ROOT / "configs/models/quickstart_moe.json").layout.world_size == 2
+    assert config.batch.prompts_per_step * config.batch.group_size == 256, "lines are compared at equal samples"
     if name not in ("gspo", "gspo_token", "custom"):  # the paper's own range and average
         wanted = dict(recipe.objective_defaults)
         assert {key: getattr(config.objective, key) for key in wanted} == wanted
     for section, values in recipe.settings.items():
         of = getattr(config, section) if section else config
         assert {key: getattr(of, key) for key in values} == dict(values)
+    if name in ADVANTAGES:
+        own = config.advantage
+        assert (own.baseline, own.std_over, own.divide_by_std) == ADVANTAGES[name]
+
+
+def test_each_commented_line_of_the_configuration_of_objectives_plans(tmp_path):
+    """Each `# algorithm:`, `# advantage:` and `# objective:` line taken in, alone, is a run; no recipe lacks one."""
+    text = (ROOT / "configs/objectives.yaml").read_text()
+    lines = re.findall(r"^# ((?:algorithm|advantage|objective): .*)$", text, re.MULTILINE)
+    seen = {"grpo", "ppo"}  # as it stands; from a file of its own
+    for line in lines:
+        key, _, value = line.partition(": ")
+        taken = text.replace("\nalgorithm: grpo", "\n# algorithm: grpo") if key == "algorithm" else text
+        if key == "objective":
+            taken, value = text.replace("\nalgorithm: grpo", "\nalgorithm: custom"), "custom"
+        file = tmp_path / "c.yaml"
+        file.write_text(taken.replace(f"# {line}", line))
+        loaded = load_config(file, [], "train")
+        assert plan_run(loaded, "cpu", ROOT / "configs/models/quickstart_moe.json").layout.world_size == 2
+        if key != "advantage":
+            assert loaded.config.algorithm == value.split()[0]
+            seen.add(loaded.config.algorithm)
+    assert seen == set(RECIPES) and sum(line.startswith("advantage") for line in lines) == len(ADVANTAGES)
 
 
 def test_a_recipe_as_published_says_nothing_of_its_advantages(write):
