@@ -88,7 +88,7 @@ def test_the_numbers_are_those_of_autograd_of_the_slow_reference(run, found):
     parameters = [p for p in policy.parameters() if p.requires_grad]
     gradients = {}
     for name in NAMES:
-        centred = name in ("dr_grpo", "dppo", "minirl")
+        centred = name in ("dr_grpo", "dppo", "minirl", "vespo")
         advantages = group_advantages(rewards, groups, divide_by_std=not centred).tolist()
         recipe = RECIPES[name]
         low, high = (0.004, 0.004) if name == "gspo" else (recipe.clip_low, recipe.clip_high)

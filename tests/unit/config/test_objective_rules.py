@@ -96,6 +96,13 @@ def test_defaults_of_other_keys_are_the_recipes(write):
     assert load_config(write(), ["algorithm=gspo"]).config.old_log_probs == "trainer"
 
 
+def test_vespos_advantage_is_its_equations_and_a_division_its_scripts(write):
+    """Eq. 20 has A = R - b; the authors' scripts leave a division by the group's deviation on."""
+    assert not load_config(write(), ["algorithm=vespo"]).config.advantage.divide_by_std
+    divided = load_config(write(), ["algorithm=vespo", "advantage.divide_by_std=true"])
+    assert divided.config.advantage.divide_by_std
+
+
 def test_a_recipe_that_divides_by_a_constant_has_the_generation_budget(write):
     config = load_config(write(), ["algorithm=dr_grpo"]).config
     assert config.objective.norm_constant_tokens == config.rollout.max_new_tokens
@@ -208,5 +215,5 @@ def test_each_commented_line_of_the_configuration_of_objectives_plans(tmp_path):
 
 
 def test_a_recipe_as_published_says_nothing_of_its_advantages(write):
-    for name in ("dr_grpo", "minirl", "dppo"):
+    for name in ("dr_grpo", "minirl", "dppo", "vespo"):
         assert not any("advantages are" in notice for notice in load_config(write(), [f"algorithm={name}"]).notices)
