@@ -140,7 +140,8 @@ def render(found: Mapping[str, Any]) -> str:
         f"weights   {found['weights']}",
         f"old       {old}; mean log ratio {found['mean_log_ratio']:+.2e} nats per token",
         "",
-        f"{'algorithm':<{width}}  {'range':<17}  |gradient|  clipped   A > 0   A < 0  tokens  dropped  weakened  effective",
+        f"{'algorithm':<{width}}  {'range':<17}  |gradient|  clipped   A > 0   A < 0  tokens  dropped  weakened"
+        "  effective",
     ]
     for name, row in rows.items():
         lines.append(
