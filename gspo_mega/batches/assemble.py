@@ -82,8 +82,8 @@ def fill_advantages(batch: RolloutBatch, config: Config, step: int) -> None:
 
 
 def scored_batch(batch: RolloutBatch, config: Config) -> RolloutBatch:
-    """What a step trains on: the episodes with a reward, in groups of at least two, or with a critic one. Their rows
-    are their branches, or their turns with `objective.scope: turn`.
+    """What a step trains on: the episodes with a reward, in groups of at least two, or where advantages
+    are not relative to their group one. Their rows are their branches, or their turns with `objective.scope: turn`.
 
     The others enter no statistic of their group and no denominator. A failed scoring is no outcome of the policy,
     unlike a response that the mismatch correction rejects; if it counted in the denominator, failures of the scorer

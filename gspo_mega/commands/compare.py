@@ -6,7 +6,8 @@
 
 Every algorithm's gradient of one whole rollout batch is taken at the same weights (--weights; by default the newest
 checkpoint) with the same old log-probs (--old; by default those that the servers recorded). The run's own algorithm
-keeps the run's objective and advantages, every other has its paper's. Exit code 0: compared.
+keeps the run's objective and advantages, and so does its other form (gspo, gspo_token); every other has its paper's.
+The table has the clip ranges. Exit code 0: compared.
 """
 
 from __future__ import annotations

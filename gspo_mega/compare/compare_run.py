@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.compare.recipes_of_run import check_algorithms
+from gspo_mega.compare.recipes_of_run import check_algorithms, range_of
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ConfigError, JournalError
@@ -67,6 +67,8 @@ def compare(
     assert attempt is not None  # the launch made it
     result = read_json(attempt.result_file)
     assert result is not None  # rank 0 wrote it
+    for name, row in result["algorithms"].items():
+        row |= range_of(loaded.config, name)
     return 0, {
         "run": str(folder.path),
         "step": step + 1,
@@ -138,11 +140,12 @@ def render(found: Mapping[str, Any]) -> str:
         f"weights   {found['weights']}",
         f"old       {old}; mean log ratio {found['mean_log_ratio']:+.2e} nats per token",
         "",
-        f"{'algorithm':<{width}}  |gradient|  clipped   A > 0   A < 0  tokens  dropped  weakened  effective",
+        f"{'algorithm':<{width}}  {'range':<17}  |gradient|  clipped   A > 0   A < 0  tokens  dropped  weakened"
+        "  effective",
     ]
     for name, row in rows.items():
         lines.append(
-            f"{name:<{width}}  {row['gradient_norm']:10.3e}  {row['clip_fraction']:7.4f}"
+            f"{name:<{width}}  {_range(row):<17}  {row['gradient_norm']:10.3e}  {row['clip_fraction']:7.4f}"
             f" {_share(row['clip_fraction_positive'])} {_share(row['clip_fraction_negative'])}"
             f" {row['token_clip_fraction']:7.4f}  {len(row['dropped']):7d}  {len(row['weakened']):8d}"
             f"  {row['num_effective']:5.1f} of {row['num_with_advantage']}"
@@ -155,12 +158,19 @@ def render(found: Mapping[str, Any]) -> str:
             lines.append(f"{name:<{width}} " + " ".join(f"{_cosine(value):>{cell}}" for value in values))
     lines += [
         "",
+        "range: clip_low / clip_high, of the run where marked *, else of the algorithm's paper",
         "clipped: share of responses (tokens: of tokens); dropped: responses with A != 0 and no gradient; weakened:"
         " with some tokens without; effective: (sum g)^2 / sum g^2, g a response's |dJ / d log pi|",
     ]
     dropped = {name: row["dropped"] for name, row in rows.items() if row["dropped"]}
     lines += [f"dropped by {name}: {_few(ids)}" for name, ids in dropped.items()]
     return "\n".join(lines)
+
+
+def _range(row: Mapping[str, Any]) -> str:
+    if row["range_of"] is None:
+        return "-"
+    return f"{row['clip_low']:g} / {row['clip_high']:g}" + (" *" if row["range_of"] == "run" else "")
 
 
 def _share(value: float | None) -> str:

@@ -46,11 +46,18 @@ def critic_path(config: Config) -> str:
     return (critic.path if critic is not None else None) or config.model.path
 
 
+def compares_within_groups(config: Config) -> bool:
+    """Whether an advantage is relative to the other responses to its prompt, so that equal rewards teach nothing; a
+    critic's is relative to its values, one with `advantage.baseline: batch` to the whole rollout batch.
+    """
+    return critic_of(config) is None and config.advantage.baseline != "batch"
+
+
 def least_of_group(config: Config) -> int:
     """How many episodes of a prompt need a reward for any of them to be trained on: advantages that are relative to
-    their group need two, a critic's need one.
+    their group need two, others need one.
     """
-    return 2 if critic_of(config) is None else 1
+    return 2 if compares_within_groups(config) else 1
 
 
 def policy_steps(config: Config) -> int:

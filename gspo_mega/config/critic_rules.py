@@ -19,12 +19,6 @@ def critic_violations(config: Config) -> Iterator[Violation]:
             yield Violation(
                 "critic", f"has no effect with `algorithm: {config.algorithm}`; leave it out, or use: {owners}"
             )
-        if config.batch.group_size < 2:
-            yield Violation(
-                "batch.group_size",
-                f"{config.batch.group_size} with `algorithm: {config.algorithm}`, whose advantages compare the"
-                f" responses to one prompt; at least 2 (1 is valid with: {owners})",
-            )
         return
     yield from _unused_advantage_keys(config)
     yield from _policy_alone(config)

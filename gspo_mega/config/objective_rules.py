@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from gspo_mega.config.critic_config import least_of_group
 from gspo_mega.config.recipes import PARAMETERS, RECIPES, Ratio, Recipe
 from gspo_mega.config.schema import Config, Critic
 from gspo_mega.errors import Violation
@@ -132,7 +133,7 @@ def _parameters(config: Config, recipe: Recipe) -> Iterator[Violation]:
 
 
 def _advantages(config: Config) -> Iterator[Violation]:
-    """Combinations of baseline and deviation that no estimator has."""
+    """Combinations of baseline and deviation that no estimator has, and groups in which one compares nothing."""
     advantage = config.advantage
     by_batch = advantage.std_over == "batch"
     if by_batch and not advantage.divide_by_std:
@@ -147,4 +148,22 @@ def _advantages(config: Config) -> Iterator[Violation]:
         yield Violation(
             "advantage.turns",
             "return_to_go has a baseline of the group's turns; valid then: `baseline: group`, `std_over: group`",
+        )
+    if config.batch.group_size < least_of_group(config):
+        owners = ", ".join(name for name, recipe in RECIPES.items() if recipe.has_critic)
+        whose = (
+            "`advantage.baseline: leave_one_out`, which is the mean of the other responses to a prompt"
+            if advantage.baseline == "leave_one_out"
+            else f"`algorithm: {config.algorithm}`, whose advantages compare the responses to one prompt"
+        )
+        yield Violation(
+            "batch.group_size",
+            f"{config.batch.group_size} with {whose}; at least 2 (1 is valid with: {owners}, `advantage.baseline:"
+            " batch`)",
+        )
+    if advantage.baseline == "batch" and config.rollout.filter_constant_groups:
+        yield Violation(
+            "rollout.filter_constant_groups",
+            "true with `advantage.baseline: batch`: a group whose rewards are all equal has advantages against the"
+            " batch's mean; valid: false",
         )

@@ -115,7 +115,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="dapo",
-            paper="arXiv:2503.14476, Eq. 8; § 4.1",
+            paper="arXiv:2503.14476, Eq. 10; § 4.1",
             ratio="token",
             clip_low=0.2,
             clip_high=0.28,
@@ -126,7 +126,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="dr_grpo",
-            paper="arXiv:2503.20783, § 3.1; the clip range is that of the PPO that it changes",
+            paper="arXiv:2503.20783, § 3.2; App. G",
             ratio="token",
             clip_low=0.2,
             clip_high=0.2,
@@ -139,7 +139,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="luspo",
-            paper="arXiv:2602.05261, § 5.1",
+            paper="arXiv:2602.05261, Eq. 7; § 5.1",
             ratio="sequence",
             clip_low=2e-3,
             clip_high=2.5e-3,
@@ -163,7 +163,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="sapo",
-            paper="arXiv:2511.20347; it clips nothing, and clip_low, clip_high are GRPO's, for the mismatch's budget",
+            paper="arXiv:2511.20347, Eq. 5-6; clips nothing: clip_low, clip_high are GRPO's, for the mismatch's budget",
             ratio="token",
             surrogate="sapo",
             clip_low=0.2,
@@ -175,7 +175,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="dppo",
-            paper="arXiv:2602.04879, Binary-TV; the range is of probabilities, not of ratios",
+            paper="arXiv:2602.04879, Eq. 12-13, Binary-TV, App. C.1; the range is of probabilities, not of ratios",
             ratio="token",
             surrogate="dppo",
             clip_low=0.15,
@@ -210,7 +210,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="vespo",
-            paper="arXiv:2602.10693; it clips nothing, and clip_low, clip_high are GRPO's, for the mismatch's budget",
+            paper="arXiv:2602.10693, Eq. 20; clips nothing: clip_low, clip_high are GRPO's, for the mismatch's budget",
             ratio="token",
             surrogate="vespo",
             clip_low=0.2,
@@ -224,10 +224,11 @@ RECIPES: dict[str, Recipe] = {
                 "decay_negative": 2.0,
             },
             takes_kl=False,
+            settings={"advantage": {"divide_by_std": False}},
         ),
         Recipe(
             name="gmpo",
-            paper="arXiv:2507.20673; the range is of log ratios, nats",
+            paper="arXiv:2507.20673, Eq. 4, Algorithm 1; the range is of log ratios, nats",
             ratio="token",
             surrogate="gmpo",
             clip_low=0.4,

@@ -26,12 +26,12 @@ class Estimator:
     get mean 0 and standard deviation 1, with `std_ddof` as in `whitened`; `kl_coefficient`: of the penalty in the
     reward, 0 for none."""
 
-    discount: float = 1.0
-    trace: float = 0.95
-    bootstraps: bool = True
-    whitens: bool = True
-    kl_coefficient: float = 0.0
-    std_ddof: int = 0
+    discount: float
+    trace: float
+    bootstraps: bool
+    whitens: bool
+    kl_coefficient: float
+    std_ddof: int
 
 
 @dataclass

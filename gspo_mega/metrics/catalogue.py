@@ -143,7 +143,10 @@ def _entries() -> list[Metric]:
         Metric("reward/function/<function>", "reward", "mean", "one reward function's own value, unweighted"),
         Metric("groups/num_groups", "groups", "sum", "groups trained on"),
         Metric(
-            "groups/constant_fraction", "fraction", "ratio", "groups trained on whose rewards are all equal: no signal"
+            "groups/constant_fraction",
+            "fraction",
+            "ratio",
+            "groups trained on whose rewards are all equal: no signal (only with advantages relative to groups)",
         ),
         Metric(
             "response/length_mean", "tokens", "mean", "sampled tokens of an episode: of the response, with one turn"

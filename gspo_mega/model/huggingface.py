@@ -38,6 +38,12 @@ _FOREIGN = {
     "mlp_bias": "biases in the MLP",
 }
 
+# Architectures that users ask for and that Megatron-Core cannot carry here, with the reason.
+_NOT_CARRIED = {
+    "Qwen3NextForCausalLM": "three of its four layers are gated delta nets, and Megatron-Core's layer for them refuses"
+    " packed sequences and context parallelism",
+}
+
 
 def read_model_spec(
     folder: str | Path, renamed: Callable[[dict[str, Any], str], dict[str, Any]] = lambda raw, where: raw
@@ -102,10 +108,9 @@ def spec_from_config(
     """The ModelSpec of a parsed `config.json`. `where` names it in errors. Raises ModelError."""
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        raise ModelError(
-            f"{where}: architectures is {architectures!r}; it must name exactly one; supported:"
-            f" {', '.join(ARCHITECTURES)}"
-        )
+        reason = next((_NOT_CARRIED[name] for name in _NOT_CARRIED if architectures == [name]), None)
+        problem = "; it must name exactly one" if reason is None else f", which is not supported: {reason}"
+        raise ModelError(f"{where}: architectures is {architectures!r}{problem}; supported: {', '.join(ARCHITECTURES)}")
     name = ARCHITECTURES[architectures[0]]
     family = FAMILIES[name]
     reader = ConfigReader(raw)

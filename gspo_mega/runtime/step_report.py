@@ -21,7 +21,7 @@ from gspo_mega.algorithm.kl import KL_SUMS
 from gspo_mega.algorithm.mismatch import SUM_NAMES, effective_sample_fraction
 from gspo_mega.batches.held_out import Evaluation
 from gspo_mega.config.command_types import train_config
-from gspo_mega.config.critic_config import critic_of
+from gspo_mega.config.critic_config import compares_within_groups, critic_of
 from gspo_mega.config.old_pass import makes_old_pass
 from gspo_mega.engine.megatron_optimizer import StepResult
 from gspo_mega.engine.pass_report import PassReport
@@ -179,7 +179,7 @@ class StepReport:
             **episode_shapes(batch),
             **staleness_shapes(batch, self._staleness),
         }
-        if self.critic is None:  # a critic learns from equal rewards, too
+        if compares_within_groups(self._session.config):  # otherwise equal rewards teach something, too
             constant = [g.is_constant_by_turn if by_turn else g.is_constant for g in batch.groups]
             numbers["groups/constant_fraction"] = constant
         for name, chosen in (("positive", advantages > 0), ("negative", advantages < 0)):

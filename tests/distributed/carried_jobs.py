@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from family_jobs import SIZES
 from layout_jobs import layout_config
 
 from gspo_mega.engine.model import build_chunks, transformer_config
@@ -31,7 +32,7 @@ def start(folder: str, spec_of: str) -> tuple[list[str], str | None]:
 def export(folder: str, parallel: dict, out: str, source: str | None = None) -> str | None:
     """The policy of `folder`, written to `out` with what `source` (`folder`) describes; or why it is not written."""
     parallel = {"expert_tensor": 1, **parallel}
-    groups = create_groups(**parallel)
+    groups = create_groups(**{size: parallel.get(size, 1) for size in SIZES})
     try:
         spec = read_model_spec(folder)
         chunks = build_chunks(transformer_config(layout_config(folder, parallel), spec), spec, groups)

@@ -23,7 +23,8 @@ from gspo_mega.weights.critic_tensors import CriticTensors
 from gspo_mega.weights.hf_import import import_huggingface
 
 SETTINGS = ObjectiveSettings(aggregation="token_mean")
-ESTIMATOR = Estimator(discount=0.99, trace=0.95, kl_coefficient=0.1)
+# With all that a layout could change: bootstrapping reads the value behind a sequence, whitening sums over data ranks.
+ESTIMATOR = Estimator(discount=0.99, trace=0.95, bootstraps=True, whitens=True, kl_coefficient=0.1, std_ddof=0)
 
 
 def run(folder: str, parallel: dict, steps: int = 3, clip_range: float | None = 0.2, **sections) -> dict | None:

@@ -44,10 +44,10 @@ def config_of(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    """A model of DeepSeek-V3's kind with one layer behind its four, as such folders are published: bf16, random."""
-    folder = make_family_folder(tmp_path_factory.mktemp("carried") / "model", "deepseek_v3")
+def with_layer(folder: Path) -> Path:
+    """`folder`, a model of four layers, with one for multi-token prediction behind them, as such folders are published:
+    bf16, random.
+    """
 
     def add(tensors):
         like = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.3.")}
@@ -63,6 +63,18 @@ def source(tmp_path_factory) -> Path:
 
     set_config(edit(folder, add), num_nextn_predict_layers=1)
     return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A model of DeepSeek-V3's kind."""
+    return with_layer(make_family_folder(tmp_path_factory.mktemp("carried") / "model", "deepseek_v3"))
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory) -> Path:
+    """A model of GLM-4.5's kind, whose layers have biases and norms of query and key."""
+    return with_layer(make_family_folder(tmp_path_factory.mktemp("carried") / "glm", "glm4_moe"))
 
 
 def carried(folder: Path) -> dict[str, torch.Tensor]:
@@ -82,11 +94,20 @@ def hf_logits(folder: Path) -> np.ndarray:
         return model(torch.from_numpy(token_ids())[None]).logits[0].numpy()
 
 
-@pytest.mark.parametrize("parallel", [dict(expert=2), dict(pipeline=2)], ids=str)
-def test_an_export_of_ranks_has_them_to_the_bit(rank_pools, source, tmp_path, parallel):
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        ("source", dict(expert=2)),
+        ("source", dict(pipeline=2)),
+        ("glm", dict(pipeline=2, first_stage_layers=3)),
+    ],
+    ids=str,
+)
+def test_an_export_of_ranks_has_them_to_the_bit(rank_pools, request, tmp_path, kind, parallel):
+    source = request.getfixturevalue(kind)
     why = rank_pools(2).run("carried_jobs:export", folder=str(source), parallel=parallel, out=str(tmp_path / "hf"))
     assert why == [None, None]
-    assert same(tensors_of(source), tensors_of(tmp_path / "hf")) and len(carried(source)) > 50
+    assert same(tensors_of(source), tensors_of(tmp_path / "hf")) and len(carried(source)) > 30
     assert config_of(tmp_path / "hf")["num_nextn_predict_layers"] == 1
     manifest = json.loads((tmp_path / "hf" / "manifest.json").read_text())["tensors"]
     assert manifest.keys() == tensors_of(source).keys()
@@ -128,7 +149,9 @@ def test_a_run_says_before_it_trains_what_it_could_not_export(rank_pools, source
         assert said == [] and why is not None and f"missing: {LAYER}hnorm.weight [32]" in why
 
 
-def test_a_conversion_there_and_back_takes_them_from_the_folder_that_describes_it(source, tmp_path):
+@pytest.mark.parametrize("kind", ["source", "glm"])
+def test_a_conversion_there_and_back_takes_them_from_the_folder_that_describes_it(request, tmp_path, kind):
+    source = request.getfixturevalue(kind)
     to_megatron(open_checkpoint(source), tmp_path / "megatron", progress=quiet)
     assert config_of(tmp_path / "megatron")["num_nextn_predict_layers"] == 0
     to_huggingface(open_checkpoint(tmp_path / "megatron" / "megatron", source), tmp_path / "back", progress=quiet)

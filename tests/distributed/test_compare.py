@@ -24,6 +24,7 @@ from gspo_mega.run_folder import RunFolder, atomic_write_text
 NAMES = ["gspo", "gspo_token", "grpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "dppo", "minirl", "vespo", "gmpo"]
 SLOW = {"dapo": "grpo", "dr_grpo": "grpo", "luspo": "gspo"}
 # The run's own range is wider than the paper's: its policies are further apart than a step's.
+OF_RUN = ("gspo", "gspo_token")  # two forms of one objective
 OWN = ["objective.clip_low=0.004", "objective.clip_high=0.004"]
 PAPERS = ["objective.clip_low=0.0003", "objective.clip_high=0.0004"]
 
@@ -88,10 +89,10 @@ def test_the_numbers_are_those_of_autograd_of_the_slow_reference(run, found):
     parameters = [p for p in policy.parameters() if p.requires_grad]
     gradients = {}
     for name in NAMES:
-        centred = name in ("dr_grpo", "dppo", "minirl")
+        centred = name in ("dr_grpo", "dppo", "minirl", "vespo")
         advantages = group_advantages(rewards, groups, divide_by_std=not centred).tolist()
         recipe = RECIPES[name]
-        low, high = (0.004, 0.004) if name == "gspo" else (recipe.clip_low, recipe.clip_high)
+        low, high = (0.004, 0.004) if name in OF_RUN else (recipe.clip_low, recipe.clip_high)
         slow_rows = [
             slow.Row(new[i], old[i], torch.tensor(row.rollout_log_probs, dtype=torch.float64), advantages[i])
             for i, row in enumerate(rows)
@@ -112,9 +113,21 @@ def test_the_numbers_are_those_of_autograd_of_the_slow_reference(run, found):
             assert found["cosines"][one][other] == pytest.approx(expected, abs=1e-3), (one, other)
 
 
-def test_an_objective_is_parallel_to_itself_and_some_responses_are_dropped(found):
-    for name in NAMES:
-        assert found["cosines"][name][name] == pytest.approx(1.0, abs=1e-12)
+def test_gspo_token_is_gspo_in_the_runs_own_range(found):
+    """The claim of docs/claims.md (e): one gradient, and the same responses without one."""
+    one, other = (found["algorithms"][name] for name in OF_RUN)
+    assert found["cosines"]["gspo"]["gspo_token"] == pytest.approx(1.0, abs=1e-9)
+    for key in ("gradient_norm", "objective"):
+        assert one[key] == pytest.approx(other[key], rel=1e-6)
+    assert one["dropped"] == other["dropped"] and one["weakened"] == other["weakened"] == []
+    shared = {"clip_low": 0.004, "clip_high": 0.004, "range_of": "run"}
+    assert all({key: row[key] for key in shared} == shared for row in (one, other))
+    assert found["algorithms"]["luspo"]["range_of"] == "paper"
+
+
+def test_objectives_differ_and_some_responses_are_dropped(found):
+    of_gspo = found["cosines"]["gspo"]
+    assert all(of_gspo[name] < 0.999 for name in NAMES if name not in OF_RUN and of_gspo[name] is not None)
     assert 0 < len(found["algorithms"]["gspo"]["dropped"]) < found["num_responses"]
     text = render(found)
     assert all(any(line.startswith(name) for line in text.splitlines()) for name in NAMES)
@@ -127,10 +140,11 @@ def test_two_context_parallel_ranks_find_the_same(run, found):
     assert code == 0
     for name in NAMES:
         one, two = found["algorithms"][name], other["algorithms"][name]
-        if name != "gspo":
+        if name not in OF_RUN:
             assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-5), name
             assert two["num_effective"] == pytest.approx(one["num_effective"], rel=1e-4), name
             assert (two["dropped"], two["weakened"]) == (one["dropped"], one["weakened"]), name
             assert math.isclose(two["token_clip_fraction"], one["token_clip_fraction"]), name
-    # Here the run's range is the paper's, as the token form's is.
+    # An override of the run's range is one of both forms.
+    assert {other["algorithms"][name]["clip_high"] for name in OF_RUN} == {4e-4}
     assert other["cosines"]["gspo"]["gspo_token"] == pytest.approx(1.0, abs=1e-6)

@@ -56,12 +56,12 @@ def test_every_tensor_comes_back_bit_for_bit(tmp_path, variant, dtype):
 
 @pytest.mark.parametrize(
     "variant",
-    ["qwen2", "llama3-tied", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3-yarn-scaled", "glm4_moe"],
+    ["qwen2", "llama3-tied", "qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "deepseek_v3-yarn-scaled", "glm4_moe"],
 )
 def test_megatron_loads_it_in_every_layout(rank_pools, tmp_path, variant):
     source = make_family_folder(tmp_path / "source", variant)
     to_megatron(open_checkpoint(source), tmp_path / "out", progress=quiet, file_bytes=FILE_BYTES)
-    layouts = layouts_of(variant)
+    layouts = layouts_of(variant) | {"PP2, 3 and 1 layers": dict(pipeline=2, first_stage_layers=3)}
     seen = rank_pools(2).run(
         "convert_jobs:loaded", source=str(source), converted=str(tmp_path / "out"), layouts=layouts
     )[0]
@@ -88,6 +88,7 @@ def test_megatron_loads_bf16_and_refuses_another_shape(rank_pools, tmp_path):
         ("qwen2-tied", dict(pipeline=2)),
         ("mixtral", dict(expert=2)),
         ("deepseek_v3", dict(expert=2)),
+        ("glm4_moe", dict(pipeline=2, first_stage_layers=3)),
     ],
 )
 def test_a_runs_checkpoint_becomes_what_the_engine_held(rank_pools, tmp_path, variant, parallel):

@@ -31,7 +31,7 @@ def test_logits_are_those_of_hugging_face_in_every_layout(rank_pools, tmp_path, 
     assert max(s["logits"] for s in seen.values()) < TOLERANCE, seen
 
 
-@pytest.mark.parametrize("variant", ["qwen2-tied", "llama3", "mixtral", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("variant", ["qwen2-tied", "llama3", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe"])
 def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
     folder = make_family_folder(tmp_path / variant, variant, torch.bfloat16)
     seen = rank_pools(2).run(

@@ -48,7 +48,7 @@ experts move more routes than the quickstart's .3 to .8 %, less than the paper's
 not. The opposite speaks against the claim.
 
 (e) GSPO-token with one advantage per episode learns as GSPO does, but for the sampling; on one journal their gradients
-are equal (`gspo-mega compare` on a run of this study). Advantages of turns help, as a call's reward does not depend on
+are equal (`gspo-mega compare` on a run of this study, whose range both then have). Advantages of turns help, as a call's reward does not depend on
 the last turn; with two or three turns by little.
 
 (d), log-probs of the servers used directly, is `tolerance.py`'s block `direct`.

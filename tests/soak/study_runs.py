@@ -45,6 +45,14 @@ def version(package: str) -> str:
         return "-"
 
 
-def commit() -> str:
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "-"
+def commit(repository: Path = REPOSITORY) -> str:
+    """The commit that a run was made of, with `-dirty` where a tracked file differs from it; `-` without a repository.
+    The studies' own rows (docs/*_runs.csv), which they append to, do not count.
+    """
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True).stdout.strip()
+
+    described = git("describe", "--always", "--abbrev=12")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top,glob)docs/*_runs.csv")
+    return (described or "-") + ("-dirty" if changed else "")

@@ -172,7 +172,11 @@ class Mismatch(Section):
 class Batch(Section):
     prompts_per_step: int = Field(ge=1, description="Prompts per rollout batch.")
     group_size: int = Field(
-        ge=1, description="Trajectories per prompt (G): at least 2, or 1 with a critic (`algorithm: ppo`)."
+        ge=1,
+        description=(
+            "Trajectories per prompt (G): at least 2, or 1 with a critic (`algorithm: ppo`) or `advantage.baseline:"
+            " batch`."
+        ),
     )
     num_mini_batches: int = Field(default=4, ge=1, description="Optimizer steps per rollout batch. The paper's: 4.")
     micro_batch_tokens: int = Field(

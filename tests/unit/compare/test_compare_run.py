@@ -73,7 +73,11 @@ def test_the_table_names_every_algorithm_and_the_dropped():
         "weakened": [],
         "num_effective": 3.25,
         "num_with_advantage": 12,
+        "clip_low": 0.003,
+        "clip_high": 0.004,
+        "range_of": "run",
     }
+    unclipped = {"clip_low": None, "clip_high": None, "range_of": None}
     text = render(
         {
             "run": "runs/a",
@@ -84,14 +88,17 @@ def test_the_table_names_every_algorithm_and_the_dropped():
             "num_groups": 3,
             "num_tokens": 99,
             "mean_log_ratio": 1e-3,
-            "algorithms": {"gspo": row, "sapo": row | {"dropped": [], "clip_fraction_positive": 0.0}},
+            "algorithms": {"gspo": row, "sapo": row | unclipped | {"dropped": []}},
             "cosines": {"gspo": {"gspo": 1.0, "sapo": 0.5}, "sapo": {"gspo": 0.5, "sapo": None}},
         }
     )
     lines = text.splitlines()
     assert lines[0] == "rollouts  step 3 of runs/a: 12 responses of 3 groups, 99 tokens"
     row_of_gspo = next(line for line in lines if line.startswith("gspo"))
-    assert row_of_gspo.split() == ["gspo", "2.500e-01", "0.5000", "-", "1.0000", "0.1250", "10", "0", "3.2", "of", "12"]
+    shown = "gspo 0.003 / 0.004 * 2.500e-01 0.5000 - 1.0000 0.1250 10 0 3.2 of 12"
+    assert row_of_gspo.split() == shown.split()
+    assert next(line for line in lines if line.startswith("sapo")).split()[:3] == ["sapo", "-", "2.500e-01"]
+    assert "range: clip_low / clip_high, of the run where marked *" in text
     assert "dropped by gspo: step000000-g00000-s000" in text and "and 2 more (--json has all)" in text
     assert "dropped by sapo" not in text
     assert any(line.split() == ["sapo", "0.5000", "-"] for line in lines)

@@ -49,9 +49,8 @@ def test_what_contradicts_a_critic_is_refused(write, overrides, said):
 
 
 def test_what_needs_a_critic_is_refused_without_one(write):
-    said = refused(write(), "critic.gamma=0.9", "batch.group_size=1")
+    said = refused(write(), "critic.gamma=0.9")
     assert "critic: has no effect with `algorithm: gspo`; leave it out, or use: ppo" in said
-    assert "batch.group_size: 1 with `algorithm: gspo`, whose advantages compare the responses to one prompt" in said
 
 
 def test_a_critic_has_its_defaults_where_its_section_is_absent(write):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from config_refusals import refused
 from documented_runs import documented_runs
 
 from gspo_mega.config import load_config
+from gspo_mega.config.critic_config import compares_within_groups, least_of_group
 from gspo_mega.config.recipes import RECIPES
 from gspo_mega.errors import ConfigError
 from gspo_mega.plan import plan_run
@@ -93,6 +96,13 @@ def test_defaults_of_other_keys_are_the_recipes(write):
     assert load_config(write(), ["algorithm=gspo"]).config.old_log_probs == "trainer"
 
 
+def test_vespos_advantage_is_its_equations_and_a_division_its_scripts(write):
+    """Eq. 20 has A = R - b; the authors' scripts leave a division by the group's deviation on."""
+    assert not load_config(write(), ["algorithm=vespo"]).config.advantage.divide_by_std
+    divided = load_config(write(), ["algorithm=vespo", "advantage.divide_by_std=true"])
+    assert divided.config.advantage.divide_by_std
+
+
 def test_a_recipe_that_divides_by_a_constant_has_the_generation_budget(write):
     config = load_config(write(), ["algorithm=dr_grpo"]).config
     assert config.objective.norm_constant_tokens == config.rollout.max_new_tokens
@@ -122,29 +132,88 @@ def test_what_changes_the_meaning_is_said(write, overrides, said):
     assert any(said in notice for notice in load_config(write(), overrides).notices)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "1 with `algorithm: gspo`, whose advantages compare the responses to one prompt; at least 2 (1 is valid"),
+        (
+            ["advantage.std_over=batch"],
+            "1 with `algorithm: gspo`, whose advantages compare the responses to one prompt",
+        ),
+        (
+            ["advantage.baseline=leave_one_out", "advantage.divide_by_std=false"],
+            "1 with `advantage.baseline: leave_one_out`, which is the mean of the other responses to a prompt; at least"
+            " 2 (1 is valid with: ppo, `advantage.baseline: batch`)",
+        ),
+    ],
+)
+def test_advantages_within_a_group_need_a_second_response(write, overrides, said):
+    assert f"batch.group_size: {said}" in " ".join(refused(write(), "batch.group_size=1", *overrides).split())
+
+
+def test_advantages_against_the_whole_batch_need_one_response_and_learn_from_equal_rewards(write):
+    batch = ["algorithm=grpo", "advantage.baseline=batch", "advantage.std_over=batch"]
+    config = load_config(write(), [*batch, "batch.group_size=1"]).config
+    assert least_of_group(config) == 1 and not compares_within_groups(config)
+    assert compares_within_groups(load_config(write(), ["algorithm=grpo", "advantage.std_over=batch"]).config)
+    said = refused(write(), *batch, "rollout.filter_constant_groups=true")
+    assert "with `advantage.baseline: batch`: a group whose rewards are all equal has advantages" in said
+
+
 def test_certify_records_old_log_probs_of_its_own(write):
     overrides = ["algorithm=minirl", "old_log_probs=rollout"]
     assert load_config(write(), overrides, "certify").config.old_log_probs == "rollout"
 
 
-@pytest.mark.parametrize("name", list(RECIPES))
-def test_each_recipe_has_a_documented_line_whose_configuration_plans(name, monkeypatch):
+ADVANTAGES = {
+    "grpo-leave_one_out": ("leave_one_out", "group", False),
+    "grpo-batch-batch": ("batch", "batch", True),
+    "grpo-batch": ("group", "batch", True),
+}
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *ADVANTAGES])
+def test_each_recipe_and_estimator_has_a_documented_line_whose_configuration_plans(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    lines = {algorithm: (file, overrides) for algorithm, file, overrides in documented_runs(ROOT)}
-    assert set(lines) == set(RECIPES) and len(documented_runs(ROOT)) == len(RECIPES)
+    lines = {name: (file, overrides) for name, file, overrides in documented_runs(ROOT)}
+    assert set(lines) == {*RECIPES, *ADVANTAGES} and len(documented_runs(ROOT)) == len(lines)
     file, overrides = lines[name]
     loaded = load_config(file, overrides, "train")
-    config, recipe = loaded.config, RECIPES[name]
-    assert config.algorithm == name and name in Path(file).read_text(), "the file names it"
+    config, recipe = loaded.config, RECIPES[name.partition("-")[0]]
+    assert config.algorithm == recipe.name and recipe.name in Path(file).read_text(), "the file names it"
     assert plan_run(loaded, "cpu", ROOT / "configs/models/quickstart_moe.json").layout.world_size == 2
+    assert config.batch.prompts_per_step * config.batch.group_size == 256, "lines are compared at equal samples"
     if name not in ("gspo", "gspo_token", "custom"):  # the paper's own range and average
         wanted = dict(recipe.objective_defaults)
         assert {key: getattr(config.objective, key) for key in wanted} == wanted
     for section, values in recipe.settings.items():
         of = getattr(config, section) if section else config
         assert {key: getattr(of, key) for key in values} == dict(values)
+    if name in ADVANTAGES:
+        own = config.advantage
+        assert (own.baseline, own.std_over, own.divide_by_std) == ADVANTAGES[name]
+
+
+def test_each_commented_line_of_the_configuration_of_objectives_plans(tmp_path):
+    """Each `# algorithm:`, `# advantage:` and `# objective:` line taken in, alone, is a run; no recipe lacks one."""
+    text = (ROOT / "configs/objectives.yaml").read_text()
+    lines = re.findall(r"^# ((?:algorithm|advantage|objective): .*)$", text, re.MULTILINE)
+    seen = {"grpo", "ppo"}  # as it stands; from a file of its own
+    for line in lines:
+        key, _, value = line.partition(": ")
+        taken = text.replace("\nalgorithm: grpo", "\n# algorithm: grpo") if key == "algorithm" else text
+        if key == "objective":
+            taken, value = text.replace("\nalgorithm: grpo", "\nalgorithm: custom"), "custom"
+        file = tmp_path / "c.yaml"
+        file.write_text(taken.replace(f"# {line}", line))
+        loaded = load_config(file, [], "train")
+        assert plan_run(loaded, "cpu", ROOT / "configs/models/quickstart_moe.json").layout.world_size == 2
+        if key != "advantage":
+            assert loaded.config.algorithm == value.split()[0]
+            seen.add(loaded.config.algorithm)
+    assert seen == set(RECIPES) and sum(line.startswith("advantage") for line in lines) == len(ADVANTAGES)
 
 
 def test_a_recipe_as_published_says_nothing_of_its_advantages(write):
-    for name in ("dr_grpo", "minirl", "dppo"):
+    for name in ("dr_grpo", "minirl", "dppo", "vespo"):
         assert not any("advantages are" in notice for notice in load_config(write(), [f"algorithm={name}"]).notices)
