@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Families with experts whose adapters a real server has computed as the trainer does.
 _SERVED_WITH_EXPERTS = ("qwen3_moe",)
 
+
 def check_adapters(config: Config, spec: ModelSpec) -> Iterator[Violation]:
     """What `lora` asks for and this model, or its layout, does not have."""
     if config.lora is None:
@@ -47,8 +48,8 @@ def _not_served(spec: ModelSpec, found: dict[str, list[TensorEntry]]) -> str:
     """Why servers do not get these adapters as such; empty where they do."""
     if spec.latent is not None:
         return (
-            "latent attention: SGLang adds what kv_b_proj's adapters change of it by GPU kernels alone, and no server has"
-            " been compared with the trainer"
+            "latent attention: SGLang adds what kv_b_proj's adapters change of it by GPU kernels alone, and no server"
+            " has been compared with the trainer"
         )
     if spec.moe is not None and spec.family not in _SERVED_WITH_EXPERTS:
         served = ", ".join(_SERVED_WITH_EXPERTS)

@@ -35,8 +35,8 @@ _PATTERN = rf".*\.experts\.{_GATE_UP}"
 class Stack:
     """One adapter of PEFT: that of `parameter` of one layer's experts. `matrices[e]` are expert e's, gate before up.
 
-    `path`: what PEFT's names begin with. PEFT wraps the module once for each parameter: where both have an adapter, that
-    of `gate_up_proj` is the inner one.
+    `path`: what PEFT's names begin with. PEFT wraps the module once for each parameter: where both have an adapter,
+    that of `gate_up_proj` is the inner one.
     """
 
     path: str

@@ -1,8 +1,8 @@
 """A policy's adapters as a PEFT folder: adapter_config.json and adapter_model.safetensors.
 
-Owns writing one that Hugging Face's `peft` loads, or a server, and starting from one. Without experts these are the same
-file. With experts PEFT and transformers 5 have one adapter for all experts of a layer (`adapter_experts.py`), and SGLang
-an A and a B for each expert's matrix, as PEFT had with transformers 4. Merged weights are `hf_export.py`'s.
+Owns writing one that Hugging Face's `peft` loads, or a server, and starting from one. Without experts these are the
+same file. With experts PEFT and transformers 5 have one adapter for all experts of a layer (`adapter_experts.py`), and
+SGLang an A and a B for each expert's matrix, as PEFT had with transformers 4. Merged weights are `hf_export.py`'s.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def start_of_adapters(engine: PolicyEngine) -> None:
 
 
 def read_adapters(folder: Path, settings: Lora, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """The tensors of a PEFT folder by the names of `adapter_tensors`, checked against `lora` and the model. The folder is
-    of transformers 5 (with `target_parameters` for experts) or has an A and a B for each matrix. Raises ModelError.
+    """The tensors of a PEFT folder by the names of `adapter_tensors`, checked against `lora` and the model. The folder
+    is of transformers 5 (with `target_parameters` for experts) or has an A and a B for each matrix. Raises ModelError.
     """
     try:
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))

@@ -91,9 +91,7 @@ class AdapterPublisher(Publisher):
     def _prepare(self, weight_version: int) -> Content:
         """The version's folder, and what servers hold beside it: the frozen weights, which are read once."""
         path = self.versions.path(weight_version)
-        export_adapters(
-            path, self._lora, self._spec, self._groups, self._chunks, self._source_folder, served=True
-        )
+        export_adapters(path, self._lora, self._spec, self._groups, self._chunks, self._source_folder, served=True)
         if self._base is None:
             with without_adapters(self._chunks):
                 if self._verification == "replicas":

@@ -84,7 +84,9 @@ def contents(folder) -> dict[str, bytes]:
 
 
 def other_experts(tensors):
-    tensors[f"{EXPERTS}.lora_A.weight"] = tensors[f"{EXPERTS}.lora_A.weight"].unflatten(0, (4, -1)).flip(0).flatten(0, 1)
+    tensors[f"{EXPERTS}.lora_A.weight"] = (
+        tensors[f"{EXPERTS}.lora_A.weight"].unflatten(0, (4, -1)).flip(0).flatten(0, 1)
+    )
 
 
 def expert_before_rank(tensors):

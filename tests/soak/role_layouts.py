@@ -1,6 +1,6 @@
 """Adapters and the critic in layouts that the distributed tier leaves out, each against one rank by that tier's own rule.
 
-    python tests/soak/role_layouts.py [--only WORD]        some minutes on two cores; exit code 1 with a failure
+python tests/soak/role_layouts.py [--only WORD]        some minutes on two cores; exit code 1 with a failure
 """
 
 from __future__ import annotations

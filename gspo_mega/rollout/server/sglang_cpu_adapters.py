@@ -1,5 +1,5 @@
-"""SGLang's adapters (LoRA) on a CPU: its backend `torch_native` computes them with plain PyTorch. Two things need a GPU:
-its host buffers, because they are page-locked, and the adapters of experts, which are Triton's kernels alone.
+"""SGLang's adapters (LoRA) on a CPU: its backend `torch_native` computes them with plain PyTorch. Two things need a
+GPU: its host buffers, because they are page-locked, and the adapters of experts, which are Triton's kernels alone.
 
 Owns plain buffers, and the products of experts and their adapters. SGLang's own code reads the adapters, lays them out
 and says which token has which. `cpu_server.py` calls it where SGLang's modules are imported.
@@ -87,9 +87,9 @@ def experts_with_adapters(
     """What the experts of this rank add up to, [tokens, hidden] as `hidden`.
 
     `routes`: scores and experts, [tokens, experts per token]; an expert of another rank is negative. `weights`: of gate
-    and up [experts, 2 width, hidden], and down [experts, hidden, width]. `slots` [tokens]: each token's adapter, negative
-    without one. `gate_up`: A [slots, experts, 2 rank, hidden] and B [slots, experts, 2 width, rank], gate before up;
-    `down`: A [slots, experts, rank, width] and B [slots, experts, hidden, rank]. alpha / rank is in B.
+    and up [experts, 2 width, hidden], and down [experts, hidden, width]. `slots` [tokens]: each token's adapter,
+    negative without one. `gate_up`: A [slots, experts, 2 rank, hidden] and B [slots, experts, 2 width, rank], gate
+    before up; `down`: A [slots, experts, rank, width] and B [slots, experts, hidden, rank]. alpha / rank is in B.
     """
     scores, chosen = routes
     output = torch.zeros_like(hidden)
