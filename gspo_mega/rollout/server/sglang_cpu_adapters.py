@@ -76,6 +76,18 @@ def compute_experts(module: types.ModuleType) -> None:
     module.FusedMoEWithLoRA.__init__ = start
 
 
+def count_whole_segments(module: types.ModuleType) -> None:
+    """Have this module of SGLang say which token has which adapter also where `torch_native` has made one segment of
+    several requests. SGLang checks that a kernel's grid, which a CPU has not, covers all tokens by the longest request.
+    """
+    stock = module._compute_moe_lora_info
+
+    def compute(num_tokens: int, *parts: Any, max_len: int, **named: Any) -> Any:
+        return stock(num_tokens, *parts, max_len=max(max_len, num_tokens), **named)
+
+    vars(module)["_compute_moe_lora_info"] = compute
+
+
 def experts_with_adapters(
     hidden: torch.Tensor,
     routes: tuple[torch.Tensor, torch.Tensor],
