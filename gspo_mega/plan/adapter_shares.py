@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 
 from gspo_mega.config.schema import Config, Lora
 from gspo_mega.errors import ModelError, Violation
-from gspo_mega.model.families import parameter_shape
+from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_shape
 from gspo_mega.model.low_rank import adapted, adapter_tensors, module_of, targets_of
 from gspo_mega.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from gspo_mega.plan.layout import Layout
     from gspo_mega.plan.shares import Share
+
+# Families with experts whose adapters a real server has computed as the trainer does.
+_SERVED_WITH_EXPERTS = ("qwen3_moe",)
 
 
 def check_adapters(config: Config, spec: ModelSpec) -> Iterator[Violation]:
@@ -29,14 +32,8 @@ def check_adapters(config: Config, spec: ModelSpec) -> Iterator[Violation]:
     except ModelError as error:
         yield Violation("lora.targets", str(error).partition(": ")[2])
         return
-    if config.publish.lora == "adapter" and (spec.moe is not None or spec.latent is not None):
-        has = "experts" if spec.moe is not None else "latent attention"
-        yield Violation(
-            "publish.lora",
-            f"adapter, and the model ({spec.family}) has {has}: PEFT's form of their adapters is another one than"
-            " SGLang's, and nothing has compared them with the trainer's",
-            "merged",
-        )
+    if config.publish.lora == "adapter" and (said := _not_served(spec, found)):
+        yield Violation("publish.lora", f"adapter, and the model ({spec.family}) has {said}", "merged")
     if any(entries[0].expert is not None for entries in found.values()) and config.parallel.expert_tensor > 1:
         own = [name for name in targets_of(spec) if name not in _of_experts(spec)]
         yield Violation(
@@ -45,6 +42,23 @@ def check_adapters(config: Config, spec: ModelSpec) -> Iterator[Violation]:
             f" adapters on experts `lora.targets: [{', '.join(own)}]`",
             "1",
         )
+
+
+def _not_served(spec: ModelSpec, found: dict[str, list[TensorEntry]]) -> str:
+    """Why servers do not get these adapters as such; empty where they do."""
+    if spec.latent is not None:
+        return (
+            "latent attention: SGLang adds what kv_b_proj's adapters change of it by GPU kernels alone, and no server"
+            " has been compared with the trainer"
+        )
+    if spec.moe is not None and spec.family not in _SERVED_WITH_EXPERTS:
+        served = ", ".join(_SERVED_WITH_EXPERTS)
+        return f"experts: servers with adapters were compared with the trainer for {served} and models without experts"
+    roles = {entry.role for entries in found.values() for entry in entries if entry.expert is not None}
+    if roles and not {"gate", "whole"} <= roles:
+        gate, _, down = dict.fromkeys(module_of(e) for e in hf_tensors(spec) if e.expert is not None)
+        return f"experts with adapters: SGLang computes them only if {gate} and {down} are both in lora.targets"
+    return ""
 
 
 def _of_experts(spec: ModelSpec) -> set[str]:

@@ -27,7 +27,7 @@ from gspo_mega.runtime.lead import Lead
 from gspo_mega.runtime.phases import Phases
 from gspo_mega.runtime.rank_link import RankLink
 from gspo_mega.runtime.shared_gpus import Gpus
-from gspo_mega.weights.adapter_folder import export_adapters, has_expert_adapters, start_of_adapters
+from gspo_mega.weights.adapter_folder import export_adapters, start_of_adapters
 from gspo_mega.weights.carried_layers import CarriedLayers
 from gspo_mega.weights.collectives import raise_together
 from gspo_mega.weights.critic_tensors import export_critic, import_critic
@@ -189,11 +189,7 @@ class Saving:
                     engine.config.model.path,
                     self._state.num_critic_steps,
                 )
-            if (
-                engine.config.lora is not None
-                and folder is None
-                and not has_expert_adapters(engine.config.lora, engine.spec)
-            ):
+            if engine.config.lora is not None and folder is None:
                 export_adapters(
                     self._run_folder.huggingface_dir.with_name(ADAPTER_FOLDER),
                     engine.config.lora,

@@ -1,6 +1,8 @@
 """A policy's adapters as a PEFT folder: adapter_config.json and adapter_model.safetensors.
 
-Owns writing one that Hugging Face's `peft` loads, and starting from one. Merged weights are `hf_export.py`'s.
+Owns writing one that Hugging Face's `peft` loads, or a server, and starting from one. Without experts these are the
+same file. With experts PEFT and transformers 5 have one adapter for all experts of a layer (`adapter_experts.py`), and
+SGLang an A and a B for each expert's matrix, as PEFT had with transformers 4. Merged weights are `hf_export.py`'s.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from gspo_mega.config.schema import Lora
 from gspo_mega.errors import ModelError, PublishError
 from gspo_mega.model.low_rank import adapted, adapter_tensors, module_of
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.weights.adapter_experts import from_peft, peft_settings, peft_shapes, shares_a, to_peft
 from gspo_mega.weights.adapter_tensors import AdapterTensors, fill_adapters
 from gspo_mega.weights.collectives import raise_together
 
@@ -44,15 +47,12 @@ _PLAIN = {
     "target_parameters": None,
     "trainable_token_indices": None,
 }
+# Those of them that a folder with `target_parameters` has for experts.
+_OF_EXPERTS = ("rank_pattern", "alpha_pattern", "target_parameters")
 
 
-def has_expert_adapters(settings: Lora, spec: ModelSpec) -> bool:
-    """Is an adapter an expert's? PEFT has no such adapter where transformers holds all experts in one tensor."""
-    return any(entry.expert is not None for found in adapted(spec, settings.targets).values() for entry in found)
-
-
-def adapter_config(settings: Lora, spec: ModelSpec, base: str) -> dict[str, Any]:
-    """What adapter_config.json says of these adapters."""
+def served_config(settings: Lora, spec: ModelSpec, base: str) -> dict[str, Any]:
+    """What adapter_config.json says of adapters with an A and a B for each matrix, those of experts too."""
     modules = {module_of(entry) for found in adapted(spec, settings.targets).values() for entry in found}
     return {
         "peft_type": "LORA",
@@ -74,14 +74,20 @@ def export_adapters(
     groups: ParallelGroups,
     chunks: Sequence[PolicyModel],
     base: str,
+    *,
+    served: bool = False,
 ) -> None:
     """Write the adapters, in fp32, to `out_dir`, which appears complete or not at all; an older one is replaced.
-    Collective. Raises PublishError, the same on every rank, if it cannot be written.
+    `served`: in the form that servers load. Collective. Raises PublishError, the same on every rank, if it cannot be
+    written.
     """
     stream = AdapterTensors(settings, spec, groups, chunks).stream(torch.float32)
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in stream}
     problems = []
     if groups.is_lead:
+        config = served_config(settings, spec, base)
+        if not served:
+            tensors, config = to_peft(settings, spec, tensors), config | peft_settings(settings, spec)
         staging, replaced = (out_dir.with_name(out_dir.name + end) for end in (".writing", ".replaced"))
         try:
             durable.remove_tree(staging, at="publish.clear")
@@ -89,7 +95,7 @@ def export_adapters(
             with durable.operation("publish.tensors"):
                 save_file(tensors, staging / WEIGHTS_NAME, metadata={"format": "pt"})
             durable.sync(staging / WEIGHTS_NAME, at="publish.sync")
-            durable.atomic_write_json(staging / CONFIG_NAME, adapter_config(settings, spec, base), at="publish.config")
+            durable.atomic_write_json(staging / CONFIG_NAME, config, at="publish.config")
             durable.remove_tree(replaced, at="publish.drop")
             if out_dir.exists():
                 durable.rename(out_dir, replaced, at="publish.aside")
@@ -120,22 +126,34 @@ def start_of_adapters(engine: PolicyEngine) -> None:
 
 
 def read_adapters(folder: Path, settings: Lora, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """The tensors of a PEFT folder by name, checked against `lora` and the model. Raises ModelError."""
+    """The tensors of a PEFT folder by the names of `adapter_tensors`, checked against `lora` and the model. The folder
+    is of transformers 5 (with `target_parameters` for experts) or has an A and a B for each matrix. Raises ModelError.
+    """
     try:
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         tensors = load_file(folder / WEIGHTS_NAME)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{folder}: no PEFT folder ({CONFIG_NAME}, {WEIGHTS_NAME}) can be read: {error}") from None
     wanted = {"peft_type": "LORA", "r": settings.rank, "lora_alpha": settings.alpha, **_PLAIN}
+    stacked, shared = bool(config.get("target_parameters")) and spec.moe is not None, False
+    if stacked:
+        wanted = {key: value for key, value in wanted.items() if key not in _OF_EXPERTS}
     problems = [
         f"{key} is {config.get(key)!r}; valid here: {value!r}"
         + {"r": " (lora.rank)", "lora_alpha": " (lora.alpha)"}.get(key, "")
         for key, value in wanted.items()
         if (config.get(key) or None) != (value or None)
     ]
+    try:
+        shared = stacked and shares_a(config, settings, spec)
+    except ModelError as error:
+        problems.append(str(error))
     if problems:
         raise ModelError("\n  ".join([f"{folder / CONFIG_NAME} describes other adapters:", *problems]))
-    shapes = {entry.name: entry.shape for entry in adapter_tensors(spec, settings.rank, settings.targets)}
+    if stacked:
+        shapes = peft_shapes(settings, spec, shared)
+    else:
+        shapes = {entry.name: entry.shape for entry in adapter_tensors(spec, settings.rank, settings.targets)}
     problems = [f"missing: {name}" for name in shapes if name not in tensors]
     problems += [f"unexpected: {name}" for name in tensors if name not in shapes]
     problems += [
@@ -148,4 +166,9 @@ def read_adapters(folder: Path, settings: Lora, spec: ModelSpec) -> dict[str, to
         raise ModelError(
             "\n  ".join([f"{folder / WEIGHTS_NAME} does not fit lora.targets and the model:", *problems[:5], *more])
         )
-    return tensors
+    if not stacked:
+        return tensors
+    try:
+        return from_peft(settings, spec, tensors, shared)
+    except ModelError as error:
+        raise ModelError(f"{folder / WEIGHTS_NAME}: {error}") from None

@@ -22,7 +22,7 @@ from gspo_mega.engine.adapters import without_adapters
 from gspo_mega.errors import PublishError
 from gspo_mega.model.low_rank import SERVED_NAME, adapter_tensors
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.weights.adapter_folder import CONFIG_NAME, WEIGHTS_NAME, adapter_config, export_adapters
+from gspo_mega.weights.adapter_folder import CONFIG_NAME, WEIGHTS_NAME, export_adapters, served_config
 from gspo_mega.weights.hf_export import policy_digests
 from gspo_mega.weights.publish import Publisher, expected_checksums
 from gspo_mega.weights.server_tensors import ExpectedChecksums
@@ -91,7 +91,7 @@ class AdapterPublisher(Publisher):
     def _prepare(self, weight_version: int) -> Content:
         """The version's folder, and what servers hold beside it: the frozen weights, which are read once."""
         path = self.versions.path(weight_version)
-        export_adapters(path, self._lora, self._spec, self._groups, self._chunks, self._source_folder)
+        export_adapters(path, self._lora, self._spec, self._groups, self._chunks, self._source_folder, served=True)
         if self._base is None:
             with without_adapters(self._chunks):
                 if self._verification == "replicas":
@@ -135,6 +135,6 @@ def write_random_adapters(folder: Path, settings: Lora, spec: ModelSpec, base: s
         with durable.operation("publish.tensors"):
             save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
         durable.sync(folder / WEIGHTS_NAME, at="publish.sync")
-        durable.atomic_write_json(folder / CONFIG_NAME, adapter_config(settings, spec, base), at="publish.config")
+        durable.atomic_write_json(folder / CONFIG_NAME, served_config(settings, spec, base), at="publish.config")
     except OSError as error:
         raise PublishError(f"{folder} cannot be written: {error}") from error

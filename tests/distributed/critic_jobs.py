@@ -8,12 +8,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from layout_jobs import layout_config, recorded_sequences, shard
+from token_values import row_values, token_values
 
 from gspo_mega.algorithm.aggregation import sequence_coefficients
 from gspo_mega.algorithm.gae import token_rewards
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.certify.gradients import complete_gradients
-from gspo_mega.engine.critic import CriticEngine, whole_pack
+from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.critic_targets import Estimator, LogProbs, TokenRewards, estimate_returns
 from gspo_mega.engine.device_batch import to_device
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
@@ -70,37 +71,16 @@ def run(folder: str, parallel: dict, steps: int = 3, clip_range: float | None = 
         gradient = whole_weights(critic, spec, groups, lambda parameter: parameter.main_grad)
         results = [critic.train_mini_batch(packs, olds, returns, coefficients, clip_range) for _ in range(steps)]
         weights = whole_weights(critic, spec, groups)
-        mine = []
-        for place, pack in enumerate(packs if groups.reports and groups.context.rank == 0 else ()):
-            active = np.flatnonzero(pack.loss_mask > 0)
-            mine.append((pack.trajectory_index[pack.sequence_ids[active]], pack.trajectory_index, place))
         columns = dict(
             before=[v.before for v in values],
             zero=[v.before for v in at_zero],
             returns=returns,
             white=white,
         )
-        whole = {
-            name: [whole_pack(pack, one, groups).double().numpy() for pack, one in zip(packs, parts, strict=False)]
-            for name, parts in columns.items()
-        }
-        rows = {name: {} for name in (*whole, "behind")}
-        for token_rows, own_rows, place in mine:
-            for name, parts in whole.items():
-                for row in own_rows[own_rows >= 0]:
-                    rows[name][int(row)] = parts[place][token_rows == row]
-            for number, row in enumerate(own_rows):
-                if row >= 0:
-                    rows["behind"][int(row)] = values[place].behind[number].double().numpy()[None]
-        gathered: list = [None] * groups.world.size
-        dist.all_gather_object(gathered, rows, group=groups.host.group)
+        tokens = {name: token_values(packs, parts, groups) for name, parts in columns.items()}
+        tokens["behind"] = row_values(packs, [value.behind for value in values], groups)
         if groups.world.rank:
             return None
-        tokens = {}
-        for name in rows:
-            by_row = {row: part for one in gathered for row, part in one[name].items()}
-            assert sorted(by_row) == list(range(len(sequences)))
-            tokens[name] = np.concatenate([by_row[row] for row in sorted(by_row)])
         return dict(
             tokens=tokens,
             sums=sums.numpy(),

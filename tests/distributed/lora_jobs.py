@@ -10,6 +10,7 @@ import family_jobs
 import numpy as np
 import torch
 from layout_jobs import layout_config, recorded_sequences, shard
+from token_values import token_values
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.certify.gradients import complete_gradients
@@ -70,10 +71,7 @@ def run(folder: str, parallel: dict, steps: int = 3, random_start: bool = True, 
             pass  # merging is reading: a second time gives the same
         merged = {n: v.clone().numpy() for n, v in PolicyTensors(spec, groups, engine.chunks).stream(torch.float32)}
         trained = [p for c in engine.chunks for p in c.parameters() if p.requires_grad]
-        log_probs = torch.zeros(2, dtype=torch.float64)
-        if groups.reports:
-            log_probs[0] = sum(part.log_probs.double().sum() for part in old.micro_batches)
-        torch.distributed.all_reduce(log_probs)
+        log_probs = token_values(batch, [part.log_probs for part in old.micro_batches], groups)
         if groups.world.rank:
             return None
         return dict(
@@ -81,7 +79,7 @@ def run(folder: str, parallel: dict, steps: int = 3, random_start: bool = True, 
             gradient=gradient,
             adapters=adapters,
             merged=merged,
-            log_prob_sum=float(log_probs[0]),
+            log_probs=log_probs,
             grad_norms=[r.grad_norm for r in results],
             num_trained=sum(p.numel() for p in trained),
             num_optimized=sum(p.numel() for g in engine.optimizer.param_groups for p in g["params"]),
@@ -99,6 +97,15 @@ def write_folders(folder: str, out: str, parallel: dict, lora: dict) -> None:
         fill_adapters(settings, *own, start_tensors(settings, engine.spec))
         export_adapters(Path(out) / "adapter", settings, *own, folder)
         export_huggingface(Path(out) / "merged", *own, torch.float32, folder, 1)
+
+
+def write_again(folder: str, out: str, parallel: dict, lora: dict, served: bool) -> None:
+    """The adapters of `lora.path`, read in this layout, as a folder `out`."""
+    with _engine(folder, parallel, lora) as engine:
+        settings = engine.config.lora
+        assert settings is not None
+        own = (engine.spec, engine.groups, engine.chunks)
+        export_adapters(Path(out), settings, *own, folder, served=served)
 
 
 def logits_difference(folder: str, reference: str, tokens: np.ndarray, parallel: dict, lora: dict) -> float:

@@ -8,10 +8,9 @@ from layout_jobs import recorded_sequences
 from layout_models import make_folder
 from test_layouts import flat, relative
 
+# With tensor, sequence and expert parallelism below, every kind; tests/soak/role_layouts.py has more.
 DENSE = {
     "DP2-distributed": dict(world=2, distributed=True),
-    "TP2": dict(world=2, tensor=2, sequence=False),
-    "TP2+SP": dict(world=2, tensor=2),
     "PP2": dict(world=2, pipeline=2),
     "CP2": dict(world=2, context=2),
 }

@@ -12,14 +12,24 @@ import pytest
 import torch
 from family_models import make_family_folder, token_ids
 from layout_models import make_folder
+from safetensors.torch import load_file, save_file
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
-LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+CUT, STAGES = dict(tensor=2, expert=2), dict(pipeline=2)
+# No target: all linear layers; those of latent attention, of dense layers, of shared and of all other experts too.
 MODELS = {
-    "qwen2-tied": (TARGETS, (dict(tensor=2), dict(pipeline=2))),
-    "deepseek_v3": (LATENT, (dict(tensor=2, expert=2), dict(pipeline=2))),
+    "qwen2-tied": (TARGETS, (dict(tensor=2), STAGES)),
+    "deepseek_v3": ((), (CUT, STAGES)),
+    "qwen3_moe": ((), (CUT, dict(expert=2))),
+    "qwen2_moe": ((), (dict(expert=2), CUT)),
+    "mixtral": (("w3",), (CUT, STAGES)),
 }
 LORA = dict(rank=4, alpha=6.0, targets=TARGETS)
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+
+
+def peft_itself():
+    return pytest.importorskip("peft", reason="peft is not installed (launch/env/test.txt)")
 
 
 def logits(folder, tokens, adapter=None) -> np.ndarray:
@@ -27,35 +37,113 @@ def logits(folder, tokens, adapter=None) -> np.ndarray:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if adapter is not None:
-        import peft
-
-        model = peft.PeftModel.from_pretrained(model, str(adapter))
+        model = peft_itself().PeftModel.from_pretrained(model, str(adapter))
     with torch.no_grad():
         return model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+
+
+def engine_differs(ranks, base, tokens, want, parallel, lora) -> float:
+    np.save(base / "want.npy", want)
+    found = ranks.run(
+        "lora_jobs:logits_difference",
+        folder=str(base),
+        reference=str(base / "want.npy"),
+        tokens=tokens,
+        parallel=parallel,
+        lora=lora,
+    )
+    return max(found)
 
 
 @pytest.mark.parametrize("variant", MODELS)
 def test_peft_has_the_logits_of_the_merged_weights_and_of_the_engine(rank_pools, tmp_path, variant):
     targets, layouts = MODELS[variant]
     lora = {**LORA, "targets": targets}
-    pytest.importorskip("peft", reason="peft is not installed (launch/env/test.txt)")
     base, tokens = make_family_folder(tmp_path / "base", variant), token_ids()
     ranks = rank_pools(2)
     ranks.run("lora_jobs:write_folders", folder=str(base), out=str(tmp_path), parallel=layouts[0], lora=lora)
-    want = logits(base, tokens, tmp_path / "adapter")
+    adapter = tmp_path / "adapter"
+    want = logits(base, tokens, adapter)
     assert np.abs(want - logits(base, tokens)).max() > 0.1, "the adapters change nothing"
     assert np.abs(want - logits(tmp_path / "merged", tokens)).max() < 1e-5
-    np.save(tmp_path / "peft.npy", want)
+    started = {**lora, "path": str(adapter)}
     for parallel in layouts:
-        found = ranks.run(
-            "lora_jobs:logits_difference",
-            folder=str(base),
-            reference=str(tmp_path / "peft.npy"),
-            tokens=tokens,
-            parallel=parallel,
-            lora={**lora, "path": str(tmp_path / "adapter")},
-        )
-        assert max(found) < 1e-5, parallel
+        assert engine_differs(ranks, base, tokens, want, parallel, started) < 1e-5, parallel
+    again = dict(folder=str(base), parallel=layouts[1])
+    ranks.run("lora_jobs:write_again", out=str(tmp_path / "again"), lora=started, served=False, **again)
+    assert contents(tmp_path / "again") == contents(adapter)
+    # The form of servers, with an A and a B for each matrix, holds the same.
+    ranks.run("lora_jobs:write_again", out=str(tmp_path / "served"), lora=started, served=True, **again)
+    served = {**lora, "path": str(tmp_path / "served")}
+    ranks.run("lora_jobs:write_again", out=str(tmp_path / "back"), lora=served, served=False, **again)
+    assert contents(tmp_path / "back") == contents(adapter)
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def other_experts(tensors):
+    tensors[f"{EXPERTS}.lora_A.weight"] = (
+        tensors[f"{EXPERTS}.lora_A.weight"].unflatten(0, (4, -1)).flip(0).flatten(0, 1)
+    )
+
+
+def expert_before_rank(tensors):
+    whole = tensors[f"{EXPERTS}.lora_B.weight"]
+    tensors[f"{EXPERTS}.lora_B.weight"] = whole.unflatten(1, (-1, 4)).transpose(1, 2).flatten(1)
+
+
+def up_before_gate(tensors):
+    gate, up = tensors[f"{EXPERTS}.base_layer.lora_B.weight"].chunk(2)
+    tensors[f"{EXPERTS}.base_layer.lora_B.weight"] = torch.cat([up, gate])
+
+
+def test_another_order_of_experts_ranks_or_halves_has_other_logits(rank_pools, tmp_path):
+    base, tokens = make_family_folder(tmp_path / "base", "qwen3_moe"), token_ids()
+    job = dict(folder=str(base), out=str(tmp_path), parallel={}, lora={**LORA, "targets": ()})
+    rank_pools(1).run("lora_jobs:write_folders", **job)
+    want = logits(tmp_path / "merged", tokens)
+    for fault in (other_experts, expert_before_rank, up_before_gate):
+        odd = shutil.copytree(tmp_path / "adapter", tmp_path / fault.__name__)
+        tensors = load_file(odd / "adapter_model.safetensors")
+        fault(tensors)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, odd / "adapter_model.safetensors")
+        assert np.abs(logits(base, tokens, odd) - want).max() > 1e-3, fault.__name__
+
+
+def test_a_folder_that_peft_made_for_experts_starts_a_policy(rank_pools, tmp_path):
+    """PEFT's own adapters of `gate_up_proj` have one A for gate and up."""
+    from transformers import AutoModelForCausalLM
+
+    peft = peft_itself()
+    base, tokens = make_family_folder(tmp_path / "base", "qwen3_moe"), token_ids()
+    torch.manual_seed(3)
+    settings = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=["q_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
+    model.save_pretrained(tmp_path / "theirs")
+    want = logits(base, tokens, tmp_path / "theirs")
+    assert np.abs(want - logits(base, tokens)).max() > 0.1
+    targets = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    lora = {**LORA, "targets": targets, "path": str(tmp_path / "theirs")}
+    ranks = rank_pools(2)
+    assert engine_differs(ranks, base, tokens, want, dict(expert=2), lora) < 1e-5
+    ranks.run(
+        "lora_jobs:write_again",
+        folder=str(base),
+        out=str(tmp_path / "ours"),
+        parallel=dict(expert=2),
+        lora=lora,
+        served=False,
+    )
+    assert np.abs(logits(base, tokens, tmp_path / "ours") - want).max() < 1e-5
 
 
 def test_another_folder_is_refused_by_what_differs(rank_pools, tmp_path):

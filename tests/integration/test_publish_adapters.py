@@ -13,14 +13,17 @@ from tiny_models import make_model
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 
 SECTIONS = {"lora": {"rank": 4, "alpha": 8.0}, "publish": {"lora": "adapter"}}
+LAYOUTS = {"dense": {"tensor": 2}, "moe": {"tensor": 2, "expert": 2}}
 
 
-def test_server_and_trainer_agree_on_every_version_of_the_adapters(tmp_path):
-    model = make_model(tmp_path / "model", moe=False, sizes={"num_hidden_layers": 2})
-    server = _running(tmp_path, model, {"max_new_tokens": 32}, **SECTIONS)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_server_and_trainer_agree_on_every_version_of_the_adapters(tmp_path, kind):
+    model = make_model(tmp_path / "model", moe=kind == "moe", sizes={"num_hidden_layers": 2})
+    rollout = {"max_new_tokens": 32, "return_routed_experts": kind == "moe"}
+    server = _running(tmp_path, model, rollout, **SECTIONS)
     ranks = RankPool(2)
     try:
-        side = Side(ranks, server, {"tensor": 2}, tmp_path / "weights")
+        side = Side(ranks, server, LAYOUTS[kind], tmp_path / "weights")
         for _ in range(2):
             side.learn(2)
             # The trainer has gone on: what the server holds is not its policy.

@@ -191,9 +191,12 @@ class HttpServerControl:
 
     def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]:
         answer = self._check_weights("checksum", deadline_seconds)
-        try:
-            return [dict(rank["checksums"]) for rank in answer["ranks"]]
-        except (KeyError, TypeError) as error:
+        try:  # beside adapters a server has some layers' own weights as `base_layer`
+            return [
+                {name.replace(".base_layer.", "."): value for name, value in rank["checksums"].items()}
+                for rank in answer["ranks"]
+            ]
+        except (AttributeError, KeyError, TypeError) as error:
             raise self._nonsense("checksum", f"no ranks with checksums: {str(answer)[:200]}") from error
 
     def snapshot(self, *, deadline_seconds: float) -> None:

@@ -164,6 +164,21 @@ def _plain_adapters(module: types.ModuleType) -> None:
     use_plain_host_memory(module)
 
 
+def _adapters_of_layers(module: types.ModuleType) -> None:
+    """The same, and adapters of experts without SGLang's kernels for them, which are Triton's."""
+    from gspo_mega.rollout.server.sglang_cpu_adapters import compute_experts
+
+    _plain_adapters(module)
+    compute_experts(module)
+
+
+def _adapters_of_tokens(module: types.ModuleType) -> None:
+    """Say which token has which adapter without a kernel's limits."""
+    from gspo_mega.rollout.server.sglang_cpu_adapters import count_whole_segments
+
+    count_whole_segments(module)
+
+
 class _CachesFp8:
     """Stands in for SGLang's platform where the KV cache is made. On a CPU SGLang has an FP8 cache for one vendor's
     kernels only, with scales of its own; with this it makes the plain one that it has on a GPU.
@@ -283,7 +298,8 @@ def activate() -> bool:
                 "sglang.srt.models.qwen3_moe": _plain_layers("Qwen3MoeModel"),
                 "sglang.srt.layers.moe.fused_moe_native": _plain_experts,
                 "sglang.srt.layers.sampler": _plain_sampling,
-                "sglang.srt.lora.layers": _plain_adapters,
+                "sglang.srt.lora.layers": _adapters_of_layers,
+                "sglang.srt.lora.backend.base_backend": _adapters_of_tokens,
                 "sglang.srt.lora.backend.torch_backend": _plain_adapters,
                 "sglang.srt.distributed.parallel_state": _scatter_by_sums,
                 "sglang.srt.entrypoints.engine": _fork_children,

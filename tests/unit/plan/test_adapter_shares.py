@@ -1,14 +1,18 @@
 """Adapters in a plan: counts by hand, what is frozen, and what a model has no adapters for."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from gspo_mega.errors import PlanError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.plan.adapter_shares import num_adapter_parameters, trained_parameters
+from gspo_mega.plan.adapter_shares import check_adapters, num_adapter_parameters, trained_parameters
 from gspo_mega.plan.shares import ModelShares
 from gspo_mega.plan.state_bytes import has_reference, state_bytes
 
+MODELS = Path(__file__).parents[3] / "configs/models"
 LORA = "lora={rank: 4, alpha: 8, targets: [q_proj, v_proj, o_proj]}"
 # The quickstart's dense model: 3 layers, hidden 64, 4 x 16 heads, 2 key-value.
 HALVES = 3 * 4 * ((64 + 64) + (64 + 32) + (64 + 64))
@@ -63,8 +67,8 @@ def test_a_reference_is_a_second_model_only_if_it_has_a_folder(load):
         ),
         (
             "moe",
-            ["lora={rank: 4, alpha: 8, targets: [q_proj]}", "publish.lora=adapter"],
-            "has experts: PEFT's form of their adapters is another one than SGLang's",
+            ["lora={rank: 4, alpha: 8, targets: [q_proj, down_proj]}", "publish.lora=adapter"],
+            "has experts with adapters: SGLang computes them only if gate_proj and down_proj are both in lora.targets",
         ),
     ],
 )
@@ -72,3 +76,18 @@ def test_what_the_model_has_no_adapters_for_is_refused(load, shape, kind, overri
     with pytest.raises(PlanError) as error:
         resolve_layout(load(*overrides).config, read_model_spec(shape(kind)))
     assert said in str(error.value)
+
+
+def test_adapters_of_experts_and_of_attention_are_served_where_a_server_was_compared(load, shape):
+    spec = read_model_spec(shape("moe"))
+    for targets in ("[]", "[q_proj, v_proj]", "[gate_proj, down_proj]"):
+        config = load(f"lora={{rank: 4, alpha: 8, targets: {targets}}}", "publish.lora=adapter").config
+        resolve_layout(config, spec)
+    config = load("lora={rank: 4, alpha: 8}", "publish.lora=adapter").config
+    others = {
+        "experts: servers with adapters were compared": replace(spec, family="mixtral", qk_norm=False),
+        "latent attention: SGLang adds what kv_b_proj's": read_model_spec(MODELS / "certify_mla.json"),
+    }
+    for said, other in others.items():
+        (found,) = check_adapters(config, other)
+        assert said in found.text

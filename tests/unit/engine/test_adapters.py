@@ -1,0 +1,93 @@
+"""One adapter beside one linear layer on one rank: its product, its merge and its gradients, with numbers by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gspo_mega.config.schema import Lora
+from gspo_mega.engine.adapters import Adapter
+from gspo_mega.model.low_rank import adapted
+from gspo_mega.model.spec import ModelSpec
+
+SPEC = ModelSpec(
+    family="qwen3",
+    num_layers=1,
+    hidden_size=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    intermediate_size=1,
+    vocab_size=8,
+    max_position_embeddings=16,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    qk_norm=True,
+    attention_bias=False,
+    torch_dtype="float32",
+    eos_token_ids=(1,),
+)
+ONE = SimpleNamespace(rank=0, size=1, group=None)
+GROUPS: object = SimpleNamespace(tensor=ONE, expert_tensor=ONE)
+
+
+@pytest.fixture
+def gate_and_up() -> Adapter:
+    """Of W [gate; up], two rows, with alpha / rank = 3: A of gate (1, 2), of up (3, 4); B 5 and 6."""
+    adapter = build(["gate_proj", "up_proj"])
+    with torch.no_grad():
+        adapter.a["gate"].copy_(torch.tensor([[1.0, 2]]))
+        adapter.a["up"].copy_(torch.tensor([[3.0, 4]]))
+        adapter.b.copy_(torch.tensor([[5.0], [6]]))
+    return adapter
+
+
+def build(targets, dtype=torch.float32) -> Adapter:
+    settings = Lora(rank=1, alpha=3.0, targets=tuple(targets))
+    ((parameter, entries),) = adapted(SPEC, targets).items()
+    assert parameter == "decoder.layers.0.mlp.linear_fc1.weight"
+    linear = torch.nn.Linear(2, 2, bias=False, dtype=dtype)
+    vars(linear)["config"] = SimpleNamespace(sequence_parallel=True)
+    return Adapter(SPEC, GROUPS, settings, entries, linear)  # type: ignore[arg-type]
+
+
+def test_each_fused_matrix_meets_its_own_a(gate_and_up):
+    found = gate_and_up(torch.tensor([[1.0, 1], [0, 1]]))
+    assert found.tolist() == [[3 * 5 * 3, 3 * 6 * 7], [3 * 5 * 2, 3 * 6 * 4]]
+    merged = gate_and_up.merged(torch.tensor([[1.0, 0], [0, 1]]))
+    assert merged.tolist() == [[1 + 15, 30], [54, 1 + 72]]
+    gate_and_up.is_on = False
+    weight = torch.ones(2, 2)
+    assert gate_and_up.merged(weight) is weight
+
+
+def test_gradients_stay_in_their_blocks(gate_and_up):
+    gate_and_up(torch.tensor([[1.0, 1]]))[0, 0].backward()  # gate's output alone
+    assert gate_and_up.a["gate"].grad.tolist() == [[15, 15]] and gate_and_up.a["up"].grad.tolist() == [[0, 0]]
+    assert gate_and_up.b.grad.tolist() == [[9], [0]]
+
+
+def test_the_rows_of_a_matrix_without_adapter_take_no_part():
+    adapter = build(["up_proj"])
+    with torch.no_grad():
+        adapter.a["up"].fill_(1)
+        adapter.b.fill_(1)  # the row of gate too, which nothing sets in a run
+    assert adapter.roles == ("up",)
+    found = adapter(torch.tensor([[1.0, 1]]))
+    assert found.tolist() == [[0, 6]]
+    found.sum().backward()
+    assert adapter.b.grad.tolist() == [[0], [6]]
+
+
+def test_a_sum_in_bf16_is_rounded_once():
+    """1 + 2**-9 is half way to the next bf16 number above 1 and goes back to 1; 3 x 2**-9 apart, it is not lost."""
+    adapter = build(["up_proj"], torch.bfloat16)
+    with torch.no_grad():
+        adapter.a["up"].fill_(2**-9)
+        adapter.b.fill_(1 / 3)
+    weight = torch.ones(2, 2, dtype=torch.bfloat16)
+    assert torch.equal(adapter.merged(weight), weight)
+    assert adapter(torch.ones(1, 2, dtype=torch.bfloat16))[0, 1] > 0
