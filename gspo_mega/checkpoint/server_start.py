@@ -131,7 +131,7 @@ def _make(config: Config, out: Path, report: Callable[[int, int], object]) -> No
         from gspo_mega.weights.quantize_published import published_form
 
     logger.info("%s: weights of %s in the form that servers hold", out, config.model.path)
-    reported = shown = time.monotonic()
+    reported, shown = float("-inf"), time.monotonic()
 
     def progress(done: int, total: int, name: str) -> None:
         nonlocal reported, shown
