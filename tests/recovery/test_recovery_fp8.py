@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from recovery_support import KILLED, NUM_STEPS, leftovers, outcome
+from recovery_support import KILLED, NUM_STEPS, Ranks, leftovers, outcome
 from safetensors.torch import load_file
+
+from gspo_mega.config.layer_library import TRANSFORMER_ENGINE_VARIABLE
 
 FP8 = ("precision=fp8", "fp8.recipe=delayed")
 
 
-def test_killed_in_a_step_and_in_a_save_it_ends_where_an_uninterrupted_run_does(ranks):
+@pytest.fixture(scope="module")
+def fp8_ranks(ranks):
+    """Ranks of the same recording that load Transformer Engine, which the others' process must not."""
+    made = Ranks(ranks.config_file, **{TRANSFORMER_ENGINE_VARIABLE: "1"})
+    yield made
+    made.close()
+
+
+def test_killed_in_a_step_and_in_a_save_it_ends_where_an_uninterrupted_run_does(fp8_ranks):
+    ranks = fp8_ranks
     assert ranks.train("fp8", "", *FP8) == [0], ranks.log("fp8")
     want = outcome(ranks.folder("fp8"))
     state = load_file(ranks.folder("fp8").checkpoint_dir(NUM_STEPS) / "fp8" / "rank_00000.safetensors")

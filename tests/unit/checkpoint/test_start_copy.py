@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 from test_server_start import plain_folder, run
-from waiting import until
+from waiting import until, wait_gone
 
 from gspo_mega.checkpoint import server_start as module
-from gspo_mega.checkpoint.server_start import _make, start_folder
+from gspo_mega.checkpoint.server_start import CopyMaker, _make, start_folder
+from gspo_mega.errors import CheckpointError
+from gspo_mega.rollout.server.copy_wait import CopyWait, StartCopy
 
 ROOT = Path(__file__).parents[3]
 BLOCKS = ("precision=bf16", "server.quantization=fp8_block")
@@ -58,6 +61,21 @@ def test_the_maker_ends_with_the_process_that_started_it(tmp_path):
         assert time.monotonic() < deadline + 1, left
         time.sleep(0.1)
     assert time.monotonic() < deadline, "the maker lived on"
+
+
+def test_a_maker_that_hangs_is_named_and_ended(tmp_path):
+    config, folder = run(tmp_path, plain_folder(tmp_path / "plain", 1), *BLOCKS)
+    out, before = start_folder(config, folder), set(multiprocessing.active_children())
+    wait = CopyWait(StartCopy(out, lambda: CopyMaker(config, out)), folder.new_attempt(), 1.0)
+    (process,) = set(multiprocessing.active_children()) - before
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(CheckpointError, match="server-0, which makes it, got no further for 1 s"):
+            until(lambda: wait.look() is None)
+    finally:
+        wait.end()
+    assert not out.exists()
+    wait_gone([process.pid], 60)
 
 
 def make(config, folder) -> Path:
