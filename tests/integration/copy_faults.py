@@ -26,9 +26,9 @@ ROWS = 40_000
 
 
 def frozen_maker(serve: Serve, run: RunFolder, seconds: float = 300.0) -> int:
-    """The process of `serve` that makes the copy, stopped (SIGSTOP) after it has written a part of its first file."""
+    """The process of `serve` that makes the copy, stopped (SIGSTOP) after it has written its first tensor, of many."""
     deadline = time.monotonic() + seconds
-    while not any(file.stat().st_size for file in run.weights_dir.glob("start-*.converting/*.safetensors")):
+    while not any(f.stat().st_size > MIB for f in run.weights_dir.glob("start-*.converting/*.safetensors")):
         assert time.monotonic() < deadline and serve.process.poll() is None, serve.output.read_text()
         time.sleep(0.001)
     (maker,) = (pid for pid, command in serve.processes().items() if "spawn_main" in command)

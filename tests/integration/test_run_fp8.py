@@ -39,6 +39,7 @@ def fp8_run(tmp_path_factory):
         *small_overrides(quickstart, folder / "runs", "fp8"),
         f"train.num_steps={NUM_STEPS}",
         "reward=run_support:distinct",
+        "eval=null",
         "checkpoint.export_every_steps=1",
         "rollout.max_concurrent_requests=16",
     ]
