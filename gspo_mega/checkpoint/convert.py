@@ -280,7 +280,12 @@ def _convert(
                 continue
             before_bytes, before = tally.done, set(tally.tensors)
             (part / name).parent.mkdir(exist_ok=True)
-            written = write(tally, part / name, group)
+            try:
+                written = write(tally, part / name, group)
+            except OSError:
+                # It would be written anew in any case. On a full disk the room is for those who report the error.
+                (part / name).unlink(missing_ok=True)
+                raise
             tensors = {tensor: noted for tensor, noted in tally.tensors.items() if tensor not in before}
             finished[name] = {"file": name, "bytes": tally.done - before_bytes, "tensors": tensors, "written": written}
             _append(record, finished[name] | {"file_bytes": (part / name).stat().st_size})

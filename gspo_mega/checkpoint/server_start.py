@@ -1,7 +1,7 @@
 """The folder that a server starts from: `model.path`, or a copy in the form that the run's servers hold.
 
-Owns when a copy is needed, where it lies in the run folder, and that one process of the run makes it. Light: torch is
-imported in the process that converts, not in that which waits.
+Owns when a copy is needed, where it lies in the run folder, and the process that makes it, one at a time in a run.
+Light: torch is imported in that process alone. Who waits for it, and how long, is `rollout/server/copy_wait.py`'s.
 
 SGLang loads FP8 blocks only from a folder that holds them, and plain weights only from a plain one. A server therefore
 starts from `model.path` where that is in the run's form already, and otherwise from `weights/start-...`, which holds
@@ -15,15 +15,16 @@ import fcntl
 import logging
 import multiprocessing
 import os
+import signal
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from gspo_mega import durable
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
-from gspo_mega.errors import CheckpointError
+from gspo_mega.errors import CheckpointError, GspoMegaError
 from gspo_mega.importing import uncollected
 from gspo_mega.model.block_fp8 import is_quantized, served_layout
 from gspo_mega.model.families import hf_tensors
@@ -36,27 +37,18 @@ from gspo_mega.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0
+_REPORT_SECONDS = 0.5
 _LOG_SECONDS = 10.0
 
 
-def server_start(config: Config, folder: RunFolder, *, makes: bool) -> Path:
-    """The folder that a server of the run starts from before anything is published.
-
-    `makes`: this process makes the copy if one is needed; any other waits for it, as long as some of it is written
-    within `server.start_deadline_seconds`. Raises ModelError, CheckpointError or OSError.
+def needed_copy(config: Config, folder: RunFolder) -> Path | None:
+    """The copy that a server of the run starts from before anything is published, whether or not it has been made; None
+    where that is `model.path` itself. Raises ModelError, CheckpointError or OSError.
     """
     source, layout = Path(config.model.path), served_layout(config)
     if layout is None and read_stored(source) is None:
-        return source
-    if has_layout(read_model_spec(source), layout):
-        return source
-    out = start_folder(config, folder)
-    if not out.is_dir():
-        if makes:
-            _make_apart(config, out)
-        else:
-            _wait(out, config.server.start_deadline_seconds)
-    return out
+        return None
+    return None if has_layout(read_model_spec(source), layout) else start_folder(config, folder)
 
 
 def start_folder(config: Config, folder: RunFolder) -> Path:
@@ -78,31 +70,80 @@ def has_layout(spec: ModelSpec, layout: BlockFp8 | None) -> bool:
     return all(is_quantized(stored, entry) == is_quantized(layout, entry) for entry in hf_tensors(spec))
 
 
-def _make_apart(config: Config, out: Path) -> None:
-    """Make the copy in a process of its own, which gives back the memory that torch takes."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        process.submit(_make, config, out, os.getpid()).result()
+class CopyMaker:
+    """Makes the copy `out` in a process of its own, which gives back the memory that torch takes. That process ends
+    with this one, and with the thread that constructs this object. A stopped or killed one is continued by the next.
+    """
+
+    def __init__(self, config: Config, out: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._out, self._amounts = out, (0, 0)
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(config, out, os.getpid(), sender), daemon=True)
+        self._process.start()
+        sender.close()
+
+    def look(self) -> tuple[int, int]:
+        """Bytes done, and in total; a total of 0 is not known. Raises ModelError or CheckpointError where the process
+        has failed, and CheckpointError where something killed it.
+        """
+        has_ended = not self._process.is_alive()  # first, so that its last words are heard
+        with contextlib.suppress(EOFError):
+            while self._receiver.poll():
+                said = self._receiver.recv()
+                if isinstance(said, GspoMegaError):
+                    raise said
+                self._amounts = said
+        if has_ended and not self._out.is_dir():
+            code = self._process.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            if code == -signal.SIGKILL:
+                how += ". The usual reason for a SIGKILL from outside is that the machine ran out of memory"
+            raise CheckpointError(f"{self._out}: its maker, process {self._process.pid}, {how}")
+        return self._amounts
+
+    def end(self) -> None:
+        """End the process, if it still runs."""
+        self._process.kill()
+        self._process.join()
+        self._receiver.close()
 
 
-def _make(config: Config, out: Path, parent: int) -> None:
-    """Make the copy unless another maker has, for whom this one waits. It ends with its process `parent`."""
+def _run(config: Config, out: Path, parent: int, sender: Connection) -> None:
+    """The maker's process, which ends with its process `parent`: sends (bytes done, in total) and its error."""
     die_with_parent(parent)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a signal to the whole group: the parent ends this process
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        _make(config, out, lambda done, total: sender.send((done, total)))
+    except GspoMegaError as error:
+        sender.send(error)
+    except OSError as error:
+        sender.send(CheckpointError(f"{out}: cannot be made: {error}"))
+
+
+def _make(config: Config, out: Path, report: Callable[[int, int], object]) -> None:
+    """Make the copy unless another maker has, for whom this one waits. `report` gets bytes done, and in total."""
     with uncollected():
         from gspo_mega.checkpoint.quantize import to_form
         from gspo_mega.checkpoint.tensor_sources import open_checkpoint
         from gspo_mega.weights.quantize_published import published_form
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logger.info("%s: weights of %s in the form that servers hold", out, config.model.path)
-    shown = time.monotonic()
+    reported, shown = float("-inf"), time.monotonic()
 
     def progress(done: int, total: int, name: str) -> None:
-        nonlocal shown
-        if time.monotonic() - shown > _LOG_SECONDS:
-            shown = time.monotonic()
+        nonlocal reported, shown
+        now = time.monotonic()
+        if now - reported > _REPORT_SECONDS:
+            reported = now
+            report(done, total)
+        if now - shown > _LOG_SECONDS:
+            shown = now
             logger.info("%s: %d %%", out.name, 100 * done // max(total, 1))
 
-    with _only_maker(out.parent):
+    with _only_maker(out.parent, lambda: report(_written_bytes(out), 0)):
         if out.is_dir():
             return
         _remove_others(out)
@@ -119,16 +160,24 @@ def _make(config: Config, out: Path, parent: int) -> None:
 
 
 @contextlib.contextmanager
-def _only_maker(weights: Path) -> Iterator[None]:
-    """Wait until no other process makes a copy in this folder. The lock ends with its process."""
+def _only_maker(weights: Path, waits: Callable[[], object]) -> Iterator[None]:
+    """Wait until no other process makes a copy in this folder, and call `waits` meanwhile. The lock ends with its
+    process.
+    """
     durable.make_folder(weights, at="publish.folder")
     with durable.operation("publish.folder"):
         lock = (weights / "start.lock").open("a")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            logger.warning("%s has no locks (%s): another maker of the same copy is not waited for", weights, error)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waits()
+                time.sleep(_POLL_SECONDS)
+                continue
+            except OSError as error:
+                logger.warning("%s has no locks (%s): another maker of the same copy is not waited for", weights, error)
+            break
         yield
 
 
@@ -139,21 +188,6 @@ def _remove_others(out: Path, remains: bool = False) -> None:
     for path in (*out.parent.glob("start-*"), *out.parent.glob(".start-*")):
         if path.is_dir() and path != out and (remains or not path.name.startswith(out.name)):
             durable.remove_tree(path, at="publish.prune")
-
-
-def _wait(out: Path, seconds: float) -> None:
-    """Wait for the copy, as long as some of it is written every so many seconds."""
-    written, deadline = -1, 0.0
-    while not out.is_dir():
-        if written != (now := _written_bytes(out)):
-            written, deadline = now, time.monotonic() + seconds
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"{out}: the run's first server has not made it, and nothing of it was written for {seconds:g} s"
-                " (server.start_deadline_seconds). For a large model, write it once with tools/quantize_checkpoint.py"
-                " and name that folder as model.path, which must have the same files and times on every node"
-            )
-        time.sleep(_POLL_SECONDS)
 
 
 def _written_bytes(out: Path) -> int:

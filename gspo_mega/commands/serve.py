@@ -14,17 +14,19 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from gspo_mega import descriptors
-from gspo_mega.checkpoint.server_start import server_start
-from gspo_mega.config import load_config
+from gspo_mega.checkpoint.server_start import CopyMaker, needed_copy
+from gspo_mega.config import Config, load_config
 from gspo_mega.config.addresses import address_problem
 from gspo_mega.config.deadlines import preflight_seconds
 from gspo_mega.errors import ConfigError, PublishError
 from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, beats, read_state
 from gspo_mega.launcher.gpus_and_ports import device_here, task_of_step
 from gspo_mega.launcher.lease import hold
+from gspo_mega.rollout.server.copy_wait import StartCopy
 from gspo_mega.rollout.server.reward_server import own_model, reward_config, reward_folder
 from gspo_mega.rollout.server.supervise_part import PartSupervisor
 from gspo_mega.rollout.server.supervise_server import ServerSupervisor
@@ -92,8 +94,13 @@ def run(args: argparse.Namespace) -> int:
         # In parallel with the server's start, which takes longer.
         asked = (attempt, index, preflight_seconds(config))
         threading.Thread(target=_record_software, args=asked, daemon=True, name="software").start()
-    start = server_start(config, folder, makes=index == 0)
-    return ServerSupervisor(config, attempt, index, start=start).run()
+    return ServerSupervisor(config, attempt, index, start=_start(config, folder, index)).run()
+
+
+def _start(config: Config, folder: RunFolder, index: int) -> StartCopy | None:
+    """The copy of the model that the server starts from; None where it starts from `model.path`."""
+    copy = needed_copy(config, folder)
+    return None if copy is None else StartCopy(copy, partial(CopyMaker, config, copy) if index == 0 else None)
 
 
 def which_part(num_nodes: int, part: int | None, hosts: str | None, index: int | None, task: int | None) -> int:

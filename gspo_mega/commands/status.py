@@ -126,7 +126,7 @@ def _speed(last: dict[str, Any] | None) -> str | None:
 
 
 def _servers(attempt: Attempt) -> str | None:
-    """The number of servers per state, and why servers gave up, from their registrations."""
+    """The number of servers per state, what they wait for, and why servers gave up, from their registrations."""
     try:
         servers = read_registrations(attempt.servers_dir)
     except RolloutError as error:
@@ -137,10 +137,11 @@ def _servers(attempt: Attempt) -> str | None:
         for server in servers
         if server.state == "failed"
     ]
-    text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) + (
-        f" ({'; '.join(given_up)})" if given_up else ""
-    )
-    return text or None
+    # They wait for the same, and its maker's registration is ahead of the others'.
+    preparing = max((server for server in servers if server.is_preparing), key=lambda s: s.done_bytes, default=None)
+    notes = given_up if preparing is None else [f"waiting for {preparing.preparation}", *given_up]
+    text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    return text + (f" ({'; '.join(notes)})" if notes else "") or None
 
 
 def _reward_models(attempt: Attempt) -> str | None:

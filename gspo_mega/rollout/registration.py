@@ -33,6 +33,8 @@ class Registration:
         heartbeat: when the file was last written, in Unix seconds.
         precision: what it computes in, holds and caches, in words; None before it was first ready.
         error: why the server failed, or why it was last restarted.
+        waits_for: what is made before this server can be started, in words; None where it is being started.
+        done_bytes, total_bytes: how much of that is made; a total of 0 is not known yet.
     """
 
     server_id: str
@@ -45,10 +47,29 @@ class Registration:
     tensor_parallel: int = 1
     precision: str | None = None
     error: str | None = None
+    waits_for: str | None = None
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether the server has not been started yet, because what it starts from is still being made."""
+        return self.state == "starting" and self.waits_for is not None
+
+    @property
+    def preparation(self) -> str | None:
+        """What it waits for and how far that is, in words; None where it is not preparing."""
+        return f"{self.waits_for}: {amount(self.done_bytes, self.total_bytes)}" if self.is_preparing else None
 
     def write(self, servers_dir: Path) -> None:
         """Write the server's file in `servers_dir`, atomically. Raises OSError."""
         atomic_write_json(servers_dir / f"{self.server_id}.json", asdict(self))
+
+
+def amount(done_bytes: int, total_bytes: int) -> str:
+    """As in "1.5 of 4.0 GiB". A total of 0 is not known."""
+    unit, size = ("GiB", 2**30) if max(done_bytes, total_bytes) >= 2**30 else ("MiB", 2**20)
+    return f"{done_bytes / size:.1f}{f' of {total_bytes / size:.1f}' if total_bytes else ''} {unit}"
 
 
 def read_registrations(

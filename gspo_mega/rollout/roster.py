@@ -88,6 +88,27 @@ class Roster:
         return now - self._heartbeats[registration.server_id][1] < STALE_SECONDS
 
 
+class ReadyDeadline:
+    """When servers must be ready: so many seconds from now, and anew from each progress of a copy that they wait for,
+    its end included. Nothing else that servers do is progress.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._since = seconds, time.monotonic()
+        self._done: dict[str, int] = {}
+        self._preparing: set[str] = set()
+
+    def is_over(self, registrations: list[Registration]) -> bool:
+        """Whether it has passed, of servers that are registered so now."""
+        preparing = {r.server_id: r.done_bytes for r in registrations if r.is_preparing}
+        begun = {r.server_id for r in registrations if r.state in ("waiting", "starting", "ready")} - preparing.keys()
+        grown = {server_id: done for server_id, done in preparing.items() if done > self._done.get(server_id, 0)}
+        if grown or begun & self._preparing:
+            self._since = time.monotonic()
+        self._done, self._preparing = self._done | grown, set(preparing)
+        return time.monotonic() - self._since > self._seconds
+
+
 def describe_servers(roster: Roster, servers_dir: Path, held: Mapping[str, int | None], committed_version: int) -> str:
     """What is known of every server, for an error message. `held`: the version that each one in reach holds."""
     unread = f"; {roster.last_error}" if roster.last_error else ""
@@ -100,6 +121,7 @@ def describe_servers(roster: Roster, servers_dir: Path, held: Mapping[str, int |
             what = f"holds version {held[server_id]} of {committed_version}"
         else:
             what = f"last heard of {roster.silent_seconds(server_id):.0f} s ago"
+        what = f"waits for {registration.preparation}, {what}" if registration.is_preparing else what
         error = f" ({registration.error})" if registration.error else ""
         return f"{server_id}: {registration.state}, {what}{error}"
 

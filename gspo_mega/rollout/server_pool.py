@@ -25,7 +25,7 @@ from gspo_mega.rollout.freshness import Freshness
 from gspo_mega.rollout.load import least_loaded, to_move
 from gspo_mega.rollout.loop_thread import LoopThread
 from gspo_mega.rollout.pooled_server import PooledServer
-from gspo_mega.rollout.roster import Roster, describe_servers, failed_servers, watch_problem
+from gspo_mega.rollout.roster import ReadyDeadline, Roster, describe_servers, failed_servers, watch_problem
 from gspo_mega.rollout.secret import read_secret
 from gspo_mega.rollout.silence import Silence
 from gspo_mega.run_folder import Attempt
@@ -159,14 +159,15 @@ class ServerPool:
 
     def wait_ready(self, num_servers: int, deadline_seconds: float, on_wait: Callable[[], None] = lambda: None) -> None:
         """Block until `num_servers` are up, calling `on_wait` meanwhile. Servers that gave up or were stopped are not
-        waited for, but at least one must be up. Raises RolloutError at the deadline, or as soon as all have given up.
+        waited for, but at least one must be up. Raises RolloutError `deadline_seconds` after the last progress of the
+        copy that they wait for, if any, or as soon as all have given up.
         """
-        deadline = time.monotonic() + deadline_seconds
+        deadline = ReadyDeadline(deadline_seconds)
         while len(self.ready_servers()) < max(1, num_servers - self._roster.num_not_coming):
             self.check()
             if len(self._roster.registrations) >= num_servers:
                 self._raise_if_all_failed()
-            if time.monotonic() > deadline and not self.num_set_aside:
+            if deadline.is_over(self._roster.registrations) and not self.num_set_aside:
                 raise RolloutError(
                     f"{len(self.ready_servers())} of {num_servers} servers ready after {deadline_seconds:g} s;"
                     f" {self._describe()}"

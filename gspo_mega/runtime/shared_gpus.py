@@ -161,7 +161,7 @@ class SharedGpus:
             beats.beat()
             pool.check()
             found = read_registrations(attempt.servers_dir, on_error=lambda path, error: None)
-            between = [r for r in found if r.state in ("starting", "restarting", "draining")]
+            between = [r for r in found if r.state in ("starting", "restarting", "draining") and not r.is_preparing]
             up = {(r.server_id, r.generation) for r in found if r.state == "ready"}
             known = {_start_of(control) for control in self._controls()}
             if not between and up == known:

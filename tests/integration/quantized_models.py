@@ -38,10 +38,10 @@ CONFIG = {
 }
 
 
-def make_blocks_model(folder: Path, seed: int = 5) -> Path:
-    """Random fp32 weights in a plain Hugging Face folder."""
+def make_blocks_model(folder: Path, seed: int = 5, **changes: object) -> Path:
+    """Random fp32 weights in a plain Hugging Face folder. `changes`: of CONFIG."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     generator = torch.Generator().manual_seed(seed)
     tensors = {e.name: 0.1 * torch.randn(e.shape, generator=generator) for e in hf_tensors(read_model_spec(folder))}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

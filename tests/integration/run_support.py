@@ -40,8 +40,8 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
 
 
-def make_quickstart(folder: Path) -> Path:
-    """The quickstart's tiny Qwen3-MoE and its data, few of them, in `folder`."""
+def make_quickstart(folder: Path, *words: str) -> Path:
+    """The quickstart's tiny Qwen3-MoE and its data, few of them, in `folder`. `words`: further ones of the tool."""
     tool = [
         sys.executable,
         str(REPOSITORY / "tools/make_quickstart.py"),
@@ -50,6 +50,7 @@ def make_quickstart(folder: Path) -> Path:
         "64",
         "--num-heldout",
         "16",
+        *words,
     ]
     subprocess.run(tool, check=True, stdout=subprocess.DEVNULL, env=environment())
     return folder

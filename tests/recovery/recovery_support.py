@@ -105,15 +105,16 @@ def _group(step: int, number: int, rng: np.random.Generator) -> Group:
 
 class Ranks:
     """A `rank_server.py` process and the runs it makes. `killed_at`: the points at which an armed kill has ended a
-    process.
+    process. `variables`: of the process's environment.
     """
 
-    def __init__(self, config_file: Path) -> None:
+    def __init__(self, config_file: Path, **variables: str) -> None:
         self.config_file = config_file
         self.runs = config_file.parent / "runs"
         self.killed_at: set[str] = set()
         path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests/integration")))  # which has reward functions
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        environment |= variables
         self._server = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
             stdin=subprocess.PIPE,

@@ -179,7 +179,11 @@ class Server(Section):
         ),
     )
     start_deadline_seconds: float = Field(
-        default=300.0, gt=0, description="Maximum time from a server's start until it is healthy."
+        default=300.0,
+        gt=0,
+        description=(
+            "Maximum time from a server's start until it is healthy, and without progress of the copy it starts from."
+        ),
     )
     max_restarts: int = Field(
         default=5,

@@ -102,6 +102,8 @@ class PartSupervisor:
         silent = self._head.seconds(None if head is None else (head.generation, head.heartbeat))
         if head is None or head.state not in ("starting", "ready", "draining") or silent > SILENCE_SECONDS:
             return None
+        if head.is_preparing:  # it is in no start yet, and its number is that of an earlier one
+            return None
         return head.generation
 
     def _start(self, generation: int) -> None:

@@ -24,6 +24,7 @@ from gspo_mega.errors import ConfigError, GspoMegaError, RankError
 from gspo_mega.rollout.gpu_turn import may_start
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.secret import ensure_secret, read_secret
+from gspo_mega.rollout.server.copy_wait import CopyWait, StartCopy
 from gspo_mega.rollout.server.drain import ServerRequests, drain
 from gspo_mega.rollout.server.listening_port import free_port
 from gspo_mega.rollout.server.parts import Parts
@@ -52,8 +53,8 @@ class ServerSupervisor:
     allowed.
 
     `entry` is the command that runs a server, without --spec and --parent; it may use the Python of another
-    environment. `start`: the folder to start from before anything is published; `model.path` if None. `classifies`: its
-    model scores texts.
+    environment. `start`: the folder to start from before anything is published, which may be a copy that is still to be
+    made; `model.path` if None. `classifies`: its model scores texts.
     """
 
     def __init__(
@@ -62,12 +63,13 @@ class ServerSupervisor:
         attempt: Attempt,
         index: int,
         entry: Sequence[str] = (sys.executable, "-m", "gspo_mega.rollout.server.server_entry"),
-        start: Path | None = None,
+        start: Path | StartCopy | None = None,
         classifies: bool = False,
     ) -> None:
         self._entry = list(entry)
         self._classifies = classifies
-        self._start_folder = config.model.path if start is None else str(start)
+        self._copy = start if isinstance(start, StartCopy) else None
+        self._start_folder = str(start.path if isinstance(start, StartCopy) else start or config.model.path)
         self._config = config
         self._attempt = attempt
         self._index = index
@@ -108,19 +110,36 @@ class ServerSupervisor:
         try:
             ensure_secret(self._attempt.api_key_file)
             remove_abandoned()
+            self._wait_for_copy()
             self._serve()
         except _Stop:
             self._drain()
             self._register(state="stopped")
             return 0
         except GspoMegaError as error:
-            self._register(state="failed", error=str(error))
+            self._register_failure(str(error))
             raise
         except BaseException as error:
-            self._register(state="failed", error=f"{type(error).__name__}: {error}")
+            self._register_failure(f"{type(error).__name__}: {error}")
             raise
         finally:
             self._end()
+
+    def _wait_for_copy(self) -> None:
+        """Until there is a folder to start from; shows how far it is."""
+        if self._copy is None:
+            return
+        wait = CopyWait(self._copy, self._attempt, self._config.server.start_deadline_seconds)
+        try:
+            self._register(waits_for=wait.what)
+            while (amounts := wait.look()) is not None:
+                done_bytes, total_bytes = amounts
+                self._registration = replace(self._registration, done_bytes=done_bytes, total_bytes=total_bytes)
+                self._write_heartbeat()
+                self._sleep(_POLL_SECONDS)
+        finally:
+            wait.end()
+        self._register(waits_for=None, done_bytes=0, total_bytes=0)
 
     def _note_signal(self, *_: object) -> None:
         self._num_signals += 1
@@ -293,6 +312,13 @@ class ServerSupervisor:
         else:
             self._heartbeat_failed = False
         return True
+
+    def _register_failure(self, error: str) -> None:
+        """A full disk must not hide the error: the launcher registers a server that ends without."""
+        try:
+            self._register(state="failed", error=error)
+        except OSError as problem:
+            logger.warning("%s: its failure could not be registered: %s", self._registration.server_id, problem)
 
     def _register(self, **changes) -> None:
         self._registered_at = time.monotonic()

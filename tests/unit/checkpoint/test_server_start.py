@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,10 +14,10 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
 from test_block_folder import CONFIG as MODEL
 from test_block_folder import QUERY, block_folder
+from waiting import until
 
-from gspo_mega.checkpoint.server_start import server_start, start_folder
+from gspo_mega.checkpoint.server_start import CopyMaker, needed_copy, start_folder
 from gspo_mega.config import load_config
-from gspo_mega.errors import CheckpointError
 from gspo_mega.model.block_fp8 import served_layout
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_model_spec, read_stored
@@ -45,6 +43,20 @@ def plain_folder(folder: Path, seed: int) -> Path:
     return folder
 
 
+def made(config, folder: RunFolder) -> Path:
+    """The folder that a server starts from, made where it has to be."""
+    copy = needed_copy(config, folder)
+    if copy is None:
+        return Path(config.model.path)
+    if not copy.is_dir():
+        maker = CopyMaker(config, copy)
+        try:
+            until(lambda: maker.look() and copy.is_dir())
+        finally:
+            maker.end()
+    return copy
+
+
 @pytest.fixture
 def plain(tmp_path) -> Path:
     return plain_folder(tmp_path / "plain", 1)
@@ -52,13 +64,13 @@ def plain(tmp_path) -> Path:
 
 def test_plain_servers_start_from_a_plain_model_itself(tmp_path, plain):
     config, folder = run(tmp_path, plain)
-    assert server_start(config, folder, makes=True) == plain and not folder.weights_dir.exists()
+    assert made(config, folder) == plain and not folder.weights_dir.exists()
 
 
 def test_the_copy_holds_what_a_publish_would_send(tmp_path, plain):
     """The trainer's precision first (bf16), then blocks; tensors that stay plain are in the server's dtype."""
     config, folder = run(tmp_path, plain, "precision=bf16", "server.quantization=fp8_block")
-    start = server_start(config, folder, makes=True)
+    start = made(config, folder)
     assert (
         re.fullmatch("start-blocks-float32-bf16-bf16-[0-9a-f]{12}", start.name) and start.parent == folder.weights_dir
     )
@@ -68,41 +80,24 @@ def test_the_copy_holds_what_a_publish_would_send(tmp_path, plain):
     assert torch.equal(found[QUERY].view(torch.uint8), data.view(torch.uint8))
     assert torch.equal(found[f"{QUERY}_scale_inv"], scales)
     assert torch.equal(found["lm_head.weight"], source["lm_head.weight"].to(torch.bfloat16))
-    before = (start / "model.safetensors").stat().st_mtime_ns
-    assert server_start(config, folder, makes=True) == start, "made once"
-    assert (start / "model.safetensors").stat().st_mtime_ns == before
 
 
 def test_a_model_in_the_same_blocks_is_started_from_itself_and_other_blocks_are_not(tmp_path):
     # As Qwen3-FP8 does: modules that are never quantised are listed.
     block_folder(tmp_path / "same", BlockFp8(kept=("lm_head", "model.layers.0.mlp.gate")))
     config, folder = run(tmp_path, tmp_path / "same", "precision=bf16", "server.quantization=fp8_block")
-    assert server_start(config, folder, makes=True) == tmp_path / "same"
+    assert made(config, folder) == tmp_path / "same"
     block_folder(tmp_path / "other", BlockFp8((64, 64)))
     config, folder = run(tmp_path, tmp_path / "other", "precision=bf16", "server.quantization=fp8_block")
-    assert read_stored(server_start(config, folder, makes=True)) == served_layout(config) == BlockFp8()
+    assert read_stored(made(config, folder)) == served_layout(config) == BlockFp8()
 
 
 def test_plain_servers_of_a_model_in_blocks_get_its_values(tmp_path):
     _, values = block_folder(tmp_path / "blocks")
     config, folder = run(tmp_path, tmp_path / "blocks", "precision=fp32")
-    start = server_start(config, folder, makes=True)
+    start = made(config, folder)
     assert start.name.startswith("start-plain-fp32-fp32-") and read_stored(start) is None
     assert torch.equal(load_file(start / "model.safetensors")[QUERY], values[QUERY])
-
-
-def test_other_servers_wait_for_the_first_and_say_so_when_it_does_not_come(tmp_path, plain):
-    changes = ("precision=bf16", "server.quantization=fp8_block", "server.start_deadline_seconds=2")
-    config, folder = run(tmp_path, plain, *changes)
-    with pytest.raises(CheckpointError, match="first server has not made it, and nothing of it was written for 2 s"):
-        server_start(config, folder, makes=False)
-    found, (patient, _) = [], run(tmp_path, plain, *changes[:2])
-    waiting = threading.Thread(target=lambda: found.append(server_start(patient, folder, makes=False)))
-    waiting.start()
-    time.sleep(0.2)
-    start_folder(config, folder).mkdir(parents=True)
-    waiting.join(60)
-    assert found == [start_folder(config, folder)]
 
 
 def test_a_restart_takes_the_committed_version_only_in_the_form_that_servers_hold(tmp_path, plain):
@@ -127,11 +122,11 @@ def test_a_copy_is_of_this_model_and_of_these_bytes_and_no_other_copy_stays(tmp_
     blocks = ("precision=bf16", "server.quantization=fp8_block")
     other = plain_folder(tmp_path / "other", 2)
     config, folder = run(tmp_path, plain, *blocks)
-    first = server_start(config, folder, makes=True)
-    second = server_start(run(tmp_path, other, *blocks)[0], folder, makes=True)
+    first = made(config, folder)
+    second = made(run(tmp_path, other, *blocks)[0], folder)
     assert first != second and holds(plain, first.parent / second.name) is False and holds(other, second)
     plain_folder(plain, 3)
-    third = server_start(config, folder, makes=True)
+    third = made(config, folder)
     assert third not in (first, second) and holds(plain, third)
     assert [path for path in folder.weights_dir.iterdir() if path.is_dir()] == [third]
     (plain / "config.json").write_text(json.dumps(MODEL | {"rope_theta": 5.0}))

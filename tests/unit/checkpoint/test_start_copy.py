@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,20 +14,25 @@ from pathlib import Path
 
 import pytest
 from test_server_start import plain_folder, run
+from waiting import until, wait_gone
 
 from gspo_mega.checkpoint import server_start as module
-from gspo_mega.checkpoint.server_start import server_start, start_folder
+from gspo_mega.checkpoint.server_start import CopyMaker, _make, start_folder
 from gspo_mega.errors import CheckpointError
+from gspo_mega.rollout.server.copy_wait import CopyWait, StartCopy
 
 ROOT = Path(__file__).parents[3]
 BLOCKS = ("precision=bf16", "server.quantization=fp8_block")
 MAKE = """
-import sys
+import sys, time
 from pathlib import Path
-from gspo_mega.checkpoint.server_start import _make_apart
+from gspo_mega.checkpoint.server_start import CopyMaker
 from gspo_mega.config import load_config
 if __name__ == "__main__":
-    _make_apart(load_config(sys.argv[1], sys.argv[2:4]).config, Path(sys.argv[4]))
+    maker = CopyMaker(load_config(sys.argv[1], sys.argv[2:4]).config, Path(sys.argv[4]))
+    while True:
+        maker.look()
+        time.sleep(0.1)
 """
 
 
@@ -56,56 +63,73 @@ def test_the_maker_ends_with_the_process_that_started_it(tmp_path):
     assert time.monotonic() < deadline, "the maker lived on"
 
 
-@pytest.fixture
-def here(monkeypatch):
+def test_a_maker_that_hangs_is_named_and_ended(tmp_path):
+    config, folder = run(tmp_path, plain_folder(tmp_path / "plain", 1), *BLOCKS)
+    out, before = start_folder(config, folder), set(multiprocessing.active_children())
+    wait = CopyWait(StartCopy(out, lambda: CopyMaker(config, out)), folder.new_attempt(), 1.0)
+    (process,) = set(multiprocessing.active_children()) - before
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(CheckpointError, match="server-0, which makes it, got no further for 1 s"):
+            until(lambda: wait.look() is None)
+    finally:
+        wait.end()
+    assert not out.exists()
+    wait_gone([process.pid], 60)
+
+
+def make(config, folder) -> Path:
     """The maker in this process, which is faster, and must not end with its parent."""
-    monkeypatch.setattr(module, "die_with_parent", lambda parent: None)
-    monkeypatch.setattr(module, "_make_apart", lambda config, out: module._make(config, out, os.getppid()))
+    out = start_folder(config, folder)
+    _make(config, out, lambda done, total: None)
+    return out
 
 
-def test_remains_of_another_conversion_are_discarded(tmp_path, here):
+def test_a_copy_is_made_once(tmp_path):
+    config, folder = run(tmp_path, plain_folder(tmp_path / "plain", 1), *BLOCKS)
+    file = make(config, folder) / "model.safetensors"
+    before = file.stat().st_mtime_ns
+    assert make(config, folder) == file.parent and file.stat().st_mtime_ns == before
+
+
+def test_remains_of_another_conversion_are_discarded(tmp_path):
     config, folder = run(tmp_path, plain_folder(tmp_path / "plain", 1), *BLOCKS)
     part = start_folder(config, folder)
     part = part.with_name(part.name + ".converting")
     part.mkdir(parents=True)
     (part / "progress.jsonl").write_text('{"to": "something else"}\n')
-    assert server_start(config, folder, makes=True).is_dir() and not part.exists()
+    assert make(config, folder).is_dir() and not part.exists()
 
 
-def test_two_makers_use_one_copy(tmp_path, here):
+def test_two_makers_use_one_copy_and_the_second_says_how_far_the_first_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
     config, folder = run(tmp_path, plain_folder(tmp_path / "plain", 1), *BLOCKS)
-    found: list[object] = []
+    out, said = start_folder(config, folder), []
+    second = threading.Thread(target=lambda: _make(config, out, lambda done, total: said.append((done, total))))
+    with module._only_maker(out.parent, lambda: None):
+        second.start()
+        part = out.with_name(out.name + ".converting")
+        part.mkdir()
+        (part / "file").write_bytes(bytes(1000))
+        until(lambda: (1000, 0) in said)
+        (part / "file").unlink()
+        part.rmdir()
+        out.mkdir()
+    second.join()
+    assert list(out.iterdir()) == [], "it is taken as it is"
 
-    def make() -> None:
-        try:
-            found.append(server_start(config, folder, makes=True))
-        except Exception as error:
-            found.append(error)
 
-    makers = [threading.Thread(target=make) for _ in range(3)]
-    for maker in makers:
-        maker.start()
-    for maker in makers:
-        maker.join()
-    assert found == [start_folder(config, folder)] * 3
-
-
-def test_others_wait_as_long_as_the_copy_grows(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_POLL_SECONDS", 0.05)
-    out = tmp_path / "start-x"
-    part = tmp_path / "start-x.converting"
-    part.mkdir()
-
-    def grow() -> None:
-        for _ in range(12):
-            time.sleep(0.2)
-            with (part / "file").open("a") as file:
-                file.write("more")
-        part.rename(out)
-
-    writer = threading.Thread(target=grow)
-    writer.start()
-    module._wait(out, 1.8)
-    writer.join()
-    with pytest.raises(CheckpointError, match="nothing of it was written for 0.3 s"):
-        module._wait(tmp_path / "start-y", 0.3)
+def test_a_file_that_cannot_be_written_whole_leaves_its_room(tmp_path):
+    """A full disk has room for the report then. What the copy needs to go on is kept."""
+    config, folder = run(tmp_path, plain_folder(tmp_path / "plain", 1), *BLOCKS)
+    part = start_folder(config, folder)
+    part = part.with_name(f"{part.name}.converting")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            make(config, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in part.iterdir()] == ["progress.jsonl"]
+    assert make(config, folder).is_dir() and not part.exists()
