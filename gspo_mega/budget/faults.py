@@ -32,7 +32,7 @@ def slack(unit: float) -> float:
 
 # A fault moves most tokens. Some per cent move far without one: a router's tie may fall the other way, which in fp32
 # happens to hardly any token, and a sharp model's logits spread further than its log-probs. In the quickstart's model
-# with experts 1.8 % pass bf16's bound in the trainer, 1.9 % with the servers' routes replayed, 1.7 % in the servers.
+# with experts 2 % pass bf16's bound in the trainer, with the servers' routes replayed as well, and 2 % in the servers.
 _MANY, _MANY_WITH_EXPERTS = 0.02, 0.15
 # A slope is a temperature if it is this many standard errors from 0 and explains this share of the differences.
 _ERRORS, _EXPLAINED = 5.0, 0.5
