@@ -13,7 +13,7 @@ from typing import Any
 
 from gspo_mega.budget.attribution import Estimate
 from gspo_mega.budget.budget_findings import Findings
-from gspo_mega.budget.causes import ALTERNATIVES, CAUSES, ENGINES, R3, Facts, Nothing
+from gspo_mega.budget.causes import ALTERNATIVES, CAUSES, ENGINES, R3, Facts, Nothing, left_between
 
 # Clipped by the engines alone, without an update: what a run can bear.
 BEARABLE = 0.05
@@ -128,7 +128,7 @@ def _origin(findings: Findings, advice: Advice) -> None:
             for name in moved
         )
         advice.sentences.append(f"Some causes act on each other; by the order in which they are changed: {ranges}.")
-    hidden = [name for name, why in findings.nothing.items() if not why.is_zero]
+    hidden = left_between(shares, findings.nothing)
     if hidden and ENGINES in [*main, *unknown]:
         advice.sentences.append(f"`{ENGINES}` contains what cannot be changed here: {', '.join(hidden)}.")
 

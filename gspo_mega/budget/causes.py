@@ -7,7 +7,7 @@ precision. Owns no numbers and starts nothing; `walks.py` orders the causes, `co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,7 +59,7 @@ class Nothing:
 class Cause:
     """`neutral`: the settings in which it contributes nothing, or why it cannot be changed. `pinned`: it keeps its
     place in every order. `after`: causes that come before this one in every order. `avoidable`: a user may well
-    run with the neutral setting.
+    run with the neutral setting. `follows`: the cause in whose row it is, as it has no setting of its own.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Cause:
     pinned: bool = False
     after: tuple[str, ...] = ()
     avoidable: bool = False
+    follows: str = ""
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -251,7 +252,9 @@ CAUSES: tuple[Cause, ...] = (
         _trainer_fp8,
         after=("trainer precision", "trainer layers"),
     ),
-    Cause("trainer LM head", "trainer", "the trainer's LM head against fp32", _trainer_head),
+    Cause(
+        "trainer LM head", "trainer", "the trainer's LM head against fp32", _trainer_head, follows="trainer precision"
+    ),
     Cause(
         "trainer packing",
         "trainer",
@@ -304,6 +307,18 @@ def formats(facts: Facts) -> dict[Literal["server", "trainer"], list[str]]:
     }
 
 
+def left_between(measured: Collection[str], nothing: Mapping[str, Nothing]) -> list[str]:
+    """The causes that are still there where the engines meet, because nothing changes them. `measured`: those that
+    are changed. One that follows another is neutral with that one.
+    """
+    follows = {cause.name: cause.follows for cause in CAUSES}
+
+    def is_neutral(name: str) -> bool:
+        return name in measured or (name in nothing and nothing[name].is_zero)
+
+    return [name for name, why in nothing.items() if not why.is_zero and not is_neutral(follows.get(name, ""))]
+
+
 def units_of(
     facts: Facts,
     measured: Mapping[str, Literal["server", "trainer"]],
@@ -320,6 +335,6 @@ def units_of(
     coarsest = {side: max(units[name] for name in names) for side, names in found.items()}
     between = units[facts.config.budget.reference]
     sides = {cause.name: cause.side for cause in CAUSES}
-    left = [coarsest[sides[name]] for name, why in nothing.items() if not why.is_zero]
+    left = [coarsest[sides[name]] for name in left_between(measured, nothing)]
     result = {name: coarsest[side] for name, side in measured.items()}
     return {**result, ENGINES: max([between, *left])}

@@ -205,3 +205,20 @@ def test_units_are_the_coarsest_of_an_engine():
     # What cannot be changed stays between the engines, with its rounding.
     left = {"server KV cache": Nothing("left out", False), "trainer FP8": Nothing("bf16", True)}
     assert units_of(run, {}, left, UNITS)[ENGINES] == 2.0**-4
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_engines_are_compared_in_fp32_although_no_key_changes_the_trainer_s_lm_head_alone(precision):
+    """It follows `precision`, so it is fp32 at the reference, and in the row that changes `precision`."""
+
+    def between(**sections):
+        run = facts(precision=precision, **sections)
+        plan = make_plan(run)
+        assert not plan.nothing["trainer LM head"].is_zero
+        links = plan.walks["forward"]
+        return units_of(run, {link.cause: link.end.side for link in links}, plan.nothing, UNITS)[ENGINES]
+
+    assert between() == UNITS["fp32"]
+    assert between(budget=dict(reference="bf16")) == UNITS["bf16"]
+    # What changes it is left out, and so it is where the engines meet.
+    assert between(budget=dict(causes=("server batch",))) == UNITS[precision]
