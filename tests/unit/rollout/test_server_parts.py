@@ -123,6 +123,15 @@ def running(report) -> tuple[int, str]:
     return report.generation, report.state
 
 
+def test_a_part_starts_nothing_while_its_head_waits_for_a_copy(follower):
+    """The number in its registration is that of an earlier start, whose order lies there still."""
+    head = follower.head("starting", 2)
+    follower.part._follow(replace(head, waits_for="the copy"))
+    assert follower.part._running is None
+    follower.part._follow(head)
+    assert follower.part._running is not None
+
+
 def test_a_part_runs_what_its_head_runs(follower):
     assert follower.follow() is None
     assert follower.follow("restarting", 1) is None

@@ -226,6 +226,19 @@ def test_a_server_that_never_becomes_ready_does_not_hold_the_ranks_for_ever(shar
         one.gpus.turn("train")
 
 
+def test_a_server_that_waits_for_a_copy_does_not_hold_the_ranks(shared, monkeypatch):
+    """It has no memory, and asks whose turn it is before it takes any."""
+    one = shared(2)
+    one.gpus.turn("sample")
+    config = one.gpus._config
+    server = config.server.model_copy(update={"start_deadline_seconds": 0.2, "drain_seconds": 0.0})
+    one.gpus._config = config.model_copy(update={"server": server})
+    monkeypatch.setattr(shared_gpus, "_END_SECONDS", 0.2)
+    one.servers[1].register("starting", waits_for="the copy")
+    one.gpus.turn("train")
+    assert one.server.held == set()
+
+
 def test_serve_starts_nothing_while_the_ranks_have_the_gpus(attempt):
     config = collector_config()
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"colocated": True})})
