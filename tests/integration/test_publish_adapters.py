@@ -13,7 +13,7 @@ from tiny_models import make_model
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 
 SECTIONS = {"lora": {"rank": 4, "alpha": 8.0}, "publish": {"lora": "adapter"}}
-LAYOUTS = {"dense": {"tensor": 2}, "moe": {"tensor": 2, "expert": 2}}
+LAYOUTS = {"dense": {"tensor": 2}, "moe": {"expert": 2}}
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

@@ -53,6 +53,15 @@ def test_a_server_whose_weights_change_is_reported_before_the_call(fakes, pools,
     assert [server.server_id for server in pool.servers_behind()] == ["server-0"]
 
 
+def test_checksums_of_layers_beside_adapters_have_the_layers_own_names(fakes, pools):
+    server = fakes("server-0")
+    server.control = lambda _path, _body: web.json_response(
+        {"success": True, "ranks": [{"checksums": {"mlp.experts.base_layer.w2_weight": "1", "norm.weight": "2"}}]}
+    )
+    (control,) = pools().controls()
+    assert control.checksums(deadline_seconds=2) == [{"mlp.experts.w2_weight": "1", "norm.weight": "2"}]
+
+
 def test_a_cache_is_flushed_when_the_last_request_is_put_away(fakes, pools, monkeypatch):
     """As SGLang does: it refuses while it has a request whose answer has come already."""
     server, refusals = fakes("server-0"), [400, 400]
