@@ -17,7 +17,8 @@ from gspo_mega.certify.batch import Draws
 from gspo_mega.certify.kinds import CRITIC_KINDS
 from gspo_mega.certify.measure import Edges, Numbers, Tensors
 from gspo_mega.certify.route_comparison import num_route_flips
-from gspo_mega.config.schema import Config
+from gspo_mega.config.schema import CertifyCase, Config
+from gspo_mega.config.sharp_fp8 import is_sharp
 from gspo_mega.run_folder import atomic_write_json, read_json
 
 if TYPE_CHECKING:
@@ -35,13 +36,15 @@ class Weights(Protocol):
 @dataclass(frozen=True)
 class Tolerance:
     """`log_prob`: nats per token, absolute. `loss`: relative to mean |s_i A_i|. `gradient`: relative L2 of each tensor.
-    `weights`: relative L2 of the whole update.
+    `weights`: relative L2 of the whole update. `reached`: the share of tokens whose log-prob differs by more than
+    fp32's tolerance, where it is compared.
     """
 
     log_prob: float
     loss: float
     gradient: float
     weights: float
+    reached: float | None = None
 
 
 TOLERANCES = {
@@ -53,10 +56,22 @@ TOLERANCES = {
 }
 # Where a scale is a whole tensor's, which another packing has otherwise, nothing is rounded alike.
 _SCALE_PER_TENSOR = Tolerance(log_prob=1.0, loss=1e-2, gradient=9e-1, weights=8e-1)
+# With the reference's scales and fp32 between the products most tokens have no number that rounds otherwise. e5m2, the
+# gradients' format where a tensor has one scale, has coarser steps.
+_BLOCKS = Tolerance(log_prob=5e-1, loss=5e-3, gradient=2.3e-1, weights=5.4e-1, reached=0.5)
+_SHARP = {
+    "blockwise": _BLOCKS,
+    "mxfp8": _BLOCKS,
+    "delayed": Tolerance(log_prob=5e-1, loss=5e-3, gradient=3.2e-1, weights=6.4e-1, reached=0.5),
+    # Powers of two are the reference's scales except for the smallest numbers.
+    "tensorwise": Tolerance(log_prob=5e-1, loss=5e-3, gradient=3.9e-1, weights=7.0e-1, reached=0.75),
+}
 
 
-def tolerance_of(config: Config) -> Tolerance:
+def tolerance_of(config: Config, case: CertifyCase) -> Tolerance:
     """What a case of this precision, and FP8 recipe, may differ."""
+    if is_sharp(config) and config.fp8.recipe not in case.other_scales:
+        return _SHARP[config.fp8.recipe]
     if config.precision == "fp8" and config.fp8.recipe in ("tensorwise", "delayed"):
         return _SCALE_PER_TENSOR
     return TOLERANCES[config.precision]
@@ -141,9 +156,9 @@ class Reference:
 class Comparison:
     """Differences of one case from the reference, filled as its numbers arrive."""
 
-    def __init__(self, reference: Reference, edges: tuple[float, float]) -> None:
-        """`edges`: the clip range of log s_i."""
-        self.reference, self.edges = reference, edges
+    def __init__(self, reference: Reference, edges: tuple[float, float], counts_reached: bool = False) -> None:
+        """`edges`: the clip range of log s_i. `counts_reached`: compare the share of tokens that differ, too."""
+        self.reference, self.edges, self.counts_reached = reference, edges, counts_reached
         self.gradient = Difference()
         self.weights: Difference | None = None
         self._error = self._update = 0.0
@@ -181,6 +196,8 @@ class Comparison:
         mass = want.sums["positive_mass"] + want.sums["negative_mass"]
         loss.note(abs(numbers.sums["objective"] - want.sums["objective"]) / mass, "objective")
         differences = dict(log_prob=log_prob, loss=loss, gradient=self.gradient, weights=self.weights)
+        if self.counts_reached:
+            differences["reached"] = Difference(_share_reached(numbers.log_probs, want.log_probs), "share of tokens")
         return {
             name: asdict(difference) if difference is not None else None for name, difference in differences.items()
         } | {
@@ -199,7 +216,7 @@ class Comparison:
 
 def outside(result: dict[str, Any], tolerance: Tolerance, exact: Iterable[str] = ()) -> list[str]:
     """The kinds of difference above the tolerance, NaN included. `exact`: kinds that tolerate no difference."""
-    limits = asdict(tolerance)
+    limits = {kind: limit for kind, limit in asdict(tolerance).items() if limit is not None}
     limits |= {kind: limits[like] for kind, like in CRITIC_KINDS.items() if kind in result} | dict.fromkeys(exact, 0.0)
     return [kind for kind, limit in limits.items() if result[kind] is not None and not result[kind]["value"] <= limit]
 
@@ -210,6 +227,12 @@ def num_clip_flips(log_s: np.ndarray, want: np.ndarray, edges: tuple[float, floa
     """
     outside_here, outside_there = ((values < edges[0]) | (values > edges[1]) for values in (log_s, want))
     return int((outside_here != outside_there).sum())
+
+
+def _share_reached(got: np.ndarray, want: np.ndarray) -> float:
+    """Of active tokens, whose log-prob is not 0: how many differ by more than fp32's rounding, or are NaN."""
+    near = np.abs(got - want)[want != 0] <= TOLERANCES["fp32"].log_prob
+    return float(1.0 - near.mean()) if near.size else 0.0
 
 
 def _norm(values: np.ndarray) -> float:

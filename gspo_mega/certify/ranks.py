@@ -12,8 +12,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,15 @@ from gspo_mega.certify.cases import RESULTS_FILE, case_config, folder_name
 from gspo_mega.certify.compare_runs import Comparison, Reference, outside, tolerance_of
 from gspo_mega.certify.critic_case import CriticMeasurement, build_critic, compare_critic, record_critic
 from gspo_mega.certify.measure import Measurement, Numbers
-from gspo_mega.certify.route_comparison import RouterMargins, tie_routers
+from gspo_mega.certify.route_comparison import RouterMargins, gather_routes, tie_routers
 from gspo_mega.config.schema import CertifyCase, Config, Objective
+from gspo_mega.config.sharp_fp8 import is_sharp
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan import resolve_layout
+from gspo_mega.plan.layout import Layout
 from gspo_mega.run_folder import RunFolder, atomic_write_json
 from gspo_mega.runtime.worker_context import WorkerContext
 from gspo_mega.weights.adapter_folder import start_of_adapters
@@ -41,6 +43,8 @@ from gspo_mega.weights.hf_import import import_huggingface
 # flips are counted.
 ROUTER_MARGIN = 1e-4
 MOST_DRAWS = 100
+# Whole sequences in each of two context or tensor ranks, for the recipes with one scale per tensor.
+_FP8_PADDING = 32
 
 
 def run_certify(context: WorkerContext) -> dict[str, Any] | None:
@@ -69,7 +73,7 @@ def run_case(
     """
     parallel = config.parallel
     spec = read_model_spec(config.model.path)
-    layout = resolve_layout(config, spec)
+    layout = _padded_alike(config, resolve_layout(config, spec))
     groups = create_groups(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
@@ -79,6 +83,10 @@ def run_case(
         expert_tensor=parallel.expert_tensor,
         seed=config.run.seed,
     )
+    if is_reference:  # its routers choose
+        config = _with_routing(config, "none")
+    elif _follows_reference(config, spec):
+        config = _with_routing(config, "R3")
     try:
         # What is measured are passes and gradients of whole batches, whatever the run corrects.
         uncorrected = {"mismatch": config.mismatch.model_copy(update={"correction": "none"})}
@@ -94,7 +102,7 @@ def run_case(
         if is_reference:
             result = _record(measurement, of_critic, reference)
         else:
-            result = _compare(measurement, of_critic, reference, case.exact)
+            result = _compare(measurement, of_critic, reference, case)
         return result if context.is_lead else {}
     finally:
         destroy_groups()
@@ -106,24 +114,44 @@ def _load(engine: PolicyEngine, config: Config) -> None:
     engine.after_weights_loaded()
 
 
+def _follows_reference(config: Config, spec: ModelSpec) -> bool:
+    """Whether a case goes through the reference's experts without being told to. FP8 would choose others for some
+    tokens, and padding, which has a way of its own in replayed passes, counts in scales and in blocks of tokens.
+    """
+    return config.precision == "fp8" and spec.moe is not None and config.moe.routing_replay == "none"
+
+
+def _padded_alike(config: Config, layout: Layout) -> Layout:
+    """The layout, in FP8 with as much padding per sequence as any other: its numbers count in the scale of a tensor."""
+    if config.precision != "fp8":
+        return layout
+    sequence, pack = (math.lcm(n, _FP8_PADDING) for n in (layout.sequence_multiple_tokens, layout.pack_multiple_tokens))
+    return replace(layout, sequence_multiple_tokens=sequence, pack_multiple_tokens=pack)
+
+
+def _with_routing(config: Config, replay: str) -> Config:
+    return config.model_copy(update={"moe": config.moe.model_copy(update={"routing_replay": replay})})
+
+
 def clip_edges(objective: Objective) -> tuple[float, float]:
     """The clip range of log s_i, nats; a lower width of 1 or more leaves that side open."""
     return low_edge(objective.clip_low), math.log1p(objective.clip_high)
 
 
 def _compare(
-    measurement: Measurement, critic: CriticMeasurement | None, reference: Reference, exact: Sequence[str]
+    measurement: Measurement, critic: CriticMeasurement | None, reference: Reference, case: CertifyCase
 ) -> dict[str, Any]:
-    """How far this case is from the reference; on rank 0. `exact`: the kinds that must not differ at all."""
+    """How far this case is from the reference; on rank 0."""
     config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
     settings, comparison = (
         objective_settings(config.algorithm, config.objective),
-        Comparison(reference, clip_edges(config.objective)),
+        Comparison(reference, clip_edges(config.objective), counts_reached=is_sharp(config)),
     )
-    # Replayed routes are those of the first weights; the reference chooses again after every step.
     replayed = config.moe.routing_replay == "R3"
     if replayed:
-        _set_routes(measurement, reference)
+        routes = reference.load("numbers", Numbers).routes
+        assert routes is not None  # routing replay without experts was refused
+        _set_routes(measurement, routes)
     recorded = np.load(reference.recorded_file)
     set_old_log_probs(measurement.batch, recorded)
     of_critic = {} if critic is None else compare_critic(critic, reference)
@@ -131,7 +159,8 @@ def _compare(
         numbers = measurement.run(
             recorded,
             settings,
-            0 if replayed else config.certify.num_steps,
+            # Replayed routes are those of the first weights; other references than FP8's choose again after a step.
+            0 if replayed and config.precision != "fp8" else config.certify.num_steps,
             comparison.take_gradient,
             lambda tensors: comparison.take_weights(tensors, start),
         )
@@ -139,7 +168,7 @@ def _compare(
         numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories]
     )
     result |= of_critic
-    result["outside"] = outside(result, tolerance_of(config), exact)
+    result["outside"] = outside(result, tolerance_of(config, case), case.exact)
     if config.certify.edges:
         _load(engine, config)
         tie_routers(engine)
@@ -149,10 +178,8 @@ def _compare(
     return result
 
 
-def _set_routes(measurement: Measurement, reference: Reference) -> None:
-    """Send the batch through the reference's experts, as if the rollout engine had chosen them."""
-    routes = reference.load("numbers", Numbers).routes
-    assert routes is not None  # routing replay without experts was refused
+def _set_routes(measurement: Measurement, routes: np.ndarray) -> None:
+    """Send the batch through the reference's experts (of `gather_routes`), as if the rollout engine had chosen them."""
     routes = np.where(routes < 0, np.arange(routes.shape[2]), routes)  # tokens that nothing depends on go anywhere
     start = 0
     for trajectory in measurement.batch.trajectories:
@@ -166,6 +193,10 @@ def _record(measurement: Measurement, critic: CriticMeasurement | None, referenc
     config, engine = measurement.config, measurement.engine
     settings, is_lead = objective_settings(config.algorithm, config.objective), engine.groups.is_lead
     draws, router_margin = _keep_from_ties(measurement)
+    routes = _follow_own_routes(measurement) if _follows_reference(config, engine.spec) else None
+    if engine.scales.is_active:  # they were measured on the first draws, which no case sees
+        engine.scales.forget()
+        _load(engine, config)
     batch = measurement.batch
     ends = np.cumsum([t.num_response_tokens for t in batch.trajectories])
 
@@ -189,6 +220,8 @@ def _record(measurement: Measurement, critic: CriticMeasurement | None, referenc
         lambda tensors: reference.save_tensors("gradient", tensors),
         lambda tensors: reference.save_tensors("weights", tensors),
     )
+    if routes is not None:
+        numbers.routes = routes
     if is_lead:
         np.save(reference.recorded_file, old)
         reference.save("numbers", numbers)
@@ -223,6 +256,18 @@ def _keep_from_ties(measurement: Measurement) -> tuple[Draws, float | None]:
             break
         measurement.batch = recorded_batch(config, engine.spec.vocab_size, draws)
     return draws, margin
+
+
+def _follow_own_routes(measurement: Measurement) -> np.ndarray:
+    """Let the reference go from now on through the experts that its routers choose now, as its cases do: also after
+    optimizer steps, and with the same way for padding. Returns the routes. Collective.
+    """
+    engine, mine = measurement.engine, measurement.shard()
+    routes = gather_routes(engine, measurement.batch, mine.micro_batches, engine.old_pass(mine.micro_batches).routes)
+    assert routes is not None  # of a model with experts, whose routers chose
+    engine.config = measurement.config = _with_routing(measurement.config, "R3")
+    _set_routes(measurement, routes)
+    return routes
 
 
 def _describe(numbers: Numbers, measurement: Measurement, advantages: np.ndarray) -> dict[str, Any]:

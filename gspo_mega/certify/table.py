@@ -20,6 +20,9 @@ _LEGEND = (
     "(times layers) that go to other experts. on edges: the same in a second batch, whose ratios and routers are on",
     "an edge on purpose, so that rounding decides; it is counted, not judged.",
 )
+_REACHED_LEGEND = (
+    "reached: the share of tokens with a number that FP8 rounds otherwise; the others differ by fp32's rounding."
+)
 _CRITIC_LEGEND = (
     "values, v. grad, v. weight: the critic's values, in the unit of rewards, its gradient and its weights."
 )
@@ -68,9 +71,12 @@ def render_table(rows: Sequence[Row]) -> str:
     the same where ratios and routers were put on the edge on purpose, and nothing is compared but counted.
     """
     has_critic = any(row.result is not None and "values" in row.result for row in rows)
+    has_reached = any(row.result is not None and "reached" in row.result for row in rows)
     kinds, headings = (*KINDS, *CRITIC_KINDS) if has_critic else KINDS, _HEADINGS
     if has_critic:
         headings = (*_HEADINGS, *_CRITIC_HEADINGS)
+    if has_reached:
+        kinds, headings = ("reached", *kinds), ("reached", *headings)
     width = max(len("case"), *(len(row.case.name) for row in rows))
     lines = [
         f"{'case':<{width}}  ranks  "
@@ -97,7 +103,7 @@ def render_table(rows: Sequence[Row]) -> str:
                 f" {row.result[kind]['place']}"
                 for kind in row.failed
             ]
-    legend = (*_LEGEND, _CRITIC_LEGEND) if has_critic else _LEGEND
+    legend = (*_LEGEND, *([_CRITIC_LEGEND] if has_critic else []), *([_REACHED_LEGEND] if has_reached else []))
     return "\n".join([*lines, "", *legend, *([""] if notes else []), *notes])
 
 

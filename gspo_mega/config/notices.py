@@ -173,6 +173,8 @@ def _of_sampling_and_precision(config: Config) -> Iterator[str]:
         )
     if config.precision != "fp8" and config.fp8 != Fp8():
         yield f"`fp8` has no effect with `precision: {config.precision}`"
+    if config.precision != "fp8" and config.certify.sharp_fp8:
+        yield f"`certify.sharp_fp8` has no effect with `precision: {config.precision}`"
     if config.precision == "fp8" and config.fp8.recipe == "delayed":
         yield (
             "fp8.recipe delayed: scales follow the largest values of earlier steps, so larger ones saturate; they are"

@@ -52,6 +52,7 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
         *remote_violations(config),
         *_layers(config),
         *_fp8(config),
+        *_sharp_fp8(config, command),
         *_rollout_and_servers(config),
         *episode_violations(config),
         *(Violation(key, text) for key, text in broken_relations(config)),
@@ -244,6 +245,17 @@ def _fp8(config: Config) -> Iterator[Violation]:
             "Megatron gathers mxfp8 parameters through its gradient buffers, inside an overlapped forward pass, which a"
             " pass between two optimizer steps would spoil; valid: false (or recipe delayed, tensorwise or blockwise)",
         )
+
+
+def _sharp_fp8(config: Config, command: str | None) -> Iterator[Violation]:
+    if not config.certify.sharp_fp8:
+        return
+    if command not in (None, "certify"):
+        yield Violation("certify.sharp_fp8", f"only `gspo-mega certify` computes so, not `{command}`; valid: false")
+    if config.precision == "fp8" and config.fp8.parameters:
+        yield Violation("certify.sharp_fp8", "contradicts `fp8.parameters: true`: it keeps parameters in fp32")
+    if config.precision == "fp8" and config.optimizer.moments_dtype != "fp32":
+        yield Violation("certify.sharp_fp8", "needs `optimizer.moments_dtype: fp32`, as its parameters are fp32")
 
 
 def _rollout_and_servers(config: Config) -> Iterator[Violation]:

@@ -53,8 +53,9 @@ class ExpertRoutes:
     def packed(self, micro_batch: MicroBatch, layers: Sequence[int]) -> np.ndarray:
         """[T, len(layers), k] of `route_type` for a pack whose `trajectory_index` are places among the rows.
 
-        A position of which the engine returned nothing (a sequence's last token, padding, filler) influences nothing
-        and is spread evenly over the experts.
+        A position of which the engine returned nothing (a sequence's last token, padding, filler) influences no
+        log-prob and is spread over the experts by its place in its sequence: with one FP8 scale per tensor it may have
+        an expert's largest value, which then does not depend on the pack.
         """
         k, num_experts = self._moe.experts_per_token, self._moe.num_experts
         routes = np.empty((micro_batch.num_tokens, len(layers), k), route_type(num_experts))
@@ -67,9 +68,11 @@ class ExpertRoutes:
                 for column, run in runs:
                     part = routes[start : start + len(given), column : column + len(run)]
                     part[...] = given[:, run.start : run.stop]
-                start += len(given)
-            _spread(routes, start, end, num_experts)
-        _spread(routes, int(micro_batch.cu_seqlens[-1]), micro_batch.num_tokens, num_experts)
+                _spread(routes, start + len(given), end, num_experts, start)
+            else:
+                _spread(routes, start, end, num_experts, start)
+        last = int(micro_batch.cu_seqlens[-1])
+        _spread(routes, last, micro_batch.num_tokens, num_experts, last)
         return routes
 
     def attach(self, micro_batches: Iterable[MicroBatch]) -> None:
@@ -97,10 +100,10 @@ def has_repeated(routes: np.ndarray, num_dense_layers: int = 0) -> bool:
     return False
 
 
-def _spread(routes: np.ndarray, start: int, end: int, num_experts: int) -> None:
-    """Positions `start` to `end` go to experts in turn."""
+def _spread(routes: np.ndarray, start: int, end: int, num_experts: int, first: int) -> None:
+    """Positions `start` to `end` go to experts in turn, counted from `first`."""
     k = routes.shape[2]
-    routes[start:end] = ((np.arange(start, end)[:, None] * k + np.arange(k)) % num_experts)[:, None]
+    routes[start:end] = ((np.arange(start - first, end - first)[:, None] * k + np.arange(k)) % num_experts)[:, None]
 
 
 def _runs(layers: Sequence[int]) -> Iterator[tuple[int, range]]:

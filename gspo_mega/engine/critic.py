@@ -163,7 +163,7 @@ class CriticEngine:
         )
         self._balancing = LoadBalancing(config.moe, self.megatron_config, groups, len(self._routers.all()))
         self._expert_bias = ExpertBias(config.moe.expert_bias_update_rate, self._routers, groups, spec.num_layers)
-        self.optimizer = build_optimizer(optimizer, config.precision, self.wrapped)
+        self.optimizer = build_optimizer(optimizer, self.wrapped)
         self.scheduler = build_scheduler(optimizer, self.optimizer, num_optimizer_steps)
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
         self.megatron_config.finalize_model_grads_func = lambda model, _num_tokens, **kwargs: finalize_model_grads(

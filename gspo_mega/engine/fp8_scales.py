@@ -99,6 +99,17 @@ class Fp8Scales:
         self._backward_known = self._has_trained = True
         _manager().reduce_and_update_fp8_tensors(forward=False)
 
+    def forget(self) -> None:
+        """As in a fresh run: what passes so far have measured counts for nothing. Load the weights again after it."""
+        if not self.is_active:
+            return
+        self._forward_known = self._backward_known = self._has_trained = False
+        for _, module in _modules(self._chunks):
+            for direction in (_FORWARD, _BACKWARD):
+                if hasattr(module.fp8_meta.get(direction), "amax_history"):
+                    module.fp8_meta[direction].scale.fill_(1.0)
+                    module.fp8_meta[direction].amax_history.zero_()
+
     def state(self) -> dict[str, torch.Tensor]:
         """This rank's FP8 state by name, on the host; empty if there is none.
 

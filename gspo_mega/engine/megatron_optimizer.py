@@ -20,7 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from gspo_mega.config.schema import Optimizer
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.data_parallel import start_parameter_gathers
-from gspo_mega.engine.megatron_precision import DTYPES, transformer_engine_error
+from gspo_mega.engine.megatron_precision import transformer_engine_error
 from gspo_mega.engine.megatron_versions import counted_gradients
 from gspo_mega.errors import ModelError
 from gspo_mega.plan.optimizer_needs import check_optimizer
@@ -56,7 +56,7 @@ def _has_fused_adam() -> bool:
     return {"exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"} <= set(inspect.signature(adam).parameters)
 
 
-def build_optimizer(settings: Optimizer, precision: str, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
+def build_optimizer(settings: Optimizer, chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
     """AdamW over fp32 main parameters, sharded over data ranks when `settings.distributed`. Collective.
 
     Weight decay applies to matrices only, or to all parameters with `settings.decay_norms_and_biases`.
@@ -72,10 +72,10 @@ def build_optimizer(settings: Optimizer, precision: str, chunks: list[Distribute
         adam_beta2=settings.beta2,
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
-        bf16=DTYPES[precision] == torch.bfloat16,
+        bf16=megatron_config.params_dtype == torch.bfloat16,
         # How FP8 parameters are written from the fp32 ones; meaningless without FP8 parameters.
         fp8_recipe=megatron_config.fp8_recipe if megatron_config.fp8_param else None,
-        params_dtype=DTYPES[precision],
+        params_dtype=megatron_config.params_dtype,
         use_distributed_optimizer=settings.distributed,
         overlap_param_gather=settings.overlap and settings.distributed,
         # Megatron uses the same path for offloading: the fp32 parameters then belong to the inner optimizer, which

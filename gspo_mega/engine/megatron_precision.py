@@ -20,6 +20,7 @@ from gspo_mega.config.block_scales import BLACKWELL, FLOAT32_SCALES_VARIABLE, ha
 from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import loads_quantized
+from gspo_mega.config.sharp_fp8 import is_sharp
 from gspo_mega.engine.cpu import is_cpu_backend, te_loading
 from gspo_mega.errors import ModelError
 from gspo_mega.model.block_fp8 import publishes_powers_of_two
@@ -27,12 +28,18 @@ from gspo_mega.plan.precision_needs import check_precision
 
 logger = logging.getLogger(__name__)
 
-# The dtype of parameters, of activations between layers and of exported weights; nominal for FP8 parameters.
+# The dtype of parameters, of activations between layers and of exported weights; nominal for FP8 parameters. A
+# certificate may compute otherwise: `parameter_dtype`.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 # With one scale per tensor gradients need the range of e5m2 (`hybrid`); with one per block e4m3 is wide enough for
 # both.
 _FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    """The dtype of a model's parameters, and of activations between layers."""
+    return torch.float32 if is_sharp(config) else DTYPES[config.precision]
 
 
 def uses_transformer_engine(megatron_config: TransformerConfig) -> bool:
@@ -50,6 +57,7 @@ def require_precision(config: Config) -> None:
             )
         if te_loading.is_loaded():
             te_loading.compute_as_gpu_of(config.fp8.recipe if config.precision == "fp8" else None)
+            te_loading.scale_tensors(power_of_two=is_sharp(config))
         _require_block_scales(config, None)
         return
     capability = torch.cuda.get_device_capability()
@@ -101,7 +109,7 @@ def _device(capability: tuple[int, int] | None) -> str:
 
 def precision_settings(config: Config) -> dict:
     """The settings of Megatron's TransformerConfig that define how numbers are stored and multiplied."""
-    dtype, fp8 = DTYPES[config.precision], config.fp8
+    dtype, fp8 = parameter_dtype(config), config.fp8
     settings: dict = dict(
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, transformer_impl="local"
     )

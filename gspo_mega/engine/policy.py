@@ -33,7 +33,7 @@ from gspo_mega.engine.megatron_optimizer import (
     require_optimizer,
     write_parameters,
 )
-from gspo_mega.engine.megatron_precision import DTYPES
+from gspo_mega.engine.megatron_precision import parameter_dtype
 from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.pass_report import PassReport
 from gspo_mega.engine.process_groups import ParallelGroups
@@ -90,7 +90,7 @@ class PolicyEngine:
         )
         self.balancing = LoadBalancing(config.moe, self.megatron_config, groups, len(self.routers.all()))
         self.expert_bias = ExpertBias(config.moe.expert_bias_update_rate, self.routers, groups, spec.num_layers)
-        self.optimizer = build_optimizer(config.optimizer, config.precision, self.wrapped)
+        self.optimizer = build_optimizer(config.optimizer, self.wrapped)
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, num_optimizer_steps)
         self.megatron_config.grad_scale_func = self.optimizer.scale_loss
         # The loss carries its global denominator, so there are no token counts to divide by.
@@ -118,14 +118,14 @@ class PolicyEngine:
         write_parameters(self.optimizer)
 
     def parameter_dtype(self) -> torch.dtype:
-        return DTYPES[self.config.precision]
+        return parameter_dtype(self.config)
 
     # --- passes --------------------------------------------------------------------------------------------
 
     def old_pass(self, micro_batches: list[MicroBatch]) -> OldState:
         """Log-probs of one mini-batch's packs under the current weights, without gradients. Collective."""
         replay = self._replay(micro_batches, None) if self.config.moe.routing_replay == "R3" else None
-        self._begin_step(micro_batches)
+        self._begin_step(micro_batches, replay)
         routing = RoutingPass(self.routers, len(micro_batches), replay)
         outputs = self.pipeline.run(micro_batches, self._old_pass(), forward_only=True, routing=routing)
         report = PassReport.of(micro_batches, outputs, self.groups)
@@ -139,7 +139,7 @@ class PolicyEngine:
         `replays_rollout`: its routes are those of the rollout, whatever the configuration says; else the routers' own.
         """
         replay = [self.routers.of_rollout(m) for m in micro_batches] if replays_rollout else None
-        self._begin_step(micro_batches)
+        self._begin_step(micro_batches, replay)
         routing = RoutingPass(self.routers, len(micro_batches), replay)
         return self.pipeline.run(micro_batches, head, forward_only=True, routing=routing)
 
@@ -195,9 +195,9 @@ class PolicyEngine:
 
         `reference`: [N] float32 nats of this rank's active tokens per micro-batch, as in `train_mini_batch`.
         """
-        if old is None:
-            self._begin_step(micro_batches)
         replay = self._replay(micro_batches, old)
+        if old is None:
+            self._begin_step(micro_batches, replay)
         routing = RoutingPass(self.routers, len(micro_batches), replay)
         outputs = self.accumulate_gradients(
             micro_batches, self._policy_loss(settings, denominator, old, reference, corrects), routing
@@ -214,7 +214,7 @@ class PolicyEngine:
 
     def train_supervised(self, micro_batches: list[MicroBatch], denominator: float) -> tuple[StepResult, PassReport]:
         """One optimizer step of the mean negative log-prob over `denominator` demonstration tokens. Collective."""
-        self._begin_step(micro_batches)
+        self._begin_step(micro_batches, None)
         outputs = self.accumulate_gradients(micro_batches, SupervisedLoss(denominator))
         report = PassReport.of(micro_batches, outputs, self.groups)
         report.routing = self.balancing.sums()
@@ -224,26 +224,25 @@ class PolicyEngine:
         self, micro_batches: list[MicroBatch], head: Head, routing: RoutingPass | None = None
     ) -> list[PassOutput]:
         """Forward and backward pass of a mini-batch; leaves the reduced gradients in Megatron's buffers. Collective."""
-        self.scales.before_gradients(lambda: self._forward_backward(micro_batches, copy(head), None))
-        outputs, routing = self._forward_backward(micro_batches, head, routing)
+        routing = routing or RoutingPass(self.routers, len(micro_batches))
+        self.scales.before_gradients(lambda: self._forward_backward(micro_batches, copy(head), routing.again()))
+        outputs = self._forward_backward(micro_batches, head, routing)
         self.scales.after_gradients()
         self.expert_bias.count(micro_batches, routing.taken)
         return outputs
 
-    def _forward_backward(
-        self, micro_batches: list[MicroBatch], head: Head, routing: RoutingPass | None
-    ) -> tuple[list[PassOutput], RoutingPass]:
+    def _forward_backward(self, micro_batches: list[MicroBatch], head: Head, routing: RoutingPass) -> list[PassOutput]:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.balancing.start(micro_batches)
-        routing = routing or RoutingPass(self.routers, len(micro_batches))
-        return self.pipeline.run(micro_batches, head, forward_only=False, routing=routing), routing
+        return self.pipeline.run(micro_batches, head, forward_only=False, routing=routing)
 
-    def _begin_step(self, micro_batches: list[MicroBatch]) -> None:
+    def _begin_step(self, micro_batches: list[MicroBatch], replay: list[Routes] | None) -> None:
         """Old passes, and training passes that are compared with them, round with the same scales; without old passes
-        each mini-batch has scales of its own."""
-        routing = RoutingPass(self.routers, len(micro_batches))
+        each mini-batch has scales of its own. `replay`: the routes of the passes to come, whose scales are measured.
+        """
+        routing = RoutingPass(self.routers, len(micro_batches), replay)
         self.scales.begin_step(
             lambda: self.pipeline.run(micro_batches, self._old_pass(), forward_only=True, routing=routing)
         )

@@ -139,6 +139,10 @@ class RoutingPass:
         self.recorded: list[Routes] = [{} for _ in range(num_micro_batches)]
         routers.reset()
 
+    def again(self) -> RoutingPass:
+        """The same pass once more: its replay, or a choice of its own."""
+        return RoutingPass(self._routers, len(self.recorded), self._replay)
+
     @property
     def taken(self) -> list[Routes]:
         """The routes that the finished pass took: per micro-batch [t, k] int16 for each layer of this rank."""

@@ -46,11 +46,11 @@ def train(folder: str, parallel: dict, steps: int = 3, rate: float = RATE, repla
         )
 
 
-def counted_by_hand(folder: str) -> dict:
+def counted_by_hand(folder: str, **sections) -> dict:
     """One training step on one rank: by layer, how many counted positions went to each expert, from the routers' own
     output.
     """
-    with Run(folder, {}, moe=dict(expert_bias_update_rate=RATE)) as run:
+    with Run(folder, {}, moe=dict(expert_bias_update_rate=RATE), **sections) as run:
         packs = run.packs()
         calls: dict[int, list[np.ndarray]] = {layer: [] for layer, _ in run.engine.routers.all()}
         run.engine.old_pass(packs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,9 +78,17 @@ def steps(folder: str, parallel: dict, num_steps: int, *, held: bool, **sections
 
 
 def certified(
-    file: str, names: list[str], reference: str, run_dir: str, model: str, overrides: list[str]
+    file: str,
+    names: list[str],
+    reference: str,
+    run_dir: str,
+    model: str,
+    overrides: list[str],
+    shares_amax: bool = True,
 ) -> list | None:
-    """`gspo-mega certify` of the cases `names` of `file`, in this process, against its case `reference`.
+    """`gspo-mega certify` of the cases `names` of `file`, in this process, against its case `reference`, all with the
+    weights of `model`. Not `shares_amax`: recipe `delayed` leaves every rank its own largest values of the
+    first quarter of the tensors.
 
     Returns on rank 0 (name, result) of each case.
     """
@@ -88,13 +97,27 @@ def certified(
     folder, found = Reference(Path(run_dir) / "reference"), []
     for name in [reference, *names]:
         case = given[name]
+        case = case.model_copy(update={"set": {key: value for key, value in case.set.items() if key != "model.path"}})
         config = case_config(file, case, own).config
-        result = run_case(
-            cast(WorkerContext, SimpleNamespace(is_lead=dist.get_rank() == 0)), config, case, folder, name == reference
-        )
+        context = cast(WorkerContext, SimpleNamespace(is_lead=dist.get_rank() == 0))
+        with contextlib.nullcontext() if shares_amax else _some_amax_unshared():
+            result = run_case(context, config, case, folder, name == reference)
         if name != reference:
             found.append((name, result))
     return found if dist.get_rank() == 0 else None
+
+
+@contextlib.contextmanager
+def _some_amax_unshared() -> Iterator[None]:
+    shares = fp8_scales._manager().reduce_tensor_across_group_op_max
+
+    def shares_most(tensor: torch.Tensor, group: Any) -> None:
+        own = tensor[: len(tensor) // 4].clone()
+        shares(tensor, group)
+        tensor[: len(own)] = own
+
+    with mock.patch.object(fp8_scales._manager(), "reduce_tensor_across_group_op_max", shares_most):
+        yield
 
 
 def gradients(folder: str, denominator: float, passes: int | None = None, **sections) -> dict[str, torch.Tensor]:

@@ -109,7 +109,7 @@ def rollout_routes(
     top_k: int = TOP_K,
 ) -> np.ndarray:
     """Random routes of every position but a sequence's last token and padding, a function of the trajectory alone; the
-    others are spread as `ExpertRoutes` does.
+    others are spread evenly.
     """
     spread = (np.arange(micro_batch.num_tokens)[:, None] * top_k + np.arange(top_k)) % experts
     routes = np.repeat(spread[:, None], layers, axis=1).astype(np.uint8)

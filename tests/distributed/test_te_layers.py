@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conversions import quiet
+from expert_bias_jobs import RATE
+from family_models import make_family_folder
 from layout_jobs import recorded_sequences
 from layout_models import make_folder
 from te_noise import GRADIENT_NOISE, LOG_PROB_NOISE, flat, per_token, relative, same_to_bf16
@@ -153,3 +155,30 @@ def test_given_routes_are_followed(rank_pools, models):
     assert (np.abs(got["log_ratios"] - plain["log_ratios"]) / tokens).max() < LOG_PROB_NOISE
     assert (np.abs(got["log_ratios"] - free["log_ratios"]) / tokens)[trained].max() > 2 * LOG_PROB_NOISE
     assert relative(flat(got["gradient"]), flat(plain["gradient"])) < GRADIENT_NOISE
+
+
+def test_the_old_passes_routes_are_followed(rank_pools, models):
+    """R2: to the bit under the same weights, and as in plain layers under routers that would choose otherwise."""
+
+    def run(is_engine: bool) -> dict:
+        job = dict(folder=models["moe"], parallel={}, precision="bf16", engine=dict(transformer_engine=is_engine))
+        return rank_pools(1, transformer_engine=True).run("routing_jobs:replay_old_routes", **job)[0]
+
+    got, plain = run(True), run(False)
+    trained = got["same"] > -np.inf
+    assert np.array_equal(got["same"][trained], np.zeros(trained.sum()))
+    assert np.abs(got["replayed"] - plain["replayed"])[trained].max() < LOG_PROB_NOISE
+    tokens = np.array([max(1, s["mask"].sum()) for s in recorded_sequences()])
+    assert np.abs(got["free"] / tokens - got["replayed"])[trained].max() > 2 * LOG_PROB_NOISE
+    assert got["changed"]["changed_since_old"] > 0
+
+
+def test_the_expert_bias_moves_by_what_was_counted(rank_pools, tmp_path):
+    """In latent attention and grouped experts of Transformer Engine, from the routers' own output."""
+    folder = str(make_family_folder(tmp_path / "model", "deepseek_v3"))
+    seen = rank_pools(1, transformer_engine=True).run("expert_bias_jobs:counted_by_hand", folder=folder, **BF16)[0]
+    assert sorted(seen["counts"]) == [1, 2, 3]  # layer 0 is dense
+    for layer, counts in seen["counts"].items():
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        want = seen["before"][name] + np.float32(RATE) * np.sign(counts.mean() - counts).astype(np.float32)
+        assert np.array_equal(seen["after"][name], want) and not np.array_equal(want, seen["before"][name])

@@ -28,6 +28,13 @@ class CertifyCase(Section):
     exact: tuple[Literal["log_prob", "loss", "gradient", "weights"], ...] = Field(
         default=(), description="Numbers that must be the reference's to the last bit, instead of to the tolerance."
     )
+    other_scales: tuple[Literal["delayed", "tensorwise", "blockwise", "mxfp8"], ...] = Field(
+        default=(),
+        description=(
+            "With `sharp_fp8`: recipes that give this layout other scales than the reference, so that its numbers round"
+            " otherwise and have the tolerance of that."
+        ),
+    )
     refused: bool = Field(default=False, description="This case must be refused with a reason before it runs.")
 
 
@@ -41,6 +48,14 @@ class Certify(Section):
     num_steps: int = Field(default=3, ge=1, description="Optimizer steps after which weights are compared.")
     cases_a_start: int = Field(
         default=64, ge=1, description="Layouts that one pool of ranks runs before it is restarted."
+    )
+    sharp_fp8: bool = Field(
+        default=False,
+        description=(
+            "With `precision: fp8`, without a GPU: parameters and activations between FP8 products in fp32, and with"
+            " recipe tensorwise scales that are powers of two. Layouts then round nearly every number alike, and are"
+            " held to that."
+        ),
     )
     edges: bool = Field(
         default=False, description="Also cross clip edges and router ties on purpose, and count what flips."

@@ -11,6 +11,7 @@ library: only a process that calls `load_transformer_engine` has that folder on 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import sys
@@ -90,6 +91,16 @@ def load_transformer_engine(folder: Path | None = None) -> None:
 def compute_as_gpu_of(recipe: str | None) -> None:
     """Choose the GPU whose code path Transformer Engine takes from now on: the first that has this FP8 recipe."""
     importlib.import_module("gspo_mega.engine.cpu.te_device").compute_as_gpu_of(recipe)
+
+
+def scale_tensors(power_of_two: bool) -> None:
+    """Choose the scales of recipe `tensorwise` from now on: powers of two, or any float32, which is what a run has.
+
+    Transformer Engine has a variable for it, which it reads once; these are the attributes that it fills then.
+    """
+    recipe = importlib.import_module("transformer_engine.common.recipe").Float8CurrentScaling
+    for role in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, role, dataclasses.replace(getattr(recipe, role), power_2_scale=power_of_two))
 
 
 def _import_without_library(folder: Path) -> None:

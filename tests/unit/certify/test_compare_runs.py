@@ -13,6 +13,7 @@ from gspo_mega.certify.compare_runs import (
     Comparison,
     Difference,
     Reference,
+    Tolerance,
     num_clip_flips,
     outside,
     tolerance_of,
@@ -125,9 +126,35 @@ def test_exact_numbers_tolerate_no_difference():
     assert outside(result, TOLERANCES["fp8"], ["log_prob", "loss", "weights"]) == ["log_prob"]
 
 
+def fp8(recipe: str, **certify):
+    return make_config(precision="fp8", fp8=dict(recipe=recipe), certify=certify)
+
+
 def test_one_scale_for_a_tensor_tolerates_more_than_one_for_a_block():
-    blocks, tensors = (
-        tolerance_of(make_config(precision="fp8", fp8=dict(recipe=recipe))) for recipe in ("mxfp8", "delayed")
-    )
+    case = CertifyCase(name="case")
+    blocks, tensors = (tolerance_of(fp8(recipe), case) for recipe in ("mxfp8", "delayed"))
     assert blocks == TOLERANCES["fp8"] and tensors.log_prob == 2 * blocks.log_prob
-    assert tolerance_of(make_config(precision="bf16", fp8=dict(recipe="delayed"))) == TOLERANCES["bf16"]
+    assert tolerance_of(make_config(precision="bf16", fp8=dict(recipe="delayed")), case) == TOLERANCES["bf16"]
+
+
+def test_a_sharp_certificate_tolerates_less_where_the_layout_has_the_references_scales():
+    case = CertifyCase(name="case", other_scales=("delayed",))
+    for recipe in ("blockwise", "mxfp8", "tensorwise"):
+        sharp, coarse = (tolerance_of(fp8(recipe, sharp_fp8=value), case) for value in (True, False))
+        assert sharp.reached is not None and coarse.reached is None
+        assert all(getattr(sharp, kind) < getattr(coarse, kind) for kind in ("loss", "gradient", "weights"))
+    other, coarse = (tolerance_of(fp8("delayed", sharp_fp8=value), case) for value in (True, False))
+    assert other == coarse != tolerance_of(fp8("delayed", sharp_fp8=True), CertifyCase(name="case"))
+
+
+@pytest.mark.parametrize(
+    ("here", "share"),
+    [((-1.0, -2.0, -3.0, -4.0), 0.0), ((-1.0, -2.0, -3.1, -4.0 + 5e-6), 0.25), ((float("nan"),) * 4, 1.0)],
+)
+def test_tokens_that_differ_are_counted_and_masked_ones_are_not(reference, here, share):
+    reference.save("numbers", numbers(log_probs=(-1.0, -2.0, -3.0, -4.0, 0.0)))
+    result = Comparison(reference, EDGES, counts_reached=True).result(numbers(log_probs=(*here, 0.0)), ["x"], [5])
+    assert result["reached"]["value"] == share
+    limit = Tolerance(log_prob=1.0, loss=1.0, gradient=1.0, weights=1.0, reached=0.2)
+    assert ("reached" in outside(result, limit)) == (share > 0.2)
+    assert "reached" in render_table([row(result)])

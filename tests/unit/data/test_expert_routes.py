@@ -82,7 +82,8 @@ def test_each_position_has_its_tokens_routes(dtype, num_experts, kept):
     assert routes.shape == (16, LAYERS, TOP_K) and routes.dtype == kept
     assert np.array_equal(routes[:5], trajectories[2].routed_experts)
     assert np.array_equal(routes[8:12], trajectories[0].routed_experts)
-    assert routes[5:8].tolist() == spread(5, 8) and routes[12:].tolist() == spread(12, 16), "last tokens and padding"
+    # Last tokens and padding, by the place in their sequence, whatever the pack.
+    assert routes[5:8].tolist() == spread(5, 8) and routes[12:].tolist() == spread(4, 8)
 
 
 @pytest.mark.parametrize("layers", [[0], [1, 2], [0, 2], [2], []])

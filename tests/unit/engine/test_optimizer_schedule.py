@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from run_configs import make_config
 
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before Megatron
@@ -70,6 +71,6 @@ def test_main_parameters_are_whole_fp32_whatever_the_moments_are(monkeypatch, mo
         megatron_optimizer, "OptimizerConfig", SimpleNamespace
     )  # Megatron's own asks for Transformer Engine
     monkeypatch.setattr(megatron_optimizer, "get_megatron_optimizer", lambda config, chunks, **_: made.append(config))
-    chunk = SimpleNamespace(config=SimpleNamespace(fp8_recipe=None, fp8_param=False))
-    megatron_optimizer.build_optimizer(Optimizer(lr=1e-6, moments_dtype=moments), "bf16", [chunk])
+    chunk = SimpleNamespace(config=SimpleNamespace(fp8_recipe=None, fp8_param=False, params_dtype=torch.bfloat16))
+    megatron_optimizer.build_optimizer(Optimizer(lr=1e-6, moments_dtype=moments), [chunk])
     assert made[0].store_param_remainders is False and made[0].use_precision_aware_optimizer is (moments != "fp32")

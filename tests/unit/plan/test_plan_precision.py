@@ -114,6 +114,11 @@ def test_float32_block_scales_are_refused_where_products_take_powers_of_two(load
     assert text(BLACKWELL, "float32", "mxfp8") is None
 
 
+def test_a_sharp_certificate_is_refused_on_a_gpu(load):
+    loaded = load("precision=fp8", "certify.sharp_fp8=true")
+    assert "machines without a GPU" in check_precision(loaded.config, HOPPER, "13.0", "2.20.2")
+
+
 ALIGNED = dict(hidden_size=256, head_dim=64, intermediate_size=512)
 
 
