@@ -52,7 +52,8 @@ def attend(
 
 def _in_blocks(part: torch.Tensor, num_keys: int) -> torch.Tensor:
     """[B, K, kv_heads, n] as [B * kv_heads, K up to whole blocks, n] float32, zeros in what is added."""
-    padded = part.new_zeros(part.size(0), part.size(2), -(-num_keys // BLOCK) * BLOCK, part.size(3), dtype=torch.float32)
+    whole = -(-num_keys // BLOCK) * BLOCK
+    padded = part.new_zeros(part.size(0), part.size(2), whole, part.size(3), dtype=torch.float32)
     padded[:, :, :num_keys] = part.transpose(1, 2)
     return padded.flatten(0, 1)
 

@@ -42,9 +42,7 @@ def runner_of(spec: ServerSpec) -> Any:
     one_batch._init_process_global_configs()
     ports = PortArgs.init_new(arguments)
     model_config = ModelConfig.from_server_args(arguments)
-    bootstrap.init_parallel_runtime(
-        server_args=arguments, device=get_device().device, dist_port=ports.nccl_port
-    )
+    bootstrap.init_parallel_runtime(server_args=arguments, device=get_device().device, dist_port=ports.nccl_port)
     bootstrap.init_layer_runtime(model_config=model_config)
     runner = ModelRunner(
         model_config=model_config,
@@ -204,7 +202,7 @@ def run(runner: Any, sequences: list[list[int]], prompts: list[int], tape: Tape)
                     own.append(values_of_one)
 
         keep(step(batch), prompts)
-        for place in range(min(map(len, sequences)) - 1 - prompts[0]):
+        for place in range(len(sequences[0]) - 1 - prompts[0]):  # as many of every sequence
             tokens = [tokens[length + place] for tokens, length in zip(sequences, prompts, strict=True)]
             batch.input_ids = torch.tensor(tokens)
             batch.prepare_for_decode()

@@ -71,7 +71,9 @@ def test_rotary_positions(dtype):
     assert_same_in_any_batch(rows.rotate, x, cos, sin)
     first, second = x.float().chunk(2, dim=-1)
     exact = x.float() * cos.float() + torch.cat((-second, first), -1) * sin.float()
-    torch.testing.assert_close(rows.rotate(x, cos, sin).float(), exact, rtol=0.02, atol=0.05 if dtype != DTYPES[0] else 1e-6)
+    torch.testing.assert_close(
+        rows.rotate(x, cos, sin).float(), exact, rtol=0.02, atol=0.05 if dtype != DTYPES[0] else 1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
