@@ -71,9 +71,10 @@ class Tape:
         return taken
 
 
-def record_functions(tape: Tape, num_layers: int) -> None:
+def record_functions(tape: Tape, num_layers: int, batch_invariant: bool) -> None:
     """Record what `layers_forward` computes: its functions are wrapped, and known by the order of their calls."""
-    from gspo_mega.rollout.server import sglang_cpu_layers as layers
+    from gspo_mega.batch_invariant import row_operations
+    from gspo_mega.rollout.server import sglang_cpu_invariant, sglang_cpu_layers
 
     names = [f"{layer}/{name}" for layer in range(num_layers) for name in _LAYER] + ["final_norm"]
     state = {"next": 0}
@@ -94,8 +95,13 @@ def record_functions(tape: Tape, num_layers: int) -> None:
 
         return call
 
+    if batch_invariant:
+        own = {name: wrapped(getattr(row_operations, name)) for name in ("linear", "rotate", "silu")}
+        sglang_cpu_invariant.rows = SimpleNamespace(**{**vars(row_operations), **own})
+        sglang_cpu_invariant.rms_norm = wrapped(sglang_cpu_invariant.rms_norm)
+        return
     for name in ("linear", "rms_norm", "rotate", "silu"):
-        setattr(layers, name, wrapped(getattr(layers, name)))
+        setattr(sglang_cpu_layers, name, wrapped(getattr(sglang_cpu_layers, name)))
 
 
 def record_modules(tape: Tape, model: Any) -> None:
@@ -215,12 +221,13 @@ def main() -> None:
     from safetensors.torch import save_file
 
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    runner = runner_of(ServerSpec(**job["spec"]))
+    spec = ServerSpec(**job["spec"])
+    runner = runner_of(spec)
     from gspo_mega.rollout.server.sglang_cpu_layers import is_plain_model
 
     tape = Tape()
-    if is_plain_model(runner.model.model):
-        record_functions(tape, len(runner.model.model.layers))
+    if spec.batch_invariant or is_plain_model(runner.model.model):
+        record_functions(tape, len(runner.model.model.layers), spec.batch_invariant)
     else:
         record_modules(tape, runner.model.model)
     rows = run(runner, job["sequences"], job["prompts"], tape)

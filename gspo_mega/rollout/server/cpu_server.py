@@ -142,7 +142,7 @@ def _register_attention(module: types.ModuleType) -> None:
 
     @module.register_attention_backend(INVARIANT_ATTENTION_BACKEND)
     def create_invariant(model_runner):
-        from gspo_mega.rollout.server.sglang_cpu_invariant import InvariantCpuAttention
+        from gspo_mega.rollout.server.sglang_cpu_attention import InvariantCpuAttention
 
         return InvariantCpuAttention(model_runner)
 
