@@ -286,8 +286,8 @@ def difference(trainer: list[torch.Tensor], server: list[torch.Tensor]) -> str:
     )
     if not gap.any():
         return "yes | 0 | 0"
-    share = float((gap > 0).double().mean())
-    return f"no ({share:.0%}) | {gap.max():.1e}, {gap.mean():.1e} | {ulp.max():.0f}, {ulp.mean():.2g}"
+    share = f"{(gap > 0).double().mean():.1%}"
+    return f"no ({share}) | {gap.max():.1e}, {gap.mean():.1e} | {ulp.max():.0f}, {ulp.mean():.2g}"
 
 
 def table(config: Config, folder: Path, tokens: Tokens, again: bool) -> None:
