@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from gspo_mega.batch_invariant import row_operations
 from gspo_mega.batch_invariant.fixed_order_attention import attend as attend_in_fixed_order
+from gspo_mega.engine.megatron_versions import mlp_parts
 from gspo_mega.engine.packed_attention import PackedAttention, attend, padded_layout
 
 ACTIVATION = row_operations.silu
@@ -87,4 +88,5 @@ def use_invariant_parts(attention: Any, layer: Any) -> None:
     """Put this module's parts into a plain dense layer: Megatron's submodules of its attention, and of itself."""
     attention.core_attention = InvariantAttention
     attention.linear_qkv, attention.linear_proj = InvariantColumnLinear, InvariantRowLinear
-    layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = InvariantColumnLinear, InvariantRowLinear
+    mlp = mlp_parts(layer.mlp)
+    mlp.linear_fc1, mlp.linear_fc2 = InvariantColumnLinear, InvariantRowLinear

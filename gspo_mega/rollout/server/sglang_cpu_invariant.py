@@ -77,7 +77,8 @@ def log_softmax_of(stock: Callable[..., None], backend: str) -> Callable[..., No
         from sglang.srt.runtime_context import get_server_args
 
         stock(self)
-        if get_server_args().attention_backend == backend:
+        arguments: Any = get_server_args()  # its fields are made by a decorator
+        if arguments.attention_backend == backend:
             self.enable_deterministic = True
 
     return initialize
