@@ -16,6 +16,7 @@ from gspo_mega.config.critic_rules import critic_violations
 from gspo_mega.config.deadlines import broken_relations
 from gspo_mega.config.episode_rules import episode_violations
 from gspo_mega.config.held_out_rules import held_out_rules
+from gspo_mega.config.invariance_rules import invariance_violations
 from gspo_mega.config.lora_rules import lora_violations
 from gspo_mega.config.notices import notices
 from gspo_mega.config.objective_rules import objective_violations, resolve_defaults
@@ -51,6 +52,7 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
         *lora_violations(config),
         *remote_violations(config),
         *_layers(config),
+        *invariance_violations(config),
         *_fp8(config),
         *_sharp_fp8(config, command),
         *_rollout_and_servers(config),

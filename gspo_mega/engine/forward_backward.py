@@ -17,6 +17,7 @@ from gspo_mega import beats
 from gspo_mega.algorithm.finite import deferred
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.fp8_scales import held_scales
+from gspo_mega.engine.invariant_layers import is_batch_invariant
 from gspo_mega.engine.log_probs import token_log_probs
 from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.model import PolicyModel
@@ -105,6 +106,7 @@ class Pipeline:
             sequence_parallel=self.megatron_config.sequence_parallel,
             chunk_rows=self.log_prob_chunk_tokens,
             with_entropy=with_entropy,
+            batch_invariant=is_batch_invariant(self.megatron_config),
         )
 
     def _index_of(self, model: torch.nn.Module) -> int:

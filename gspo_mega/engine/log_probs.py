@@ -19,6 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch.autograd.function import once_differentiable
 
+from gspo_mega.batch_invariant.row_operations import divide, label_log_probs
+from gspo_mega.batch_invariant.row_operations import logits as invariant_logits
 from gspo_mega.engine.process_groups import Group
 
 ENTROPY_PARTS = 8  # the entropy's scratch memory is a chunk divided by this
@@ -61,8 +63,10 @@ class _Head:
         first_id: int,
         temperature: float,
         chunk_rows: int,
+        batch_invariant: bool,
     ) -> None:
         self.hidden, self.weight, self.temperature, self.chunk_rows = hidden, weight, temperature, chunk_rows
+        self.batch_invariant = batch_invariant
         local = labels - first_id
         self.owned = (local >= 0) & (local < weight.size(0))
         self.columns = local.clamp(0, max(weight.size(0) - 1, 0))[:, None]
@@ -75,6 +79,9 @@ class _Head:
         buffer = self.hidden.new_empty((min(self.chunk_rows, num_rows), width), dtype=_accumulation_dtype(self.hidden))
         for start in range(0, num_rows, self.chunk_rows):
             rows = slice(start, min(start + self.chunk_rows, num_rows))
+            if self.batch_invariant:
+                yield rows, divide(invariant_logits(self.hidden[rows], self.weight), self.temperature)
+                continue
             logits = buffer[: rows.stop - start]
             _add_product(logits, self.hidden[rows], self.weight.t(), alpha=1.0 / self.temperature)
             yield rows, logits
@@ -95,11 +102,26 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, first_id, held, temperature, tensor_group, chunk_rows, with_entropy):
-        head = _Head(hidden, weight[:held], labels, first_id, temperature, chunk_rows)
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        labels,
+        first_id,
+        held,
+        temperature,
+        tensor_group,
+        chunk_rows,
+        with_entropy,
+        batch_invariant,
+    ):
+        head = _Head(hidden, weight[:held], labels, first_id, temperature, chunk_rows, batch_invariant)
         peaks = hidden.new_full((hidden.size(0),), float("-inf"), dtype=_accumulation_dtype(hidden))
         totals, targets, weighted = (torch.zeros_like(peaks) for _ in range(3))
+        as_served = torch.empty_like(peaks)
         for rows, logits in head.chunks():
+            if batch_invariant:
+                as_served[rows] = label_log_probs(logits, head.columns[rows])
             peaks[rows] = logits.amax(1)
             targets[rows] = torch.where(head.owned[rows], logits.gather(1, head.columns[rows])[:, 0], 0.0)
             logits.sub_(peaks[rows, None])
@@ -119,11 +141,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
             dist.all_reduce(sums, group=tensor_group.group)
             totals, targets, weighted = sums
         log_totals = totals.log()
-        log_probs = targets - highest - log_totals
+        log_probs = as_served if batch_invariant else targets - highest - log_totals
         entropies = log_totals - weighted / totals if with_entropy else log_probs.new_empty(0)
 
         ctx.save_for_backward(hidden, weight, labels, highest + log_totals)
         ctx.first_id, ctx.held, ctx.temperature, ctx.chunk_rows = first_id, held, temperature, chunk_rows
+        ctx.batch_invariant = batch_invariant
         ctx.mark_non_differentiable(entropies)
         return log_probs, entropies
 
@@ -133,7 +156,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx, *grad_outputs: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_log_probs, _ = grad_outputs
         hidden, weight, labels, log_sums = ctx.saved_tensors
-        head = _Head(hidden, weight[: ctx.held], labels, ctx.first_id, ctx.temperature, ctx.chunk_rows)
+        head = _Head(
+            hidden, weight[: ctx.held], labels, ctx.first_id, ctx.temperature, ctx.chunk_rows, ctx.batch_invariant
+        )
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = _WeightGradient(weight, log_sums.dtype) if ctx.needs_input_grad[1] else None
         minus_scale = grad_log_probs.to(log_sums.dtype)[:, None] / -ctx.temperature
@@ -151,7 +176,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_hidden[rows] = product
             if grad_weight is not None:
                 _add_product(grad_weight.sum[: ctx.held], grad_logits.t(), hidden[rows], beta=1.0)
-        return grad_hidden, grad_weight.for_autograd() if grad_weight is not None else None, *[None] * 7
+        return grad_hidden, grad_weight.for_autograd() if grad_weight is not None else None, *[None] * 8
 
 
 class _WeightGradient:
@@ -195,6 +220,7 @@ def token_log_probs(
     sequence_parallel: bool,
     chunk_rows: int,
     with_entropy: bool,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of the tokens `labels` under softmax(logits / temperature), and on request the entropies there.
 
@@ -208,6 +234,7 @@ def token_log_probs(
     Returns two [N] float32 tensors in nats, the same on all tensor ranks, the second None unless `with_entropy`. The
     first is differentiable with respect to hidden_states and head_weight, and bitwise the same with and without
     entropy. If head_weight is a parameter under Megatron's DDP, its gradient goes to `main_grad` only.
+    batch_invariant: on one tensor rank on a CPU, the log-probs to the bit as the servers' (`engine.batch_invariant`).
     Collective over the tensor group.
     """
     hidden = hidden_states
@@ -229,5 +256,6 @@ def token_log_probs(
         tensor_group,
         chunk_rows,
         with_entropy,
+        batch_invariant,
     )
     return log_probs, entropies if with_entropy else None

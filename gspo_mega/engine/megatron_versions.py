@@ -5,6 +5,7 @@ Each function asks which feature the installed version has, never for its number
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -51,3 +52,8 @@ def asynchronous_save() -> dict[str, Any]:
     """
     named = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
     return {"async_sharded_save": True} | ({"async_strategy": "mcore"} if named else {})
+
+
+def mlp_parts(mlp: Any) -> Any:
+    """The submodules of a layer's MLP, as its spec has it: a ModuleSpec (0.16), or a partly applied function (0.19)."""
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules

@@ -26,6 +26,7 @@ from gspo_mega.config.schema import Config, Moe, Parallel
 from gspo_mega.engine.adapters import Adapter
 from gspo_mega.engine.balancing import megatron_coefficient
 from gspo_mega.engine.cpu import is_cpu_backend
+from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
 from gspo_mega.engine.latent import latent_settings, name_latent_parts, submodules_of
 from gspo_mega.engine.megatron_fusions import dispatcher_settings, fusion_settings, head_without_apex
 from gspo_mega.engine.megatron_precision import (
@@ -106,7 +107,7 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
         normalization="RMSNorm",
         layernorm_epsilon=spec.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=ACTIVATION if config.engine.batch_invariant else torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=spec.attention_bias,
         qk_layernorm=spec.qk_norm,
@@ -221,6 +222,8 @@ def _plain_layer(megatron_config: TransformerConfig, spec: ModelSpec, has_expert
         name_latent_parts(parts.self_attention)
     elif megatron_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
+    if is_batch_invariant(megatron_config):
+        use_invariant_parts(attention, parts)
     return layer
 
 

@@ -42,7 +42,7 @@ class TorchNorm:
 
 
 @dataclass
-class _PaddedLayout:
+class PaddedLayout:
     """The place of each packed row in a [S, longest] rectangle; all tensors are this rank's.
 
     `query_rows` [S, Lq] and `key_rows` [S, Lk] int64 are indices of packed rows (0 for padding). `mask` [S, 1, Lq, Lk]
@@ -55,16 +55,17 @@ class _PaddedLayout:
     mask: torch.Tensor | None
     packed: torch.Tensor
 
-    def to(self, device: torch.device) -> _PaddedLayout:
+    def to(self, device: torch.device) -> PaddedLayout:
         mask = None if self.mask is None else self.mask.to(device)
-        return _PaddedLayout(self.query_rows.to(device), self.key_rows.to(device), mask, self.packed.to(device))
+        return PaddedLayout(self.query_rows.to(device), self.key_rows.to(device), mask, self.packed.to(device))
 
 
 def _pad(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _PaddedLayout:
+def padded_layout(params: PackedSeqParams, cp_size: int = 1, cp_rank: int = 0) -> PaddedLayout:
+    """The layout of a pack, made once for all layers."""
     holder: Any = params  # keeps the layout in an attribute that Megatron's class does not declare
     cached = getattr(params, "padded_layout", None)
     if cached is not None:
@@ -78,7 +79,7 @@ def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _Padd
     queries = _pad(query_rows)
     packed = torch.cat([torch.arange(n) + s * queries.size(1) for s, n in enumerate(local)])
     if cp_size == 1:
-        layout = _PaddedLayout(queries, queries, None, packed)
+        layout = PaddedLayout(queries, queries, None, packed)
     else:
         key_rows, mask = [], torch.zeros(len(lengths), 1, queries.size(1), max(lengths), dtype=torch.bool)
         for s, length in enumerate(lengths):
@@ -90,7 +91,7 @@ def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _Padd
             own = local_positions(length, cp_size, cp_rank)
             mask[s, 0, : local[s], :length] = own[:, None] >= torch.arange(length)[None]
             mask[s, 0, local[s] :, 0] = True  # padding rows attend to one key, so that no row is fully masked
-        layout = _PaddedLayout(queries, _pad(key_rows), mask, packed)
+        layout = PaddedLayout(queries, _pad(key_rows), mask, packed)
     holder.padded_layout = layout = layout.to(params.cu_seqlens_q.device)
     return layout
 
@@ -112,7 +113,7 @@ def attend(
     Collective over the context group if its size is above 1.
     """
     cp_size, cp_rank = (1, 0) if context_group is None else (context_group.size(), context_group.rank())
-    layout = _padded_layout(params, cp_size, cp_rank)
+    layout = padded_layout(params, cp_size, cp_rank)
     if cp_size > 1:
         key, value = (
             gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=context_group)

@@ -36,13 +36,15 @@ def check_fusions(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"]
 
 
 def describe_operations(config: Config, spec: ModelSpec, on_gpu: bool | None) -> tuple[str, ...]:
-    """For the plan: what is fused where, as far as it is known, and how experts' tokens travel."""
+    """For the plan: what is fused where, as far as it is known, in whose order, and how experts' tokens travel."""
     places = (True, False) if on_gpu is None else (on_gpu,)
     lines = []
     for has_gpu in places:
         made = fused_operations(config, has_experts=spec.moe is not None, has_gpu=has_gpu)
         where = "" if on_gpu is not None else "on GPUs: " if has_gpu else "without GPUs: "
         lines.append(where + describe_fusions(made))
+    if config.engine.batch_invariant:
+        lines.append("products, attention and log-softmax in the servers' order (engine.batch_invariant)")
     if spec.moe is not None and config.parallel.expert * config.parallel.expert_tensor > 1:
         lines.append(f"experts' tokens by {config.parallel.expert_dispatcher} (parallel.expert_dispatcher)")
     return tuple(lines)

@@ -22,6 +22,7 @@ from gspo_mega.plan.draft_needs import check_speculative
 from gspo_mega.plan.expert_checks import check_experts
 from gspo_mega.plan.fusion_needs import check_fusions
 from gspo_mega.plan.gpus import GPUS
+from gspo_mega.plan.invariance_needs import check_invariance
 from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.model_division import can_divide_model, dividing, divisors, nearest, undivided_sizes
 from gspo_mega.plan.optimizer_needs import VALID_WITHOUT_GPU, check_optimizer
@@ -42,6 +43,7 @@ def check_layout(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] 
         *check_experts(config, spec, sizes, device),
         *_precision(config, spec, device),
         *check_fusions(config, spec, device),
+        *check_invariance(config, spec, device),
         *check_adapters(config, spec),
         *_optimizer(config, device),
         *_batches(config, sizes),

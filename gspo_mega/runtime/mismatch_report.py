@@ -17,7 +17,7 @@ import torch
 
 from gspo_mega.algorithm.columns import CORRECTION_WEIGHT, MISMATCH_MAXIMA, MISMATCH_SUMS
 from gspo_mega.algorithm.diagnostics import clip_fraction_of, log_ratio_summary
-from gspo_mega.algorithm.mismatch import SUM_NAMES, mismatch_metrics
+from gspo_mega.algorithm.mismatch import MAXIMUM_NAMES, SUM_NAMES, mismatch_metrics
 from gspo_mega.algorithm.objective_settings import objective_settings
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
@@ -136,6 +136,8 @@ def gap_warnings(
         told[what] = step
         return True
 
+    if (line := _inexact(config, gap)) is not None and is_due("inexact"):
+        lines.append(line)
     share, budget = metrics["mismatch/budget_share"], config.mismatch.budget
     if share > budget and is_due("budget"):
         lines.append(
@@ -162,6 +164,20 @@ def gap_warnings(
             " mismatch/length/... and mismatch/advantage/... say which (docs/mismatch.md)"
         )
     return lines
+
+
+def _inexact(config: Config, gap: GapRows) -> str | None:
+    """With `engine.batch_invariant`: that log-probs of the same weights are not equal to the last bit."""
+    fresh = ~gap.is_stale
+    largest = gap.maxima[fresh, MAXIMUM_NAMES.index("abs_log_ratio")]
+    if not config.engine.batch_invariant or not (largest > 0).any():
+        return None
+    return (
+        f"warning  engine.batch_invariant: {(largest > 0).sum()} of {fresh.sum()} responses that these weights sampled"
+        " have log-probs that are not the servers' to the last bit; the largest difference is"
+        f" {largest.max():.1e} nats. tests/soak/on_policy_operations.py finds the operation on this machine"
+        " (docs/true_on_policy.md)"
+    )
 
 
 def _where_to_measure(config: Config, config_file: Path, newest_export: Path | None) -> str:

@@ -14,7 +14,7 @@ _BASE = {
     *("run_folder", "durable"),
     *("kill_points", "process_death", "beats", "descriptors", "line_process", "importing", "background"),
 }
-_LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan", "quantization"}
+_LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan", "quantization", "batch_invariant"}
 _BELOW_ENGINE = _BASE | {"config", "model"} | _LEAVES
 _BELOW_BATCHES = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout", "episodes"}
 _BELOW_RUNTIME = _BELOW_BATCHES | {"batches"}

@@ -132,6 +132,14 @@ class Engine(Section):
             " fp8, and with bf16 on a GPU. On a CPU its kernels are this project's: its numbers, not its speed."
         ),
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description=(
+            "On a CPU, for dense Qwen3: trainer and servers compute a token's log-prob by the same operations in the"
+            " same order, whatever else is in the batch, so that the two are equal to the last bit"
+            " (docs/true_on_policy.md)."
+        ),
+    )
     fuse_activation: bool | None = Field(
         default=None,
         json_schema_extra=MAY_CHANGE,

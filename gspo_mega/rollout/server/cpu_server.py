@@ -3,8 +3,9 @@
 Owns `activate()`, which must run before `sglang` is imported in every process of a server (`server_entry.py` calls it
 at import, so that spawned children call it, too). It works through import hooks alone: nothing of SGLang is edited on
 disk, and with a usable GPU it does nothing. `sglang_cpu_attention.py` owns the batched attention,
-`sglang_cpu_layers.py` the layers and the sampling that are computed with fewer operations, `sglang_cpu_quantization.py`
-the quantized layers, `sglang_cpu_adapters.py` adapters (LoRA).
+`sglang_cpu_layers.py` the layers and the sampling that are computed with fewer operations, `sglang_cpu_invariant.py`
+those that do not depend on the batch, `sglang_cpu_quantization.py` the quantized layers, `sglang_cpu_adapters.py`
+adapters (LoRA).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections.abc import Callable
 
 ATTENTION_BACKEND = "cpu_batched"
 """Name under which the batched attention is registered with SGLang."""
+INVARIANT_ATTENTION_BACKEND = "cpu_batch_invariant"
+"""The one of `engine.batch_invariant`."""
 
 
 def has_gpu() -> bool:
@@ -137,6 +140,12 @@ def _register_attention(module: types.ModuleType) -> None:
 
         return BatchedCpuAttention(model_runner)
 
+    @module.register_attention_backend(INVARIANT_ATTENTION_BACKEND)
+    def create_invariant(model_runner):
+        from gspo_mega.rollout.server.sglang_cpu_attention import InvariantCpuAttention
+
+        return InvariantCpuAttention(model_runner)
+
 
 def _register_quantization(_module: types.ModuleType) -> None:
     """Put quantized layers that need no GPU kernels into SGLang's registry of quantization methods."""
@@ -232,10 +241,20 @@ def _plain_experts(module: types.ModuleType) -> None:
 
 
 def _plain_sampling(module: types.ModuleType) -> None:
-    """Sample with one random number for each request."""
+    """Sample with one random number for each request; with the batch-invariant attention, log-probs by log-softmax."""
+    from gspo_mega.rollout.server.sglang_cpu_invariant import log_softmax_of
     from gspo_mega.rollout.server.sglang_cpu_layers import sampling_plain
 
     vars(module)["sampling_from_probs_torch"] = sampling_plain(module.sampling_from_probs_torch)
+    module.Sampler.__init__ = log_softmax_of(module.Sampler.__init__, INVARIANT_ATTENTION_BACKEND)
+
+
+def _invariant_head(module: types.ModuleType) -> None:
+    """With the batch-invariant attention, the trainer's LM head."""
+    from gspo_mega.rollout.server.sglang_cpu_invariant import head_of
+
+    processor = module.LogitsProcessor
+    processor._compute_lm_head = head_of(processor._compute_lm_head)
 
 
 def _scatter_by_sums(module: types.ModuleType) -> None:
@@ -298,6 +317,7 @@ def activate() -> bool:
                 "sglang.srt.models.qwen3_moe": _plain_layers("Qwen3MoeModel"),
                 "sglang.srt.layers.moe.fused_moe_native": _plain_experts,
                 "sglang.srt.layers.sampler": _plain_sampling,
+                "sglang.srt.layers.logits_processor": _invariant_head,
                 "sglang.srt.lora.layers": _adapters_of_layers,
                 "sglang.srt.lora.backend.base_backend": _adapters_of_tokens,
                 "sglang.srt.lora.backend.torch_backend": _plain_adapters,

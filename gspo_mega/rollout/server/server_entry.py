@@ -27,6 +27,7 @@ from gspo_mega.rollout.secret import read_secret
 from gspo_mega.rollout.server import cpu_server
 from gspo_mega.rollout.server.server_spec import (
     ServerSpec,
+    check_batch_invariant,
     check_checkpoint,
     check_gpu,
     check_memory_saver,
@@ -72,6 +73,7 @@ def server_arguments(spec: ServerSpec):
     import_only([*(model_config.get("architectures") or []), *drafts])
     is_installed = importlib.util.find_spec("torch_memory_saver") is not None
     check_memory_saver(spec, cpu_server.activate(), is_installed)
+    check_batch_invariant(spec, cpu_server.activate())
     if cpu_server.activate() and not spec.options.get("enable_torch_compile"):
         # SGLang decorates functions with torch.compile, which imports a compiler for each process that it never uses.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -90,7 +92,8 @@ def server_arguments(spec: ServerSpec):
         import torch
 
         check_gpu(spec, torch.cuda.get_device_capability())
-    arguments = sglang_arguments(spec, on_cpu=on_cpu, cpu_attention_backend=cpu_server.ATTENTION_BACKEND)
+    attention = cpu_server.INVARIANT_ATTENTION_BACKEND if spec.batch_invariant else cpu_server.ATTENTION_BACKEND
+    arguments = sglang_arguments(spec, on_cpu=on_cpu, cpu_attention_backend=attention)
     arguments["api_key"] = read_secret(Path(spec.api_key_file))
     return ServerArgs(**missing_values(model_config) | arguments)
 

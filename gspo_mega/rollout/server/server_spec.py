@@ -48,6 +48,7 @@ class ServerSpec:
     weights while it runs. `releases_memory`: it frees its GPU while the ranks train.
     `tensor`: ranks on all of its `num_nodes` nodes, of which `node` is one; they find each other at `rendezvous`,
     host:port. `speculative`: SGLang's arguments for it.
+    `batch_invariant`: it computes a row as the trainer does with `engine.batch_invariant`.
     `classifies`: its model scores texts, and generates nothing. `adapter_rank`, `adapter_targets`: of the adapters that
     it is sent; rank 0: none are.
     """
@@ -79,6 +80,7 @@ class ServerSpec:
     expert_dispatcher: str = "none"
     attention_data: int = 1
     classifies: bool = False
+    batch_invariant: bool = False
     adapter_rank: int = 0
     adapter_targets: list[str] = field(default_factory=list)
     speculative: dict[str, Any] = field(default_factory=dict)
@@ -149,6 +151,7 @@ def spec_from_config(
         attention_data=server.attention_data,
         speculative=speculative_arguments(config),
         rendezvous=rendezvous,
+        batch_invariant=config.engine.batch_invariant,
         options=dict(server.options),
         **adapters,
     )
@@ -168,6 +171,12 @@ def check_gpu(spec: ServerSpec, capability: tuple[int, int]) -> None:
     """Raise ConfigError for a quantization that SGLang cannot hold as asked on a GPU of this compute capability."""
     if (problem := capability_problem(spec.quantization, capability, spec.is_published_to)) is not None:
         raise ConfigError(f"server.quantization: {problem}; valid here: none")
+
+
+def check_batch_invariant(spec: ServerSpec, on_cpu: bool) -> None:
+    """Raise ConfigError where a server cannot have the operations of `engine.batch_invariant`."""
+    if spec.batch_invariant and not on_cpu:
+        raise ConfigError("engine.batch_invariant: true, and this server sees a GPU; valid here: false")
 
 
 def check_memory_saver(spec: ServerSpec, on_cpu: bool, is_installed: bool) -> None:

@@ -4,6 +4,7 @@ SGLang's own CPU fallback (`torch_native`) loops over requests; with 128 concurr
 scheduler's time. Here requests of similar length share a call: padded to the longest, masked, and read from the
 flattened cache by `index_select` (advanced indexing costs about ten times as much). Owns full causal self-attention of
 decode and prefill; the stock backend it derives from does everything else (cross attention, sliding windows, encoders).
+Beside it the attention of `engine.batch_invariant`, whose order of additions does not depend on the batch.
 Imported inside a server process only.
 """
 
@@ -18,6 +19,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
 
+from gspo_mega.batch_invariant.fixed_order_attention import attend as attend_in_fixed_order
 from gspo_mega.quantization.fp8 import from_fp8
 
 _MAX_SCORES = 1 << 22
@@ -47,7 +49,7 @@ class _Decode:
 
 
 @dataclass
-class _Bucket:
+class Bucket:
     """Requests of similar length that share one call. B requests, Q padded queries, K padded keys.
 
     `query_rows` [B*Q] int64, rows of the flat query; `valid_rows` [n] int64, which of the B*Q are no padding,
@@ -90,7 +92,7 @@ class BatchedCpuAttention(TorchNativeAttnBackend):
 
     def __init__(self, model_runner):
         super().__init__(model_runner)
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._decodes: list[_Decode] = []
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
@@ -106,24 +108,20 @@ class BatchedCpuAttention(TorchNativeAttnBackend):
         assert self.req_to_token_pool is not None, "the pool exists before the first forward"
         table = self.req_to_token_pool.req_to_token
         if forward_batch.forward_mode.is_decode_or_idle():
-            self._decodes = _plan_decodes(table, forward_batch.req_pool_indices, forward_batch.seq_lens)
+            self.plan_decode_step(table, forward_batch)
             return
         num_keys: list[int] = forward_batch.seq_lens.tolist()
         assert forward_batch.extend_seq_lens is not None, "a prefill has its lengths"
         num_queries: list[int] = forward_batch.extend_seq_lens.tolist()
-        first_rows = [0]
-        for count in num_queries:
-            first_rows.append(first_rows[-1] + count)
-        for members in group_by_length(num_queries, num_keys):
-            requests = forward_batch.req_pool_indices[members]
-            self._buckets.append(
-                _plan_bucket(
-                    table[requests],
-                    torch.tensor([num_queries[i] for i in members]),
-                    torch.tensor([num_keys[i] for i in members]),
-                    torch.tensor([first_rows[i] for i in members]),
-                )
-            )
+        self._buckets = plan_buckets(table, forward_batch.req_pool_indices, num_queries, num_keys)
+
+    def plan_decode_step(self, table, forward_batch) -> None:
+        """Plan the calls of a step in which every request decodes one token."""
+        self._decodes = _plan_decodes(table, forward_batch.req_pool_indices, forward_batch.seq_lens)
+
+    def attend_bucket(self, bucket: Bucket, query, keys, values, output, layer) -> None:
+        """Write the bucket's rows of `output` [tokens, heads*dim]; `keys`, `values` [slots, kv heads*dim]."""
+        _attend(bucket, query, keys, values, output, layer)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         if not _is_plain(layer, forward_batch):
@@ -154,8 +152,33 @@ class BatchedCpuAttention(TorchNativeAttnBackend):
             output.index_copy_(0, decode.members, _attend_decode(decode, query, keys, values, layer))
         keys, values = keys.view(keys.shape[0], -1), values.view(values.shape[0], -1)
         for bucket in self._buckets:
-            _attend(bucket, query, keys, values, output, layer)
+            self.attend_bucket(bucket, query, keys, values, output, layer)
         return output
+
+
+class InvariantCpuAttention(BatchedCpuAttention):
+    """Attention that adds over the keys in a fixed order; a decode step is a prefill of one token."""
+
+    def plan_decode_step(self, table, forward_batch) -> None:
+        num_keys: list[int] = forward_batch.seq_lens.tolist()
+        self._buckets = plan_buckets(table, forward_batch.req_pool_indices, [1] * len(num_keys), num_keys)
+
+    def attend_bucket(self, bucket, query, keys, values, output, layer) -> None:
+        shape, kv_heads = (bucket.num_requests, bucket.num_keys), layer.tp_k_head_num
+        q = query.index_select(0, bucket.query_rows)
+        k, v = (
+            read_cache(cache, bucket.slots, q.dtype).view(*shape, kv_heads, dim)
+            for cache, dim in ((keys, layer.qk_head_dim), (values, layer.v_head_dim))
+        )
+        q = q.view(bucket.num_requests, bucket.num_queries, layer.tp_q_head_num, layer.qk_head_dim)
+        last_keys = bucket.mask[:, 0].sum(dim=-1) - 1
+        rows = attend_in_fixed_order(q, k, v, last_keys, layer.scaling)
+        write_rows(bucket, output, rows.flatten(2).flatten(0, 1))
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        raise NotImplementedError("engine.batch_invariant: this model's layers are not those that are computed so")
+
+    forward_extend = forward_decode
 
 
 def _is_plain(layer, forward_batch) -> bool:
@@ -199,8 +222,8 @@ def _attend_decode(decode: _Decode, query, keys, values, layer):
         query = query.index_select(0, decode.members)
     # A key-value head of a request is one matrix of a batch; the query heads that share it are its rows.
     q = query.view(len(bias), -1, layer.qk_head_dim)
-    k = _read(keys.view(-1, layer.qk_head_dim), rows, dtype).view(len(bias), -1, layer.qk_head_dim)
-    v = _read(values.view(-1, layer.v_head_dim), rows, dtype).view(len(bias), -1, layer.v_head_dim)
+    k = read_cache(keys.view(-1, layer.qk_head_dim), rows, dtype).view(len(bias), -1, layer.qk_head_dim)
+    v = read_cache(values.view(-1, layer.v_head_dim), rows, dtype).view(len(bias), -1, layer.v_head_dim)
     if dtype == torch.float32:
         scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=layer.scaling)
         out = torch.bmm(scores.softmax(dim=-1), v)
@@ -211,7 +234,23 @@ def _attend_decode(decode: _Decode, query, keys, values, layer):
     return out.reshape(query.shape[0], -1)
 
 
-def _plan_bucket(table, num_queries, num_keys, first_rows) -> _Bucket:
+def plan_buckets(table, requests, num_queries: list[int], num_keys: list[int]) -> list[Bucket]:
+    """`table` [requests, context] cache slots; `requests` [B], its rows; the new tokens and the keys of each."""
+    first_rows = [0]
+    for count in num_queries:
+        first_rows.append(first_rows[-1] + count)
+    return [
+        _plan_bucket(
+            table[requests[members]],
+            torch.tensor([num_queries[i] for i in members]),
+            torch.tensor([num_keys[i] for i in members]),
+            torch.tensor([first_rows[i] for i in members]),
+        )
+        for members in group_by_length(num_queries, num_keys)
+    ]
+
+
+def _plan_bucket(table, num_queries, num_keys, first_rows) -> Bucket:
     """`table` [B, context] cache slots of each request; the counts and `first_rows` [B]."""
     batch, queries, keys = len(num_keys), int(num_queries.max()), int(num_keys.max())
     query_position = torch.arange(queries)
@@ -224,7 +263,7 @@ def _plan_bucket(table, num_queries, num_keys, first_rows) -> _Bucket:
     last_key = (num_keys - num_queries)[:, None] + torch.where(query_valid, query_position, 0)
     mask = key_position <= last_key[:, :, None]
     whole = bool(query_valid.all())
-    return _Bucket(
+    return Bucket(
         num_requests=batch,
         num_queries=queries,
         num_keys=keys,
@@ -235,30 +274,33 @@ def _plan_bucket(table, num_queries, num_keys, first_rows) -> _Bucket:
     )
 
 
-def _attend(bucket: _Bucket, query, keys, values, output, layer) -> None:
-    """Write the bucket's rows of `output` [tokens, heads*dim]; `keys`, `values` [slots, kv heads*dim]."""
+def _attend(bucket: Bucket, query, keys, values, output, layer) -> None:
+    """`BatchedCpuAttention.attend_bucket`."""
     batch, num_queries, num_keys = bucket.num_requests, bucket.num_queries, bucket.num_keys
     kv_heads = layer.tp_k_head_num
     per_kv_head = layer.tp_q_head_num // kv_heads
     q = query.index_select(0, bucket.query_rows)
-    k = _read(keys, bucket.slots, q.dtype).view(batch, num_keys, kv_heads, layer.qk_head_dim).transpose(1, 2)
-    v = _read(values, bucket.slots, q.dtype).view(batch, num_keys, kv_heads, layer.v_head_dim).transpose(1, 2)
+    k = read_cache(keys, bucket.slots, q.dtype).view(batch, num_keys, kv_heads, layer.qk_head_dim).transpose(1, 2)
+    v = read_cache(values, bucket.slots, q.dtype).view(batch, num_keys, kv_heads, layer.v_head_dim).transpose(1, 2)
     # The query heads of one key-value head become extra query rows, so keys and values are not repeated.
     q = q.view(batch, num_queries, kv_heads, per_kv_head, layer.qk_head_dim)
     q = q.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, per_kv_head * num_queries, layer.qk_head_dim)
     mask = bucket.mask.repeat(1, 1, per_kv_head, 1) if num_queries > 1 else bucket.mask
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scaling)
     out = out.view(batch, kv_heads, per_kv_head, num_queries, layer.v_head_dim).permute(0, 3, 1, 2, 4)
-    out = out.reshape(batch * num_queries, -1)
+    write_rows(bucket, output, out.reshape(batch * num_queries, -1))
+
+
+def write_rows(bucket: Bucket, output: torch.Tensor, rows: torch.Tensor) -> None:
+    """Put the `rows` [B*Q, n] that are no padding into their places in `output` [tokens, n]."""
     if bucket.valid_rows is None:
-        output.index_copy_(0, bucket.query_rows, out)
+        output.index_copy_(0, bucket.query_rows, rows)
     else:
-        output.index_copy_(
-            0, bucket.query_rows.index_select(0, bucket.valid_rows), out.index_select(0, bucket.valid_rows)
-        )
+        valid = bucket.valid_rows
+        output.index_copy_(0, bucket.query_rows.index_select(0, valid), rows.index_select(0, valid))
 
 
-def _read(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def read_cache(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows `slots` of a cache [slots, n] as `dtype`; an FP8 cache has values without a scale."""
     if cache.dtype == torch.float8_e4m3fn:
         return from_fp8(cache.view(torch.uint8).index_select(0, slots).view(cache.dtype)).to(dtype)

@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
+from gspo_mega.rollout.server import sglang_cpu_invariant
+
 _PLAIN = "_gspo_mega_plain"
 
 
@@ -22,11 +24,14 @@ def take_over_layers(model: Any) -> None:
     stock: Callable[..., Any] = vars(model).get("forward", model.forward)
 
     def forward(self, input_ids, positions, forward_batch, input_embeds=None, pp_proxy_tensors=None):
+        invariant = sglang_cpu_invariant.is_on()
         plain = self.__dict__.get(_PLAIN)
         if plain is None:
-            plain = self.__dict__[_PLAIN] = is_plain_model(self)
+            dtype = self.norm.weight.dtype if invariant else torch.float32
+            plain = self.__dict__[_PLAIN] = is_plain_model(self, dtype)
         if plain and input_embeds is None and pp_proxy_tensors is None and len(input_ids) and _is_plain(forward_batch):
-            return layers_forward(self, input_ids, positions, forward_batch)
+            compute = sglang_cpu_invariant.layers_forward if invariant else layers_forward
+            return compute(self, input_ids, positions, forward_batch)
         return stock(self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
 
     model.forward = forward
@@ -46,8 +51,8 @@ def _is_plain(forward_batch: Any) -> bool:
     )
 
 
-def is_plain_model(model: Any) -> bool:
-    """Whether `layers_forward` computes exactly what `model` is."""
+def is_plain_model(model: Any, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether `layers_forward` computes exactly what `model` is; `dtype`: of its weights."""
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
     from sglang.srt.layers.radix_attention import AttentionType
@@ -65,7 +70,7 @@ def is_plain_model(model: Any) -> bool:
             and norm.variance_size_override is None
             and not norm.cast_x_before_out_mul
             and norm.override_orig_dtype is None
-            and norm.weight.dtype == torch.float32
+            and norm.weight.dtype == dtype
         )
 
     def plain_layer(layer: Any) -> bool:
@@ -78,7 +83,7 @@ def is_plain_model(model: Any) -> bool:
                 type(part.quant_method) is UnquantizedLinearMethod for part in (attention.qkv_proj, attention.o_proj)
             )
             and attention.o_proj.bias is None
-            and attention.qkv_proj.weight.dtype == torch.float32
+            and attention.qkv_proj.weight.dtype == dtype
             and all(
                 plain_norm(norm)
                 for norm in (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm)

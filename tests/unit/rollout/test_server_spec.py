@@ -20,6 +20,7 @@ from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.rollout.secret import Secret, ensure_secret, read_secret
 from gspo_mega.rollout.server.server_spec import (
     ServerSpec,
+    check_batch_invariant,
     check_checkpoint,
     check_gpu,
     check_memory_saver,
@@ -318,3 +319,11 @@ def test_a_server_that_cannot_free_its_gpu_is_refused_before_it_starts(tmp_path)
         check_memory_saver(spec, on_cpu=True, is_installed=False)
     with pytest.raises(ConfigError, match="torch_memory_saver is not installed in the servers' Python"):
         check_memory_saver(spec, on_cpu=False, is_installed=False)
+
+
+def test_batch_invariant_operations_are_a_cpus(tmp_path):
+    asked = replace(spec_of(tmp_path), batch_invariant=True)
+    check_batch_invariant(asked, on_cpu=True)
+    check_batch_invariant(spec_of(tmp_path), on_cpu=False)
+    with pytest.raises(ConfigError, match="engine.batch_invariant: true, and this server sees a GPU"):
+        check_batch_invariant(asked, on_cpu=False)

@@ -203,3 +203,15 @@ def test_of_nothing():
     empty = gap_of(rows=[0] * 5)
     metrics = gap_metrics(make_config(), empty)
     assert metrics["mismatch/budget_share"] == 0.0 and all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_difference_that_a_batch_invariant_engine_must_not_have_is_named():
+    on = make_config(engine=dict(batch_invariant=True), mismatch=dict(budget=100.0))
+    (line,) = warnings(on, gap_of(stale=[0, 0, 1, 1, 1]), {}, 1)
+    assert line.startswith(
+        "warning  engine.batch_invariant: 2 of 2 responses that these weights sampled have log-probs that are not the"
+        " servers' to the last bit; the largest difference is 5.0e-04 nats"
+    )
+    assert warnings(on, gap_of(stale=[1] * 5), {}, 1) == []
+    off = make_config(mismatch=dict(budget=100.0))
+    assert warnings(off, gap_of(), {}, 1) == []
