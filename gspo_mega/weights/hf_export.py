@@ -145,8 +145,7 @@ def export_policy(
         "dtype": DTYPE_NAMES[form.plain],
         "tensors": {
             name: tensors[name]
-            for entries in policy.table.values()
-            for entry in entries
+            for entry, _ in policy.stored()
             for name in form.described(entry)
         }
         | {entry.name: tensors[entry.name] for layers in carried for entry in layers.entries},
@@ -266,6 +265,8 @@ def copy_description(
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype_name
+    if not config.keys() & {"dtype", "torch_dtype"}:
+        config["torch_dtype"] = dtype_name
     if config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0
     config.pop(QUANTIZATION_KEY, None)
