@@ -80,6 +80,11 @@ def read_stored(folder: str | Path) -> BlockFp8 | None:
     return stored
 
 
+def is_stored_fp4(folder: str | Path) -> bool:
+    """Are experts' weights MXFP4 in a folder, by its own config.json alone? False without one. Raises ModelError."""
+    return is_fp4(_read_json(Path(folder) / "config.json") or {})
+
+
 def read_end_tokens(folder: str | Path) -> tuple[int, ...]:
     """The ids that end a response of a run with this folder, from generation_config.json and config.json alone.
 

@@ -26,4 +26,4 @@ def version_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int
 
 def needs_start_folder(config: Config, spec: ModelSpec) -> bool:
     """Do servers start from a copy of `model.path` in another form? The nearest that the configuration alone says."""
-    return (spec.stored is None) != (served_layout(config) is None)
+    return spec.stored_fp4 or (spec.stored is None) != (served_layout(config) is None)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from gspo_mega.rollout.server import cpu_server
 
@@ -173,3 +174,12 @@ def make_family_folder(folder: Path, variant: str, dtype: torch.dtype = torch.fl
     with torch.no_grad():
         np.save(folder / "logits.npy", model.float().eval()(torch.from_numpy(token_ids())[None]).logits[0].numpy())
     return folder
+
+
+def save_gradients(folder: Path, variant: str) -> None:
+    """Beside the checkpoint: `gradients.safetensors`, of the sum of the log-probs of all tokens but the first."""
+    model = getattr(transformers, FAMILIES[VARIANTS[variant][0]].architecture).from_pretrained(folder, dtype="float32")
+    ids = torch.from_numpy(token_ids())
+    log_probs = model(ids[None]).logits[0, :-1].log_softmax(dim=-1)
+    log_probs.gather(1, ids[1:, None]).sum().backward()
+    save_file({name: parameter.grad for name, parameter in model.named_parameters()}, folder / "gradients.safetensors")

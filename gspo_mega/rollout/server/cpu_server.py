@@ -209,6 +209,30 @@ def _gate_shared_experts(module: types.ModuleType) -> None:
     vars(module).update(fused_gate_sigmoid_mul=gated, fused_gate_sigmoid_mul_add=add_gated)
 
 
+def _sinks_as_wide(module: types.ModuleType) -> None:
+    """gpt-oss: keep sinks in the server's dtype, which on a GPU only the kernels of bf16 need not be asked for."""
+    attention = module.GptOssAttention
+    stock = attention.__init__
+
+    def init(self, *arguments, **named):
+        import torch
+
+        stock(self, *arguments, **named)
+        self.sinks = torch.nn.Parameter(self.sinks.data.to(self.o_proj.weight.dtype), requires_grad=False)
+
+    attention.__init__ = init
+
+
+def _allow_attention(module: types.ModuleType) -> None:
+    """Models with sinks ask for one of the backends that have them, by name. Ours has them: call it by another's."""
+    stock = module.attention_backends_of
+
+    def named(view):
+        return tuple("intel_amx" if name == ATTENTION_BACKEND else name for name in stock(view))
+
+    module.attention_backends_of = named
+
+
 def _plain_experts(module: types.ModuleType) -> None:
     """Compute plain experts with fewer operations."""
     from gspo_mega.rollout.server.sglang_cpu_layers import experts_forward_plain
@@ -279,6 +303,8 @@ def activate() -> bool:
                 "sglang.srt.models.deepseek_common.deepseek_weight_loader": _absorb_plain_blocks,
                 "sglang.srt.mem_cache.kv_cache_configurator": _cache_fp8,
                 "sglang.srt.models.qwen2_moe": _gate_shared_experts,
+                "sglang.srt.models.gpt_oss": _sinks_as_wide,
+                "sglang.srt.arg_groups.model_hook": _allow_attention,
                 "sglang.srt.models.qwen3": _plain_layers("Qwen3Model"),
                 "sglang.srt.models.qwen3_moe": _plain_layers("Qwen3MoeModel"),
                 "sglang.srt.layers.moe.fused_moe_native": _plain_experts,

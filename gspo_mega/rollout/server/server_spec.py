@@ -263,6 +263,8 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
             # There is no device whose work scheduling could overlap; overlapping only adds copies and late results.
             "disable_overlap_schedule": True,
             "lora_backend": "torch_native",  # the one without GPU kernels
+            # One cache for all layers, also for those with sliding windows: our attention reads no other.
+            "disable_hybrid_swa_memory": True,
             # Otherwise an idle scheduler keeps a core busy that the trainer needs.
             "sleep_on_idle": True,
             # On a CPU, memory_fraction counts the whole machine's memory: use what the open requests can fill instead.
