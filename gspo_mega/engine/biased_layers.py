@@ -14,8 +14,6 @@ from torch import nn
 
 from gspo_mega.model.spec import ModelSpec, YarnScaling
 
-_EXPERT_BIASES = ("linear_fc1.bias", "linear_fc2.bias")
-
 
 def biased_settings(spec: ModelSpec) -> dict[str, Any]:
     """The settings of TransformerConfig that these fields decide; none for a model without them."""
@@ -58,11 +56,15 @@ def set_yarn(megatron_config: TransformerConfig, spec: ModelSpec) -> None:
     found["yarn_correction_range_round_to_int"] = yarn.rounds
 
 
-def keep_expert_biases_apart(chunk: nn.Module) -> None:
-    """Under sequence parallelism Megatron marks a bias behind a row-parallel product as one whose gradient is summed
-    over the tensor group. That of an expert is not in need of it: its rank has all tokens that chose the expert, and the
-    group's other ranks have other experts, whose gradients would be added.
+def mend_expert_biases(chunk: nn.Module) -> None:
+    """Set right what Megatron 0.16 and 0.19 do wrong with the biases behind the second product of plain experts.
+
+    Under sequence parallelism they are marked as parameters whose gradient is summed over the tensor group. An expert's
+    is complete as it is, because its rank has all tokens that chose it; the group's other ranks have other experts,
+    whose gradients would be added. And without expert parallelism the bias is added in place to a view, which autograd
+    refuses: the view is that of a reduction over the one rank that an expert is on, so it is left out.
     """
-    for name, parameter in chunk.named_parameters():
-        if ".experts." in name and name.endswith(_EXPERT_BIASES):
-            vars(parameter)["sequence_parallel"] = False
+    for name, module in chunk.named_modules():
+        if ".experts." in name and name.endswith(".linear_fc2") and getattr(module, "bias", None) is not None:
+            vars(module.bias)["sequence_parallel"] = False
+            vars(module)["explicit_expert_comm"] = True

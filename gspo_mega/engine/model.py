@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from gspo_mega.config.schema import Config, Moe, Parallel
 from gspo_mega.engine.adapters import Adapter
 from gspo_mega.engine.balancing import megatron_coefficient
-from gspo_mega.engine.biased_layers import biased_settings, keep_expert_biases_apart, position_type, set_yarn
+from gspo_mega.engine.biased_layers import biased_settings, mend_expert_biases, position_type, set_yarn
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.latent import latent_settings, name_latent_parts, submodules_of
 from gspo_mega.engine.megatron_fusions import dispatcher_settings, fusion_settings, head_without_apex
@@ -271,7 +271,7 @@ def build_chunks(
         if isinstance(spec.rope_scaling, RopeScaling):
             assert isinstance(chunk.rotary_pos_emb, RotaryEmbedding)
             scale_rotary(chunk.rotary_pos_emb, spec.rope_scaling)
-        keep_expert_biases_apart(chunk)
+        mend_expert_biases(chunk)
         chunk.model_type = ModelType.encoder_or_decoder
         if not is_cpu_backend():
             chunk.cuda(torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Tensors of experts that files and servers have stacked: one tensor for all experts of a layer, as gpt-oss is published.
+"""Tensors of experts that files and servers have stacked: one tensor for all experts of a layer, as in gpt-oss.
 
 Owns the view of files: which stacked tensors there are, of what shape, and from which of this package's tensors. The
 tables (`tables.py`) name the stack of each; everything that has to do with ranks and parameters keeps one tensor per
@@ -20,7 +20,9 @@ Stacking = tuple[TensorEntry, tuple[TensorEntry, ...]]
 
 def stackings(entries: Iterable[TensorEntry]) -> Iterator[Stacking]:
     """Every tensor as files have it, in the order of `entries`, in which those of a stack follow each other."""
-    for name, group in itertools.groupby(entries, key=lambda entry: entry.name if entry.stack is None else entry.stack.name):
+    for name, group in itertools.groupby(
+        entries, key=lambda entry: entry.name if entry.stack is None else entry.stack.name
+    ):
         parts = tuple(group)
         yield (parts[0] if parts[0].stack is None else _whole(name, parts)), parts
 

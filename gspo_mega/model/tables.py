@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from gspo_mega.model.table_rows import ExpertKeys, Family, Role, Sharding, Stack, TensorRule, Where
 
+
 def _layer(
     name: str,
     shape: tuple[str, ...],

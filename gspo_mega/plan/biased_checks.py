@@ -15,9 +15,7 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.verification import is_on_gpu
 
 
-def check_biased_layers(
-    config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | None
-) -> Iterator[Violation]:
+def check_biased_layers(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | None) -> Iterator[Violation]:
     """Nothing for other models. `device`: what the ranks will run on, None where that is not known."""
     if spec.sinks:
         yield from _attention(config, spec, device)
@@ -52,8 +50,8 @@ def _biases(config: Config, spec: ModelSpec) -> Iterator[Violation]:
     if config.parallel.expert_tensor > 1:
         yield Violation(
             "parallel.expert_tensor",
-            f"{config.parallel.expert_tensor}: Megatron adds the biases of experts once for each rank that has a part of"
-            " them, and refuses it",
+            f"{config.parallel.expert_tensor}: Megatron adds the biases of experts once for each rank that has a part"
+            " of them, and refuses it",
             "1",
         )
     if config.engine.fuse_activation:

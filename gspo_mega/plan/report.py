@@ -17,6 +17,7 @@ from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.published_bytes import needs_start_folder
 from gspo_mega.plan.resolve import Plan
+from gspo_mega.plan.shape_text import shape_text, window_lines
 from gspo_mega.plan.shares import State
 from gspo_mega.plan.timing import StepTime
 from gspo_mega.plan.watchdog_bounds import patience

@@ -33,6 +33,6 @@ def window_lines(spec: ModelSpec) -> list[str]:
     if spec.window is None:
         return []
     return [
-        f"{sum(spec.window.layers)} of {spec.num_layers} layers attend to the last {spec.window.tokens} tokens: FLOPs and"
-        " times are of that; a server's cache is estimated as if every layer kept all tokens"
+        f"{sum(spec.window.layers)} of {spec.num_layers} layers attend to the last {spec.window.tokens} tokens: FLOPs"
+        " and times are of that; a server's cache is estimated as if every layer kept all tokens"
     ]

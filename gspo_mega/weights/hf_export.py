@@ -143,11 +143,7 @@ def export_policy(
     manifest = {
         "weight_version": weight_version,
         "dtype": DTYPE_NAMES[form.plain],
-        "tensors": {
-            name: tensors[name]
-            for entry, _ in policy.stored()
-            for name in form.described(entry)
-        }
+        "tensors": {name: tensors[name] for entry, _ in policy.stored() for name in form.described(entry)}
         | {entry.name: tensors[entry.name] for layers in carried for entry in layers.entries},
     }
     if lead:

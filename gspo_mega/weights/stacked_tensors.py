@@ -32,8 +32,8 @@ def part_of(whole: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 def stacked(
     spec: ModelSpec, tensors: Iterator[tuple[TensorEntry, torch.Tensor]]
 ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """Tensors as files have them, from those of `hf_tensors` in its order: (entry, tensor [entry.shape]). The parts of a
-    stack follow each other, and all of them or none are there.
+    """Tensors as files have them, from those of `hf_tensors` in its order: (entry, tensor [entry.shape]). The parts of
+    a stack follow each other, and all of them or none are there.
     """
     wholes = {part.name: (whole, len(parts)) for whole, parts in stackings(hf_tensors(spec)) for part in parts}
     begun: torch.Tensor | None = None
@@ -101,8 +101,10 @@ class StackedFolder(HuggingFaceFolder):
                 if part.get_dtype() != _FP4_DTYPE
             ]
             if list(scales.get_shape()) != list(blocks.get_shape())[:3]:
-                found.append(f"wrong shape: {name}{SCALES} is {list(scales.get_shape())}, the blocks make it"
-                    f" {list(blocks.get_shape())[:3]}")
+                found.append(
+                    f"wrong shape: {name}{SCALES} is {list(scales.get_shape())}, the blocks make it"
+                    f" {list(blocks.get_shape())[:3]}"
+                )
         return found
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:

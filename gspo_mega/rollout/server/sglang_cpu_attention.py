@@ -184,9 +184,7 @@ class BatchedCpuAttention(TorchNativeAttnBackend):
 
 def _is_plain(layer, forward_batch) -> bool:
     return (
-        not layer.is_cross_attention
-        and layer.attn_type == AttentionType.DECODER
-        and forward_batch.encoder_lens is None
+        not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER and forward_batch.encoder_lens is None
     )
 
 
@@ -223,8 +221,8 @@ def _plan_decode(table, members, requests, lengths, num_keys: int) -> _Decode:
 
 
 def _attend_decode(decode: _Decode, query, keys, values, layer, sinks):
-    """[B, heads * dim] of one token of each request; `keys`, `values` [slots, kv heads, dim]; `sinks` [heads]: the score
-    of one more term of each head's softmax, which has no value, or None.
+    """[B, heads * dim] of one token of each request; `keys`, `values` [slots, kv heads, dim]; `sinks` [heads]: the
+    score of one more term of each head's softmax, which has no value, or None.
     """
     kv_heads, dtype = layer.tp_k_head_num, query.dtype
     rows, bias = decode.per_heads(kv_heads, _window(layer))
@@ -290,7 +288,11 @@ def _attend(bucket: _Bucket, query, keys, values, output, layer, sinks) -> None:
     if sinks is not None:
         q, k, v, mask = _with_sinks(q, k, v, mask, sinks.to(q.dtype) / layer.scaling)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scaling)
-    out = out[..., : layer.v_head_dim].reshape(batch, kv_heads, per_kv_head, num_queries, layer.v_head_dim).permute(0, 3, 1, 2, 4)
+    out = (
+        out[..., : layer.v_head_dim]
+        .reshape(batch, kv_heads, per_kv_head, num_queries, layer.v_head_dim)
+        .permute(0, 3, 1, 2, 4)
+    )
     out = out.reshape(batch * num_queries, -1)
     if bucket.valid_rows is None:
         output.index_copy_(0, bucket.query_rows, out)
