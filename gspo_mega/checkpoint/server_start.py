@@ -22,12 +22,12 @@ from pathlib import Path
 
 from gspo_mega import durable
 from gspo_mega.config.schema import Config
-from gspo_mega.config.server_precision import server_dtype
+from gspo_mega.config.server_precision import DTYPES, server_dtype
 from gspo_mega.errors import CheckpointError
 from gspo_mega.importing import uncollected
 from gspo_mega.model.block_fp8 import is_quantized, served_layout
 from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.huggingface import is_stored_fp4, read_model_spec, read_stored
+from gspo_mega.model.huggingface import folder_needs_plain_copy, read_model_spec, read_stored
 from gspo_mega.model.spec import BlockFp8, ModelSpec
 from gspo_mega.model.weights_stamp import weights_stamp
 from gspo_mega.process_death import die_with_parent
@@ -46,10 +46,11 @@ def server_start(config: Config, folder: RunFolder, *, makes: bool) -> Path:
     within `server.start_deadline_seconds`. Raises ModelError, CheckpointError or OSError.
     """
     source, layout = Path(config.model.path), served_layout(config)
-    if layout is None and read_stored(source) is None and not is_stored_fp4(source):
-        return source
-    if has_layout(read_model_spec(source), layout):
-        return source
+    if not folder_needs_plain_copy(source, DTYPES[server_dtype(config)]):
+        if layout is None and read_stored(source) is None:
+            return source
+        if has_layout(read_model_spec(source), layout):
+            return source
     out = start_folder(config, folder)
     if not out.is_dir():
         if makes:
@@ -71,8 +72,6 @@ def start_folder(config: Config, folder: RunFolder) -> Path:
 def has_layout(spec: ModelSpec, layout: BlockFp8 | None) -> bool:
     """Does the model's folder hold the same tensors quantised, in the same blocks with the same scales, as `layout`?"""
     stored = spec.stored
-    if spec.stored_fp4:
-        return False
     if stored is None or layout is None:
         return stored is None and layout is None
     if (stored.block, stored.power_of_two) != (layout.block, layout.power_of_two):

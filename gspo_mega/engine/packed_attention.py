@@ -101,9 +101,9 @@ def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _Padd
     query_rows = [torch.arange(starts[s], starts[s + 1]) for s in range(len(lengths))]
     queries = _pad(query_rows)
     packed = torch.cat([torch.arange(n) + s * queries.size(1) for s, n in enumerate(local)])
-    positions = _pad([local_positions(length, cp_size, cp_rank) for length in lengths])
+    own_positions = _pad([local_positions(length, cp_size, cp_rank) for length in lengths])
     if cp_size == 1:
-        layout = _PaddedLayout(queries, queries, None, packed, positions)
+        layout = _PaddedLayout(queries, queries, None, packed, own_positions)
     else:
         key_rows, mask = [], torch.zeros(len(lengths), 1, queries.size(1), max(lengths), dtype=torch.bool)
         for s, length in enumerate(lengths):
@@ -115,7 +115,7 @@ def _padded_layout(params: PackedSeqParams, cp_size: int, cp_rank: int) -> _Padd
             own = local_positions(length, cp_size, cp_rank)
             mask[s, 0, : local[s], :length] = own[:, None] >= torch.arange(length)[None]
             mask[s, 0, local[s] :, 0] = True  # padding rows attend to one key, so that no row is fully masked
-        layout = _PaddedLayout(queries, _pad(key_rows), mask, packed, positions)
+        layout = _PaddedLayout(queries, _pad(key_rows), mask, packed, own_positions)
     holder.padded_layout = layout = layout.to(params.cu_seqlens_q.device)
     return layout
 

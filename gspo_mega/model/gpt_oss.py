@@ -53,6 +53,16 @@ def is_fp4(raw: dict[str, Any]) -> bool:
     return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
 
 
+def needs_plain_copy(raw: dict[str, Any], dtype: str) -> bool:
+    """Must a server of this dtype (`bfloat16`) start from a plain copy of the folder with this config.json? SGLang
+    would keep MXFP4 as it is, to which nothing can be published, and it makes the linear layers of gpt-oss in the dtype
+    that config.json names.
+    """
+    if "GptOssForCausalLM" not in (raw.get("architectures") or []):
+        return False
+    return is_fp4(raw) or (raw.get("dtype") or raw.get("torch_dtype")) != dtype
+
+
 def _is_fp4(reader: ConfigReader) -> bool:
     if not is_fp4(reader.raw):
         return False

@@ -18,7 +18,7 @@ from gspo_mega.model.block_fp8 import read_block_fp8
 from gspo_mega.model.config_reader import ConfigReader
 from gspo_mega.model.deepseek import read_experts, read_latent_attention
 from gspo_mega.model.description import description_files
-from gspo_mega.model.gpt_oss import is_fp4, read_gpt_oss
+from gspo_mega.model.gpt_oss import is_fp4, needs_plain_copy, read_gpt_oss
 from gspo_mega.model.rope import read_rope
 from gspo_mega.model.spec import BlockFp8, ModelSpec, MoeSpec
 from gspo_mega.model.table_rows import ExpertKeys, Family
@@ -80,9 +80,9 @@ def read_stored(folder: str | Path) -> BlockFp8 | None:
     return stored
 
 
-def is_stored_fp4(folder: str | Path) -> bool:
-    """Are experts' weights MXFP4 in a folder, by its own config.json alone? False without one. Raises ModelError."""
-    return is_fp4(_read_json(Path(folder) / "config.json") or {})
+def folder_needs_plain_copy(folder: str | Path, dtype: str) -> bool:
+    """`needs_plain_copy` of a folder; false without a config.json. Raises ModelError."""
+    return needs_plain_copy(_read_json(Path(folder) / "config.json") or {}, dtype)
 
 
 def read_end_tokens(folder: str | Path) -> tuple[int, ...]:

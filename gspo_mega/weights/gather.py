@@ -35,6 +35,8 @@ class PolicyTensors:
     rank that hold it, in the first data-parallel replica.
     """
 
+    _is_stacked = False  # has tensors that files have in stacks
+
     def __init__(
         self,
         spec: ModelSpec,

@@ -76,7 +76,9 @@ def gradients_through_layouts(folder: str, layouts: dict[str, dict], tokens: np.
 
 def _gradient_differences(folder: Path, parallel: dict, tokens: np.ndarray) -> dict[str, float]:
     parallel = {"expert_tensor": 1, **parallel}
-    config, spec = layout_config(str(folder), parallel), read_model_spec(folder)
+    # The distributed optimizer would leave each rank a part of the sums.
+    config = layout_config(str(folder), parallel, optimizer=dict(distributed=False))
+    spec = read_model_spec(folder)
     groups = create_groups(**{name: parallel.get(name, 1) for name in SIZES})
     try:
         engine = PolicyEngine(config, spec, groups, num_optimizer_steps=1)

@@ -7,7 +7,7 @@ import pytest
 
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.huggingface import is_stored_fp4, read_stored, spec_from_config
+from gspo_mega.model.huggingface import folder_needs_plain_copy, read_stored, spec_from_config
 from gspo_mega.model.sizes import (
     attended_positions,
     attention_crossover_tokens,
@@ -92,11 +92,16 @@ def test_files_stack_the_experts_of_a_layer():
     assert sum(entry.num_elements for entry in checkpoint_tensors(spec)) == count_parameters(spec).total
 
 
-def test_a_folder_says_by_its_config_that_experts_are_mxfp4(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    assert is_stored_fp4(tmp_path) and read_stored(tmp_path) is None
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"quantization_config": None}))
-    assert not is_stored_fp4(tmp_path)
+def test_a_server_starts_from_a_plain_copy_of_mxfp4_and_of_another_dtype(tmp_path):
+    def needs(dtype, **changes):
+        (tmp_path / "config.json").write_text(json.dumps(SMALL | changes))
+        assert read_stored(tmp_path) is None
+        return folder_needs_plain_copy(tmp_path, dtype)
+
+    plain = dict(quantization_config=None, torch_dtype="bfloat16")
+    assert needs("bfloat16") and needs("bfloat16", torch_dtype="bfloat16")
+    assert not needs("bfloat16", **plain) and needs("float32", **plain)
+    assert not needs("float32", **plain, architectures=["Qwen3ForCausalLM"])
 
 
 def test_a_window_bounds_attention():
