@@ -161,7 +161,7 @@ class HuggingFaceSource(_Model):
             self._file_of = dict(names.all_files)
         self._of_stacks = open_folder(folder, self.spec) if self._stacks else None
         self.files = [folder / name for name in sorted(set(self._file_of.values()))]
-        self._open = {file.name: SafetensorsFile(file) for file in self.files}
+        self._open = {file.name: SafetensorsFile(file, self.spec.stored_fp4) for file in self.files}
         if self.spec.tie_word_embeddings and _HEAD in self._file_of:
             embedding = next(entry for entry in hf_tensors(self.spec) if entry.copies)
             if not torch.equal(self.read(embedding), self._read(_HEAD)):

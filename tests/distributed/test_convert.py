@@ -56,7 +56,7 @@ def test_every_tensor_comes_back_bit_for_bit(tmp_path, variant, dtype):
 
 @pytest.mark.parametrize(
     "variant",
-    ["qwen2", "llama3-tied", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3-yarn-scaled", "glm4_moe"],
+    ["qwen2", "llama3-tied", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3-yarn-scaled", "glm4_moe", "gpt_oss"],
 )
 def test_megatron_loads_it_in_every_layout(rank_pools, tmp_path, variant):
     source = make_family_folder(tmp_path / "source", variant)
@@ -88,6 +88,7 @@ def test_megatron_loads_bf16_and_refuses_another_shape(rank_pools, tmp_path):
         ("qwen2-tied", dict(pipeline=2)),
         ("mixtral", dict(expert=2)),
         ("deepseek_v3", dict(expert=2)),
+        ("gpt_oss", dict(tensor=2, expert=2)),
     ],
 )
 def test_a_runs_checkpoint_becomes_what_the_engine_held(rank_pools, tmp_path, variant, parallel):
