@@ -60,28 +60,27 @@ class _PaddedLayout:
     mask: torch.Tensor | None
     packed: torch.Tensor
     positions: torch.Tensor
-    masks: dict[tuple[int | None, bool], torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, bool, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> _PaddedLayout:
         mask = None if self.mask is None else self.mask.to(device)
         rows = (self.query_rows.to(device), self.key_rows.to(device))
         return _PaddedLayout(*rows, mask, self.packed.to(device), self.positions.to(device))
 
-    def explicit_mask(self, window: int | None, has_sink: bool) -> torch.Tensor:
-        """The mask of causal attention to the last `window` tokens, None for all: [S, 1, Lq, Lk] bool, with one more
-        column that is True for a sink.
+    def explicit_mask(self, window: int | None, has_sink: bool, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to the scores of causal attention to the last `window` tokens, all of them if None: [S, 1, Lq,
+        Lk] of `dtype`, 0 or -inf, with one more column of 0 for a sink. All layers of a kind share one.
         """
-        found = self.masks.get((window, has_sink))
-        if found is None:
+        key = (window, has_sink, dtype)
+        if key not in self.masks:
             keys = torch.arange(self.key_rows.size(1), device=self.positions.device)
             positions = self.positions[:, None, :, None]
-            found = keys <= positions
+            hidden = keys > positions
             if window is not None:
-                found = found & (keys > positions - window)
-            if has_sink:
-                found = F.pad(found, (0, 1), value=True)
-            self.masks[window, has_sink] = found
-        return found
+                hidden = hidden | (keys <= positions - window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self.masks[key] = F.pad(mask, (0, 1)) if has_sink else mask
+        return self.masks[key]
 
 
 def _pad(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -151,9 +150,9 @@ def attend(
     k, v = (x[layout.key_rows].transpose(1, 2) for x in (key, value))
     mask = layout.mask
     if sinks is not None or window is not None:
-        mask = layout.explicit_mask(window, sinks is not None)
+        mask = layout.explicit_mask(window, sinks is not None, query.dtype)
     if sinks is not None:
-        softmax_scale = query.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
+        softmax_scale = float(query.size(-1)) ** -0.5 if softmax_scale is None else softmax_scale
         q, k, v = with_sinks(q, k, v, sinks / softmax_scale)
     if value_dim < q.size(-1):  # torch has no fused attention for values narrower than keys
         v = F.pad(v, (0, q.size(-1) - value_dim))
@@ -207,7 +206,8 @@ class PackedAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.context_group = pg_collection.cp
         self.tp_group = pg_collection.tp
-        is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        pattern: Any = config.window_attn_skip_freq  # Megatron takes None, too
+        is_windowed = is_layer_window_attention(config.window_size, pattern, layer_number)
         self.window = config.window_size[0] + 1 if is_windowed and config.window_size is not None else None
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":

@@ -210,7 +210,7 @@ def _gate_shared_experts(module: types.ModuleType) -> None:
 
 
 def _sinks_as_wide(module: types.ModuleType) -> None:
-    """gpt-oss: keep sinks in the server's dtype, which on a GPU only the kernels of bf16 need not be asked for."""
+    """gpt-oss: keep sinks in the server's dtype. SGLang makes them bf16, as its kernels on a GPU want them."""
     attention = module.GptOssAttention
     stock = attention.__init__
 
@@ -230,7 +230,7 @@ def _allow_attention(module: types.ModuleType) -> None:
     def named(view):
         return tuple("intel_amx" if name == ATTENTION_BACKEND else name for name in stock(view))
 
-    module.attention_backends_of = named
+    vars(module)["attention_backends_of"] = named
 
 
 def _plain_experts(module: types.ModuleType) -> None:

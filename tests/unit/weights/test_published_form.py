@@ -236,7 +236,7 @@ class _Policy:
     groups = SimpleNamespace(host="host", is_lead=True, world=SimpleNamespace(rank=0))
     spec = SPEC
     table = {entry.name: [entry] for entry in hf_tensors(SPEC)}
-    owners = dict.fromkeys(table, 0)
+    owners = {entry.parameter: 0 for entry in hf_tensors(SPEC)}
     stored, owner = PolicyTensors.stored, PolicyTensors.owner
 
     def __init__(self) -> None:
