@@ -6,6 +6,7 @@ input and context-parallel layout, so that all code above it is the same. Knows 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -152,8 +153,9 @@ def attend(
     if sinks is not None or window is not None:
         mask = layout.explicit_mask(window, sinks is not None, query.dtype)
     if sinks is not None:
-        softmax_scale = float(query.size(-1)) ** -0.5 if softmax_scale is None else softmax_scale
-        q, k, v = with_sinks(q, k, v, sinks / softmax_scale)
+        scale = 1 / math.sqrt(query.size(-1)) if softmax_scale is None else softmax_scale
+        q, k, v = with_sinks(q, k, v, sinks / scale)
+        softmax_scale = scale
     if value_dim < q.size(-1):  # torch has no fused attention for values narrower than keys
         v = F.pad(v, (0, q.size(-1) - value_dim))
     out = F.scaled_dot_product_attention(

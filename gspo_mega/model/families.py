@@ -117,10 +117,11 @@ def _holds(spec: ModelSpec, rule: TensorRule, layer: int) -> bool:
 
 
 def hf_tensors(spec: ModelSpec) -> list[TensorEntry]:
-    """Every tensor of the model's checkpoint, in the order in which it is exported and sent.
+    """Every tensor of the model's checkpoint, in the order in which it is exported and sent; experts that files stack
+    (`stacked.py`) one by one.
 
-    Order: embedding; layer by layer, experts innermost and in order; final norm; head. With tied embeddings there
-    is no head on disk. Raises ModelError for a family without a table or a feature that no table has.
+    Order: embedding; layer by layer, experts innermost and in order (stack by stack); final norm; head. With tied
+    embeddings there is no head on disk. Raises ModelError for a family without a table or a feature that no table has.
     """
     family = FAMILIES.get(spec.family)
     if family is None:

@@ -239,9 +239,8 @@ def test_fc1_share_is_gate_then_up():
 
 
 def test_what_has_no_table_is_refused():
-    with pytest.raises(
-        ModelError, match="known: deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"
-    ):
+    known = "known: deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"
+    with pytest.raises(ModelError, match=known):
         hf_tensors(make_spec(False, family="gemma"))
     with pytest.raises(ModelError, match="attention_bias=True"):
         hf_tensors(make_spec(False, attention_bias=True))
