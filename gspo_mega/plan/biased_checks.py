@@ -30,11 +30,10 @@ def _attention(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | 
             "precision", f"fp8: {spec.family} has been tried with Megatron's plain layers only", "bf16, fp32"
         )
     elif has_transformer_engine_layers(config, has_gpu=has_gpu is not False):
+        chosen = "true" if config.engine.transformer_engine else "left out, which on a GPU means true"
         yield Violation(
             "engine.transformer_engine",
-            f"{str(config.engine.transformer_engine).lower()} is Transformer Engine's layers"
-            f"{'' if config.engine.transformer_engine else ' on a GPU'}, whose attention with sinks and windows has not"
-            f" been compared with transformers'",
+            f"{chosen}: attention with sinks and windows of Transformer Engine has not been compared with transformers'",
             "false",
         )
     if has_gpu is False and config.server.attention_backend is not None:

@@ -15,8 +15,12 @@ EIGHT = ("cluster.ranks_per_node=8", "cluster.gpus_per_node=8", "parallel={tenso
     ("device", "overrides", "text"),
     [
         ("cpu", ["precision=fp8"], "precision: fp8: gpt_oss has been tried with Megatron's plain layers only"),
-        ("gpu", ["precision=bf16"], "engine.transformer_engine: none is Transformer Engine's layers on a GPU"),
-        ("cpu", ["precision=bf16", "engine.transformer_engine=true"], "engine.transformer_engine: true is Transf"),
+        ("gpu", ["precision=bf16"], "engine.transformer_engine: left out, which on a GPU means true"),
+        (
+            "cpu",
+            ["precision=bf16", "engine.transformer_engine=true"],
+            "engine.transformer_engine: true: attention with sinks",
+        ),
         ("cpu", ["server.attention_backend=torch_native"], "torch_native without GPUs: of those that SGLang has"),
         (
             "cpu",

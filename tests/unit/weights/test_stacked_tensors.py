@@ -1,5 +1,6 @@
 """Folders whose experts are stacked, plain and in MXFP4, and what is sent of them."""
 
+import hashlib
 import json
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
+from gspo_mega.checkpoint.quantize import to_blocks
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import hf_tensors
@@ -140,8 +142,6 @@ def test_a_scale_that_is_no_number_is_named(tmp_path):
 
 def test_a_server_holds_stacks_the_other_way_round():
     """SGLang transposes the matrices of experts while it loads them, and keeps gate and up in turn."""
-    import hashlib
-
     tensors, expected = random_tensors(), ExpectedChecksums(SPEC)
     for name, tensor in tensors.items():
         expected.add(name, tensor)
@@ -151,3 +151,9 @@ def test_a_server_holds_stacks_the_other_way_round():
         assert found[f"{EXPERTS}.{theirs}"] == hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16]
         bias = tensors[f"{EXPERTS}.{ours}_bias"]
         assert found[f"{EXPERTS}.{theirs}_bias"] == hashlib.sha256(bias.numpy().tobytes()).hexdigest()[:16]
+
+
+def test_a_stack_is_not_quantised_in_blocks(tmp_path):
+    source = open_checkpoint(write(tmp_path / "a", random_tensors()))
+    with pytest.raises(ModelError, match="the experts of gpt_oss are stacked in files, which FP8 blocks are not for"):
+        to_blocks(source, tmp_path / "b", rule="checkpoint", progress=lambda *told: None)
