@@ -33,7 +33,7 @@ def _attention(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | 
         chosen = "true" if config.engine.transformer_engine else "left out, which on a GPU means true"
         yield Violation(
             "engine.transformer_engine",
-            f"{chosen}: attention with sinks and windows of Transformer Engine has not been compared with transformers'",
+            f"{chosen}: Transformer Engine's attention with sinks and windows has not been compared with transformers'",
             "false",
         )
     if has_gpu is False and config.server.attention_backend is not None:
