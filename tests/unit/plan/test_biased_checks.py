@@ -19,7 +19,7 @@ EIGHT = ("cluster.ranks_per_node=8", "cluster.gpus_per_node=8", "parallel={tenso
         (
             "cpu",
             ["precision=bf16", "engine.transformer_engine=true"],
-            "engine.transformer_engine: true: attention with sinks",
+            "engine.transformer_engine: true: Transformer Engine's attention with sinks",
         ),
         ("cpu", ["server.attention_backend=torch_native"], "torch_native without GPUs: of those that SGLang has"),
         (
