@@ -98,6 +98,8 @@ def _attention(facts: Facts) -> Settings | Nothing:
     plain = {"cpu": "torch_native", "gpu": "triton"}[facts.device]
     if facts.spec.latent is not None and facts.device == "cpu":
         return Nothing("latent attention has one backend on a CPU", False)
+    if facts.spec.sinks and facts.device == "cpu":
+        return Nothing("attention with sinks has one backend on a CPU", False)
     return _keys({"server.attention_backend": plain})(facts)
 
 

@@ -17,6 +17,7 @@ from gspo_mega.errors import CheckpointError, ModelError
 from gspo_mega.model.block_fp8 import SERVED_BLOCK, is_quantizable
 from gspo_mega.model.families import TensorEntry, hf_tensors
 from gspo_mega.model.spec import BlockFp8, ModelSpec
+from gspo_mega.model.stacked import is_stacked
 from gspo_mega.weights.quantize_published import PublishedForm, Rule
 
 
@@ -39,6 +40,11 @@ def to_blocks(
         raise ModelError(
             f"{source.description}: its weights are FP8 already; quantising them again would round twice. Make plain"
             " weights of it first (tools/megatron_to_hf.py) if you want other scales"
+        )
+    if is_stacked(source.spec):
+        raise ModelError(
+            f"{source.description}: the experts of {source.spec.family} are stacked in files, which FP8 blocks are not"
+            " for; valid: leave it plain (tools/megatron_to_hf.py)"
         )
     plain = dtype or getattr(torch, source.spec.torch_dtype)
     form = PublishedForm(plain, plain, BlockFp8(SERVED_BLOCK, power_of_two=rule == "power_of_two"), rule)

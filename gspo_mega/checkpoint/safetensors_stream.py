@@ -44,11 +44,12 @@ class Placed:
 
 class SafetensorsFile:
     """One file with its header; tensors are read on request. Raises CheckpointError for another format or a cut
-    file.
+    file. `packed`: some tensors are bytes, with several elements each, which `read` returns as bytes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, packed: bool = False) -> None:
         self.path = path
+        self._dtypes = DTYPES | ({"U8": torch.uint8} if packed else {})
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -76,13 +77,13 @@ class SafetensorsFile:
         if not isinstance(described, dict) or not {"dtype", "shape", "data_offsets"} <= described.keys():
             raise CheckpointError(f"{where}: it must have dtype, shape and data_offsets")
         kind, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
-        if not isinstance(kind, str) or kind not in DTYPES:
-            raise CheckpointError(f"{where}: dtype {kind!r} is not supported; supported: {', '.join(DTYPES)}")
+        if not isinstance(kind, str) or kind not in self._dtypes:
+            raise CheckpointError(f"{where}: dtype {kind!r} is not supported; supported: {', '.join(self._dtypes)}")
         if not _are_sizes(shape):
             raise CheckpointError(f"{where}: shape is {shape!r}; it must be a list of sizes")
         if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             raise CheckpointError(f"{where}: data_offsets is {offsets!r}; it must be the start and the end in bytes")
-        placed = Placed(DTYPES[kind], tuple(shape), base + offsets[0], base + offsets[1])
+        placed = Placed(self._dtypes[kind], tuple(shape), base + offsets[0], base + offsets[1])
         if math.prod(shape) * placed.dtype.itemsize != placed.end - placed.start:
             raise CheckpointError(
                 f"{where}: {kind} of shape {shape} does not fill the {placed.end - placed.start} bytes that"

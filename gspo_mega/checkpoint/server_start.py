@@ -23,12 +23,12 @@ from pathlib import Path
 
 from gspo_mega import durable
 from gspo_mega.config.schema import Config
-from gspo_mega.config.server_precision import server_dtype
+from gspo_mega.config.server_precision import DTYPES, server_dtype
 from gspo_mega.errors import CheckpointError, GspoMegaError
 from gspo_mega.importing import uncollected
 from gspo_mega.model.block_fp8 import is_quantized, served_layout
 from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.huggingface import read_model_spec, read_stored
+from gspo_mega.model.huggingface import folder_needs_plain_copy, read_model_spec, read_stored
 from gspo_mega.model.spec import BlockFp8, ModelSpec
 from gspo_mega.model.weights_stamp import weights_stamp
 from gspo_mega.process_death import die_with_parent
@@ -46,9 +46,12 @@ def needed_copy(config: Config, folder: RunFolder) -> Path | None:
     where that is `model.path` itself. Raises ModelError, CheckpointError or OSError.
     """
     source, layout = Path(config.model.path), served_layout(config)
-    if layout is None and read_stored(source) is None:
-        return None
-    return None if has_layout(read_model_spec(source), layout) else start_folder(config, folder)
+    if not folder_needs_plain_copy(source, DTYPES[server_dtype(config)]):
+        if layout is None and read_stored(source) is None:
+            return None
+        if has_layout(read_model_spec(source), layout):
+            return None
+    return start_folder(config, folder)
 
 
 def start_folder(config: Config, folder: RunFolder) -> Path:

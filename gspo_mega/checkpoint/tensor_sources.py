@@ -7,6 +7,7 @@ its value head in Megatron's files (`checkpoints/step_N/critic`), and by its cla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from gspo_mega.model.block_fp8 import is_quantized, scale_name
 from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks, parameter_shape
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.model.stacked import as_stored, stackings
 from gspo_mega.model.value_models import (
     SCORE_BIAS,
     VALUE_HEAD,
@@ -33,6 +35,7 @@ from gspo_mega.quantization.fp8 import dequantize_blocks
 from gspo_mega.weights.block_folder import open_folder, read_scales
 from gspo_mega.weights.carried_layers import CarriedLayers, is_carried
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME, check_names_and_shapes
+from gspo_mega.weights.stacked_tensors import part_of
 
 MEGATRON_FOLDER = "megatron"
 _HEAD = "lm_head.weight"
@@ -106,6 +109,7 @@ class _Model:
     description: Path
     tensors: list[TensorEntry]
     written: list[TensorEntry]
+    _stacks: dict[str, tuple[TensorEntry, ...]]
     is_critic = False
     _layers: CarriedLayers | None = None
 
@@ -122,11 +126,20 @@ class _Model:
     def _set_tensors(self, spec: ModelSpec, is_critic: bool) -> None:
         self.is_critic = is_critic
         self.tensors = critic_tensors(spec) if is_critic else hf_tensors(spec)
-        self.written = [*self.tensors, zero_bias()] if is_critic else self.tensors
+        stored = list(stackings(self.tensors))
+        self._stacks = {whole.name: parts for whole, parts in stored if parts[0].stack is not None}
+        self.written = [whole for whole, _ in stored] + ([zero_bias()] if is_critic else [])
 
     def config_json(self, raw: dict[str, Any]) -> dict[str, Any]:
         """As the protocol says."""
         return critic_config_json(raw) if self.is_critic else raw
+
+    def _stacked(self, entry: TensorEntry, dtype: torch.dtype, read: Callable[[TensorEntry], torch.Tensor]):
+        """The stack of all experts, put together."""
+        whole = torch.empty(entry.shape, dtype=dtype)
+        for part in self._stacks[entry.name]:
+            part_of(whole, part).copy_(read(part))
+        return whole
 
 
 class HuggingFaceSource(_Model):
@@ -140,14 +153,15 @@ class HuggingFaceSource(_Model):
         self.spec = read_critic_spec(folder)
         self.description = folder
         self._set_tensors(self.spec, is_classifier(folder))
-        shapes = {entry.name: entry.shape for entry in self.tensors}
+        shapes = {entry.name: entry.shape for entry in as_stored(self.tensors)}
         is_beside = may_be_beside if self.is_critic else may_be_there
         with open_folder(folder, self.spec) as names:
             problems = check_names_and_shapes(names, shapes, lambda name: is_beside(self.spec, name))
             _refuse(problems, ModelError, f"{folder} does not hold a {self.spec.family} of its config.json")
             self._file_of = dict(names.all_files)
+        self._of_stacks = open_folder(folder, self.spec) if self._stacks else None
         self.files = [folder / name for name in sorted(set(self._file_of.values()))]
-        self._open = {file.name: SafetensorsFile(file) for file in self.files}
+        self._open = {file.name: SafetensorsFile(file, self.spec.stored_fp4) for file in self.files}
         if self.spec.tie_word_embeddings and _HEAD in self._file_of:
             embedding = next(entry for entry in hf_tensors(self.spec) if entry.copies)
             if not torch.equal(self.read(embedding), self._read(_HEAD)):
@@ -165,6 +179,11 @@ class HuggingFaceSource(_Model):
             return self.dtype(self.tensors[-1])
         if is_quantized(self.spec.stored, entry):
             return getattr(torch, self.spec.torch_dtype)
+        if self._of_stacks is not None and (entry.stack is not None or entry.name in self._stacks):
+            name = entry.name if entry.stack is None else entry.stack.name
+            if name not in self._file_of:  # MXFP4
+                return getattr(torch, self.spec.torch_dtype)
+            return self._open[self._file_of[name]].tensors[name].dtype
         return self._open[self._file_of[entry.name]].tensors[entry.name].dtype
 
     def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -174,6 +193,11 @@ class HuggingFaceSource(_Model):
             return self._carried_layers().read(entry).to(dtype)
         if entry.name == SCORE_BIAS:
             return torch.zeros(entry.shape, dtype=dtype)
+        if self._of_stacks is not None:
+            if entry.stack is not None:
+                return self._of_stacks.read(entry.name).to(dtype)
+            if entry.name in self._stacks and entry.name not in self._file_of:
+                return self._stacked(entry, dtype, lambda part: self.read(part, dtype))
         if self.spec.stored is None or not is_quantized(self.spec.stored, entry):
             return self._read(entry.name).to(dtype)
         scales = scale_name(entry.name)
@@ -236,6 +260,8 @@ class MegatronSource(_Model):
             return self._carried_layers().read(entry).to(dtype or self.dtype(entry))
         if entry.name == SCORE_BIAS:
             return torch.zeros(entry.shape, dtype=dtype or self.dtype(entry))
+        if entry.name in self._stacks:
+            return self._stacked(entry, dtype or self.dtype(entry), self.read)
         # Tensors of one parameter follow each other: read the parameter once for all of them.
         if self._last is None or self._last[0] != entry.parameter:
             self._last = None  # frees its memory before the next one is read

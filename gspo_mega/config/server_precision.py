@@ -13,6 +13,8 @@ from gspo_mega.config.block_scales import BLACKWELL
 from gspo_mega.config.schema import Config
 
 ServerDtype = Literal["fp32", "bf16"]
+DTYPES: dict[ServerDtype, str] = {"fp32": "float32", "bf16": "bfloat16"}
+"""What config.json and SGLang call them."""
 BLOCK = (128, 128)
 """Rows and columns of one weight block of `server.quantization: fp8_block`."""
 

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from gspo_mega.config.schema import Config, Moe, Parallel
 from gspo_mega.engine.adapters import Adapter
 from gspo_mega.engine.balancing import megatron_coefficient
+from gspo_mega.engine.biased_layers import biased_settings, mend_expert_biases, position_type, set_yarn
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
 from gspo_mega.engine.latent import latent_settings, name_latent_parts, submodules_of
@@ -145,7 +146,9 @@ def transformer_config(config: Config, spec: ModelSpec) -> TransformerConfig:
             "moe_grouped_gemm": settings["transformer_impl"] == "transformer_engine"
         }
     if spec.latent is None:
-        return TransformerConfig(**settings)
+        found = TransformerConfig(**settings | biased_settings(spec))
+        set_yarn(found, spec)
+        return found
     return MLATransformerConfig(**settings | latent_settings(spec, spec.latent))
 
 
@@ -263,7 +266,7 @@ def build_chunks(
                 post_process=has_head,
                 parallel_output=True,
                 share_embeddings_and_output_weights=spec.tie_word_embeddings,
-                position_embedding_type="rope",
+                position_embedding_type=cast(Any, position_type(spec)),
                 rotary_percent=spec.rotary_share,
                 rotary_base=cast(int, spec.rope_theta),  # Megatron declares int and computes with a float
                 vp_stage=stage,
@@ -271,6 +274,7 @@ def build_chunks(
         if isinstance(spec.rope_scaling, RopeScaling):
             assert isinstance(chunk.rotary_pos_emb, RotaryEmbedding)
             scale_rotary(chunk.rotary_pos_emb, spec.rope_scaling)
+        mend_expert_biases(chunk)
         chunk.model_type = ModelType.encoder_or_decoder
         if not is_cpu_backend():
             chunk.cuda(torch.cuda.current_device())

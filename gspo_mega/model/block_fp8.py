@@ -89,8 +89,10 @@ def publishes_powers_of_two(config: Config) -> bool:
 
 def is_quantizable(entry: TensorEntry) -> bool:
     """Is this the weight of a linear layer? Norms, biases, embeddings, the LM head, the router and the gate of shared
-    experts stay as they are.
+    experts stay as they are; so do experts that files stack.
     """
+    if entry.stack is not None or not entry.parameter.endswith(".weight"):
+        return False
     return entry.stage == "layer" and len(entry.shape) == 2 and not entry.parameter.endswith(_GATES)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_mega.model.tables import Family
+from gspo_mega.model.table_rows import Family
 
 
 class ConfigReader:

@@ -10,14 +10,16 @@ parameter's *canonical name* has the global layer and the global expert in it, w
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gspo_mega.errors import ModelError
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.model.tables import EMBEDDING, FAMILIES, HEAD, Role, Sharding, Stage, TensorRule
+from gspo_mega.model.table_rows import Role, Sharding, Stack, Stage, TensorRule
+from gspo_mega.model.tables import EMBEDDING, FAMILIES, HEAD
 
 VOCABULARY_MULTIPLE = 128
 
@@ -41,7 +43,8 @@ class TensorEntry:
     `parameter` is the canonical name of the parameter that owns it. `copies` are parameters that hold the same values
     where they exist: the last pipeline stage's output layer when embeddings are tied. `is_buffer`: not trained by the
     optimizer, and fp32 in a checkpoint of any dtype. `served_wide`: SGLang holds it in fp32. An expert's tensor is cut
-    over the expert-tensor group, any other over the tensor group.
+    over the expert-tensor group, any other over the tensor group. `stack`: the tensor of all experts that has this one
+    in files and on servers (`stacked.py`).
     """
 
     name: str
@@ -55,6 +58,7 @@ class TensorEntry:
     copies: tuple[str, ...] = ()
     is_buffer: bool = False
     served_wide: bool = False
+    stack: Stack | None = None
 
     @property
     def num_elements(self) -> int:
@@ -78,6 +82,7 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
         "vocabulary": spec.vocab_size,
         "hidden": spec.hidden_size,
         "head": spec.head_dim,
+        "heads": spec.num_heads,
         "query": spec.num_heads * spec.head_dim,
         "key_value": spec.num_kv_heads * spec.head_dim,
         "value": spec.num_heads * spec.value_head_dim,
@@ -112,10 +117,11 @@ def _holds(spec: ModelSpec, rule: TensorRule, layer: int) -> bool:
 
 
 def hf_tensors(spec: ModelSpec) -> list[TensorEntry]:
-    """Every tensor of the model's checkpoint, in the order in which it is exported and sent.
+    """Every tensor of the model's checkpoint, in the order in which it is exported and sent; experts that files stack
+    (`stacked.py`) one by one.
 
-    Order: embedding; layer by layer, experts innermost and in order; final norm; head. With tied embeddings there
-    is no head on disk. Raises ModelError for a family without a table or a feature that no table has.
+    Order: embedding; layer by layer, experts innermost and in order (stack by stack); final norm; head. With tied
+    embeddings there is no head on disk. Raises ModelError for a family without a table or a feature that no table has.
     """
     family = FAMILIES.get(spec.family)
     if family is None:
@@ -148,9 +154,12 @@ def _entries(spec: ModelSpec, rules: Sequence[TensorRule]) -> Iterator[TensorEnt
     for layer in range(spec.num_layers):
         per_layer = [rule for rule in rules if rule.stage == "layer" and _holds(spec, rule, layer)]
         yield from (_entry(spec, sizes, rule, layer) for rule in per_layer if "{expert}" not in rule.name)
-        own = [rule for rule in per_layer if "{expert}" in rule.name]
-        for expert in range(spec.moe.num_experts if spec.moe is not None and own else 0):
-            yield from (_entry(spec, sizes, rule, layer, expert) for rule in own)
+        # Tensors that are stacked in files follow each other.
+        of_experts = [rule for rule in per_layer if "{expert}" in rule.name]
+        for _, own in itertools.groupby(of_experts, key=lambda rule: rule.stack and rule.stack.name):
+            rules_here = list(own)
+            for expert in range(spec.moe.num_experts if spec.moe is not None else 0):
+                yield from (_entry(spec, sizes, rule, layer, expert) for rule in rules_here)
     for rule in rules:
         if rule.stage == "last" and not (rule is HEAD and spec.tie_word_embeddings):
             yield _entry(spec, sizes, rule)
@@ -171,6 +180,7 @@ def _entry(
         copies=(HEAD.parameter,) if rule is EMBEDDING and spec.tie_word_embeddings else (),
         is_buffer=rule.is_buffer,
         served_wide=rule.served_wide,
+        stack=None if rule.stack is None else replace(rule.stack, name=rule.stack.name.format(layer=layer)),
     )
 
 

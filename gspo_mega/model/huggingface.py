@@ -18,9 +18,11 @@ from gspo_mega.model.block_fp8 import read_block_fp8
 from gspo_mega.model.config_reader import ConfigReader
 from gspo_mega.model.deepseek import read_experts, read_latent_attention
 from gspo_mega.model.description import description_files
+from gspo_mega.model.gpt_oss import is_fp4, needs_plain_copy, read_gpt_oss
 from gspo_mega.model.rope import read_rope
 from gspo_mega.model.spec import BlockFp8, ModelSpec, MoeSpec
-from gspo_mega.model.tables import FAMILIES, ExpertKeys, Family
+from gspo_mega.model.table_rows import ExpertKeys, Family
+from gspo_mega.model.tables import FAMILIES
 
 ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
 _DTYPES = ("float32", "bfloat16")
@@ -71,16 +73,22 @@ def read_model_spec(
 
 
 def read_stored(folder: str | Path) -> BlockFp8 | None:
-    """How a folder holds its weights, from its own config.json alone; None where all are plain, and without one.
+    """How a folder holds its weights, from its own config.json alone; None where no weight is in FP8 blocks, and
+    without one.
 
     Raises ModelError for a quantisation that is not supported.
     """
     file = Path(folder) / "config.json"
     reader = ConfigReader(_read_json(file) or {})
-    stored = read_block_fp8(reader)
+    stored = None if is_fp4(reader.raw) else read_block_fp8(reader)
     if reader.problems:
         raise ModelError("\n".join(f"{file}: {problem}" for problem in reader.problems))
     return stored
+
+
+def folder_needs_plain_copy(folder: str | Path, dtype: str) -> bool:
+    """`needs_plain_copy` of a folder; false without a config.json. Raises ModelError."""
+    return needs_plain_copy(_read_json(Path(folder) / "config.json") or {}, dtype)
 
 
 def read_end_tokens(folder: str | Path) -> tuple[int, ...]:
@@ -139,9 +147,10 @@ def spec_from_config(
     rope_theta, rope_scaling, rotary_share = read_rope(reader, family)
     if rotary_share < 1 and int(head_dim * rotary_share) % 2:
         reader.problem("partial_rotary_factor", f"{rotary_share} of head_dim {head_dim} is odd; positions need pairs")
+    num_layers = reader.size("num_hidden_layers")
     spec = ModelSpec(
         family=name,
-        num_layers=reader.size("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -161,8 +170,9 @@ def spec_from_config(
         rotary_share=rotary_share,
         latent=latent,
         num_ignored_layers=reader.count("num_nextn_predict_layers"),
-        stored=read_block_fp8(reader),
+        stored=None if family.gpt_oss and is_fp4(raw) else read_block_fp8(reader),
         raw=raw,
+        **(read_gpt_oss(reader, num_layers) if family.gpt_oss else {}),
     )
     if reader.problems:
         raise ModelError("\n".join(f"{where}: {problem}" for problem in reader.problems))
@@ -185,7 +195,7 @@ def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
         reader.problem("qkv_bias", "false: this family without biases on query, key and value is not supported")
     if raw.get("attention_dropout"):
         reader.problem("attention_dropout", f"{raw['attention_dropout']!r} is not supported; supported: 0")
-    layer_types = raw.get("layer_types") or []
+    layer_types = [] if family.gpt_oss else raw.get("layer_types") or []
     if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
         key = "use_sliding_window" if raw.get("use_sliding_window") else "layer_types"
         reader.problem(
@@ -209,7 +219,8 @@ def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
 
 def _dtype(reader: ConfigReader) -> str:
     key = "dtype" if reader.raw.get("dtype") is not None else "torch_dtype"
-    value = reader.raw.get(key) or "float32"  # what both transformers and torch mean by leaving it out
+    # What both transformers and torch mean by leaving it out; beside MXFP4 weights, the one that these are read in.
+    value = reader.raw.get(key) or ("bfloat16" if is_fp4(reader.raw) else "float32")
     name = str(value).removeprefix("torch.")
     if name not in _DTYPES:
         reader.problem(key, f"{value!r} is not supported; supported: {', '.join(_DTYPES)}")

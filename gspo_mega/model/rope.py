@@ -6,17 +6,18 @@ from typing import Any, TypeGuard
 
 from gspo_mega.model.config_reader import ConfigReader
 from gspo_mega.model.spec import RopeScaling, YarnScaling
-from gspo_mega.model.tables import Family
+from gspo_mega.model.table_rows import Family
 
 
 def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling | YarnScaling | None, float]:
     """The rotary base, at the top level (4.x) or in `rope_parameters` (5.x); the family's scaling (Llama 3's, or YaRN
-    with latent attention), any other is refused; the part of a head that is turned.
+    with latent attention and in gpt-oss), any other is refused; the part of a head that is turned.
     """
     theta = reader.raw.get("rope_theta")
     shares = {"partial_rotary_factor": reader.raw.get("partial_rotary_factor")}
     scalings: list[RopeScaling | YarnScaling] = []
-    own = "yarn" if family.latent else "llama3"
+    has_yarn = family.latent or family.gpt_oss
+    own = "yarn" if has_yarn else "llama3"
     known = "'default'" if family.rotary_share < 1 else f"'default', {own!r}"
     for key in ("rope_parameters", "rope_scaling"):
         rope = reader.raw.get(key)
@@ -27,7 +28,7 @@ def read_rope(reader: ConfigReader, family: Family) -> tuple[float, RopeScaling 
             continue
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == own and family.rotary_share == 1:
-            scalings.append((_yarn if family.latent else _llama3)(reader, key, rope))
+            scalings.append(_yarn(reader, key, rope, family) if has_yarn else _llama3(reader, key, rope))
         elif kind != "default":
             reader.problem(key, f"rotary scaling {kind!r} is not supported; supported: {known}")
         theta = rope.get("rope_theta", theta)
@@ -80,9 +81,9 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any]) -> YarnScaling:
-    """YaRN where Megatron and transformers compute the same: the range of wavelengths in whole dimensions, and cosines
-    scaled by `mscale` and `mscale_all_dim` alone, both or neither.
+def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any], family: Family) -> YarnScaling:
+    """YaRN where Megatron and transformers compute the same: with latent attention the range of wavelengths in whole
+    dimensions, and cosines scaled by `mscale` and `mscale_all_dim` alone, both or neither.
     """
     values = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0} | {
         n: v for n, v in rope.items() if v is not None
@@ -93,7 +94,10 @@ def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any]) -> YarnScaling:
         if not _is_number(value) or value < 0 or (name in wanted and value == 0):
             reader.problem(key, f"'yarn' needs a positive number {name}, not {value!r}")
             return YarnScaling(1.0, 1, 32.0, 1.0, 1.0, 0.0)
-    if values.get("truncate", True) is not True:
+    rounds = values.get("truncate", True)
+    if not isinstance(rounds, bool):
+        reader.problem(key, f"truncate is {rounds!r}; must be true or false")
+    if family.latent and rounds is not True:
         reader.problem(
             key,
             "truncate false: Megatron's YaRN with latent attention always rounds to whole dimensions; supported: true",
@@ -119,4 +123,5 @@ def _yarn(reader: ConfigReader, key: str, rope: dict[str, Any]) -> YarnScaling:
         float(values["beta_slow"]),
         scale,
         scale_all,
+        rounds is True,
     )

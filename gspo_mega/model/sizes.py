@@ -39,14 +39,32 @@ def forward_flops_per_token(spec: ModelSpec, sequence_tokens: int) -> float:
 
     Counts matrix products: two FLOPs per weight that multiplies the token (LM head included, embedding look-up not),
     and in attention 2 x heads x (a key's + a value's size) per position attended to, (sequence_tokens + 1) / 2 on
-    average.
+    average, and less in layers with a sliding window.
     """
-    return _matrix_flops(spec) + _attention_flops(spec, sequence_tokens)
+    return _matrix_flops(spec) + _position_flops(spec) * spec.num_layers * attended_positions(spec, sequence_tokens)
+
+
+def attended_positions(spec: ModelSpec, sequence_tokens: int) -> float:
+    """Positions that a token attends to, averaged over a causal sequence of `sequence_tokens` and over layers."""
+    full = (sequence_tokens + 1) / 2
+    if spec.window is None:
+        return full
+    before = min(spec.window.tokens, sequence_tokens)  # while the window is not full yet
+    windowed = (before * (before + 1) / 2 + (sequence_tokens - before) * before) / sequence_tokens
+    share = sum(spec.window.layers) / spec.num_layers
+    return share * windowed + (1 - share) * full
 
 
 def attention_crossover_tokens(spec: ModelSpec) -> int:
-    """The sequence length, in tokens, at which attention costs as many FLOPs as all other matrix products."""
-    return max(1, round(2 * _matrix_flops(spec) / _attention_flops(spec, 1)) - 1)
+    """The sequence length, in tokens, at which attention to the whole sequence costs as many FLOPs as everything else.
+    A layer with a window is a part of the latter: it costs as much per token at any length.
+    """
+    windowed = 0 if spec.window is None else sum(spec.window.layers)
+    fixed = _matrix_flops(spec)
+    if spec.window is not None:
+        fixed += _position_flops(spec) * windowed * spec.window.tokens
+    quadratic = _position_flops(spec) * (spec.num_layers - windowed) / 2
+    return max(1, round(fixed / quadratic) - 1) if quadratic else spec.max_position_embeddings
 
 
 def _matrix_flops(spec: ModelSpec) -> float:
@@ -57,5 +75,6 @@ def _matrix_flops(spec: ModelSpec) -> float:
     return 2.0 * (counts.active - counts.embedding - vectors + head)
 
 
-def _attention_flops(spec: ModelSpec, sequence_tokens: int) -> float:
-    return 2.0 * spec.num_layers * spec.num_heads * (spec.head_dim + spec.value_head_dim) * (sequence_tokens + 1) / 2
+def _position_flops(spec: ModelSpec) -> float:
+    """Of a layer, for a token and a position that it attends to."""
+    return 2.0 * spec.num_heads * (spec.head_dim + spec.value_head_dim)

@@ -72,7 +72,7 @@ class YarnScaling:
     """YaRN (arXiv:2309.00071): wavelengths that turn less than `beta_slow` times in `original_positions` tokens become
     `factor` times as long, those that turn more than `beta_fast` times stay. With m(a) = 1 + 0.1 a ln(factor), cosines
     and sines are multiplied by m(`attention_scale`) / m(`attention_scale_all`), attention scores by
-    m(`attention_scale_all`)^2 besides.
+    m(`attention_scale_all`)^2 besides. `rounds`: the range between the two is in whole dimensions.
     """
 
     factor: float
@@ -81,6 +81,17 @@ class YarnScaling:
     beta_slow: float
     attention_scale: float
     attention_scale_all: float
+    rounds: bool = True
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """In the layers that `layers` marks, one mark for each, a token attends to the last `tokens` tokens, itself among
+    them.
+    """
+
+    tokens: int
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -101,11 +112,16 @@ class ModelSpec:
 
     `family` is the key of the table in `tables.py` (`qwen3`, `llama`). Sizes are global, before any parallelism.
     `head_dim` is a query's; with latent attention (`latent`) there are as many key-value heads as heads.
-    `attention_bias`: the query, key and value projections add one (the output projection never does). `rotary_share`:
+    `attention_bias`: the query, key and value projections add one. `rotary_share`:
     the first part of a head's elements, which positions turn; the rest stays. `torch_dtype` is the checkpoint's
     (`float32`, `bfloat16`). `num_ignored_layers`: layers for multi-token prediction behind the last one that a
     checkpoint may hold; they are not loaded. `stored`: how the folder holds quantised weights, None where all are
-    plain. `raw` is config.json as read.
+    plain; `stored_fp4`: the weights of experts are MXFP4 there. `raw` is config.json as read.
+
+    `linear_bias`: the output projection, the router and both products of an expert add a bias, too. `sinks`: the
+    softmax of every head has one more term, learnt, that no value belongs to. `swiglu_limit`: an expert multiplies
+    g sigmoid(1.702 g) by u + 1, with its gate g at most the limit and u within the limit on both sides; None for
+    SiLU(g) u. `window`: None where every layer attends to everything.
     """
 
     family: str
@@ -128,8 +144,13 @@ class ModelSpec:
     rope_scaling: RopeScaling | YarnScaling | None = None
     rotary_share: float = 1.0
     latent: LatentAttention | None = None
+    linear_bias: bool = False
+    sinks: bool = False
+    swiglu_limit: float | None = None
+    window: SlidingWindow | None = None
     num_ignored_layers: int = 0
     stored: BlockFp8 | None = None
+    stored_fp4: bool = False
     raw: dict[str, Any] | None = None
 
     @property
@@ -154,7 +175,10 @@ class ModelSpec:
 
 
 # Fields that neither a model's weights nor its log-probs depend on.
-_IMMATERIAL = ("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings", "num_ignored_layers", "stored")
+_IMMATERIAL = (
+    *("raw", "torch_dtype", "eos_token_ids", "max_position_embeddings", "num_ignored_layers"),
+    *("stored", "stored_fp4"),
+)
 
 
 def shape_differences(theirs: ModelSpec, ours: ModelSpec) -> list[str]:

@@ -6,81 +6,9 @@ reading of config.json `huggingface.py`. How to add a family: docs/families.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
-# How a tensor lies in its parameter. `q`, `k`, `v`: interleaved by key-value group, [q heads of the group, k, v].
-# `gate`, `up`: every rank's share of the gate, then its share of up.
-Role = Literal["whole", "q", "k", "v", "gate", "up"]
-# How a tensor is cut over a tensor-parallel group: rows (column-parallel layer), columns (row-parallel layer),
-# vocabulary rows (padded), or not at all.
-Sharding = Literal["replicated", "rows", "columns", "vocabulary"]
-# Which pipeline stage holds it.
-Stage = Literal["first", "layer", "last"]
-# Where a row holds: in layers without or with experts, in models whose queries have a latent or have none, in models
-# that have the norms or the biases.
-Where = Literal["dense layer", "expert layer", "query latent", "no query latent", "qk norm", "qkv bias"]
-# What a config.json may leave out: head_dim is then hidden_size / num_attention_heads, num_key_value_heads is
-# num_attention_heads, rope_theta 10000.
-Omissible = Literal["head_dim", "num_key_value_heads", "rope_theta"]
-
-
-@dataclass(frozen=True)
-class TensorRule:
-    """One row of a family table; `{layer}` and `{expert}` are filled in, sizes are named as in `families.py`.
-
-    `where`: None for everywhere. `is_buffer`: Megatron keeps it as a buffer: no gradient, no optimizer, and fp32 in
-    whatever precision the model is. `served_wide`: SGLang holds it in fp32, whatever it is sent in.
-    """
-
-    name: str
-    shape: tuple[str, ...]
-    parameter: str
-    role: Role
-    sharding: Sharding
-    stage: Stage
-    where: Where | None = None
-    is_buffer: bool = False
-    served_wide: bool = False
-
-
-@dataclass(frozen=True)
-class ExpertKeys:
-    """Where a family's config.json describes its experts: `num_experts` under any of these keys, their width under
-    `intermediate_size`. `norm_topk_prob` is the family's own, or None where the key of that name says (absent: false).
-    `gated_shared`: the key of the width of a shared expert whose output a gate multiplies, None without one.
-    `deepseek`: DeepSeek-V3's router (sigmoid scores, a bias, groups), shared experts and first dense layers, under its
-    keys.
-    """
-
-    num_experts: tuple[str, ...]
-    intermediate_size: str
-    norm_topk_prob: bool | None = None
-    gated_shared: str | None = None
-    deepseek: bool = False
-
-
-@dataclass(frozen=True)
-class Family:
-    """One architecture. `architecture` is the class name in config.json; `qk_norm` and `qkv_bias` hold for every model
-    of it, or are a key of config.json that says so (absent: false). `rotary_share`: the part of a head that is turned
-    where config.json has no partial_rotary_factor; only families with less than 1 may have one.
-
-    `refused`: keys of config.json, and their meaning, that change this family's maths to what is not done here when
-    they are set; `understood`: keys that other families refuse. `latent`: multi-head latent attention.
-    """
-
-    architecture: str
-    tensors: tuple[TensorRule, ...]
-    qk_norm: bool | str = False
-    qkv_bias: bool | str = False
-    rotary_share: float = 1.0
-    experts: ExpertKeys | None = None
-    may_omit: frozenset[Omissible] = frozenset()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    understood: frozenset[str] = frozenset()
-    latent: bool = False
+from gspo_mega.model.table_rows import ExpertKeys, Family, Role, Sharding, Stack, TensorRule, Where
 
 
 def _layer(
@@ -231,6 +159,37 @@ _GATED_SHARED_EXPERT = (
     *_mlp("mlp.shared_expert", "mlp.shared_experts", "shared_intermediate", _NAMES, "expert layer"),
 )
 _FIRST_DENSE = _mlp("mlp", "mlp", "intermediate", _NAMES, "dense layer")
+# Of gpt-oss: what its layers have besides those of other families, and its experts, which its checkpoints stack.
+_SINKS = _layer("self_attn.sinks", ("heads",), "self_attention.core_attention.softmax_offset", "whole", "rows")
+_OUTPUT_BIAS = _layer("self_attn.o_proj.bias", ("hidden",), "self_attention.linear_proj.bias", "whole", "replicated")
+_BIASED_ROUTER = (
+    _layer("mlp.router.weight", ("experts", "hidden"), "mlp.router.weight", "whole", "replicated"),
+    _layer("mlp.router.bias", ("experts",), "mlp.router.bias", "whole", "replicated"),
+)
+
+
+def _stacked(
+    name: str, shape: tuple[str, ...], parameter: str, role: Role, sharding: Sharding, stack: Stack
+) -> TensorRule:
+    own = _layer(f"mlp.experts.{{expert}}.{name}", shape, f"mlp.experts.{{expert}}.{parameter}", role, sharding)
+    return replace(own, stack=replace(stack, name=f"model.layers.{{layer}}.mlp.experts.{stack.name}"))
+
+
+def _gate_and_up(kind: str, shape: tuple[str, ...], stack: str) -> tuple[TensorRule, ...]:
+    parameter = f"linear_fc1.{kind}"
+    return (
+        _stacked(f"gate_proj.{kind}", shape, parameter, "gate", "rows", Stack(stack, 0, 2)),
+        _stacked(f"up_proj.{kind}", shape, parameter, "up", "rows", Stack(stack, 1, 2)),
+    )
+
+
+_WIDTH = "expert_intermediate"
+_STACKED_EXPERTS = (
+    *_gate_and_up("weight", (_WIDTH, "hidden"), "gate_up_proj"),
+    *_gate_and_up("bias", (_WIDTH,), "gate_up_proj_bias"),
+    _stacked("down_proj.weight", ("hidden", _WIDTH), "linear_fc2.weight", "whole", "columns", Stack("down_proj")),
+    _stacked("down_proj.bias", ("hidden",), "linear_fc2.bias", "whole", "replicated", Stack("down_proj_bias")),
+)
 _DEEPSEEK_KEYS = ExpertKeys(("n_routed_experts", "num_local_experts"), "moe_intermediate_size", deepseek=True)
 
 
@@ -318,5 +277,12 @@ FAMILIES: dict[str, Family] = {
         experts=_DEEPSEEK_KEYS,
         may_omit=frozenset({"head_dim"}),
         understood=frozenset({"n_shared_experts", "num_nextn_predict_layers"}),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _decoder(*_attention(*_QKV_BIAS, _SINKS), _OUTPUT_BIAS, *_BIASED_ROUTER, *_STACKED_EXPERTS),
+        qkv_bias=True,
+        experts=ExpertKeys(("num_local_experts", "num_experts"), "intermediate_size", norm_topk_prob=True),
+        gpt_oss=True,
     ),
 }

@@ -107,7 +107,7 @@ def _cpu(
     """Megatron's plain layers with this package's norm and attention: sequences of one length, without context
     parallelism.
     """
-    hidden, gate = spec.hidden_size, _gate(config, has_gpu)
+    hidden, gate = spec.hidden_size, _gate(config, spec, has_gpu)
     norm = part * (8 * hidden + 4)  # fp32 input, the same normalised, one scale
     attention = (
         norm
@@ -137,7 +137,9 @@ def _cpu_heads(spec: ModelSpec, layout: Layout, size: int) -> float:
             8 * query + 4 * heads + 4 * kv_heads + 4 * key + 4 * (_projected(spec, layout) if size == 4 else key)
         )
     attention += 4 * spec.head_dim * size  # cosines and sines, of queries and of keys
-    attention += (2 * key + 2 * query) * size + 4 * heads  # keys, values, queries, output, log-sum-exp
+    # Keys, values, queries, output, log-sum-exp; with sinks each head's are wider by the query heads that share a key.
+    wider = 1 + (spec.num_heads / spec.num_kv_heads / spec.head_dim if spec.sinks else 0)
+    attention += (2 * key + 2 * query) * wider * size + 4 * heads
     return attention + query * size  # what the output projection multiplies
 
 
@@ -156,7 +158,7 @@ def _gpu(
     config: Config, spec: ModelSpec, moe: MoeSpec | None, layout: Layout, size: int, part: float, has_gpu: bool
 ) -> tuple[float, float]:
     """Transformer Engine's layers: norms fused into the linear layer that follows (but before experts)."""
-    hidden, gate = spec.hidden_size, _gate(config, has_gpu)
+    hidden, gate = spec.hidden_size, _gate(config, spec, has_gpu)
     linear = _FP8_BYTES if config.precision == "fp8" else size
     norm = part * (hidden * size + 4)
     attention = norm + part * hidden * linear
@@ -217,10 +219,13 @@ def _shared_gate(spec: ModelSpec, moe: MoeSpec, size: float) -> float:
     return (spec.hidden_size + 2) * size if moe.shared_gate else 0.0
 
 
-def _gate(config: Config, has_gpu: bool) -> int:
+def _gate(config: Config, spec: ModelSpec, has_gpu: bool) -> int:
     """Values per intermediate one that SwiGLU keeps: both halves of its input and, unless it is fused, the gate's SiLU
-    and the other half plus Megatron's offset of zero.
+    and the other half plus Megatron's offset of zero. With limits it is never fused, and keeps the limited gate and its
+    sigmoid besides.
     """
+    if spec.swiglu_limit is not None:
+        return 6
     return 2 if "fuse_activation" in fused_keys(config, has_experts=True, has_gpu=has_gpu) else 4
 
 
@@ -240,7 +245,7 @@ def _routed(
 
     With expert-tensor parallelism each rank sees the tokens of all, and has its part of every expert.
     """
-    gate = _gate(config, has_gpu)
+    gate = _gate(config, spec, has_gpu)
     gate += gate > 2  # unfused, what its probability is multiplied with
     return layout.expert_tensor * spec.hidden_size * linear + moe.expert_intermediate_size * (gate * size + linear) + 4
 

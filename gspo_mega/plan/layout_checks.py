@@ -18,6 +18,7 @@ from gspo_mega.errors import Violation
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.adapter_shares import check_adapters
 from gspo_mega.plan.alignment import RECIPE_SIDES
+from gspo_mega.plan.biased_checks import check_biased_layers
 from gspo_mega.plan.draft_needs import check_speculative
 from gspo_mega.plan.expert_checks import check_experts
 from gspo_mega.plan.fusion_needs import check_fusions
@@ -41,6 +42,7 @@ def check_layout(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] 
         *_model_division(config, spec, sizes),
         *check_stages(config, spec, sizes),
         *check_experts(config, spec, sizes, device),
+        *check_biased_layers(config, spec, device),
         *_precision(config, spec, device),
         *check_fusions(config, spec, device),
         *check_invariance(config, spec, device),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
-from gspo_mega.config.server_precision import server_dtype
+from gspo_mega.config.server_precision import DTYPES, server_dtype
 from gspo_mega.model.block_fp8 import served_layout, stored_bytes
 from gspo_mega.model.families import hf_tensors
+from gspo_mega.model.gpt_oss import needs_plain_copy
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.adapter_shares import num_adapter_parameters
 from gspo_mega.plan.server_needs import DTYPE_BYTES
@@ -26,4 +27,6 @@ def version_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int
 
 def needs_start_folder(config: Config, spec: ModelSpec) -> bool:
     """Do servers start from a copy of `model.path` in another form? The nearest that the configuration alone says."""
+    if spec.raw is not None and needs_plain_copy(spec.raw, DTYPES[server_dtype(config)]):
+        return True
     return (spec.stored is None) != (served_layout(config) is None)

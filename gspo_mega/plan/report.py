@@ -17,6 +17,7 @@ from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.published_bytes import needs_start_folder
 from gspo_mega.plan.resolve import Plan
+from gspo_mega.plan.shape_text import shape_text, window_lines
 from gspo_mega.plan.shares import State
 from gspo_mega.plan.timing import StepTime
 from gspo_mega.plan.watchdog_bounds import patience
@@ -63,27 +64,10 @@ def render_report(plan: Plan, figures: Estimate | None = None) -> str:
 def _model(plan: Plan, figures: Estimate) -> list[str]:
     spec, config, counts = plan.spec, plan.config, figures.counts
     longest = Sizes.of(config).longest_sequence
-    shape = (
-        f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} heads x {spec.head_dim} "
-        f"({spec.num_kv_heads} key-value), vocabulary {spec.vocab_size} (padded {plan.layout.padded_vocab_size})"
-    )
-    if spec.latent is not None:
-        shape += (
-            f", latents of {spec.latent.query_rank or 'no'} (query) and {spec.latent.key_value_rank} (key and value)"
-        )
-    if spec.moe is not None:
-        shape += (
-            f", {spec.moe.num_experts} experts of {spec.moe.expert_intermediate_size}, {spec.moe.experts_per_token} per"
-            " token"
-        )
-        if spec.moe.shared_intermediate_size:
-            shape += f", shared {spec.moe.shared_intermediate_size}"
-    if not spec.has_experts(0):
-        dense = f" in the first {spec.moe.num_dense_layers} layers" if spec.moe is not None else ""
-        shape += f", intermediate {spec.intermediate_size}{dense}"
     return [
         f"{plan.model}, {config.precision}",
-        shape,
+        shape_text(spec, plan.layout.padded_vocab_size),
+        *window_lines(spec),
         (
             f"{_quantity(counts.total)} parameters, {_quantity(counts.active)} active per token; "
             f"{_quantity(figures.flops_per_token)} FLOPs per token forward, at {longest} tokens"

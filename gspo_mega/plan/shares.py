@@ -31,6 +31,7 @@ _VALUE_HEAD = "value_head.weight"
 # The order in which a layer's parameters are registered; it decides where buckets end.
 _IN_A_LAYER = (
     "input_layernorm",
+    "self_attention.core_attention",
     "self_attention.linear_proj",
     *(f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")),
     "self_attention",

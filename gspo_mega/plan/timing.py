@@ -13,6 +13,7 @@ from gspo_mega.config.critic_config import critic_config, critic_of, penalises_k
 from gspo_mega.config.episode_lengths import mean_tokens
 from gspo_mega.config.old_pass import makes_old_pass, may_correct_in_training
 from gspo_mega.config.schema import Config
+from gspo_mega.model.sizes import attended_positions
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.gpus import (
     ATTENTION_SHARE,
@@ -216,8 +217,7 @@ class _Layer:
             2
             * tokens
             * scored
-            * (length + 1)
-            / 2
+            * attended_positions(spec, length)  # the mean over layers
             / (gpu.bf16_flops * (ATTENTION_SHARE if kind != "fp32" else MATRIX_SHARE["fp32"]))
         )
 

@@ -1,4 +1,5 @@
-"""MXFP8: FP8 values in runs of 32 that share a power-of-two scale of one byte (OCP Microscaling Formats, E8M0).
+"""MXFP8: FP8 values in runs of 32 that share a power-of-two scale of one byte (OCP Microscaling Formats, E8M0). Of
+MXFP4 (elements of 4 bits, e2m1) only the reading.
 
 Owns the rule from an amax to the byte, as Transformer Engine and Blackwell's conversion instruction have it: rounded
 up, so that nothing saturates (OCP's own example rounds down). It does not own Transformer Engine's padded scale layouts
@@ -21,6 +22,8 @@ from gspo_mega.quantization.fp8 import (
 )
 
 RUN = 32  # values that share a scale
+# The values of e2m1, by code; the upper 8 codes are the same with the other sign.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MANTISSA = 0x7FFFFF
 _HALF_OF_LEAST_NORMAL = 0x400000  # 2^-127 as the bits of a float32, which is subnormal there
 _INFINITY, _NAN = 0xFE, 0xFF
@@ -78,3 +81,16 @@ def quantize_mx(
 def dequantize_mx(data: torch.Tensor, codes: torch.Tensor, run: tuple[int, int] = (1, RUN)) -> torch.Tensor:
     """data * 2^(e - 127) of its run: [n, m] FP8 and [ceil(n / run[0]), ceil(m / run[1])] uint8 to [n, m] float32."""
     return out_of_blocks(in_blocks(from_fp8(data), run) * e8m0_values(codes)[:, None, :, None], data.shape)
+
+
+def dequantize_fp4(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Values of MXFP4, exactly: blocks [n, runs, 16] uint8, two elements of a run in a byte, the first in its lower 4
+    bits, and a byte e of each run, codes [n, runs] uint8, to [n, runs * 32] float32.
+
+    Raises ValueError for a scale that is no number (0xFF).
+    """
+    if bool((codes == _NAN).any()):
+        raise ValueError("has a scale that is no number")
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=blocks.device)
+    elements = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(-2)
+    return (table[elements.int()] * e8m0_values(codes)[..., None]).flatten(-2)

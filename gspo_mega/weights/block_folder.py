@@ -16,8 +16,10 @@ from gspo_mega.model.block_fp8 import SCALE_SUFFIX, is_quantizable, is_quantized
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_stored
 from gspo_mega.model.spec import BlockFp8, ModelSpec
+from gspo_mega.model.stacked import is_stacked
 from gspo_mega.quantization.fp8 import dequantize_blocks
 from gspo_mega.weights.hf_folder import HuggingFaceFolder
+from gspo_mega.weights.stacked_tensors import StackedFolder
 
 # Qwen3-FP8 stores scales in bfloat16, DeepSeek-V3 in float32; the last is a power of two in one byte.
 _SCALE_DTYPES = {"F32", "BF16", "F8_E8M0"}
@@ -26,6 +28,8 @@ _DATA_DTYPE = "F8_E4M3"
 
 def open_folder(folder: str | Path, spec: ModelSpec) -> HuggingFaceFolder:
     """The folder's tensors as plain values, in whichever layout its config.json says it is. Raises ModelError."""
+    if is_stacked(spec):
+        return StackedFolder(folder, spec)
     stored = read_stored(folder)
     return HuggingFaceFolder(folder) if stored is None else BlockFolder(folder, spec, stored)
 

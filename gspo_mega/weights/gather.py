@@ -17,9 +17,11 @@ from gspo_mega import beats
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, parameter_blocks
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.model.stacked import Stacking, stackings
 from gspo_mega.weights.collectives import all_gather_json, raise_together
 from gspo_mega.weights.names import canonical_parameters, replica_group, table_by_parameter, tensor_group
 from gspo_mega.weights.quantized import plain_values
+from gspo_mega.weights.stacked_tensors import stacked
 
 if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel
@@ -32,6 +34,8 @@ class PolicyTensors:
     The owner of a tensor is rank 0 of its tensor (or expert-tensor) group, on the pipeline stage and expert-parallel
     rank that hold it, in the first data-parallel replica.
     """
+
+    _is_stacked = False  # has tensors that files have in stacks
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class PolicyTensors:
         raise_together(problems, groups.host, ModelError, "the model does not fit its tensor table")
         self._adapters = {} if values else {a.parameter: a for chunk in chunks for a in chunk.low_rank()}
         self.table = {p: e for p, e in self._table().items() if values is None or not e[0].is_buffer}
+        self._is_stacked = any(entry.stack is not None for entries in self.table.values() for entry in entries)
         self._takes_part = {p for p, e in self.table.items() if p in self._parameters and self._replica(e[0])}
         mine = [p for p, e in self.table.items() if p in self._takes_part and self._is_lead(e[0])]
         self.owners: dict[str, int] = {}
@@ -99,12 +104,16 @@ class PolicyTensors:
         return tensor_group(self.groups, entry).rank == 0
 
     def owned(self, dtype: torch.dtype) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """(entry, tensor) of the tensors that this rank owns, in table order.
+        """(entry, tensor) of the tensors, as files have them, that this rank owns, in table order. A stack of experts
+        belongs to the rank that owns its first part.
 
         A tensor has the whole shape `entry.shape`, is in `dtype` (a buffer in fp32) and on the parameter's device. It
-        may share memory with a parameter: read it, do not keep it. Collective over the tensor groups: every rank must
-        run the iterator to its end.
+        may share memory with a parameter: read it, do not keep it. Collective over the tensor groups, with stacks over
+        all ranks: every rank must run the iterator to its end.
         """
+        if self._is_stacked:
+            yield from self.brought_to(self.owner, dtype)
+            return
         for chunk in self._chunks:
             chunk.await_parameters()
         for parameter, entries in self.table.items():
@@ -145,12 +154,29 @@ class PolicyTensors:
     def brought_to(
         self, home: Callable[[TensorEntry], int], dtype: torch.dtype
     ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """(entry, tensor), in table order, of the tensors whose `home` is this rank; their owners send them there.
+        """(entry, tensor) as files have them, in table order, of the tensors whose `home` is this rank; their owners
+        send them there.
 
         A tensor has its whole Hugging Face shape and is in `dtype` (a buffer in fp32). It may share memory with a
         parameter. Collective over all ranks: every rank must run the iterator to its end, also if its own use of a
         tensor fails.
         """
+        if not self._is_stacked:
+            return self._parts_brought_to(home, dtype)
+        homes = {part.name: home(whole) for whole, parts in self.stored() for part in parts}
+        return stacked(self.spec, self._parts_brought_to(lambda entry: homes[entry.name], dtype))
+
+    def stored(self) -> Iterator[Stacking]:
+        """The tensors as files have them, in table order, each with its parts."""
+        return stackings(entry for entries in self.table.values() for entry in entries)
+
+    def owner(self, entry: TensorEntry) -> int:
+        """The rank that owns a tensor, as files have it."""
+        return self.owners[entry.parameter]
+
+    def _parts_brought_to(
+        self, home: Callable[[TensorEntry], int], dtype: torch.dtype
+    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         device = next(iter(self._parameters.values())).device
         if device.type == "cuda" and self.groups.world.size > 1:
             # NCCL connects a group in its first operation, in which all ranks must take part. Sends between two ranks

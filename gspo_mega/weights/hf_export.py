@@ -143,12 +143,7 @@ def export_policy(
     manifest = {
         "weight_version": weight_version,
         "dtype": DTYPE_NAMES[form.plain],
-        "tensors": {
-            name: tensors[name]
-            for entries in policy.table.values()
-            for entry in entries
-            for name in form.described(entry)
-        }
+        "tensors": {name: tensors[name] for entry, _ in policy.stored() for name in form.described(entry)}
         | {entry.name: tensors[entry.name] for layers in carried for entry in layers.entries},
     }
     if lead:
@@ -266,6 +261,8 @@ def copy_description(
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype_name
+    if not config.keys() & {"dtype", "torch_dtype"}:
+        config["torch_dtype"] = dtype_name
     if config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0
     config.pop(QUANTIZATION_KEY, None)

@@ -15,6 +15,7 @@ from gspo_mega import beats
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.model.stacked import as_stored
 from gspo_mega.weights.block_folder import open_folder
 from gspo_mega.weights.collectives import raise_together
 from gspo_mega.weights.hf_folder import HuggingFaceFolder, check_names_and_shapes
@@ -62,7 +63,7 @@ def fill_from(
         parameters, entries = wanted(source)
         # Rank 0 reads all headers; the others open only the files that they need.
         if groups.is_lead:
-            shapes = {entry.name: entry.shape for entry in entries}
+            shapes = {entry.name: entry.shape for entry in as_stored(entries)}
             problems = check_names_and_shapes(source, shapes, lambda name: is_beside(spec, name))
     except ModelError as error:
         problems = [str(error)]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from gspo_mega.engine.process_groups import Group, ParallelGroups
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 # Transformer Engine fuses a norm into the linear layer that follows it.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -109,5 +109,5 @@ def _canonical(spec: ModelSpec, groups: ParallelGroups, chunk: PolicyModel, name
         local, linear = int(match[2]), match[1]
     if local is not None and spec.moe is not None:
         expert = groups.expert.rank * (spec.moe.num_experts // groups.expert.size) + local
-        rest = f"mlp.experts.{expert}.{linear}.weight"
+        rest = f"mlp.experts.{expert}.{linear}"
     return f"decoder.layers.{layer}.{rest}"

@@ -73,9 +73,8 @@ def expected_checksums(policy: PolicyTensors, form: PublishedForm, expected: Exp
     A server's tensor is hashed where its first part is: only parts that another rank owns, as of experts, travel.
     """
     homes: dict[str, int] = {}
-    for parameter, entries in policy.table.items():
-        for entry in entries:
-            homes.setdefault(server_tensor_name(policy.spec, entry), policy.owners[parameter])
+    for entry, _ in policy.stored():
+        homes.setdefault(server_tensor_name(policy.spec, entry), policy.owner(entry))
     stream, problems = form.brought_to(policy, lambda entry: homes[server_tensor_name(policy.spec, entry)]), []
     try:
         for name, tensor in stream:
@@ -129,7 +128,7 @@ class Publisher:
         self._verification = resolve_verification(config, on_gpu)
         self._backend = backend = "nccl" if on_gpu else "gloo"
         settings = config.publish
-        self._owners = sorted(set(self._policy.owners.values()))
+        self._owners = sorted({self._policy.owner(entry) for entry, _ in self._policy.stored()})
         self._own = OwnTensors(groups.world.rank)
         self._to_lead = Channel(groups.host, 0)
         self._sender = GroupSender(

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from gspo_mega.model.families import TensorEntry, hf_tensors
+from gspo_mega.model.families import TensorEntry
 from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.model.stacked import checkpoint_tensors
 
 # Large enough that experts are distinguishable and log-probs differ from those of a uniform distribution.
 _MATRIX_STD, _VECTOR_STD = 0.08, 0.1
@@ -33,7 +34,7 @@ def make_random_folder(shape_file: str | Path, folder: Path, seed: int) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copyfile(shape_file, folder / "config.json")
-    entries = list(hf_tensors(spec))
+    entries = checkpoint_tensors(spec)
     shards: list[list[TensorEntry]] = [[]]
     room = _FILE_BYTES
     for entry in entries:

@@ -7,6 +7,7 @@ size, checksums for size 1). The server's `/weights_checker` reports the same. T
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 
 from gspo_mega.model.block_fp8 import is_quantizable, is_quantized, scale_name
-from gspo_mega.model.families import TensorEntry, hf_tensors
+from gspo_mega.model.families import TensorEntry
 from gspo_mega.model.spec import BlockFp8, ModelSpec
+from gspo_mega.model.stacked import checkpoint_tensors
 from gspo_mega.quantization.served import OnLoad, served_experts, served_linear
 from gspo_mega.weights.hf_export import tensor_bytes
 
@@ -24,12 +26,17 @@ from gspo_mega.weights.hf_export import tensor_bytes
 _VOCABULARY_MULTIPLE = 64
 # Latent attention's projections of queries, and of keys and values: one matrix if the model has both.
 _DOWN_PROJECTIONS = (".q_a_proj", ".kv_a_proj_with_mqa")
+# Stacks of experts (`model/stacked.py`), and what SGLang calls them. It keeps their matrices the other way round.
+_STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)(|_bias)$")
+_STACKS = {"gate_up_proj": "w13", "down_proj": "w2"}
 # SGLang shows the first 8 bytes of the SHA-256, on CPU.
 _DIGITS = 16
 
 
 def server_tensor_name(spec: ModelSpec, entry: TensorEntry) -> str:
     """The SGLang parameter that contains the tensor."""
+    if (stack := _STACK.search(entry.name)) is not None:
+        return f"{entry.name[: stack.start()]}.experts.{_STACKS[stack[1]]}_weight{stack[2]}"
     owner, _, kind = entry.name.rpartition(".")  # model.layers.0.self_attn.q_proj, weight
     if entry.expert is not None:
         return f"{owner.partition('.experts.')[0]}.experts.{'w2' if entry.role == 'whole' else 'w13'}_{kind}"
@@ -49,7 +56,7 @@ def server_tensor_names(spec: ModelSpec, stored: BlockFp8 | None = None, reports
     parameter is that of its weights and scales together, under the weights' name.
     """
     names = {}
-    for entry in hf_tensors(spec):
+    for entry in checkpoint_tensors(spec):
         names[entry.name] = server_tensor_name(spec, entry)
         if is_quantized(stored, entry):
             names[scale_name(entry.name)] = scale_name(names[entry.name]) if reports_scales else names[entry.name]
@@ -76,7 +83,7 @@ def server_tensors(
 ) -> ServerTensors:
     """The tensors of a server that is sent quantised ones in layout `stored`, or quantises them itself `on_load`."""
     names = server_tensor_names(spec, stored, reports_scales)
-    quantised = {names[entry.name] for entry in hf_tensors(spec) if on_load and is_quantizable(entry)}
+    quantised = {names[entry.name] for entry in checkpoint_tensors(spec) if on_load and is_quantizable(entry)}
     return ServerTensors(names, {own_scale_name(name): name for name in quantised})
 
 
@@ -109,7 +116,7 @@ class ExpectedChecksums:
 
     def __init__(self, spec: ModelSpec, stored: BlockFp8 | None = None, on_load: OnLoad | None = None) -> None:
         self._names = server_tensor_names(spec, stored)
-        self._entries = {entry.name: entry for entry in hf_tensors(spec)}
+        self._entries = {entry.name: entry for entry in checkpoint_tensors(spec)}
         self._vocabulary = {name: e.shape for name, e in self._entries.items() if e.sharding == "vocabulary"}
         self._on_load: OnLoad | None = on_load
         self._num_experts = 0 if spec.moe is None else spec.moe.num_experts
@@ -126,6 +133,8 @@ class ExpectedChecksums:
             return
         running = self._hashes.setdefault(self._names[name], hashlib.sha256())
         entry = self._entries.get(name)  # None: scales
+        if tensor.dim() == 3:
+            tensor = tensor.transpose(1, 2)
         running.update(tensor_bytes(tensor.float() if entry is not None and entry.served_wide else tensor))
         if (shape := self._vocabulary.get(name)) is not None:
             padding = -shape[0] % _VOCABULARY_MULTIPLE

@@ -66,18 +66,55 @@ def _through(folder: Path, parallel: dict, precision: str, tokens: np.ndarray | 
         destroy_groups()
 
 
-def _logits_difference(engine: PolicyEngine, spec, groups, tokens: np.ndarray, reference: np.ndarray) -> float:
-    """Of whole logits, put together from all tensor ranks of the last stage; the largest over the ranks. Collective."""
-    caught: list[torch.Tensor] = []
-    sequence = dict(
+def gradients_through_layouts(folder: str, layouts: dict[str, dict], tokens: np.ndarray) -> dict | None:
+    """For each layout and tensor: the relative L2 difference of its gradient to `gradients.safetensors`. The loss is the
+    sum of the log-probs of all tokens but the first. On rank 0; None elsewhere.
+    """
+    seen = {name: _gradient_differences(Path(folder), parallel, tokens) for name, parallel in layouts.items()}
+    return seen if dist.get_rank() == 0 else None
+
+
+def _gradient_differences(folder: Path, parallel: dict, tokens: np.ndarray) -> dict[str, float]:
+    parallel = {"expert_tensor": 1, **parallel}
+    # The distributed optimizer would leave each rank a part of the sums.
+    config = layout_config(str(folder), parallel, optimizer=dict(distributed=False))
+    spec = read_model_spec(folder)
+    groups = create_groups(**{name: parallel.get(name, 1) for name in SIZES})
+    try:
+        engine = PolicyEngine(config, spec, groups, num_optimizer_steps=1)
+        import_huggingface(folder, spec, groups, engine.chunks)
+        engine.after_weights_loaded()
+        # Every data rank has the sequence, and gradients are summed over them.
+        engine.accumulate_gradients(
+            [pack([_sequence(tokens)], [0], 2 * groups.tensor.size * groups.context.size)],
+            lambda batch, log_probs, entropies: PassOutput(loss=log_probs.double().sum() / groups.data.size),
+        )
+        wanted = load_file(folder / "gradients.safetensors")
+        found = PolicyTensors(spec, groups, engine.chunks, values=lambda parameter: parameter.main_grad)
+        return {
+            name: float((tensor - wanted[name]).norm() / wanted[name].norm())
+            for name, tensor in found.stream(torch.float32)
+        }
+    finally:
+        destroy_groups()
+
+
+def _sequence(tokens: np.ndarray) -> dict:
+    """The tokens as a prompt of one and a response."""
+    return dict(
         tokens=tokens,
         prompt=1,
         mask=np.ones(len(tokens) - 1, np.float32),
         rollout=np.zeros(len(tokens) - 1, np.float32),
         advantage=1.0,
     )
+
+
+def _logits_difference(engine: PolicyEngine, spec, groups, tokens: np.ndarray, reference: np.ndarray) -> float:
+    """Of whole logits, put together from all tensor ranks of the last stage; the largest over the ranks. Collective."""
+    caught: list[torch.Tensor] = []
     hook = engine.chunks[-1].register_forward_hook(lambda module, inputs, output: caught.append(output))
-    batch = [pack([sequence], [0], 2 * groups.tensor.size)]
+    batch = [pack([_sequence(tokens)], [0], 2 * groups.tensor.size)]
     engine.pipeline.run(
         batch,
         lambda batch, log_probs, entropies: PassOutput(),
@@ -122,7 +159,25 @@ _REORDERED = {
 }
 
 
-_OF_ANOTHER_LAYER = {"another layer's bias": ".expert_bias", "another layer's gate": ".gate_weight"}
+_OF_ANOTHER_LAYER = {
+    "another layer's bias": ".expert_bias",
+    "another layer's gate": ".gate_weight",
+    "another layer's sinks": ".softmax_offset",
+}
+# The model is read as if it were another of the same tensors.
+_READ_AS = {
+    "rotary elements over the whole head": lambda spec: dict(rotary_share=1.0),
+    "windows in the other layers": lambda spec: dict(
+        window=dataclasses.replace(spec.window, layers=tuple(not windowed for windowed in spec.window.layers))
+    ),
+    "a window of one token more": lambda spec: dict(
+        window=dataclasses.replace(spec.window, tokens=spec.window.tokens + 1)
+    ),
+    "an activation without a limit": lambda spec: dict(swiglu_limit=1e9),
+    "wavelengths in whole dimensions": lambda spec: dict(
+        rope_scaling=dataclasses.replace(spec.rope_scaling, rounds=True)
+    ),
+}
 
 
 @contextlib.contextmanager
@@ -181,11 +236,13 @@ def _injected(fault: str | None) -> Iterator[None]:
         patch = contextlib.ExitStack()
         for module in (hf_import, gather):
             patch.enter_context(mock.patch.object(module, "parameter_blocks", reordered))
-    elif fault == "rotary elements over the whole head":
-        read = read_model_spec
-        patch = mock.patch.object(
-            sys.modules[__name__], "read_model_spec", lambda folder: dataclasses.replace(read(folder), rotary_share=1.0)
-        )
+    elif fault in _READ_AS:
+
+        def read_as(folder, read=read_model_spec):
+            spec = read(folder)
+            return dataclasses.replace(spec, **_READ_AS[fault](spec))
+
+        patch = mock.patch.object(sys.modules[__name__], "read_model_spec", read_as)
     else:
         assert fault == "query, key and value one after the other"
 

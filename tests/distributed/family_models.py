@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from gspo_mega.rollout.server import cpu_server
 
@@ -73,6 +74,16 @@ _GLM = dict(
     rms_norm_eps=1e-5,
     num_nextn_predict_layers=0,
 )
+# Windows and limits that are small enough to act, and a range of wavelengths that ends within a dimension.
+_GPT_OSS = dict(
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=24,
+    sliding_window=8,
+    swiglu_limit=0.4,
+    rope_parameters=_YARN | dict(truncate=False),
+)
 _KEPT_IN_FP32 = "e_score_correction_bias"
 VARIANTS: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", {}),
@@ -119,6 +130,16 @@ VARIANTS: dict[str, tuple[str, dict]] = {
             rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
         ),
     ),
+    "gpt_oss": ("gpt_oss", _GPT_OSS),
+    "gpt_oss-other-keys": (
+        "gpt_oss",
+        _GPT_OSS
+        | dict(
+            layer_types=["full_attention", "full_attention", "sliding_attention", "full_attention"],
+            rope_parameters=_YARN,
+            tie_word_embeddings=True,
+        ),
+    ),
 }
 
 
@@ -137,7 +158,7 @@ def make_family_folder(folder: Path, variant: str, dtype: torch.dtype = torch.fl
     model = model_class(model_class.config_class(**_SHARED | own))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = 0.1 * torch.randn(parameter.shape)
+            noise = (2.0 if name.endswith("sinks") else 0.1) * torch.randn(parameter.shape)
             parameter.copy_(1 + noise if "norm" in name else noise)
         for name, buffer in model.named_buffers():
             if name.endswith(_KEPT_IN_FP32):  # a part of the scores' own size
@@ -153,3 +174,12 @@ def make_family_folder(folder: Path, variant: str, dtype: torch.dtype = torch.fl
     with torch.no_grad():
         np.save(folder / "logits.npy", model.float().eval()(torch.from_numpy(token_ids())[None]).logits[0].numpy())
     return folder
+
+
+def save_gradients(folder: Path, variant: str) -> None:
+    """Beside the checkpoint: `gradients.safetensors`, of the sum of the log-probs of all tokens but the first."""
+    model = getattr(transformers, FAMILIES[VARIANTS[variant][0]].architecture).from_pretrained(folder, dtype="float32")
+    ids = torch.from_numpy(token_ids())
+    log_probs = model(ids[None]).logits[0, :-1].log_softmax(dim=-1)
+    log_probs.gather(1, ids[1:, None]).sum().backward()
+    save_file({name: parameter.grad for name, parameter in model.named_parameters()}, folder / "gradients.safetensors")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from family_models import VARIANTS, make_family_folder, token_ids
+from family_models import VARIANTS, make_family_folder, save_gradients, token_ids
 
 from gspo_mega.model.tables import FAMILIES
 
@@ -31,7 +31,23 @@ def test_logits_are_those_of_hugging_face_in_every_layout(rank_pools, tmp_path, 
     assert max(s["logits"] for s in seen.values()) < TOLERANCE, seen
 
 
-@pytest.mark.parametrize("variant", ["qwen2-tied", "llama3", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe"])
+def test_gradients_are_those_of_transformers_in_every_layout(rank_pools, tmp_path):
+    """Of sinks, windows and biases under every parallelism, which no other family has."""
+    folder = make_family_folder(tmp_path / "gpt_oss", "gpt_oss")
+    save_gradients(folder, "gpt_oss")
+    seen = rank_pools(2).run(
+        "family_jobs:gradients_through_layouts",
+        folder=str(folder),
+        layouts=EXPERTS | {"CP2": dict(context=2)},
+        tokens=token_ids(),
+    )[0]
+    largest = {name: max((value, tensor) for tensor, value in found.items()) for name, found in seen.items()}
+    assert max(value for value, _ in largest.values()) < TOLERANCE, largest
+
+
+@pytest.mark.parametrize(
+    "variant", ["qwen2-tied", "llama3", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
+)
 def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
     folder = make_family_folder(tmp_path / variant, variant, torch.bfloat16)
     seen = rank_pools(2).run(
@@ -57,6 +73,13 @@ def test_bf16_comes_back_bit_for_bit(rank_pools, tmp_path, variant):
         ("glm4_moe", "permuted experts"),
         ("glm4_moe", "another layer's bias"),
         ("glm4_moe", "rotary elements over the whole head"),
+        ("gpt_oss", "swapped gate and up"),
+        ("gpt_oss", "permuted experts"),
+        ("gpt_oss", "another layer's sinks"),
+        ("gpt_oss", "windows in the other layers"),
+        ("gpt_oss", "a window of one token more"),
+        ("gpt_oss", "an activation without a limit"),
+        ("gpt_oss", "wavelengths in whole dimensions"),
     ],
 )
 def test_a_wrong_conversion_that_round_trips_is_caught_by_the_logits(rank_pools, tmp_path, variant, fault):

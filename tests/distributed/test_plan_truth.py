@@ -139,6 +139,7 @@ SAVED = [
     ("moe", "fp32", dict(expert=2), 2),
     ("qwen2_moe", "fp32", {}, 1),
     ("glm4_moe", "fp32", {}, 1),
+    ("gpt_oss", "fp32", {}, 1),
 ]
 FUSED = [("dense", "fp32", {}, 1), ("moe", "bf16", {}, 1)]
 
@@ -147,7 +148,7 @@ FUSED = [("dense", "fp32", {}, 1), ("moe", "bf16", {}, 1)]
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     made = {kind: str(make_folder(root / kind, moe=kind == "moe")) for kind in ("dense", "moe")}
-    return made | {kind: str(make_family_folder(root / kind, kind)) for kind in ("qwen2_moe", "glm4_moe")}
+    return made | {kind: str(make_family_folder(root / kind, kind)) for kind in ("qwen2_moe", "glm4_moe", "gpt_oss")}
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,22 @@ MODELS = {
         ),
         dict(expert=2),
     ),
+    # A window that prompts alone exceed.
+    "gpt_oss": (
+        "gpt_oss",
+        dict(
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            intermediate_size=32,
+            sliding_window=8,
+            swiglu_limit=1.0,
+            rope_parameters=dict(
+                rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128, truncate=False
+            ),
+        ),
+        dict(expert=2),
+    ),
 }
 
 
@@ -94,7 +110,7 @@ def make_converted_model(root: Path, name: str) -> Path:
     model = model_class(model_class.config_class(**SHARED | own))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
+            if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.3)
     model.to(torch.float32).save_pretrained(root / "source")
     byte_tokenizer().save_pretrained(root / "source")

@@ -38,4 +38,6 @@ def _forward(
     is_causal = "causal" in str(getattr(attn_mask_type, "name", attn_mask_type))
     if packed_seq_params is None or attention_mask is not None or attention_bias is not None or not is_causal:
         raise ValueError("on a CPU Transformer Engine's attention takes packed causal sequences only")
+    if module.softmax_type != "vanilla" or module.window_size not in (None, (-1, -1), (-1, 0)):
+        raise ValueError("on a CPU Transformer Engine's attention has neither sinks nor windows")
     return attend(query, key, value, packed_seq_params, module.cp_group, module.softmax_scale)

@@ -21,6 +21,8 @@ import sys
 import types
 from collections.abc import Callable
 
+from gspo_mega.rollout.server.sglang_cpu_sinks import allow_sinks, keep_sinks_wide
+
 ATTENTION_BACKEND = "cpu_batched"
 """Name under which the batched attention is registered with SGLang."""
 INVARIANT_ATTENTION_BACKEND = "cpu_batch_invariant"
@@ -142,7 +144,7 @@ def _register_attention(module: types.ModuleType) -> None:
 
     @module.register_attention_backend(INVARIANT_ATTENTION_BACKEND)
     def create_invariant(model_runner):
-        from gspo_mega.rollout.server.sglang_cpu_attention import InvariantCpuAttention
+        from gspo_mega.rollout.server.sglang_invariant_attention import InvariantCpuAttention
 
         return InvariantCpuAttention(model_runner)
 
@@ -313,6 +315,8 @@ def activate() -> bool:
                 "sglang.srt.models.deepseek_common.deepseek_weight_loader": _absorb_plain_blocks,
                 "sglang.srt.mem_cache.kv_cache_configurator": _cache_fp8,
                 "sglang.srt.models.qwen2_moe": _gate_shared_experts,
+                "sglang.srt.models.gpt_oss": keep_sinks_wide,
+                "sglang.srt.arg_groups.model_hook": lambda module: allow_sinks(module, ATTENTION_BACKEND),
                 "sglang.srt.models.qwen3": _plain_layers("Qwen3Model"),
                 "sglang.srt.models.qwen3_moe": _plain_layers("Qwen3MoeModel"),
                 "sglang.srt.layers.moe.fused_moe_native": _plain_experts,

@@ -19,7 +19,7 @@ from gspo_mega.config.episode_lengths import episode_lengths
 from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_options import option_problems
-from gspo_mega.config.server_precision import BLOCK, capability_problem, publishes, server_dtype
+from gspo_mega.config.server_precision import BLOCK, DTYPES, capability_problem, publishes, server_dtype
 from gspo_mega.config.speculative import speculative_arguments
 from gspo_mega.errors import ConfigError
 from gspo_mega.model.huggingface import read_model_spec
@@ -38,7 +38,6 @@ _READ_BY_SGLANG: dict[str, dict[str, Any]] = {
 # SGLang's names. It recognizes the blocks of `fp8_block` by the checkpoint's own `quantization_config`.
 _QUANTIZATION = {"fp8": "fp8", "fp8_block": "fp8", "int8": "w8a8_int8"}
 _KV_CACHE = {"auto": "auto", "fp8": "fp8_e4m3"}
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def spec_from_config(
         port=port,
         api_key_file=str(Path(api_key_file).absolute()),
         tensor=server.tensor,
-        dtype=_DTYPES[server_dtype(config)],
+        dtype=DTYPES[server_dtype(config)],
         context_tokens=context_tokens,
         max_total_tokens=server.max_total_tokens,
         memory_fraction=server.memory_fraction,
@@ -272,6 +271,8 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
             # There is no device whose work scheduling could overlap; overlapping only adds copies and late results.
             "disable_overlap_schedule": True,
             "lora_backend": "torch_native",  # the one without GPU kernels
+            # One cache for all layers, also for those with sliding windows: our attention reads no other.
+            "disable_hybrid_swa_memory": True,
             # Otherwise an idle scheduler keeps a core busy that the trainer needs.
             "sleep_on_idle": True,
             # On a CPU, memory_fraction counts the whole machine's memory: use what the open requests can fill instead.
@@ -285,7 +286,7 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
 def precision_arguments(config: Config) -> dict[str, str | None]:
     """Those of SGLang's arguments, by their names, that say what a server computes in, holds and caches."""
     return {
-        "dtype": _DTYPES[server_dtype(config)],
+        "dtype": DTYPES[server_dtype(config)],
         "quantization": _QUANTIZATION.get(config.server.quantization),
         "kv_cache_dtype": _KV_CACHE[config.server.kv_cache],
     }

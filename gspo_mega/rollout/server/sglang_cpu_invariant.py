@@ -2,8 +2,8 @@
 
 The layers of dense Qwen3, the LM head and the log-softmax here are those of the trainer (`gspo_mega.batch_invariant`),
 in the same order and with the same roundings, so that a sampled token's log-prob is the trainer's to the last bit. The
-attention backend is the mark: a server that has `sglang_cpu_attention.InvariantCpuAttention` computes all of it, and
-refuses a model that has other layers. Imported inside a server process only.
+attention backend is the mark: a server that has `InvariantCpuAttention` of `sglang_invariant_attention.py` computes all
+of it, and refuses a model that has other layers. Imported inside a server process only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_on() -> bool:
     """Whether the forward pass under way is one of a batch-invariant server."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
-    from gspo_mega.rollout.server.sglang_cpu_attention import InvariantCpuAttention
+    from gspo_mega.rollout.server.sglang_invariant_attention import InvariantCpuAttention
 
     return isinstance(get_attn_backend(), InvariantCpuAttention)
 

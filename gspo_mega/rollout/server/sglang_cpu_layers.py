@@ -174,6 +174,8 @@ def experts_forward_plain(stock: Callable[..., torch.Tensor]) -> Callable[..., t
 
     def forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
         weights, chosen, _ = topk_output
+        if config.activation == "silu" and config.gemm1_alpha is not None and not config.apply_router_weight_on_input:
+            return clamped_experts_forward(layer, x, weights, chosen, config.gemm1_alpha, config.gemm1_clamp_limit)
         if (
             config.activation != "silu"
             or config.gemm1_alpha is not None
@@ -200,6 +202,31 @@ def experts_forward_plain(stock: Callable[..., torch.Tensor]) -> Callable[..., t
         return each.view(*chosen.shape, -1).mul_(weights.unsqueeze(-1)).sum(dim=1)
 
     return forward
+
+
+def clamped_experts_forward(
+    layer: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, alpha: float, limit: float
+) -> torch.Tensor:
+    """The experts of gpt-oss, whose activation SGLang has as a function that must be compiled first.
+
+    x: [tokens, hidden]; weights, chosen: [tokens, k]; the layer's w13 has rows of gate and up in turn.
+    """
+    flat, num_here = chosen.reshape(-1), len(layer.w13_weight)
+    flat = flat.where(flat >= 0, num_here)  # the experts of other ranks add nothing
+    order = flat.argsort()
+    *entering, elsewhere = x.index_select(0, order // chosen.shape[1]).split(
+        flat.bincount(minlength=num_here + 1).tolist()
+    )
+    parts = []
+    for expert, part in enumerate(entering):
+        if len(part):
+            both = linear(part, layer.w13_weight[expert], layer.w13_weight_bias[expert].to(x.dtype))
+            gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+            between = gate * torch.sigmoid(gate * alpha) * (up + 1)
+            parts.append(linear(between, layer.w2_weight[expert], layer.w2_weight_bias[expert].to(x.dtype)))
+    parts.append(torch.zeros_like(elsewhere))
+    each = torch.empty_like(sorted_parts := torch.cat(parts)).index_copy_(0, order, sorted_parts)
+    return (each.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
 def sample(probs: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from gspo_mega.model.families import (
 )
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec, MoeSpec
+from gspo_mega.model.stacked import checkpoint_tensors
 from gspo_mega.model.tables import FAMILIES
 
 
@@ -84,6 +85,7 @@ OWN_KEYS = {
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2),
 }
 
 
@@ -106,7 +108,7 @@ def test_names_and_shapes_are_those_that_hugging_face_saves(family, tied, tmp_pa
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a mapping
     spec = read_model_spec(tmp_path)
     assert spec.family == family and spec.tie_word_embeddings == tied
-    assert {entry.name: entry.shape for entry in hf_tensors(spec)} == saved
+    assert {entry.name: entry.shape for entry in checkpoint_tensors(spec)} == saved
 
 
 def test_biases_of_query_key_and_value_lie_as_their_weights_do():
@@ -237,9 +239,8 @@ def test_fc1_share_is_gate_then_up():
 
 
 def test_what_has_no_table_is_refused():
-    with pytest.raises(
-        ModelError, match="known: deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"
-    ):
+    known = "known: deepseek_v3, glm4_moe, gpt_oss, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"
+    with pytest.raises(ModelError, match=known):
         hf_tensors(make_spec(False, family="gemma"))
     with pytest.raises(ModelError, match="attention_bias=True"):
         hf_tensors(make_spec(False, attention_bias=True))

@@ -75,7 +75,7 @@ def test_a_publisher_sends_the_dose(monkeypatch):
     """What a Publisher made after the replacement takes its tensors from is rounded; what is exact stays exact."""
     exact = {"model.layers.0.self_attn.q_proj.weight": torch.rand(4, 4), "model.norm.weight": torch.rand(4)}
     entries = {entry.name: entry for entry in hf_tensors(read_model_spec(SHAPES / "quickstart_wide.json"))}
-    monkeypatch.setattr(PolicyTensors, "__init__", lambda self, *_: setattr(self, "owners", {}))
+    monkeypatch.setattr(PolicyTensors, "__init__", lambda self, *_: vars(self).update(owners={}, table={}))
     monkeypatch.setattr(
         PolicyTensors, "owned", lambda self, dtype: ((entries[name], tensor) for name, tensor in exact.items())
     )

@@ -24,6 +24,7 @@ from gspo_mega.quantization.fp8 import dequantize_blocks, quantize_blocks
 from gspo_mega.quantization.served import served_experts, served_linear
 from gspo_mega.weights import hf_export, publish, quantize_published
 from gspo_mega.weights.buckets import buckets, flattened
+from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.quantize_published import PublishedForm, published_form, quantised_on_load, quantize_weight
 from gspo_mega.weights.server_tensors import ExpectedChecksums, loads_with, server_tensors
 from gspo_mega.weights.servers import Deadline, Fleet
@@ -235,7 +236,8 @@ class _Policy:
     groups = SimpleNamespace(host="host", is_lead=True, world=SimpleNamespace(rank=0))
     spec = SPEC
     table = {entry.name: [entry] for entry in hf_tensors(SPEC)}
-    owners = dict.fromkeys(table, 0)
+    owners = {entry.parameter: 0 for entry in hf_tensors(SPEC)}
+    stored, owner = PolicyTensors.stored, PolicyTensors.owner
 
     def __init__(self) -> None:
         self.num_gathered = 0

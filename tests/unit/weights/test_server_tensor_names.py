@@ -65,6 +65,7 @@ OWN = {
         routed_scaling_factor=1.0,
         norm_topk_prob=False,
     ),
+    "gpt_oss": dict(num_experts_per_tok=1, sliding_window=4, rope_scaling=dict(rope_type="default")),
 }
 EXPERTS = {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"}
 WITH_BIAS = {
@@ -84,6 +85,12 @@ IN_A_LAYER = {
     "qwen3_moe": ATTENTION | NORMS | {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"},
     "deepseek_v3": LATENT | WITH_BIAS | EXPERTS,
     "glm4_moe": ATTENTION | {"self_attn.qkv_proj.bias"} | NORMS | WITH_BIAS | EXPERTS,
+    "gpt_oss": (
+        ATTENTION
+        | {f"self_attn.{name}" for name in ("qkv_proj.bias", "o_proj.bias", "sinks")}
+        | {"mlp.router.weight", "mlp.router.bias"}
+        | {f"mlp.experts.{name}_weight{kind}" for name in ("w13", "w2") for kind in ("", "_bias")}
+    ),
     "mixtral": (
         ATTENTION | {f"block_sparse_moe.{name}" for name in ("gate.weight", "experts.w13_weight", "experts.w2_weight")}
     ),
