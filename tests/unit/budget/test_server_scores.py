@@ -57,8 +57,8 @@ def test_the_sign_is_that_of_the_reward_within_its_group():
 
 def test_a_baseline_of_the_batch_gives_signs_to_equal_rewards_too():
     batch = dict(baseline="batch", std_over="batch")
-    # The mean of the six rewards that count is .6.
-    assert signs(advantage=batch) == [-1, 1, 1, 1, 0, 0, -1, -1]
+    # The mean of the seven rewards is 3.8 / 7: a response whose only neighbour has none is compared with it, too.
+    assert signs(advantage=batch) == [-1, 1, 1, 1, -1, 0, -1, -1]
 
 
 @pytest.mark.parametrize(
