@@ -33,6 +33,10 @@ def frozen_maker(serve: Serve, run: RunFolder, seconds: float = 300.0) -> int:
         time.sleep(0.001)
     (maker,) = (pid for pid, command in serve.processes().items() if "spawn_main" in command)
     os.kill(maker, signal.SIGSTOP)
+    # A write under way goes on until it is done, and the process stops behind it.
+    while any(" T " not in stat.read_text() for stat in Path(f"/proc/{maker}/task").glob("*/stat")):
+        assert time.monotonic() < deadline, f"process {maker} does not stop"
+        time.sleep(0.001)
     assert not copies(run), "it was made before it could be stopped"
     return maker
 
