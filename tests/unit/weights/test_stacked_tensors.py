@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
-from gspo_mega.checkpoint.quantize import to_blocks
+from gspo_mega.checkpoint.quantize import to_blocks, to_form
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import spec_from_config
 from gspo_mega.model.stacked import checkpoint_tensors
 from gspo_mega.weights.block_folder import open_folder
+from gspo_mega.weights.quantize_published import plain_form
 from gspo_mega.weights.server_tensors import ExpectedChecksums
 from gspo_mega.weights.stacked_tensors import stacked
 
@@ -98,7 +99,8 @@ def test_mxfp4_reads_as_the_values_it_stands_for_and_converts_to_a_plain_folder(
     to_megatron(source, tmp_path / "megatron", dtype=torch.float32, progress=lambda *told: None)
     to_huggingface(open_checkpoint(tmp_path / "megatron"), tmp_path / "back", progress=lambda *told: None)
     to_huggingface(source, tmp_path / "direct", dtype=torch.float32, progress=lambda *told: None)
-    for made in ("back", "direct"):
+    to_form(source, tmp_path / "served", plain_form(torch.float32), progress=lambda *told: None)  # as servers start
+    for made in ("back", "direct", "served"):
         found = load_file(tmp_path / made / "model.safetensors")
         assert found.keys() == plain.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
