@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> None:
             groups=SimpleNamespace(world=group, host=group, is_lead=True),
             table={"all": entries},
             config_json=lambda raw: raw,
+            stored=lambda: ((entry, (entry,)) for entry in entries),
             owned=lambda dtype: iter([(entry, torch.full((4, 4), float(version), dtype=dtype)) for entry in entries]),
         )
         # So small a limit that every tensor has a file of its own, and the folder an index.

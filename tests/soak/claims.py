@@ -173,13 +173,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "claims", help="where the runs are kept")
     parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of the rows")
     parser.add_argument("--block", nargs="+", choices=BLOCKS, default=list(BLOCKS), help="only these blocks of arms")
+    parser.add_argument("--arm", nargs="+", metavar="NAME", help="only the arms of these names, in the study's order")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--hours", type=float, default=float("inf"), help="start no run after this time")
     parser.add_argument("--plan", action="store_true", help="show the runs and start none")
     options = parser.parse_args(arguments)
+    arms = tuple(arm for arm in ARMS if arm.block in options.block)
+    if unknown := set(options.arm or ()) - {arm.name for arm in arms}:
+        parser.error(f"no such arm: {', '.join(sorted(unknown))}; --plan shows them")
+    arms = tuple(arm for arm in arms if options.arm is None or arm.name in options.arm)
     rows = read_table(options.rows, Row)
-    done = finished(rows, PROTOCOL)
-    runs = in_order(tuple(arm for arm in ARMS if arm.block in options.block), tuple(options.seeds))
+    done, runs = finished(rows, PROTOCOL), in_order(arms, tuple(options.seeds))
     if options.plan:
         for arm, seed in runs:
             has = "has a row" if (arm.block, arm.name, seed) in done else ""

@@ -19,6 +19,20 @@ def test_the_plan_names_it(load, shape):
     [
         ("dense", {}, "gpu", "true on GPUs: its operations are written and measured for CPUs; nearest valid: false"),
         ("moe", {}, "cpu", "true, and the model is qwen3_moe: the servers' layers are written for dense qwen3"),
+        (
+            "dense",
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "cpu",
+            "true, and the model's rotary positions are stretched (rope_scaling); nearest valid: false",
+        ),
     ],
 )
 def test_other_models_and_devices_are_refused(load, shape, kind, changes, device, text):

@@ -104,6 +104,16 @@ def test_the_plan_shows_what_has_a_row(study, tmp_path, capsys):
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["row", "1", "1"]
 
 
+def test_arms_by_name(tmp_path, capsys):
+    place = ["--plan", "--rows", str(tmp_path / "rows.csv")]
+    assert claims.main([*place, "--arm", "ppo", "grpo-routes_R2", "--seeds", "1", "2"]) == 0
+    found = [line.split()[1:4] for line in capsys.readouterr().out.splitlines()]
+    assert found == [[name, "seed", seed] for name in ("ppo", "grpo-routes_R2") for seed in ("1", "2")]
+    with pytest.raises(SystemExit):
+        claims.main([*place, "--block", "routing", "--arm", "ppo"])
+    assert "no such arm: ppo" in capsys.readouterr().err
+
+
 def test_the_table_says_what_can_be_told(study, tmp_path, capsys):
     import claims_figures
 
