@@ -186,13 +186,18 @@ def _with_packages(name: str) -> list[str]:
 
 def _spec(name: str) -> ModuleSpec | None:
     """The spec of a module, found without running it or its parent packages."""
-    path: list[str] | None = [os.getcwd(), *sys.path]
+    path = [os.getcwd(), *sys.path]
     spec = None
     for part in _with_packages(name):
         try:
             # Only the finder of an editable installation may know it. It is asked for top-level names alone, because it
             # would import the parents of others.
             spec = PathFinder.find_spec(part, path) or (importlib.util.find_spec(part) if "." not in part else None)
+        except KeyError:
+            # A folder without __init__.py in another: the finder wants the outer one imported to make its package.
+            spec = ModuleSpec(part, None, is_package=True)
+            inner = part.rpartition(".")[2]
+            spec.submodule_search_locations = [os.path.join(place, inner) for place in path]
         except (ImportError, ValueError):
             return None
         if spec is None:

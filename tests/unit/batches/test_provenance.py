@@ -24,7 +24,7 @@ def sources(tmp_path, monkeypatch):
     def write(files=(), **more):
         for name, text in {**dict(files), **more}.items():
             path = tmp_path / f"{name}.py"
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(textwrap.dedent(text))
 
     return write
@@ -65,6 +65,15 @@ def test_relative_imports_of_a_package_are_followed(sources):
     before = source_digest("pack.score:f")
     sources({"pack/tools": "x = 2"})
     assert source_digest("pack.score:f") != before
+
+
+def test_folders_without_an_init_are_packages_at_any_depth(sources):
+    sources({"of_team/rewards/sums/score": "from of_team.rewards.tools import x", "of_team/rewards/tools": "x = 1"})
+    before = source_digest("of_team.rewards.sums.score:f")
+    assert before != source_digest("of_team.rewards.sums.other:f")
+    sources({"of_team/rewards/tools": "x = 2"})
+    assert source_digest("of_team.rewards.sums.score:f") != before
+    assert "of_team" not in sys.modules
 
 
 def test_installed_packages_and_broken_sources_are_no_obstacle(sources):
