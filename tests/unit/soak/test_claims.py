@@ -138,6 +138,24 @@ def test_the_table_says_what_can_be_told(study, tmp_path, capsys):
     assert claims_figures.main(["--rows", str(tmp_path / "none.csv"), "--out", str(tmp_path)]) == 1
 
 
+def test_an_arm_is_compared_with_what_its_claim_is_about():
+    import claims_figures
+
+    def compared(block):
+        return claims_figures.compared([arm.name for arm in claims_arms.ARMS if arm.block == block])
+
+    assert compared("learning") == [("grpo", "gspo"), ("ppo", "gspo")]
+    assert compared("routing") == [
+        ("grpo-routes_none", "gspo-routes_none"),
+        *((f"{name}-routes_{replay}", f"{name}-routes_none") for replay in ("R2", "R3") for name in ("gspo", "grpo")),
+    ]
+    assert compared("turns") == [
+        ("gspo_token-episode", "gspo-episode"),
+        ("gspo_token-return_to_go", "gspo_token-episode"),
+    ]
+    assert claims_figures.compared(["gspo-routes_none", "grpo-routes_R2"]) == []
+
+
 class Calls:
     """A policy that makes these calls one after the other, and a calculator; keeps the rewards of turns."""
 
