@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 
 from claims import PROTOCOL, ROWS
 from claims_arms import BLOCKS
-from claims_rows import Row
+from claims_rows import Row, of_protocol
 from study_rows import compared_spread, read_table, smallest_detectable, start_effects
 from tolerance_figures import draw_arms, with_table
 
@@ -126,9 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of the rows")
     parser.add_argument("--out", type=Path, default=docs, help="folder of the figures and of claims.md")
     options = parser.parse_args(arguments)
-    rows = [row for row in read_table(options.rows, Row) if row.protocol == PROTOCOL]
+    rows = of_protocol(read_table(options.rows, Row), PROTOCOL)
     if not rows:
-        print(f"{options.rows}: no rows of protocol {PROTOCOL}")
+        print(f"{options.rows}: no rows of the present protocol")
         return 1
     parts = []
     for block in BLOCKS:
