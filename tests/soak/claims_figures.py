@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 
 from claims import PROTOCOL, ROWS
 from claims_arms import BLOCKS
-from claims_rows import Row
+from claims_rows import Row, of_protocol
 from study_rows import compared_spread, read_table, smallest_detectable, start_effects
 from tolerance_figures import draw_arms, with_table
 
@@ -74,11 +74,24 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *differences(rows)]) + "\n"
 
 
+# What a claim compares an arm with, where that is not the block's first: replay with the same algorithm without, and
+# advantages of turns with one advantage per episode.
+_COMPARED_WITH = {
+    **{f"{name}-routes_{replay}": f"{name}-routes_none" for name in ("gspo", "grpo") for replay in ("R2", "R3")},
+    "gspo_token-return_to_go": "gspo_token-episode",
+}
+
+
+def compared(arms: Sequence[str]) -> list[tuple[str, str]]:
+    """(arm, what it is compared with) of a block, in order; an arm whose other has no row has none either."""
+    pairs = [(arm, _COMPARED_WITH.get(arm, arms[0])) for arm in arms]
+    return [(arm, other) for arm, other in pairs if other in arms and other != arm]
+
+
 def differences(rows: Sequence[Row]) -> list[str]:
-    """Every arm against the block's first, by final accuracy and by area, within cold starts, and what can be seen of so
-    many runs. Of an arm with fewer than NEEDED runs nothing is said.
+    """Every arm against another of its block, by final accuracy and by area, within cold starts, and what can be seen of
+    so many runs. Of an arm with fewer than NEEDED runs nothing is said.
     """
-    first, *others = arms_of(rows)
     lines = []
     for column, what in (("accuracy", "final accuracy"), ("area", "area")):
 
@@ -92,7 +105,7 @@ def differences(rows: Sequence[Row]) -> list[str]:
         effects = start_effects(rows, value)
         groups = {name: [value(row) - effects[row.cold_start] for row in arm] for name, arm in arms_of(rows).items()}
         lines += ["", f"By {what} (spread between seeds {spread:.3f}, {freedom} degrees of freedom):", ""]
-        for name in others:
+        for name, first in compared(list(groups)):
             runs = [len(groups[first]), len(groups[name])]
             detectable = smallest_detectable(spread, freedom, runs)
             difference = fmean(groups[name]) - fmean(groups[first])
@@ -113,9 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, default=ROWS, help="CSV file of the rows")
     parser.add_argument("--out", type=Path, default=docs, help="folder of the figures and of claims.md")
     options = parser.parse_args(arguments)
-    rows = [row for row in read_table(options.rows, Row) if row.protocol == PROTOCOL]
+    rows = of_protocol(read_table(options.rows, Row), PROTOCOL)
     if not rows:
-        print(f"{options.rows}: no rows of protocol {PROTOCOL}")
+        print(f"{options.rows}: no rows of the present protocol")
         return 1
     parts = []
     for block in BLOCKS:

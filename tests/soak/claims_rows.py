@@ -59,9 +59,14 @@ class Row:
     megatron: str
 
 
-def finished(rows: Iterable[Row], protocol: int) -> set[tuple[str, str, int]]:
+def of_protocol(rows: Iterable[Row], protocol: Mapping[str, int]) -> list[Row]:
+    """The rows of each block's present protocol."""
+    return [row for row in rows if row.protocol == protocol[row.block]]
+
+
+def finished(rows: Iterable[Row], protocol: Mapping[str, int]) -> set[tuple[str, str, int]]:
     """(block, arm, seed) of the runs that need not be made again."""
-    return {(row.block, row.arm, row.seed) for row in rows if row.protocol == protocol}
+    return {(row.block, row.arm, row.seed) for row in of_protocol(rows, protocol)}
 
 
 def area_under(measured: Sequence[tuple[int, float]]) -> float:

@@ -20,7 +20,7 @@ from tolerance import ROWS
 from tolerance_rows import NO_GAP, Row, by_arm, read_rows, smallest_detectable, spread_of, without_starts
 
 # Rows of one protocol are compared among themselves; protocol 1 was given up after three rows.
-PROTOCOLS = {2: "all arms", 3: "from another cold start, the arms that protocol 2 lacks seeds of"}
+PROTOCOLS = {2: "all arms", 3: "from other cold starts, the arms that protocol 2 lacks seeds of"}
 BEGIN, END = "<!-- rows begin -->", "<!-- rows end -->"
 ANCHORS = {"gspo": "gspo-fp32-same-old_trainer", "grpo": "grpo-fp32-same-old_trainer"}
 WIDTH = 760

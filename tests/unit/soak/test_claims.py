@@ -94,7 +94,7 @@ def test_a_finished_run_has_a_row_that_is_read_back_and_not_made_again(study, tm
     back = study_rows.read_table(file, claims_rows.Row)
     assert [one.arm for one in back] == ["gspo", "grpo"] and math.isnan(back[0].explained)
     assert claims_rows.finished(back, claims.PROTOCOL) == {("learning", "gspo", 1), ("learning", "grpo", 2)}
-    assert claims_rows.finished(back, claims.PROTOCOL + 1) == set()
+    assert claims_rows.finished(back, {"learning": claims.PROTOCOL["learning"] + 1}) == set()
 
 
 def test_the_plan_shows_what_has_a_row(study, tmp_path, capsys):
@@ -136,6 +136,48 @@ def test_the_table_says_what_can_be_told(study, tmp_path, capsys):
     assert (tmp_path / "claims_learning.svg").read_text().count("<circle") == 9 + 4
     assert not (tmp_path / "claims_routing.svg").exists()
     assert claims_figures.main(["--rows", str(tmp_path / "none.csv"), "--out", str(tmp_path)]) == 1
+
+
+def test_a_cold_start_that_solves_next_to_nothing_is_refused(monkeypatch, study, tmp_path, capsys):
+    monkeypatch.setattr(claims.Study, "cold_start", lambda self: (tmp_path, "abc", (0.011, 0.003)))
+    place = ["--rows", str(tmp_path / "rows.csv"), "--folder", str(tmp_path), "--block", "turns"]
+    assert claims.main(place) == 2 and not (tmp_path / "rows.csv").exists()
+    assert "turns: the cold start solves 0.011, under 0.05" in capsys.readouterr().out
+
+
+def test_rows_of_an_earlier_protocol_of_a_block_stay_in_the_file_alone(study, tmp_path, capsys):
+    import claims_figures
+
+    row = dataclasses.replace(study.train(claims_arms.ARMS[0], 1), block="turns", arm="gspo-episode")
+    rows = [dataclasses.replace(row, protocol=1, accuracy=0.001), dataclasses.replace(row, protocol=2, seed=2)]
+    assert claims_rows.of_protocol(rows, claims.PROTOCOL) == rows[1:]
+    file, page = tmp_path / "rows.csv", tmp_path / "claims.md"
+    for one in rows:
+        study_rows.append_row(file, one)
+    page.write_text("<!-- rows begin -->\n<!-- rows end -->\n")
+    assert claims_figures.main(["--rows", str(file), "--out", str(tmp_path)]) == 0
+    assert "| `gspo-episode` | 1 | 0.600 (0.600) |" in page.read_text() and "0.001" not in page.read_text()
+    capsys.readouterr()
+    assert claims.main(["--plan", "--rows", str(file), "--arm", "gspo-episode", "--seeds", "1", "2"]) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["1", "row"]
+
+
+def test_an_arm_is_compared_with_what_its_claim_is_about():
+    import claims_figures
+
+    def compared(block):
+        return claims_figures.compared([arm.name for arm in claims_arms.ARMS if arm.block == block])
+
+    assert compared("learning") == [("grpo", "gspo"), ("ppo", "gspo")]
+    assert compared("routing") == [
+        ("grpo-routes_none", "gspo-routes_none"),
+        *((f"{name}-routes_{replay}", f"{name}-routes_none") for replay in ("R2", "R3") for name in ("gspo", "grpo")),
+    ]
+    assert compared("turns") == [
+        ("gspo_token-episode", "gspo-episode"),
+        ("gspo_token-return_to_go", "gspo_token-episode"),
+    ]
+    assert claims_figures.compared(["gspo-routes_none", "grpo-routes_R2"]) == []
 
 
 class Calls:
