@@ -103,8 +103,9 @@ class Answer:
     is well formed. `weight_version`: the one under which the request began, None if no other can come meanwhile.
     `completion` is None until the last report.
 
-    A report names the version that the server has when it reports. Tokens of the first report that names another one
-    may be of either, and only the end of a whole answer says which. Without that end, the answer ends before them.
+    A report names the version that the server has when it reports, which may be newer than that of its tokens: reports
+    wait in the server while an update overtakes them. From the first report that names another version on, only the end
+    of a whole answer says which version a token is of. Without that end, the answer ends before that report.
     """
 
     def __init__(
