@@ -1,6 +1,7 @@
 """The shape of the source tree: layers, one home for each danger, and what never stands in the product."""
 
 import subprocess
+import warnings
 from pathlib import Path
 
 import house
@@ -21,16 +22,15 @@ def test_homes_exist():
     assert_none(house.check_homes(ROOT))
 
 
-def test_file_names_are_unique():
-    assert_none(house.check_names(ROOT))
-
-
 def test_print_and_swallowed_errors():
     assert_none(house.check_calls(ROOT))
 
 
 def test_length_and_docstrings():
     assert_none(house.check_files(ROOT))
+    long = [f"{where}: {lines} lines" for where, lines in house.lengths(ROOT) if lines > house.MANY_LINES]
+    if long:
+        warnings.warn(f"more than {house.MANY_LINES} lines: {', '.join(long)}", stacklevel=1)
 
 
 def test_words():
@@ -175,16 +175,16 @@ def test_other_rules_report_and_allow(tmp_path):
                 " record(error)\n"
             ),
             "gspo_mega/commands/d.py": '"""x"""\nprint(1)\n',
-            "gspo_mega/data/long.py": '"""x"""\n' + "x = 1\n" * 350,
-            "gspo_mega/data/just.py": '"""x"""\n' + "x = 1\n" * 349,
+            "gspo_mega/data/long.py": '"""x"""\n' + "x = 1\n" * 1000,
+            "gspo_mega/data/just.py": '"""x"""\n' + "x = 1\n" * 999,
             "gspo_mega/data/bare.py": "x = 1\n",
             "gspo_mega/data/__init__.py": "",
-            "configs/a.yaml": "path: /work/x\n# the next issue\nkey: session\n",
-            "launch/a.sh": "# as in DESIGN\n# a new session of its own\n# TODO\n",
+            "configs/a.yaml": "path: /work/x\n# the next session\nkey: session\n",
+            "launch/a.sh": "# as in DESIGN\n# a new session of its own\n# TODO: see issue 7\n",
             "gspo_mega/model/a.py": '"""x"""\n',
             "gspo_mega/rollout/x.py": '"""x"""\n',
             "gspo_mega/report/live_page.py": '"""x"""\n',
-            "tests/unit/test_a.py": "x = 1\n" * 351,
+            "tests/unit/test_a.py": "x = 1\n" * 1001,
             "tests/numerics/test_a.py": "",
             "tests/numerics/conftest.py": "",
             "tests/unit/conftest.py": "",
@@ -198,12 +198,9 @@ def test_other_rules_report_and_allow(tmp_path):
         ("gspo_mega/data/b.py", 6),
     ]
     assert [item.path for item in house.check_files(root)] == [
+        "gspo_mega/data/long.py",
         "tests/unit/test_a.py",
         "gspo_mega/data/bare.py",
-        "gspo_mega/data/long.py",
-    ]
-    assert [(item.path, item.rule) for item in house.check_names(root)] == [
-        ("gspo_mega/model/a.py", "data/a.py has the same name")
     ]
     homes = {item.path: item.rule for item in house.check_homes(root)}
     assert "gspo_mega/report/live_page.py" not in homes and "gspo_mega/rollout" not in homes
@@ -212,7 +209,6 @@ def test_other_rules_report_and_allow(tmp_path):
         ("configs/a.yaml", 1),
         ("configs/a.yaml", 2),
         ("launch/a.sh", 1),
-        ("launch/a.sh", 3),
     ]
     assert [item.path for item in house.check_tests(root)] == ["tests/unit/__init__.py", "tests/unit/test_a.py"]
     assert [item.path for item in house.check_top_level({"gspo_mega", "notes.md"})] == ["notes.md"]
