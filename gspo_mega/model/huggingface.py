@@ -42,8 +42,8 @@ _FOREIGN = {
 
 # Architectures that users ask for and that Megatron-Core cannot carry here, with the reason.
 _NOT_CARRIED = {
-    "Qwen3NextForCausalLM": "three of its four layers are gated delta nets, and Megatron-Core's layer for them refuses"
-    " packed sequences and context parallelism",
+    "Qwen3NextForCausalLM": "three of its four layers are gated delta nets: Megatron-Core 0.16.1 refuses packed"
+    " sequences in them, and later releases need kernels written in Triton (docs/families.md)",
 }
 
 
