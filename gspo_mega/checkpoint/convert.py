@@ -23,6 +23,7 @@ import torch
 from gspo_mega.checkpoint.safetensors_stream import write_safetensors
 from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource
 from gspo_mega.checkpoint.torch_dist import write_chunks, write_index
+from gspo_mega.engine.parameter_names import by_parameter
 from gspo_mega.errors import CheckpointError
 from gspo_mega.model.block_fp8 import quantization_config
 from gspo_mega.model.families import TensorEntry, parameter_blocks, parameter_shape
@@ -31,7 +32,6 @@ from gspo_mega.weights.carried_layers import carried_config, carried_modules
 from gspo_mega.weights.gather import entry_dtype
 from gspo_mega.weights.hf_export import DTYPE_NAMES, MANIFEST_NAME, copy_description, sync, tensor_digest
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME
-from gspo_mega.weights.names import by_parameter
 from gspo_mega.weights.quantize_published import PublishedForm
 
 FILE_BYTES = 2 * 1024**3

@@ -82,7 +82,7 @@ class Adapter(nn.Module):
                     rows_of[block.local_start : block.local_start + block.length, place] = 1
             self.rows = rows_of.flatten(1)
         for parameter in self.parameters():
-            self._place(parameter, base, cut=self.is_expert)
+            self._place(parameter, base, cut=False)
         if self.sharding == "rows":
             self._place(self.b, base, cut=True)
         elif self.sharding == "columns":
@@ -94,7 +94,7 @@ class Adapter(nn.Module):
                 parameter.sequence_parallel = True
 
     def _place(self, parameter: Any, base: Any, cut: bool) -> None:
-        """Megatron's marks: is it another part on every tensor rank, and is it reduced with everything or as an
+        """Megatron's marks: is it another part on every rank of its group, and is it reduced with everything or as an
         expert's?
         """
         parameter.tensor_model_parallel = cut

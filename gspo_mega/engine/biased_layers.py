@@ -1,7 +1,7 @@
 """The layers of gpt-oss in Megatron's terms: biases everywhere, sinks, sliding windows, a clamped activation, YaRN.
 
-Owns the translation of these fields of a ModelSpec into Megatron's settings, and what Megatron 0.16 marks wrongly. The
-attention itself is `packed_attention.py`'s.
+Owns the translation of these fields of a ModelSpec into Megatron's settings. The attention itself is
+`packed_attention.py`'s.
 """
 
 from __future__ import annotations
@@ -56,15 +56,13 @@ def set_yarn(megatron_config: TransformerConfig, spec: ModelSpec) -> None:
     found["yarn_correction_range_round_to_int"] = yarn.rounds
 
 
-def mend_expert_biases(chunk: nn.Module) -> None:
-    """Set right what Megatron 0.16 and 0.19 do wrong with the biases behind the second product of plain experts.
+def reach_expert_biases(chunk: nn.Module) -> None:
+    """Give the biases after the second product of plain experts a gradient without expert parallelism.
 
-    Under sequence parallelism they are marked as parameters whose gradient is summed over the tensor group. An expert's
-    is complete as it is, because its rank has all tokens that chose it; the group's other ranks have other experts,
-    whose gradients would be added. And without expert parallelism the bias is added in place to a view, which autograd
-    refuses: the view is that of a reduction over the one rank that an expert is on, so it is left out.
+    Megatron 0.16 and 0.19 add such a bias in place to a view, which autograd refuses: the view is that of a reduction
+    over the one rank that an expert is on, so it is left out. (They also mark these biases as parameters whose gradient
+    is summed over the tensor group, whose other ranks have other experts; `parameter_marks.py` sets that right.)
     """
     for name, module in chunk.named_modules():
         if ".experts." in name and name.endswith(".linear_fc2") and getattr(module, "bias", None) is not None:
-            vars(module.bias)["sequence_parallel"] = False
             vars(module)["explicit_expert_comm"] = True

@@ -7,7 +7,7 @@ the maths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -140,6 +140,7 @@ class CriticEngine:
         optimizer = config.optimizer
         require_optimizer(optimizer)
         self.config, self.spec, self.groups = config, spec, groups
+        self.before_step: Callable[[], None] | None = None  # called as `apply_gradients` says
         self.megatron_config = transformer_config(config, spec)
         self.chunks = build_chunks(self.megatron_config, spec, groups, ValueModel)
         self.wrapped = wrap_data_parallel(self.megatron_config, self.chunks, optimizer)
@@ -206,7 +207,9 @@ class CriticEngine:
         """
         self._begin_step(micro_batches)
         sums = self.value_gradients(micro_batches, old, returns, coefficients, clip_range)
-        result = apply_gradients(self.optimizer, self.scheduler, self.config.optimizer.clip_grad)
+        result = apply_gradients(
+            self.optimizer, self.scheduler, self.config.optimizer.clip_grad, self.groups, self.before_step
+        )
         if not result.skipped:
             self._expert_bias.update()
         return result, sums
@@ -243,7 +246,9 @@ class CriticEngine:
         _, routing = self._forward_backward(micro_batches, _WeighedScores(slopes))
         self.scales.after_gradients()
         self._expert_bias.count(micro_batches, routing.taken)
-        result = apply_gradients(self.optimizer, self.scheduler, self.config.optimizer.clip_grad)
+        result = apply_gradients(
+            self.optimizer, self.scheduler, self.config.optimizer.clip_grad, self.groups, self.before_step
+        )
         if not result.skipped:
             self._expert_bias.update()
         return result

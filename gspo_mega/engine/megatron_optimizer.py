@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +22,7 @@ from gspo_mega.config.schema import Optimizer
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.data_parallel import start_parameter_gathers
 from gspo_mega.engine.megatron_precision import transformer_engine_error
-from gspo_mega.engine.megatron_versions import counted_gradients
+from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.errors import ModelError
 from gspo_mega.plan.optimizer_needs import check_optimizer
 
@@ -180,20 +181,29 @@ def build_scheduler(
 
 
 @torch.no_grad()
-def apply_gradients(optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler, clip_grad: float) -> StepResult:
+def apply_gradients(
+    optimizer: ChainedOptimizer,
+    scheduler: OptimizerParamScheduler,
+    clip_grad: float,
+    groups: ParallelGroups,
+    before_step: Callable[[], None] | None = None,
+) -> StepResult:
     """One optimizer step from the reduced gradients, or none if one of them is not finite.
 
-    All ranks decide alike. A skipped step leaves parameters, moments and schedule bitwise unchanged. Collective.
+    All ranks decide alike. A skipped step leaves parameters, moments and schedule bitwise unchanged. `before_step` is
+    called on every rank once gradients are clipped, before anything reads them. Collective.
     """
     lr = optimizer.param_groups[0]["lr"]
     optimizer.prepare_grads()  # copies them for the inner optimizer; without a loss scale it checks nothing
-    grad_norm, finite = gradient_norm(optimizer)
+    grad_norm, finite = gradient_norm(optimizer, groups)
     if finite:
         if clip_grad > 0.0:
             for part in optimizer.chained_optimizers:
                 parameters: list[torch.Tensor] = [*part.get_parameters()]
                 if parameters:
-                    clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm, _decoupled(part))
+                    clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm, is_decoupled(part))
+        if before_step is not None:
+            before_step()
         optimizer.step_with_ready_grads()
         _renew_inverse_scales(optimizer)
         scheduler.step(increment=1)
@@ -201,41 +211,57 @@ def apply_gradients(optimizer: ChainedOptimizer, scheduler: OptimizerParamSchedu
     return StepResult(grad_norm=grad_norm, lr=lr, skipped=not finite)
 
 
-def gradient_norm(optimizer: ChainedOptimizer) -> tuple[float, bool]:
+def gradient_norm(optimizer: ChainedOptimizer, groups: ParallelGroups) -> tuple[float, bool]:
     """(global L2 norm, is every gradient on every rank finite). The norm is infinite if one is not.
 
     Waits for the device once. Collective over all ranks.
 
-    As in Megatron, each parameter counts once in the norm; copies on other tensor ranks and tied embeddings are left
-    out. The finiteness check covers these copies too: Megatron's own norm would miss one that is non-finite alone.
+    Each parameter counts once in the norm (`is_counted`). The finiteness check covers the copies that do not count,
+    too: Megatron's own norm would miss one that is non-finite alone.
     """
     device = torch.cuda.current_device()
     squares: dict[int, torch.Tensor] = {}
-    groups: dict[int, dist.ProcessGroup] = {}
+    summed_over: dict[int, dist.ProcessGroup] = {}
     bad = torch.zeros((), dtype=torch.float64, device=device)
     for part in optimizer.chained_optimizers:
         group = part.get_grad_stats_parallel_group()
-        groups[id(group)] = group
+        summed_over[id(group)] = group
         total = squares.setdefault(id(group), torch.zeros((), dtype=torch.float64, device=device))
-        gradients = [
-            g
-            for p in part.get_parameters()
-            if (g := getattr(p, "decoupled_grad", None) if _decoupled(part) else p.grad) is not None
-        ]
-        if not gradients:
+        pairs = [(p, g) for p in part.get_parameters() if (g := read_gradient(part, p)) is not None]
+        if not pairs:
             continue
         # One kernel for all of them; torch has no public name for it.
-        norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
-        counted = {id(gradient) for gradient in counted_gradients(part)}
-        if chosen := [norm for norm, gradient in zip(norms, gradients, strict=True) if id(gradient) in counted]:
+        norms = torch._foreach_norm([g for _, g in pairs])  # pyright: ignore[reportPrivateImportUsage]
+        if chosen := [norm for norm, (p, _) in zip(norms, pairs, strict=True) if is_counted(part, p, groups)]:
             total += torch.stack(chosen).double().square().sum()
         bad += torch.stack(norms).isfinite().logical_not().sum()
     for key, total in squares.items():
-        dist.all_reduce(total, group=groups[key])
+        dist.all_reduce(total, group=summed_over[key])
     dist.all_reduce(bad)
     *parts, num_bad = torch.stack([*squares.values(), bad]).tolist()
     norm = math.sqrt(sum(parts)) if num_bad == 0 else math.inf
     return norm, math.isfinite(norm)
+
+
+def is_counted(part: MegatronOptimizer, parameter: torch.Tensor, groups: ParallelGroups) -> bool:
+    """Whether the gradient of `parameter`, one of the optimizer `part`, counts in the norm on this rank.
+
+    It does unless another rank has the same: the other copy of tied embeddings, or the first rank of the group that the
+    parameter is not cut over. For an expert this is the expert-tensor group; Megatron asks the tensor group, whose
+    ranks have different experts (https://github.com/NVIDIA/Megatron-LM/pull/5916).
+    """
+    if getattr(parameter, "shared", False):
+        return False
+    of_experts = any(group["is_expert_parallel"] for group in part.param_groups)
+    group = groups.expert_tensor if of_experts else groups.tensor
+    return bool(getattr(parameter, "tensor_model_parallel", False)) or group.rank == 0
+
+
+def read_gradient(part: MegatronOptimizer, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that the step of `part` reads for one of its parameters: float32 of the parameter's shape. None if
+    there is none.
+    """
+    return getattr(parameter, "decoupled_grad", None) if is_decoupled(part) else parameter.grad
 
 
 def _renew_inverse_scales(optimizer: ChainedOptimizer) -> None:
@@ -244,7 +270,7 @@ def _renew_inverse_scales(optimizer: ChainedOptimizer) -> None:
     It writes the inverse on the data rank alone that steps a part of the parameter. The others would gather the new
     numbers and read them with the inverse of an older scale. The scale itself is the same on all of them.
     """
-    if not any(_decoupled(part) for part in optimizer.chained_optimizers):
+    if not any(is_decoupled(part) for part in optimizer.chained_optimizers):
         return
     for chunk in optimizer.model_chunks:
         for parameter in chunk.parameters():
@@ -253,6 +279,6 @@ def _renew_inverse_scales(optimizer: ChainedOptimizer) -> None:
                 cast(Any, parameter)._scale_inv.copy_(quantizer.scale.reciprocal())
 
 
-def _decoupled(part: MegatronOptimizer) -> bool:
+def is_decoupled(part: MegatronOptimizer) -> bool:
     """Are the gradients in `decoupled_grad`, which has those of another dtype than the parameters'?"""
     return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8

@@ -11,19 +11,8 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
-
-
-def counted_gradients(part: MegatronOptimizer) -> list[torch.Tensor]:
-    """The gradients that Megatron counts in the norm: float32, each in its parameter's local shape (or a flat shard of
-    it).
-
-    The two versions have different names for the method.
-    """
-    names = ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
-    return next(getattr(part, name) for name in names if hasattr(part, name))()
 
 
 def router_losses() -> dict[str, torch.Tensor]:

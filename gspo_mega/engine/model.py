@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from gspo_mega.config.schema import Config, Moe, Parallel
 from gspo_mega.engine.adapters import Adapter
 from gspo_mega.engine.balancing import megatron_coefficient
-from gspo_mega.engine.biased_layers import biased_settings, mend_expert_biases, position_type, set_yarn
+from gspo_mega.engine.biased_layers import biased_settings, position_type, reach_expert_biases, set_yarn
 from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
 from gspo_mega.engine.latent import latent_settings, name_latent_parts, submodules_of
@@ -38,6 +38,7 @@ from gspo_mega.engine.megatron_precision import (
 )
 from gspo_mega.engine.norms import norm_class
 from gspo_mega.engine.packed_attention import PackedAttention, TorchNorm
+from gspo_mega.engine.parameter_marks import set_marks
 from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
 from gspo_mega.engine.rotary import scale_rotary
 from gspo_mega.model.families import padded_vocab_size
@@ -274,9 +275,10 @@ def build_chunks(
         if isinstance(spec.rope_scaling, RopeScaling):
             assert isinstance(chunk.rotary_pos_emb, RotaryEmbedding)
             scale_rotary(chunk.rotary_pos_emb, spec.rope_scaling)
-        mend_expert_biases(chunk)
+        reach_expert_biases(chunk)
         chunk.model_type = ModelType.encoder_or_decoder
         if not is_cpu_backend():
             chunk.cuda(torch.cuda.current_device())
         chunks.append(chunk)
+    set_marks(spec, groups, chunks)
     return chunks

@@ -6,7 +6,7 @@ losses; higher layers load and save weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -64,6 +64,7 @@ class PolicyEngine:
 
     def __init__(self, config: Config, spec: ModelSpec, groups: ParallelGroups, num_optimizer_steps: int) -> None:
         self.config, self.spec, self.groups = config, spec, groups
+        self.before_step: Callable[[], None] | None = None  # called as `apply_gradients` says
         require_optimizer(config.optimizer)
         self.megatron_config = transformer_config(config, spec)
         self.chunks = build_chunks(self.megatron_config, spec, groups)
@@ -290,7 +291,9 @@ class PolicyEngine:
 
     def _apply(self, report: PassReport | None = None) -> StepResult:
         """The optimizer step and, unless it was skipped, the update of the expert bias, which adds to the report."""
-        result = apply_gradients(self.optimizer, self.scheduler, self.config.optimizer.clip_grad)
+        result = apply_gradients(
+            self.optimizer, self.scheduler, self.config.optimizer.clip_grad, self.groups, self.before_step
+        )
         if not result.skipped:
             loads = self.expert_bias.update()
             if report is not None:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from gspo_mega.config.schema import Lora
+from gspo_mega.engine.parameter_names import tensor_group
 from gspo_mega.model.families import TensorEntry, parameter_blocks
 from gspo_mega.model.low_rank import adapter_tensors
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.weights.gather import PolicyTensors
-from gspo_mega.weights.names import tensor_group
 
 if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from gspo_mega.engine.parameter_names import by_parameter, canonical_parameters
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry
 from gspo_mega.model.spec import ModelSpec
@@ -28,7 +29,6 @@ from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import export_policy
 from gspo_mega.weights.hf_folder import HuggingFaceFolder
 from gspo_mega.weights.hf_import import fill_from
-from gspo_mega.weights.names import by_parameter, canonical_parameters
 from gspo_mega.weights.quantize_published import plain_form
 
 if TYPE_CHECKING:

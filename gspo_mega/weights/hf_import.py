@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gspo_mega import beats
+from gspo_mega.engine.parameter_names import by_parameter, canonical_parameters, tensor_group
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks
 from gspo_mega.model.spec import ModelSpec
@@ -19,7 +20,6 @@ from gspo_mega.model.stacked import as_stored
 from gspo_mega.weights.block_folder import open_folder
 from gspo_mega.weights.collectives import raise_together
 from gspo_mega.weights.hf_folder import HuggingFaceFolder, check_names_and_shapes
-from gspo_mega.weights.names import by_parameter, canonical_parameters, tensor_group
 from gspo_mega.weights.quantized import filled
 
 if TYPE_CHECKING:

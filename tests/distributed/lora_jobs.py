@@ -177,5 +177,5 @@ def dropout(folder: str, lora: dict) -> dict:
         for _ in range(2):
             engine.policy_gradients(batch, ObjectiveSettings(), 11.0, None)
             engine.optimizer.prepare_grads()
-            norms.append(gradient_norm(engine.optimizer)[0])
+            norms.append(gradient_norm(engine.optimizer, engine.groups)[0])
         return dict(old=old, old_drew=drew, norms=norms)

@@ -170,7 +170,7 @@ def host_reads(folder: str, parallel: dict, **optimizer) -> int:
         run.engine.policy_gradients(run.batch, ObjectiveSettings(), run.denominator, None)
         run.engine.optimizer.prepare_grads()
         with counted_reads(reads):
-            norm, finite = gradient_norm(run.engine.optimizer)
+            norm, finite = gradient_norm(run.engine.optimizer, groups)
         assert finite and norm > 0
         return len(reads)
 

@@ -43,7 +43,7 @@ def _count(config: Config, *, is_critic: bool = False) -> dict:
             chunk.zero_grad_buffer()
         engine.optimizer.zero_grad()
         # Adam makes its moments in the first step.
-        apply_gradients(engine.optimizer, engine.scheduler, config.optimizer.clip_grad)
+        apply_gradients(engine.optimizer, engine.scheduler, config.optimizer.clip_grad, groups)
         parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
         buffers = [b for chunk in engine.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         moments: list[torch.Tensor] = []

@@ -30,7 +30,7 @@ _FUSED_NORMS = {
 }
 # Megatron's buffers that are weights of the model.
 _BUFFER = ".router.expert_bias"
-# Adapters are no weights of the model; `adapter_tensors.py` has theirs.
+# Adapters are no weights of the model; `weights/adapter_tensors.py` has theirs.
 ADAPTERS = "adapters."
 # Nor is a critic's head, which starts at zero.
 VALUE_HEAD = "value_head."

@@ -1,0 +1,71 @@
+"""The norm that clips gradients is that of the whole gradient, in every family and layout; so is every mark it needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from family_models import VARIANTS, make_family_folder
+
+from gspo_mega.model.tables import FAMILIES
+
+# One layout of each way to cut a parameter, so that none is counted twice or not at all.
+DENSE = {"TP2": dict(tensor=2), "TP2 without SP": dict(tensor=2, sequence=False), "PP2": dict(pipeline=2)}
+EXPERTS = {"EP2": dict(expert=2), "TP2xEP2": dict(tensor=2, expert=2)}
+ALLGATHER = dict(tensor=2, expert_tensor=2, expert_dispatcher="allgather")
+FAMILY_MODELS = (
+    "llama3",
+    "qwen2-tied",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+)
+
+
+def layouts_of(variant: str) -> dict[str, dict]:
+    if FAMILIES[VARIANTS[variant][0]].experts is None:
+        return DENSE
+    return EXPERTS if variant == "gpt_oss" else EXPERTS | {"TP2xETP2": ALLGATHER}  # experts with biases have no ETP
+
+
+def test_every_family_is_tried():
+    assert {VARIANTS[variant][0] for variant in FAMILY_MODELS} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("variant", FAMILY_MODELS)
+def test_the_norm_that_clips_is_one_ranks(rank_pools, tmp_path, variant):
+    folder = str(make_family_folder(tmp_path / variant, variant))
+    one = rank_pools(1).run("norm_jobs:norms", folder=folder, layouts={"one": {}})[0]["one"]
+    assert one["clipped"] == pytest.approx(one["whole"], rel=1e-5) and min(one["whole"]) > 0.1
+    found = rank_pools(2).run("norm_jobs:norms", folder=folder, layouts=layouts_of(variant))[0]
+    for name, norms in found.items():
+        # Experts of a token may differ by rounding after a step, so later norms are compared with their own gradients.
+        assert norms["clipped"][0] == pytest.approx(one["clipped"][0], rel=1e-5), name
+        np.testing.assert_allclose(norms["clipped"], norms["whole"], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])
+def test_shards_of_the_distributed_optimizer_count_as_often(rank_pools, tmp_path, variant):
+    folder = str(make_family_folder(tmp_path / variant, variant))
+    found = rank_pools(2).run(
+        "norm_jobs:norms", folder=folder, layouts=EXPERTS, optimizer=dict(distributed=True), precision="bf16"
+    )[0]
+    for name, norms in found.items():
+        np.testing.assert_allclose(norms["clipped"], norms["whole"], rtol=1e-5, err_msg=name)
+
+
+def test_adapters_count_as_often_as_they_are(rank_pools, tmp_path):
+    folder = str(make_family_folder(tmp_path / "qwen3_moe", "qwen3_moe"))
+    found = rank_pools(2).run("norm_jobs:norms", folder=folder, layouts=EXPERTS, lora=dict(rank=4, alpha=8))[0]
+    for name, norms in found.items():
+        np.testing.assert_allclose(norms["clipped"], norms["whole"], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("variant", FAMILY_MODELS)
+def test_marks_are_what_megatrons_checkpoint_says(rank_pools, tmp_path, variant):
+    folder = str(make_family_folder(tmp_path / variant, variant))
+    for of_rank in rank_pools(2).run("norm_jobs:marks", folder=folder, layouts=layouts_of(variant)):
+        assert of_rank == dict.fromkeys(layouts_of(variant), [])
