@@ -161,14 +161,20 @@ NORMS_AND_BIASES = ParamKey(
 def build_scheduler(
     settings: Optimizer, optimizer: MegatronOptimizer, num_optimizer_steps: int
 ) -> OptimizerParamScheduler:
-    """Learning rate by optimizer step: linear warm-up, then constant, linear or cosine to `min_lr`."""
+    """Learning rate by optimizer step: linear warm-up, then constant, linear or cosine to `min_lr`.
+
+    Step k of n warm-up steps has the rate lr k / n. Megatron's own warm-up begins at a rate of 0, with which the first
+    mini-batch would be sampled for nothing; here its line begins at lr / n and is one step shorter. A checkpoint stores
+    the number of optimizer steps taken, so a resumed run has the rates of an uninterrupted one.
+    """
+    warmup_steps = max(settings.warmup_steps, 1)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=settings.lr / warmup_steps,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(num_optimizer_steps, settings.warmup_steps + 1),
+        lr_warmup_steps=warmup_steps - 1,
+        lr_decay_steps=max(num_optimizer_steps, warmup_steps),
         lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,

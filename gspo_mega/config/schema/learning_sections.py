@@ -196,7 +196,11 @@ class Optimizer(Section):
     lr: float = Field(gt=0, description="Peak learning rate of AdamW.")
     min_lr: float = Field(default=0.0, ge=0, description="Learning rate at the end of a decaying schedule.")
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="After the warm-up.")
-    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up.")
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Optimizer steps of linear warm-up: step k of n has the rate lr k / n, so the first has lr / n.",
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)

@@ -32,20 +32,37 @@ def learning_rates(num_optimizer_steps, num_steps, **settings):
     ("settings", "rates"),
     [
         (dict(schedule="constant"), [8, 8, 8, 8, 8, 8, 8]),
-        # Warm-up is a line from 0 that reaches the peak after `warmup_steps`; the first step's rate is 0.
-        (dict(schedule="constant", warmup_steps=4), [0, 2, 4, 6, 8, 8, 8]),
+        # Step k of n warm-up steps has k/n of the peak: no step trains at a rate of 0, and step n is the first at the peak.
+        (dict(schedule="constant", warmup_steps=4), [2, 4, 6, 8, 8, 8, 8]),
+        (dict(schedule="constant", warmup_steps=1), [8, 8, 8, 8, 8, 8, 8]),
+        (dict(schedule="constant", warmup_steps=2), [4, 8, 8, 8, 8, 8, 8]),
         # From the peak at step 0 to min_lr at step 4, and there it stays.
         (dict(schedule="linear"), [8, 6.5, 5, 3.5, 2, 2, 2]),
-        (dict(schedule="linear", warmup_steps=2), [0, 4, 8, 5, 2, 2, 2]),
+        (dict(schedule="linear", warmup_steps=1), [8, 6.5, 5, 3.5, 2, 2, 2]),
+        # The peak is step 2's; three more steps lead to min_lr.
+        (dict(schedule="linear", warmup_steps=2), [4, 8, 6, 4, 2, 2, 2]),
         # min + (max - min) (1 + cos(pi k / 4)) / 2 with cos 45 degrees = 0.70710678
         (dict(schedule="cosine"), [8, 7.12132034, 5, 2.87867966, 2, 2, 2]),
-        (dict(schedule="cosine", warmup_steps=2), [0, 4, 8, 5, 2, 2, 2]),
+        # min + (max - min) (1 + cos(pi k / 3)) / 2 with cos 60 degrees = 0.5
+        (dict(schedule="cosine", warmup_steps=2), [4, 8, 6.5, 3.5, 2, 2, 2]),
         # A warm-up that outlasts the run is followed to its end.
-        (dict(schedule="linear", warmup_steps=8), [0, 1, 2, 3, 4, 5, 6]),
+        (dict(schedule="linear", warmup_steps=8), [1, 2, 3, 4, 5, 6, 7]),
+        (dict(schedule="linear", warmup_steps=6), [8 / 6, 16 / 6, 4, 32 / 6, 40 / 6, 8, 2]),
     ],
 )
 def test_learning_rates_by_hand(settings, rates):
     assert learning_rates(4, 7, lr=8.0, min_lr=2.0, **settings) == pytest.approx(rates, rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize("done", range(8))
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_resumed_schedule_goes_on_as_the_uninterrupted_one(schedule, done):
+    """A checkpoint stores how many optimizer steps were taken, and nothing else of the schedule."""
+    settings = Optimizer(lr=8.0, min_lr=2.0, schedule=schedule, warmup_steps=3)
+    whole = learning_rates(6, 9, lr=8.0, min_lr=2.0, schedule=schedule, warmup_steps=3)
+    group = {"wd_mult": 1.0}
+    build_scheduler(settings, SimpleNamespace(param_groups=[group]), 6).step(increment=done)
+    assert group["lr"] == whole[done] > 0
 
 
 @pytest.mark.parametrize(
