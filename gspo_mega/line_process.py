@@ -42,6 +42,11 @@ class LineProcess:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
+    @property
+    def exit_code(self) -> int | None:
+        """As of `Popen.returncode`; None while it runs."""
+        return self._process.poll()
+
     def end(self) -> None:
         self._process.kill()
         self._process.communicate()
@@ -50,5 +55,8 @@ class LineProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if line.endswith(b"\n"):
-            return json.loads(line)
+            try:
+                return json.loads(line)
+            except (ValueError, RecursionError):
+                return {"error": f"its process said what is no JSON: {line[:100]!r}"}
         return {"error": f"its process ended (exit code {self._process.wait()})"}

@@ -16,6 +16,9 @@ from gspo_mega.errors import Violation
 
 # Of the reward `code`: all tests of one program.
 DEFAULT_TOTAL_SECONDS = 8.0
+# A scoring that the machine holds up may take so many times its deadline, and is tried so often.
+MOST_DEADLINES = 3
+MOST_ATTEMPTS = 3
 
 _SIGNS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

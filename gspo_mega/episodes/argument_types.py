@@ -164,7 +164,10 @@ def _truth(value: Any) -> bool:
 
 def shown(value: Any) -> str:
     """A value in a refusal, as JSON of bounded length."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deep"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 

@@ -18,6 +18,7 @@ EPISODE_COUNTS = (
     "num_processes_ended",
     "num_episode_failures",
     "num_episodes_redrawn",
+    "num_response_faults",
 )
 
 

@@ -219,7 +219,10 @@ def _recorded(arguments: Any) -> dict[str, Any]:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             return {"text": arguments[:MAX_RESULT_CHARACTERS]}
-    text = json.dumps(arguments, default=repr)
+    try:
+        text = json.dumps(arguments, default=repr)
+    except RecursionError:  # it was nested as deep as can be read, and writing goes less deep
+        return {"text": "(nested too deep)"}
     if not isinstance(arguments, dict) or len(text) > MAX_RESULT_CHARACTERS:
         return {"text": text[:MAX_RESULT_CHARACTERS]}
     return json.loads(text)

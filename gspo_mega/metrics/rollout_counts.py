@@ -73,6 +73,16 @@ ROLLOUT_COUNTS = {
         "trajectories",
         "trajectories whose scoring failed (exception, NaN, deadline, crash) and that are not trained on",
     ),
+    "num_response_faults": (
+        "scorings",
+        "scorings that one of our own reward functions could not do because of the response, which has 0 for that: all"
+        " causes",
+    ),
+    "num_response_faults_<cause>": (
+        "scorings",
+        "the same by cause: computed longer than its deadline (time), needed more memory than its bound (memory),"
+        " crashed the process (crash), or was written so that it could not be read (exception)",
+    ),
     "num_servers_given_up": (
         "servers",
         "servers that failed more often than server.max_restarts allows and are not started again",

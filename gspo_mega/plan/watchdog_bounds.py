@@ -12,6 +12,7 @@ from typing import Any
 
 from gspo_mega.config.episode_lengths import is_one_turn
 from gspo_mega.config.remote_rules import longest_seconds
+from gspo_mega.config.reward_rules import MOST_ATTEMPTS, MOST_DEADLINES
 from gspo_mega.config.schema import Config
 from gspo_mega.plan.estimate import Estimate
 
@@ -68,7 +69,8 @@ def patience(config: Config, figures: Estimate | None = None) -> Patience | None
     time = figures.time if figures is not None else None
     # New tokens are progress. A sample that gets none is tried again elsewhere, and in the end the run stops by itself.
     stalled = rollout.max_attempts * rollout.progress_deadline_seconds
-    sampling = stalled + rollout.no_server_deadline_seconds + config.reward.deadline_seconds
+    sampling = stalled + rollout.no_server_deadline_seconds
+    sampling += MOST_ATTEMPTS * MOST_DEADLINES * config.reward.deadline_seconds
     sampling += longest_seconds(config.reward)
     if not is_one_turn(config):
         sampling += config.episodes.turn_deadline_seconds  # an agent's own time, in which nothing is sampled

@@ -140,15 +140,31 @@ def _same_word(given: str, expected: str, tolerance: float) -> bool:
 
 
 def same_value(given: Any, expected: Any, tolerance: float) -> bool:
-    """Whether two values of JSON are the same; numbers of which one is no whole number may differ by `tolerance`."""
+    """Whether two values of JSON are the same, however deep they are nested. Numbers of which one is no whole number
+    may differ by `tolerance`.
+    """
+    pairs = [(given, expected)]
+    while pairs:
+        one, two = pairs.pop()
+        if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+            pairs += zip(one, two)
+        elif isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
+            pairs += ((one[key], two[key]) for key in one)
+        elif not _is_same_scalar(one, two, tolerance):
+            return False
+    return True
+
+
+def _is_same_scalar(given: Any, expected: Any, tolerance: float) -> bool:
+    if isinstance(given, list | dict) or isinstance(expected, list | dict):
+        return False
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):
         if isinstance(given, int) and isinstance(expected, int):
             return given == expected
-        return math.isclose(given, expected, rel_tol=tolerance, abs_tol=tolerance)
-    if isinstance(given, list) and isinstance(expected, list):
-        return len(given) == len(expected) and all(same_value(a, b, tolerance) for a, b in zip(given, expected))
-    if isinstance(given, dict) and isinstance(expected, dict):
-        return given.keys() == expected.keys() and all(same_value(given[k], expected[k], tolerance) for k in given)
+        try:
+            return math.isclose(given, expected, rel_tol=tolerance, abs_tol=tolerance)
+        except OverflowError:  # a whole number beyond every float
+            return False
     return given == expected

@@ -86,6 +86,17 @@ def problem_of_answer(answer: Any, names: Iterable[str]) -> str | None:
     return None
 
 
+def zero_for(cause: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The reply of a built-in to a response that made it fail, as `scoring_worker` sends it. `cause`: of
+    `blame.CAUSES`.
+    """
+    declares = name in VERIFIERS or (
+        (name == "json_schema" and bool(options.get("compare")))
+        or (name == "regex" and f"(?P<{patterns.ANSWER_GROUP}>" in str(options.get("pattern")))
+    )
+    return {"value": 0.0, "parts": {}, "correct": False if declares else None, "cause": cause}
+
+
 def load_function(name: str, options: dict[str, Any]) -> RewardFunction:
     """The function that a configuration's `function` names: a built-in, or `package.module:function`.
 

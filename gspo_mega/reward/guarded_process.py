@@ -169,7 +169,7 @@ class GuardedProcess:
             return None
         try:
             reply = json.loads(line)
-        except ValueError:  # nothing, or torn: the end of the pipe
+        except (ValueError, RecursionError):  # nothing, or torn: the end of the pipe; or nested too deep
             return None
         return reply if isinstance(reply, dict) else None
 
@@ -181,6 +181,11 @@ class GuardedProcess:
     def may_speak(self) -> bool:
         """Whether its pipe is open: where `receive` returned None, it said something that is no reply."""
         return not self._replies.at_eof()
+
+    @property
+    def exit_code(self) -> int | None:
+        """As of `Popen.returncode`; None while it runs. Ask after `exit_text`."""
+        return self._process.returncode
 
     async def exit_text(self) -> str:
         """How the process ended, in words. Call it after its pipe has ended."""

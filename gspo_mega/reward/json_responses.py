@@ -58,9 +58,10 @@ def json_schema(
     try:
         value = json.loads(text, parse_constant=_refuse)
         fits = _validator(json.dumps(schema)).is_valid(value)
+        given = _canonical(value) if fits and compare else ""
     except (ValueError, RecursionError):
         return _result(False, compare)
-    return _result(fits and (not compare or _canonical(value) == _canonical(_expected(answer))), compare)
+    return _result(fits and (not compare or given == _canonical(_expected(answer))), compare)
 
 
 def _result(is_right: bool, compare: bool) -> float | dict[str, float | bool]:
@@ -72,7 +73,7 @@ def _expected(answer: Any) -> Any:
         return answer
     try:
         return json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         return answer
 
 

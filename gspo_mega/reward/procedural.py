@@ -13,6 +13,7 @@ from typing import Any
 
 from gspo_mega.errors import RewardError
 from gspo_mega.line_process import LineProcess
+from gspo_mega.reward.blame import is_own_end
 
 _WORKER = Path(__file__).with_name("reasoning_gym_worker.py")
 _ANSWERS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -36,12 +37,19 @@ class Scorer:
             )
 
     def score(self, place: dict[str, Any], answer: str) -> float:
-        """Raises RuntimeError: the package's scorer failed, or the worker ended, which is started again then."""
+        """Raises ValueError: the package's scorer failed, or made its process crash; RuntimeError: the process ended
+        otherwise. Where it has ended it is started again the next time.
+        """
         reply = self.process.ask({"score": place, "answer": answer})
-        if self.process.has_ended:
+        code = self.process.exit_code
+        if code is not None:
             _SCORERS.pop(self._python, None)
         if "score" not in reply:
-            raise RuntimeError(reply["error"])
+            raise (
+                RuntimeError(reply["error"])
+                if code is not None and not is_own_end(code)
+                else ValueError(reply["error"])
+            )
         return reply["score"]
 
 
@@ -61,7 +69,8 @@ def reasoning_gym(
     space around it. `metadata` names the item, as rows of `data.reasoning_gym` do. `python`: the one that has the
     package; this one when absent.
 
-    Raises ValueError: the row is none of `data.reasoning_gym`; RuntimeError: the package's scorer failed.
+    Raises ValueError: the row is none of `data.reasoning_gym`, or the package's scorer failed; RuntimeError: its
+    process ended for another reason.
     """
     place = metadata.get("reasoning_gym")
     if not isinstance(place, dict):

@@ -6,26 +6,35 @@ never reaches that process: outputs and results are compared here.
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from gspo_mega.config.reward_rules import DEFAULT_TOTAL_SECONDS
 from gspo_mega.errors import RewardError
 from gspo_mega.line_process import LineProcess
+from gspo_mega.reward.blame import HeldUp
 from gspo_mega.reward.code_tests import listed_tests
 
 WALLS = ("auto", "namespaces", "landlock")
-# A test may wait as long again as it may compute, and a moment more: machines are busy.
+# A test may sleep as long again as it may compute, and a moment more.
 _WAIT = 1.0
+# A test may take so many times its own time where the machine is busy; then the scoring is tried again.
+_BUSY = 4
+# How a test ended that took what it may not have, by the name of its share among the parts of the reward.
+_ENDS = {"timed_out": "time", "out_of_memory": "memory", "over_output": "output", "killed": "killed"}
 _SERVER = Path(__file__).parent / "sandbox" / "sandbox_server.py"
 _LANGUAGE = re.compile(r"(?i)\A(?:python3?|py)?[ \t]*\r?\n")
 _FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
 _SERVERS: dict[str, LineProcess] = {}
+_HELD_UP = {
+    "held_up": "a program did not get the processor time that it may use: the machine is busy",
+    "lost": "a program was killed by somebody else, or could not begin: the machine's memory may be exhausted",
+}
 
 
 def check_code(
@@ -75,29 +84,36 @@ def code(
     unsafe: bool = False,
 ) -> dict[str, float | bool]:
     """The share of the row's tests that the response's last block of code passes; with `partial: false` 1 where it
-    passes all. Its parts: `passed`, the share, and `timed_out`, the share of tests that took too long.
+    passes all. Its parts: `passed`, the share, and the shares of tests that the program made end otherwise:
+    `timed_out`, `out_of_memory`, `over_output`, and `killed`, by a signal of its own or a system call that is refused.
 
     A test may compute for `seconds`; all of them together take `total_seconds`, and what is left then has timed out.
+    Time that a program waited for the machine does not count.
 
-    Raises ValueError: the answer is no list of tests; RuntimeError: the sandbox failed.
+    Raises ValueError: the answer is no list of tests; HeldUp: the machine did not let a program run to its end;
+    RuntimeError: the sandbox failed.
     """
     tests = listed_tests(answer)
     program = program_of(response)
     if program is None:
-        return {"reward": 0.0, "correct": False, "passed": 0.0, "timed_out": 0.0}
+        return {"reward": 0.0, "correct": False, "passed": 0.0, **dict.fromkeys(_ENDS, 0.0)}
     settings = _settings(memory_bytes, folder_bytes, output_bytes, isolation, unsafe)
-    deadline = time.monotonic() + total_seconds
-    passed = late = 0
+    passed, spent = 0, 0.0
+    ends: collections.Counter[str] = collections.Counter()
     for index, test in enumerate(tests):
-        left = deadline - time.monotonic()
+        left = total_seconds - spent
         if left <= 0:
-            late += len(tests) - index
+            ends["time"] += len(tests) - index
             break
-        limits = {"seconds": seconds, "wall_seconds": min(2 * seconds + _WAIT, left)}
-        outcome = _ask({"program": program} | test.asked | limits, settings, python or sys.executable)
+        own = min(2 * seconds + _WAIT, left)
+        limits = {"seconds": seconds, "wall_seconds": own, "most_seconds": _BUSY * own}
+        outcome, took = _run({"program": program} | test.asked | limits, settings, python or sys.executable)
+        if outcome["ended"] in ("held_up", "lost"):
+            raise HeldUp(_HELD_UP[outcome["ended"]])
+        spent += took
         won = test.passes(outcome, tolerance)
         passed += won
-        late += outcome["ended"] == "time"
+        ends[outcome["ended"]] += 1
         if not won and not partial:
             break
     right = passed == len(tests)
@@ -106,7 +122,7 @@ def code(
         "reward": share if partial else float(right),
         "correct": right,
         "passed": share,
-        "timed_out": late / len(tests),
+        **{name: ends[ended] / len(tests) for name, ended in _ENDS.items()},
     }
 
 
@@ -157,9 +173,23 @@ def _server(settings: str, python: str) -> LineProcess:
 
 
 def _ask(message: dict[str, Any], settings: str, python: str) -> dict[str, Any]:
+    """How one test ended: `ended`, `said` and, where it gave one that is JSON, `result`. Raises RuntimeError."""
+    return _run(message, settings, python)[0]
+
+
+def _run(message: dict[str, Any], settings: str, python: str) -> tuple[dict[str, Any], float]:
+    """As `_ask`, with the seconds that the program took of its own."""
     server = _server(settings, python)
     outcome = server.ask(message)
     if "ended" not in outcome:
         _SERVERS.pop(f"{python} {settings}", None)
+        server.end()
         raise RuntimeError(f"the sandbox failed: {outcome['error']}")
-    return outcome
+    took = outcome.pop("took")
+    if "result" in outcome:
+        try:
+            outcome["result"] = json.loads(outcome["result"])
+        except (ValueError, RecursionError):  # no JSON, of too many digits, or nested too deep: no result
+            del outcome["result"]
+            outcome["ended"] = "raised"
+    return outcome, took

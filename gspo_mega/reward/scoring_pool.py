@@ -1,8 +1,9 @@
 """The scoring pool: rewards for trajectories, from isolated processes, with a deadline.
 
-Owns which process scores what, and what follows a failed scoring: the episode has no reward, and the failure is
-recorded and counted. A function that can no longer be loaded stops the run; the collector decides how many failures
-stop it.
+Owns which process scores what, and what follows a scoring that does not end as it should. Where the response is the
+cause (`blame.py`) it has 0, and the cause is counted. Where the machine is, the scoring is tried again. What is left is
+a failed scoring: the episode has no reward, and the failure is recorded and counted. A function that can no longer be
+loaded stops the run; the collector decides how many failures stop it.
 
     score(episode) -> one job per function -> a process takes jobs -> replies, in order -> the episode's reward
 """
@@ -18,12 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_mega.config.remote_rules import services_of
+from gspo_mega.config.reward_rules import MOST_ATTEMPTS, MOST_DEADLINES
 from gspo_mega.config.schema import OwnReward, Reward
 from gspo_mega.episode_records import ENDED_BY_LIMIT, OWN_REWARD, Episode
 from gspo_mega.errors import RewardError
+from gspo_mega.reward.blame import CAUSES, is_own_end
+from gspo_mega.reward.functions import BUILTINS, zero_for
 from gspo_mega.reward.guarded_process import GuardedProcess, Kind
 from gspo_mega.reward.http_rewards import Service, check_service
 from gspo_mega.reward.remote import OwnServers
+from gspo_mega.reward.tree_time import TreeTime
 from gspo_mega.reward.weighted_sum import Entry, Reply, sum_of, table_of, tally
 
 # Only the end of a longer response is judged: final answers are there, and a hostile response stays affordable.
@@ -39,13 +44,27 @@ FAILURE_KINDS = (
 _AHEAD_SECONDS = 0.02
 _MOST_AHEAD = 32
 _START_ATTEMPTS = 3
+# A scoring is looked at after this share of its deadline, and then as often as this, or every so many seconds.
+_FIRST_LOOK, _LOOK = 1 / 8, 1 / 32
+_LEAST_LOOK_SECONDS = 0.1
 _KIND = Kind("gspo_mega.reward.scoring_worker", "scoring process", "reward", RewardError)
 
 
 @dataclass
 class _Job:
+    """`num_lost`: attempts that were lost so far."""
+
     request: dict[str, Any]
     reply: asyncio.Future[dict[str, Any]]
+    num_lost: int = 0
+
+
+class _Overdue(Exception):
+    """A scoring is over its deadline. `held_up`: it was not given that time; `computing`: it computed all the time."""
+
+    def __init__(self, held_up: bool, computing: bool) -> None:
+        super().__init__()
+        self.held_up, self.computing = held_up, computing
 
 
 @dataclass
@@ -73,6 +92,8 @@ class ScoringPool:
     Attributes:
         num_scored: trajectories scored so far.
         failure_counts: failed scorings of single functions so far, by kind (`FAILURE_KINDS`).
+        fault_counts: scorings of single functions that are 0 because the response made them fail, by cause
+            (`blame.CAUSES`).
     """
 
     def __init__(
@@ -87,6 +108,7 @@ class ScoringPool:
         self._own_servers = own_servers
         self.num_scored = 0
         self.failure_counts: dict[str, int] = dict.fromkeys(FAILURE_KINDS, 0)
+        self.fault_counts: dict[str, int] = dict.fromkeys(CAUSES, 0)
         self._settings = settings
         self._setup, self._remote, self._entries, self._entries_of_source = table_of(settings, source_rewards or {})
         self._services: dict[str, Service] = {}
@@ -134,7 +156,8 @@ class ScoringPool:
         await self.close()
 
     async def score(self, episode: Episode) -> None:
-        """Fill `reward`, `reward_parts`, `reward_error` and `correct` of an episode.
+        """Fill `reward`, `reward_parts`, `reward_error` and `correct` of an episode, and count in its `counts` what the
+        response made fail.
 
         The reward is the episode's own, plus its turns', plus the weighted sum of the functions: in float64, rounded
         once; 0 where its terms cancel but for rounding. A function whose `only_if` does not hold is not asked and adds
@@ -153,6 +176,12 @@ class ScoringPool:
         errors = [text for _, text in found.failures]
         for kind, _ in found.failures:
             self.failure_counts[kind] += 1
+        counts = dict(episode.counts)
+        for cause in found.causes:
+            self.fault_counts[cause] += 1
+            for name in ("num_response_faults", f"num_response_faults_{cause}"):
+                counts[name] = counts.get(name, 0) + 1
+        episode.counts = counts
         if not terms and not errors and ENDED_BY_LIMIT not in episode.info:
             self.failure_counts["wrong_type"] += 1
             errors.append("the episode returned no reward, and reward.functions is empty")
@@ -241,15 +270,23 @@ class ScoringPool:
         """Wait for the reply to a process's oldest job, or for its deadline or the process's end."""
         deadline = self._settings.deadline_seconds
         try:
-            reply = await slot.process.receive(slot.head_since + deadline - time.monotonic())
-        except TimeoutError:
+            reply = await self._reply(slot)
+        except _Overdue as over:
             if slot.process.is_gone:  # a process that it started keeps its pipe open
                 reply = None
             else:
-                await self._give_up(slot, "deadline", f"no result within {deadline:g} s")
+                why = f"no result within {deadline:g} s"
+                if over.held_up:
+                    why += ", most of which it did not get a processor: the machine is busy, or somebody stopped it"
+                cause = "time" if over.computing and not over.held_up else None
+                again = over.held_up or (cause is None and self._is_own(slot))
+                await self._give_up(slot, "deadline", why, cause, again)
                 return
         if reply is None:
-            await self._give_up(slot, "crash", f"the scoring process ended ({await slot.process.exit_text()})")
+            why = f"the scoring process ended ({await slot.process.exit_text()})"
+            crashed = is_own_end(slot.process.exit_code or 0)
+            last = slot.sent[0].num_lost + 1 >= MOST_ATTEMPTS
+            await self._give_up(slot, "crash", why, "crash" if crashed and last else None, again=self._is_own(slot))
             return
         if reply.get("id") != slot.sent[0].request["id"]:
             # That happens when a function forks and returns twice.
@@ -260,11 +297,63 @@ class ScoringPool:
         slot.mean_seconds += 0.25 * (max(now - slot.head_since, 1e-6) - slot.mean_seconds)
         slot.head_since = now
         slot.num_scored += 1
+        self._answered(job, reply)
+
+    async def _reply(self, slot: _Slot) -> dict[str, Any] | None:
+        """The next reply, None as of `GuardedProcess.receive`. Time in which the machine holds the process up does not
+        count, up to `MOST_DEADLINES` deadlines. Raises _Overdue.
+        """
+        deadline = self._settings.deadline_seconds
+        wait, clock = _FIRST_LOOK * deadline, None
+        while True:
+            try:
+                return await slot.process.receive(slot.head_since + wait - time.monotonic())
+            except TimeoutError:
+                if slot.process.is_gone:
+                    raise _Overdue(held_up=False, computing=False) from None
+            step = max(_LEAST_LOOK_SECONDS, _LOOK * deadline)
+            if clock is None:
+                clock = TreeTime(slot.process.pid)
+            else:
+                clock.look(step)
+            passed = time.monotonic() - slot.head_since
+            own = passed - clock.held_up_seconds
+            if own >= deadline:
+                computing = clock.computed_seconds >= (clock.seen_seconds - clock.held_up_seconds) / 2
+                raise _Overdue(held_up=False, computing=computing)
+            if passed >= deadline * (1 if clock.is_stopped else MOST_DEADLINES):
+                raise _Overdue(held_up=True, computing=False)
+            wait = passed + min(step, deadline - own)
+
+    def _is_own(self, slot: _Slot) -> bool:
+        """Whether a process works for one of our own functions."""
+        return self._function_of(slot.sent[0])["function"] in BUILTINS
+
+    def _function_of(self, job: _Job) -> dict[str, Any]:
+        return self._setup["functions"][job.request["label"]]
+
+    def _answered(self, job: _Job, reply: dict[str, Any]) -> None:
+        """Hand a reply on, or try again what the machine was the cause of."""
+        job.num_lost += 1
+        if reply.get("again") and job.num_lost < MOST_ATTEMPTS:
+            self._waiting.append(job)
+            self._work.set()
+            return
+        if reply.get("again"):
+            reply["why"] += f" (tried {job.num_lost} times)"
         _resolve(job, reply)
 
-    async def _give_up(self, slot: _Slot, kind: str, why: str) -> None:
-        """Fail the job that a process was working on, queue the jobs behind it again, and replace the process."""
-        _resolve(slot.sent.popleft(), {"failure": kind, "why": why})
+    async def _give_up(self, slot: _Slot, kind: str, why: str, cause: str | None = None, again: bool = False) -> None:
+        """End what a process was working on, queue the jobs behind it again, and replace the process.
+
+        `cause`: of a response's own making, for which one of our functions gives 0. `again`: to be tried again.
+        """
+        job = slot.sent.popleft()
+        own = self._function_of(job)
+        if cause is not None and own["function"] in BUILTINS:
+            _resolve(job, zero_for(cause, own["function"], own["options"]))
+        else:
+            self._answered(job, {"failure": kind, "why": why, "again": again})
         self._waiting.extendleft(reversed(slot.sent))
         slot.sent.clear()
         self._work.set()

@@ -8,8 +8,9 @@ that it was started with as stdin and stdout:
     out  {"ready": true}  or  {"load_error": text}
     in   {"id": n, "label": label, "prompt": ..., "response": ..., "answer": ..., "metadata": ...,
          "num_response_tokens": n}
-    out  {"id": n, "value": x, "parts": {name: x}, "correct": true, false or null}  or
-         {"id": n, "failure": kind, "why": text}
+    out  {"id": n, "value": x, "parts": {name: x}, "correct": true, false or null}; where one of our own functions
+         could not score, and the response is the cause, with "value": 0 and "cause": one of `blame.CAUSES`; or
+         {"id": n, "failure": kind, "why": text}, with "again": true where the machine is the cause
 
 What functions print goes to stderr and cannot disturb this. The process ends with its stdin, or with its guard
 (`guard.py`), which ends on SIGTERM or with its parent. Deadlines are enforced from outside.
@@ -21,7 +22,8 @@ import json
 from typing import Any
 
 from gspo_mega.errors import RewardError
-from gspo_mega.reward.functions import RewardFunction, load_function, measured_by
+from gspo_mega.reward.blame import HeldUp, cause_of
+from gspo_mega.reward.functions import BUILTINS, RewardFunction, load_function, measured_by, zero_for
 from gspo_mega.reward.guard import leave_network
 from gspo_mega.reward.returned_values import BadResult, result_of
 from gspo_mega.reward.user_functions import describe
@@ -49,24 +51,40 @@ def main() -> None:
     reply({"ready": True})
     for line in requests:
         request = json.loads(line)
-        reply({"id": request["id"]} | answer(request, *functions[request["label"]]))
+        name = setup["functions"][request["label"]]["function"]
+        reply({"id": request["id"]} | answer(request, *functions[request["label"]], name=name))
     leave()
 
 
 def answer(
-    request: dict[str, Any], function: RewardFunction, options: dict[str, Any], measured: tuple[str, ...]
+    request: dict[str, Any],
+    function: RewardFunction,
+    options: dict[str, Any],
+    measured: tuple[str, ...],
+    name: str = "",
 ) -> dict[str, Any]:
-    """Call a function for one request: the reply without its id. `measured`: what it is given besides."""
+    """Call a function for one request: the reply without its id. `measured`: what it is given besides. `name`: of the
+    function; where it is one of ours, what the response causes is a score.
+    """
     arguments = {key: request[key] for key in ("prompt", "response", "answer", "metadata", *measured)}
     try:
         value, parts, correct = result_of(function(**arguments, **options))
-    except BadResult as error:
-        return {"failure": error.kind, "why": str(error)}
-    except MemoryError as error:
-        return {"failure": "memory", "why": describe(error)}
     except BaseException as error:  # any exception of a function, SystemExit too, fails only this trajectory
-        return {"failure": "exception", "why": describe(error)}
+        if name not in BUILTINS:
+            return _failure(error)
+        cause = cause_of(error, lambda: function(**arguments | {"response": ""}, **options))
+        if cause is not None:
+            return zero_for(cause, name, options)
+        return _failure(error) | {"again": isinstance(error, (HeldUp, KeyboardInterrupt, OSError, RuntimeError))}
     return {"value": value, "parts": parts, "correct": correct}
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, BadResult):
+        return {"failure": error.kind, "why": str(error)}
+    if isinstance(error, HeldUp):
+        return {"failure": "deadline", "why": str(error)}
+    return {"failure": "memory" if isinstance(error, MemoryError) else "exception", "why": describe(error)}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo_mega.config.remote_rules import services_of
@@ -121,6 +121,7 @@ class Tally:
             with conditions whether they held (1 or 0).
         terms: what is summed; 0 for a function whose conditions did not hold.
         failures: `(kind, text)` of each function that failed.
+        causes: what the response caused, of each function that gave it 0 for that (`blame.CAUSES`).
         correct: whether the functions that declare it all call the response right; False where nothing declares and a
             function was not asked; None where nothing declares.
     """
@@ -129,6 +130,7 @@ class Tally:
     terms: list[float]
     failures: list[tuple[str, str]]
     correct: bool | None
+    causes: list[str] = field(default_factory=list)
 
 
 def tally(entries: tuple[Entry, ...], replies: Mapping[str, Reply]) -> Tally:
@@ -156,7 +158,8 @@ def tally(entries: tuple[Entry, ...], replies: Mapping[str, Reply]) -> Tally:
             verdicts.append(reply["correct"])
     if not verdicts and any(reply is None for reply in replies.values()):
         verdicts = [False]
-    return Tally(parts, terms, failures, all(verdicts) if verdicts and not failures else None)
+    causes = [reply["cause"] for entry in entries if (reply := replies[entry.label]) and "cause" in reply]
+    return Tally(parts, terms, failures, all(verdicts) if verdicts and not failures else None, causes)
 
 
 def sum_of(terms: list[float]) -> float:

@@ -4,8 +4,10 @@ than the run's; it imports no module of gspo_mega.
 JSON lines on standard input and output. SETTINGS is JSON: {"walls": "auto", "namespaces", "landlock" or "none",
 "memory_bytes", "file_bytes", "folder_bytes", "output_bytes"}. The first line out is {"ready": walls in words} or
 {"error": text}. Then, for each line in, {"program", "seconds", "wall_seconds"} with one of {"input": text}, {"call":
-{"function", "arguments"}} and {"asserts": text}, one out: {"ended", "said": text, "result": value}, where `ended` is
-done, raised, time, output, memory or killed.
+{"function", "arguments"}} and {"asserts": text}, one out: {"ended", "said": text, "result": JSON in text, "took":
+seconds of its own}, where `ended` is done, raised, time, output, memory or killed, of which the program is the cause;
+or held_up or lost, of which it is not: it got no processor for `most_seconds`, or somebody else killed it or kept it
+from beginning. {"error": text} says that no further one can be run here.
 
 Each test runs in a fork of this process that is killed afterwards and that can start no other, so that nothing outlives
 it. A fork sees what this process knows: never what a test expects, which the caller compares with.
@@ -26,6 +28,7 @@ import time
 import types
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import sandbox_clock
 import sandbox_syscalls
 import sandbox_walls
 
@@ -35,7 +38,7 @@ _FOLDERS = "gspo_mega_code_"
 
 # Runs behind the walls before any response does, and says so where one of them has a hole.
 _PROBE = """
-import os, socket, signal, sys
+import ctypes, os, socket, signal, sys
 holes = []
 def must_fail(name, act):
     try:
@@ -49,6 +52,21 @@ must_fail("a socket", socket.socket)
 must_fail("a local socket", lambda: socket.socket(socket.AF_UNIX))
 must_fail("/proc", lambda: open(f"/proc/{os.getppid()}/environ").read())
 must_fail("a signal", lambda: os.kill(%d, 0))
+must_fail("a signal to its group", lambda: os.kill(0, 0))
+must_fail("a signal to a group by number", lambda: os.killpg(os.getpgrp() or 1, 0))
+must_fail("a signal to all", lambda: os.kill(-1, 0))
+must_fail("a signal to process 1", lambda: os.kill(1, 0))
+must_fail("a signal to its parent", lambda: os.kill(os.getppid() or 1, 0))
+must_fail("a stop of itself", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+libc = ctypes.CDLL(None, use_errno=True)
+def call(*numbers):
+    if libc.syscall(*map(ctypes.c_long, numbers)) < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+must_fail("a signal to a thread", lambda: call(200, os.getppid() or 1, 0))
+must_fail("a signal to a thread of process 1", lambda: call(234, 1, 1, 0))
+must_fail("a signal by a descriptor", lambda: call(434, os.getppid() or 1, 0))
+must_fail("a queued signal", lambda: call(129, os.getppid() or 1, 0, 0))
+os.kill(os.getpid(), 0)
 must_fail("a file", lambda: open("%s/.gspo_mega_probe", "w"))
 must_fail("/etc", lambda: os.listdir("/etc/ssl"))
 must_fail("a mode", lambda: os.chmod(".", 0o777))
@@ -76,7 +94,11 @@ def main():
         return
     _say(replies, {"ready": words})
     for line in sys.stdin.buffer:
-        _say(replies, jail.run(json.loads(line)))
+        try:
+            reply = jail.run(json.loads(line))
+        except OSError as error:  # no process, descriptor or memory is left on the machine
+            reply = {"error": f"{error.strerror or error}"}
+        _say(replies, reply)
 
 
 def _walls(settings):
@@ -101,7 +123,7 @@ def _walls(settings):
         version = sandbox_walls.landlock_version()
         if version >= sandbox_walls.LEAST_LANDLOCK:
             _remove_old_folders()
-            jail.name, jail.signals = "landlock", version >= sandbox_walls.SIGNALS_LANDLOCK
+            jail.name = "landlock"
             return jail, f"Landlock {version} and seccomp"
         refused.append(
             f"Landlock: version {sandbox_walls.LEAST_LANDLOCK} is needed, the kernel has {version}"
@@ -115,7 +137,7 @@ class Jail:
     """Where programs run, one after the other."""
 
     def __init__(self, settings):
-        self.name, self.signals, self._settings = "none", True, settings
+        self.name, self._settings, self._proc = "none", settings, sandbox_clock.open_proc()
         with open("/proc/self/statm", encoding="ascii") as statm:
             self._used = int(statm.read().split()[0]) * resource.getpagesize()
 
@@ -135,32 +157,38 @@ class Jail:
         os.lseek(given, 0, os.SEEK_SET)
         output, to_output = os.pipe()
         result, to_result = os.pipe()
+        begun, to_begun = os.pipe()
         child = os.fork()
         if child == 0:
-            self._become_program(asked, folder, given, to_output, to_result)
-        for end in (given, to_output, to_result):
+            self._become_program(asked, folder, (given, to_output, to_result, to_begun))
+        for end in (given, to_output, to_result, to_begun):
             os.close(end)
+        name = os.read(begun, 32).decode()
+        os.close(begun)
+        clock = sandbox_clock.OwnTime(child, name, self._proc) if name else None
         ends = {"output": output, "result": result}
-        return _Watch(self.name == "none", child, ends, asked, self._settings, folder).outcome()
+        return _Watch(self.name == "none", child, ends, asked, self._settings, folder, clock).outcome()
 
-    def _become_program(self, asked, folder, given, to_output, to_result):
-        """In the fork: go behind the walls, run the program, and end. Never returns."""
+    def _become_program(self, asked, folder, ends):
+        """In the fork: go behind the walls, say so, run the program, and end. Never returns."""
         code = 1
         try:
             sandbox_walls.libc.prctl(1, signal.SIGKILL, 0, 0, 0)
-            for number, end in ((0, given), (1, to_output), (3, to_result)):
-                os.dup2(end, number + 10)
+            name = sandbox_clock.name_in(self._proc).encode()
+            for number, end in zip((0, 1, 3, 4), ends):
+                os.dup2(end, number + 20)
             nothing = os.open("/dev/null", os.O_WRONLY)
             os.dup2(nothing, 2)
-            for number in (0, 1, 3):
-                os.dup2(number + 10, number)
-            os.closerange(4, 1024)
-            if self.name == "none":
-                os.setsid()
+            for number in (0, 1, 3, 4):
+                os.dup2(number + 20, number)
+            os.closerange(5, 1024)
+            os.setsid()  # another group than the server's, too
             self._wall_in(folder)
             self._limit(asked["seconds"])
             if self.name != "none":
-                sandbox_syscalls.restrict(sandbox_walls.libc, self.signals)
+                sandbox_syscalls.restrict(sandbox_walls.libc)
+            os.write(4, name)
+            os.close(4)
             code = _run_program(asked)
         except MemoryError:
             code = 102
@@ -198,18 +226,20 @@ class Jail:
 
 
 class _Watch:
-    """Reads what a test says until it ends, or ends it."""
+    """Reads what a test says until it ends, or ends it. `clock`: its own time; None where it did not come to begin."""
 
-    def __init__(self, own_group, child, ends, asked, settings, folder):
-        self._own_group, self._child, self._folder = own_group, child, folder
+    def __init__(self, own_group, child, ends, asked, settings, folder, clock):
+        self._own_group, self._child, self._folder, self._clock = own_group, child, folder, clock
         self._output, self._result = ends["output"], ends["result"]
         self._ends = {end: bytearray() for end in ends.values()}
-        self._seconds = asked["seconds"]
-        self._deadline = time.monotonic() + asked["wall_seconds"]
+        self._seconds, self._own_seconds = asked["seconds"], asked["wall_seconds"]
+        self._deadline = time.monotonic() + asked.get("most_seconds", 10 * asked["wall_seconds"])
         self._most, self._folder_bytes = settings["output_bytes"], settings["folder_bytes"]
 
     def outcome(self):
-        ended = self._read()
+        ended = self._read() if self._clock is not None else "lost"
+        if ended is None and not self._has_ended():
+            ended = "killed"  # it closed its ends of the pipes and goes on
         os.kill(self._child, signal.SIGKILL)
         if self._own_group:  # without walls it may have started others
             with contextlib.suppress(ProcessLookupError):
@@ -218,29 +248,40 @@ class _Watch:
         for end in self._ends:
             os.close(end)
         code = os.waitstatus_to_exitcode(status)
+        computed = used.ru_utime + used.ru_stime
         if ended is None:
-            computed = used.ru_utime + used.ru_stime
             if code == -signal.SIGXCPU or computed > self._seconds:
                 ended = "time"
+            elif code == -signal.SIGKILL:  # which it cannot send itself: the machine's memory is exhausted, say
+                ended = "lost" if self._clock is not None and not self._own_group else "killed"
             else:
                 ended = {0: "done", 101: "raised", 102: "memory"}.get(code, "killed")
         reply = {"ended": ended, "said": bytes(self._ends[self._output]).decode("utf-8", "replace")}
+        reply["took"] = max(computed, self._clock.own if self._clock is not None else 0.0)
         result = bytes(self._ends[self._result])
         if result and ended == "done":
-            try:
-                reply["result"] = json.loads(result)
-            except (ValueError, RecursionError):
-                reply["ended"] = "raised"
+            reply["result"] = result.decode("utf-8", "replace")
         return reply
+
+    def _has_ended(self):
+        """Whether the process ends within a second, now that its pipes have ended."""
+        watched = os.pidfd_open(self._child)
+        try:
+            return bool(select.select([watched], [], [], 1.0)[0])
+        finally:
+            os.close(watched)
 
     def _read(self):
         """Read until both pipes have ended; else why the test has to be ended."""
         open_ends = set(self._ends)
         while open_ends:
-            left = self._deadline - time.monotonic()
-            if left <= 0:
+            self._clock.look(sandbox_clock.LOOK_SECONDS / 2)
+            if self._clock.computed > self._seconds or self._clock.own > self._own_seconds:
                 return "time"
-            ready, _, _ = select.select(list(open_ends), [], [], min(left, 0.1))
+            if time.monotonic() > self._deadline:
+                return "held_up"
+            left = max(0.005, self._own_seconds - self._clock.own)
+            ready, _, _ = select.select(list(open_ends), [], [], min(left, sandbox_clock.LOOK_SECONDS))
             for end in ready:
                 piece = os.read(end, 65536)
                 if not piece:
@@ -250,6 +291,7 @@ class _Watch:
                     return "output"
             if self._folder is not None and not ready and _size(self._folder) > self._folder_bytes:
                 return "output"
+        self._clock.look()
         return None
 
 
@@ -264,6 +306,7 @@ def _run_program(asked):
     code = 101
     try:
         exec(compile(asked["program"], "program.py", "exec"), module.__dict__)
+        _join_threads()
         if "call" in asked:
             call = asked["call"]
             value = _function(module, call["function"])(*call["arguments"])
@@ -280,6 +323,15 @@ def _run_program(asked):
         code = 101
     sys.stdout.flush()
     return code
+
+
+def _join_threads():
+    """Wait for threads, as Python does at a program's end: many a program runs all of itself in one, for its stack."""
+    if "threading" in sys.modules:
+        threads = sys.modules["threading"]
+        for one in threads.enumerate():
+            if one is not threads.current_thread() and not one.daemon:
+                one.join()
 
 
 def _function(module, name):

@@ -1,11 +1,13 @@
 """The system calls that a program of a response may make, as a seccomp filter. Imports no module of gspo_mega.
 
-Owns the list. Everything else answers EPERM: no process, no program, no socket, no other process's memory, no mode or
-owner of a file, no mount, no key, no new name space. A thread is allowed; its memory counts.
+Owns the list. Everything else answers EPERM: no process, no program, no socket, no signal to another process, no other
+process's memory, no mode or owner of a file, no mount, no key, no new name space. A thread is allowed; its memory
+counts.
 """
 
 import ctypes
 import errno
+import os
 import platform
 import struct
 
@@ -20,22 +22,28 @@ _CLONE_THREAD = 0x10000
 _CALLS = """
     read=0 write=1 open=2 close=3 stat=4 fstat=5 lstat=6 poll=7 lseek=8 mmap=9 mprotect=10 munmap=11 brk=12
     rt_sigaction=13 rt_sigprocmask=14 rt_sigreturn=15 pread64=17 pwrite64=18 readv=19 writev=20 access=21 pipe=22
-    select=23 sched_yield=24 mremap=25 msync=26 mincore=27 madvise=28 dup=32 dup2=33 pause=34 nanosleep=35
-    getitimer=36 alarm=37 setitimer=38 getpid=39 sendfile=40 exit=60 wait4=61 uname=63 flock=73 fsync=74
-    fdatasync=75 truncate=76 ftruncate=77 getcwd=79 chdir=80 fchdir=81 rename=82 mkdir=83 rmdir=84 link=86 unlink=87
-    symlink=88 readlink=89 umask=95 gettimeofday=96 getrlimit=97 getrusage=98 sysinfo=99 times=100 getuid=102
-    getgid=104 geteuid=107 getegid=108 getppid=110 getpgrp=111 getgroups=115 getresuid=118 getresgid=120 getpgid=121
-    getsid=124 rt_sigpending=127 rt_sigtimedwait=128 rt_sigsuspend=130 sigaltstack=131 statfs=137 fstatfs=138
-    arch_prctl=158 gettid=186 time=201 futex=202 sched_getaffinity=204 epoll_create=213 getdents64=217
-    set_tid_address=218 restart_syscall=219 clock_gettime=228 clock_getres=229 clock_nanosleep=230 exit_group=231
-    epoll_wait=232 epoll_ctl=233 waitid=247 openat=257 mkdirat=258 newfstatat=262 unlinkat=263 renameat=264
-    linkat=265 symlinkat=266 readlinkat=267 faccessat=269 pselect6=270 ppoll=271 set_robust_list=273
-    get_robust_list=274 epoll_pwait=281 eventfd2=290 epoll_create1=291 dup3=292 pipe2=293 preadv=295 pwritev=296
-    getcpu=309 renameat2=316 getrandom=318 membarrier=324 copy_file_range=326 preadv2=327 pwritev2=328 statx=332
-    rseq=334 close_range=436 openat2=437 faccessat2=439
+    select=23 sched_yield=24 mremap=25 mincore=27 madvise=28 dup=32 dup2=33 pause=34 nanosleep=35 getitimer=36
+    alarm=37 setitimer=38 getpid=39 sendfile=40 exit=60 wait4=61 uname=63 flock=73 truncate=76 ftruncate=77
+    getcwd=79 chdir=80 fchdir=81 rename=82 mkdir=83 rmdir=84 link=86 unlink=87 symlink=88 readlink=89 umask=95
+    gettimeofday=96 getrlimit=97 getrusage=98 sysinfo=99 times=100 getuid=102 getgid=104 geteuid=107 getegid=108
+    getppid=110 getpgrp=111 getgroups=115 getresuid=118 getresgid=120 getpgid=121 getsid=124 rt_sigpending=127
+    rt_sigtimedwait=128 rt_sigsuspend=130 sigaltstack=131 statfs=137 fstatfs=138 arch_prctl=158 gettid=186 time=201
+    futex=202 sched_getaffinity=204 epoll_create=213 getdents64=217 set_tid_address=218 restart_syscall=219
+    clock_gettime=228 clock_getres=229 clock_nanosleep=230 exit_group=231 epoll_wait=232 epoll_ctl=233 waitid=247
+    openat=257 mkdirat=258 newfstatat=262 unlinkat=263 renameat=264 linkat=265 symlinkat=266 readlinkat=267
+    faccessat=269 pselect6=270 ppoll=271 set_robust_list=273 get_robust_list=274 epoll_pwait=281 eventfd2=290
+    epoll_create1=291 dup3=292 pipe2=293 preadv=295 pwritev=296 getcpu=309 renameat2=316 getrandom=318
+    membarrier=324 copy_file_range=326 preadv2=327 pwritev2=328 statx=332 rseq=334 close_range=436 openat2=437
+    faccessat2=439
 """
-# To a process of its own name space only, or where Landlock keeps signals inside.
-_SIGNALS = "kill=62 tkill=200 tgkill=234"
+# Signals to itself: the first argument is a process, which has to be the caller, and the last the signal. Process
+# groups reach beyond process name spaces, process 1 in one is the server, and tkill names a thread of any process.
+_KILL_CALL, _TGKILL = 62, 234
+# Not those by which a program would end or stop without a trace: then somebody else did it, such as the kernel when the
+# machine's memory is exhausted. SIGKILL, SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU.
+_FOREIGN = (9, 19, 20, 21, 22)
+# These succeed and do nothing: its folder is thrown away, and time that a disk takes would count as the machine's.
+_SYNCS = (26, 74, 75)  # msync, fsync, fdatasync
 _CLONE, _CLONE3, _IOCTL, _FCNTL, _PRCTL, _PRLIMIT = 56, 435, 16, 72, 157, 302
 _IOCTLS = (0x5401, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 # Descriptors, flags, locks, and a pipe's size; not F_SETOWN, by which the kernel would signal other processes.
@@ -53,18 +61,18 @@ def problem():
     return None if machine == "x86_64" else f"the list of system calls is for x86_64; this machine is {machine}"
 
 
-def restrict(libc, signals):
-    """Filter this process's calls for good. `signals`: whether it may send any. Raises OSError."""
+def restrict(libc):
+    """Filter this process's calls for good. Raises OSError."""
     if libc.prctl(38, 1, 0, 0, 0) != 0:  # PR_SET_NO_NEW_PRIVS
         raise OSError(ctypes.get_errno(), "no_new_privs")
-    code = b"".join(_instructions(signals))
+    code = b"".join(_instructions(os.getpid()))
     held = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.cast(held, ctypes.c_void_p))
     if libc.prctl(22, 2, ctypes.byref(program), 0, 0) != 0:  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
         raise OSError(ctypes.get_errno(), "seccomp")
 
 
-def _instructions(signals):
+def _instructions(own_pid):
     def step(code, value, if_true=0, if_false=0):
         return struct.pack("HBBI", code, if_true, if_false, value)
 
@@ -81,20 +89,33 @@ def _instructions(signals):
         inner.append(give(error))
         return [step(_EQUAL, call, 0, len(inner)), *inner]
 
+    def to_itself(call, signal):
+        """Allow a call whose first argument's low word, all that the kernel looks at, is the caller's own pid."""
+        inner = [step(_LOAD, _ARGUMENTS), step(_EQUAL, own_pid, 1, 0), give(errno.EPERM)]
+        inner.append(step(_LOAD, _ARGUMENTS + 8 * signal))
+        for number in _FOREIGN:
+            inner += [step(_EQUAL, number, 0, 1), give(errno.EPERM)]
+        inner.append(allow)
+        return [step(_EQUAL, call, 0, len(inner)), *inner]
+
     yield step(_LOAD, _ARCH)
     yield step(_EQUAL, _ARCHITECTURE, 1, 0)
     yield step(_RETURN, _KILL)
     yield step(_LOAD, _NUMBER)
     yield step(_AT_LEAST, _X32, 0, 1)
     yield step(_RETURN, _KILL)
-    for name in (_CALLS + _SIGNALS if signals else _CALLS).split():
+    for name in _CALLS.split():
         number = int(name.partition("=")[2])
         yield step(_EQUAL, number, 0, 1)
         yield allow
+    for number in _SYNCS:
+        yield from [step(_EQUAL, number, 0, 1), give(0)]
     # glibc falls back to clone, whose flags a filter can read.
     yield from [step(_EQUAL, _CLONE3, 0, 1), give(errno.ENOSYS)]
     yield from [step(_EQUAL, _CLONE, 0, 4), step(_LOAD, _ARGUMENTS), step(_ANY_BIT, _CLONE_THREAD, 0, 1), allow]
     yield give(errno.EPERM)
+    yield from to_itself(_KILL_CALL, 1)
+    yield from to_itself(_TGKILL, 2)
     yield from only(_IOCTL, 1, _IOCTLS, errno.ENOTTY)
     yield from only(_FCNTL, 1, _FCNTLS, errno.EPERM)
     yield from only(_PRCTL, 0, _PRCTLS, errno.EPERM)

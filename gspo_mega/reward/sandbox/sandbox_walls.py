@@ -25,7 +25,6 @@ _READ_ONLY, _NO_SUID, _NO_DEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 40
 _MOUNT_SETATTR, _PIVOT_ROOT = 442, 155
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 LEAST_LANDLOCK = 3  # before it, truncating a file was not covered
-SIGNALS_LANDLOCK = 6  # from it on, signals stay inside
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _READS = 1 << 2 | 1 << 3  # a file's content, a folder's names
 _EXECUTES = 1

@@ -58,16 +58,14 @@ def test_finding_an_answer_is_quick_in_any_text(text):
     assert found is None or isinstance(found, str)
 
 
-def test_the_pools_deadline_ends_a_comparison_and_it_is_no_zero():
+def test_the_pools_deadline_ends_a_comparison_which_is_the_responses_doing():
     """The package's own deadlines are off. Powers of a long sum's cosine take SymPy minutes."""
     [slow_one, quick], pool = score(
-        settings("math", deadline_seconds=5.0),
+        settings("math", deadline_seconds=3.0),
         trajectory("\\boxed{\\cos(x+y+z+u+v+w)^{9}}", answer="\\frac{x}{3}+\\sqrt{2}"),
         trajectory("\\boxed{\\frac{1}{2}}", answer="0.5"),
     )
     assert quick.reward == 1 and quick.correct is True
-    assert slow_one.reward is None and "no result within 5 s" in slow_one.reward_error, (
-        slow_one.reward,
-        pool.failure_counts,
-    )
-    assert pool.failure_counts["deadline"] == 1
+    assert (slow_one.reward, slow_one.reward_error, slow_one.correct) == (0, None, False)
+    assert slow_one.counts == {"num_response_faults": 1, "num_response_faults_time": 1}
+    assert pool.fault_counts["time"] == 1 and not any(pool.failure_counts.values())
