@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from gspo_mega.data.messages import Message, problem_of_message, read_message
 from gspo_mega.data.plain_json import read_plain
 from gspo_mega.data.templates import ChatTemplate
 from gspo_mega.errors import DataError
 
-Message: TypeAlias = dict[str, Any]
 Messages: TypeAlias = list[Message]
 
 # A Hugging Face tokenizer keeps whether it splits special tokens from one call to the next. Encoders share tokenizers,
@@ -95,17 +95,19 @@ class PromptEncoder:
         if not prompt:
             return "is an empty list of messages"
         for number, message in enumerate(prompt, start=1):
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys() or not _all_texts(message):
-                return f'has message {number} that is not of the form {{"role": "user", "content": "text"}}'
+            if (problem := problem_of_message(message)) is not None:
+                return f"has message {number} that {problem}"
         if self._system_prompt is not None and prompt[0]["role"] == "system":
             return "brings a system message of its own, and data.system_prompt is set too; keep one of them"
         if prompt[-1]["role"] == "assistant":
             return "ends with the assistant's message; the last one must ask for an answer"
-        return None if prompt[-1]["content"].strip() else "ends with an empty message"
+        return None if (prompt[-1]["content"] or "").strip() else "ends with an empty message"
 
     def messages_of(self, prompt: str | Messages) -> Messages:
         """A prompt that has no problem as messages of its own, the system prompt included."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [read_message(m) for m in prompt]
+        )
         if self._system_prompt is not None:
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
         return messages
@@ -291,10 +293,6 @@ def _template_of(tokenizer: Any) -> ChatTemplate | None:
             for name, value in tokenizer.special_tokens_map.items()
         },
     )
-
-
-def _all_texts(message: dict[str, Any]) -> bool:
-    return all(isinstance(value, str) for value in message.values())
 
 
 def for_template(message: Message, arguments_are_text: bool) -> Message:
