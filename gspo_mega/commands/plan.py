@@ -6,7 +6,7 @@
     eval "$(gspo-mega plan my_run.yaml --shell)"     the numbers that a job script needs
 
 Starts nothing and imports no torch, so it answers at once on a login node. Exit code 0: the configuration can run; 2:
-it cannot, with one line per reason.
+it cannot, with one line per reason; 10: it does not fit into a GPU's or a node's memory (see plan.over_memory).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 from gspo_mega.config import LoadedConfig, load_config, render_config, render_json_schema
 from gspo_mega.errors import ConfigError
 from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.plan import estimate, plan_run, render_report
+from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.export import plan_json, plan_shell
 from gspo_mega.plan.search import parse_grid, render_search, search_layouts
 
@@ -63,10 +63,12 @@ def run(args: argparse.Namespace) -> int:
     figures = estimate(plan, loaded.where)
     if args.json or args.shell:
         print(plan_json(plan, figures) if args.json else plan_shell(plan, figures))
-        return 0
-    print(render_report(plan, figures))
-    if args.resolved:
-        print("\n" + render_config(loaded.config), end="")
+    else:
+        print(render_report(plan, figures))
+        if args.resolved:
+            print("\n" + render_config(loaded.config), end="")
+    if args.command in (None, "train", "sft"):
+        refuse_what_does_not_fit(plan, figures, loaded.where)
     return 0
 
 

@@ -21,9 +21,12 @@ from gspo_mega.data.messages import Message, problem_of_message, read_message
 from gspo_mega.data.plain_json import read_plain
 from gspo_mega.data.templates import ChatTemplate
 from gspo_mega.errors import DataError
+from gspo_mega.model.spec import ModelSpec
 
 Messages: TypeAlias = list[Message]
 
+# A model's embedding is padded by a few rows; a tokenizer that knows fewer of them is likely another model's.
+_SHARE_WITH_TEXT = 0.9
 # A Hugging Face tokenizer keeps whether it splits special tokens from one call to the next. Encoders share tokenizers,
 # and threads encoders: one thread must not switch that while another one encodes.
 _ENCODING = threading.Lock()
@@ -274,6 +277,41 @@ def load_tokenizer(folder: str) -> Any:
     except Exception as error:  # a damaged tokenizer.json can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(f"{folder}: its tokenizer cannot be loaded: {reason[:500]}") from error
+
+
+def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> list[str]:
+    """Compare a tokenizer with the model that reads its ids. Returns notices.
+
+    Raises DataError where a text or the chat template can become an id that the model has no embedding of.
+    """
+    size = spec.vocab_size
+    added = tokenizer.added_tokens_decoder
+    beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= size}
+    template = str(tokenizer.chat_template or "")
+    reached = {
+        token_id: token
+        for token_id, token in beyond.items()
+        if token_id not in added or not added[token_id].special or token in template or token_id == tokenizer.eos_token_id
+    }
+    if reached:
+        first = min(reached)
+        raise DataError(
+            f"the tokenizer makes ids that the model has no embedding of: vocab_size in config.json is {size}, and"
+            f" {len(reached)} of its tokens have higher ids, from {reached[first]!r} (id {first}) on; give the model its"
+            " own tokenizer, or add rows to its embedding"
+        )
+    notices = []
+    if beyond:
+        notices.append(
+            f"{len(beyond)} special tokens of the tokenizer ({', '.join(map(repr, beyond.values()))}) have ids beyond"
+            f" the model's vocab_size {size}; no prompt reaches them"
+        )
+    if len(tokenizer) < _SHARE_WITH_TEXT * size:
+        notices.append(
+            f"the tokenizer knows {len(tokenizer)} tokens and the model {size} (vocab_size): those that it does not know"
+            " can be sampled, and are no text. Is it the model's own?"
+        )
+    return notices
 
 
 def _template_of(tokenizer: Any) -> ChatTemplate | None:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Data
 from gspo_mega.data.chat import Message, PromptEncoder
-from gspo_mega.data.jsonl import Row, type_name
+from gspo_mega.data.jsonl import Enough, Row, type_name
 from gspo_mega.data.messages import problem_of_message, read_message
 from gspo_mega.data.prompts import RowSource, encoder_of, missing_key, problem_of_prompt
 
@@ -79,10 +79,11 @@ class DemonstrationSource(RowSource[Demonstration]):
         encoder: PromptEncoder,
         max_response_tokens: int,
         conversation: EncodeConversation | None = None,
+        enough: Enough = lambda num_rows: False,
     ) -> None:
         self._max_response_tokens = max_response_tokens
         self._conversation = conversation
-        super().__init__(name, path, data, encoder)
+        super().__init__(name, path, data, encoder, enough)
 
     def _problem_of(self, values: Row) -> str | None:
         problem = problem_of_prompt(values, self._data, self._encoder) or problem_of_response(

@@ -26,7 +26,7 @@ from gspo_mega.launcher.local.supervisor import STOP_GRACE_SECONDS, Supervisor
 from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import stack_signals, stop_signals
 from gspo_mega.launcher.restarts import Restarts
-from gspo_mega.plan import plan_run, render_report
+from gspo_mega.plan import plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.estimate import estimate
 from gspo_mega.plan.server_places import reward_servers
 from gspo_mega.plan.stop_deadlines import MARGIN
@@ -87,6 +87,8 @@ def launch(
         server_python.check_same_software(loaded, serve[0], serve_variables)
     figures = estimate(plan, loaded.where)
     say(render_report(plan, figures))
+    if command in ("train", "sft"):
+        refuse_what_does_not_fit(plan, figures, loaded.where)
     folder = RunFolder(Path(config.run.dir) / config.run.name)
 
     def run_attempt(attempt: Attempt, signals: list[int], lease: Lease) -> int:

@@ -19,7 +19,7 @@ from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.inputs import is_replay
 from gspo_mega.launcher.slurm.site_settings import Site, words_of
-from gspo_mega.plan import Estimate, estimate, plan_run, render_report
+from gspo_mega.plan import Estimate, estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.server_places import RewardPlace, place_servers, reward_servers
 from gspo_mega.plan.stop_deadlines import grace_seconds, signal_seconds
 
@@ -159,6 +159,7 @@ def main(arguments: Sequence[str]) -> int:
         plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
         figures = estimate(plan, loaded.where)
         sys.stderr.write(render_report(plan, figures) + "\n")
+        refuse_what_does_not_fit(plan, figures, loaded.where)
         site = with_signal_time(site, figures)
         size = job_size(loaded, site)
         options = [

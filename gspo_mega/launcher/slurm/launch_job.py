@@ -30,7 +30,7 @@ from gspo_mega.launcher.slurm.site_settings import Site
 from gspo_mega.launcher.slurm.step_commands import Steps
 from gspo_mega.launcher.slurm.stop_request import SIGNALS
 from gspo_mega.launcher.software_versions import versions_text
-from gspo_mega.plan import estimate, plan_run, render_report
+from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
@@ -49,6 +49,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     size = job_size(loaded, site, command)
     plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
     figures = estimate(plan, loaded.where)
+    refuse_what_does_not_fit(plan, figures, loaded.where)
     report, site = render_report(plan, figures), with_signal_time(site, figures)
     answers = Answers(say)
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
