@@ -288,17 +288,18 @@ def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> list[str]:
     added = tokenizer.added_tokens_decoder
     beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= size}
     template = str(tokenizer.chat_template or "")
-    reached = {
-        token_id: token
+    unreached = {
+        token_id
         for token_id, token in beyond.items()
-        if token_id not in added or not added[token_id].special or token in template or token_id == tokenizer.eos_token_id
-    }
+        if token_id in added and added[token_id].special and token not in template
+    } - {tokenizer.eos_token_id}
+    reached = {token_id: token for token_id, token in beyond.items() if token_id not in unreached}
     if reached:
         first = min(reached)
         raise DataError(
             f"the tokenizer makes ids that the model has no embedding of: vocab_size in config.json is {size}, and"
-            f" {len(reached)} of its tokens have higher ids, from {reached[first]!r} (id {first}) on; give the model its"
-            " own tokenizer, or add rows to its embedding"
+            f" {len(reached)} of its tokens have higher ids, from {reached[first]!r} (id {first}) on; give the model"
+            " its own tokenizer, or add rows to its embedding"
         )
     notices = []
     if beyond:
@@ -308,8 +309,8 @@ def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> list[str]:
         )
     if len(tokenizer) < _SHARE_WITH_TEXT * size:
         notices.append(
-            f"the tokenizer knows {len(tokenizer)} tokens and the model {size} (vocab_size): those that it does not know"
-            " can be sampled, and are no text. Is it the model's own?"
+            f"the tokenizer knows {len(tokenizer)} tokens and the model {size} (vocab_size): those that it does not"
+            " know can be sampled, and are no text. Is it the model's own?"
         )
     return notices
 

@@ -16,7 +16,8 @@ from gspo_mega.data.table_files import TableFile, check_first_table_rows, is_tab
 
 class RowFile(Protocol):
     """`file[k]` is row k, zero-based. `fingerprint`: SHA-256 of the bytes of the file, or of the folder's data files in
-    their order, hexadecimal. Opened, it has checked every row that it has; replacing the file (rename) does no harm from then on.
+    their order, hexadecimal. Opened, it has checked every row that it has; replacing the file (rename) does no harm
+    from then on. `is_whole`: it has all rows of the file.
     """
 
     path: Path
@@ -33,9 +34,7 @@ class RowFile(Protocol):
         ...
 
 
-def open_rows(
-    path: str | Path, check: Callable[[Row], str | None], enough: Enough = lambda num_rows: False
-) -> RowFile:
+def open_rows(path: str | Path, check: Callable[[Row], str | None], enough: Enough = lambda num_rows: False) -> RowFile:
     """`check(row)` says in words what is wrong with a row, or None. `enough(n)`: whether n rows suffice, so that the
     file ends there (`is_whole` is false then). Raises DataError as `JsonlFile`.
     """
