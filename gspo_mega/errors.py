@@ -37,6 +37,12 @@ class PlanError(GspoMegaError):
     exit_code = 2
 
 
+class FitError(PlanError):
+    """The memory of a GPU or of a node does not suffice, exactly or by estimate; names the keys to change."""
+
+    exit_code = 10
+
+
 class ModelError(GspoMegaError):
     """A Hugging Face folder cannot be used: unknown architecture, an unsupported field, a bad shape."""
 

@@ -13,7 +13,7 @@ from gspo_mega.batches.estimators import Estimate, ks_of, majority_correct, over
 from gspo_mega.batches.leaks import NUM_WORDS, PromptTexts, words_of
 from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets, names_prompts, reward_names
 from gspo_mega.config.schema import Config, Data, OwnReward, Source
-from gspo_mega.data.jsonl import Row
+from gspo_mega.data.jsonl import Enough, Row
 from gspo_mega.data.prompts import PromptSource, answer_keys, answer_of, encoder_of
 from gspo_mega.episode_records import Episode
 from gspo_mega.errors import DataError, RewardError
@@ -134,7 +134,14 @@ class LoadedSet:
     Raises DataError: the file or a row is malformed, or there are fewer prompts than `num_prompts` asks for.
     """
 
-    def __init__(self, settings: HeldOutSet, config: Config, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        settings: HeldOutSet,
+        config: Config,
+        tokenizer: Any,
+        enough: Enough = lambda num_rows: False,
+    ) -> None:
+        """`enough(n)`: whether n rows of the file are enough to read, as for `open_rows`."""
         self.settings = settings
         data, place = settings.data, settings.place
         check_answer = row_check(config, settings.reward, data)
@@ -152,10 +159,11 @@ class LoadedSet:
             check,
             settings.template,
             settings.template_keys,
+            enough,
         )
         self.prompts: list[Prompt] = list(source.items(settings.num_prompts))
         self.num_left_out = source.num_overlong
-        if settings.num_prompts is not None and len(self.prompts) < settings.num_prompts:
+        if settings.num_prompts is not None and source.is_whole and len(self.prompts) < settings.num_prompts:
             raise DataError(
                 f"{settings.path}: {place}.num_prompts asks for {settings.num_prompts} prompts; {len(self.prompts)}"
                 f" are there ({source.num_overlong} left out as longer than data.max_prompt_tokens)"
@@ -209,9 +217,9 @@ class HeldOut:
                 for words in other.words:
                     one.compare(words, other.settings.name)
 
-    def check_of(self, source: Source) -> Callable[[Row], str | None]:
-        """The check of a training file's rows: whether its rewards can use the answer. Notes rows whose prompt is a
-        held-out one.
+    def check_of(self, source: Source, needs_answers: bool = True) -> Callable[[Row], str | None]:
+        """The check of a training file's rows: whether its rewards can use the answer, which demonstrations need not
+        have. Notes rows whose prompt is a held-out one.
         """
         check_answer = row_check(self._config, source.reward, self._config.data)
         key = self._config.data.prompt_key
@@ -221,7 +229,7 @@ class HeldOut:
                 words = words_of(row[key])
                 for one in self.sets:
                     one.compare(words, TRAINING)
-            return check_answer(row)
+            return check_answer(row) if needs_answers else None
 
         return check
 

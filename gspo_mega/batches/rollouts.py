@@ -14,7 +14,7 @@ from gspo_mega.batches.held_out import Evaluation, HeldOut, summarize
 from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, source_rewards, sources_of
 from gspo_mega.config.schema import Config
-from gspo_mega.data.chat import load_tokenizer
+from gspo_mega.data.chat import check_vocabulary, load_tokenizer
 from gspo_mega.data.prompts import PromptSource, load_prompts
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.episode_records import Episode
@@ -37,13 +37,20 @@ class Rollouts:
     server. Raises DataError, RewardError, EpisodeError before anything is sampled.
     """
 
-    def __init__(self, config: Config, spec: ModelSpec, attempt: Attempt) -> None:
+    def __init__(self, config: Config, spec: ModelSpec, attempt: Attempt, needs_answers: bool = True) -> None:
+        """`needs_answers`: false where the training data are demonstrations, which nothing scores."""
         self.tokenizer = load_tokenizer(config.model.path)
+        check_vocabulary(self.tokenizer, spec)
         self.held_out = HeldOut(config, self.tokenizer)
         self._sources: list[PromptSource] = []
         weights = [1.0] * len(self.held_out.sets)
         if names_prompts(config.data):
-            self._sources = load_prompts(config.data, self.tokenizer, self.held_out.check_of)
+            self._sources = load_prompts(
+                config.data,
+                self.tokenizer,
+                lambda source: self.held_out.check_of(source, needs_answers),
+                needs_answers,
+            )
             weights = [source.weight for source in sources_of(config.data)]
         self.prompts: PromptStream[Prompt] = PromptStream(
             self._sources or [one.source for one in self.held_out.sets],  # an evaluation alone draws from none

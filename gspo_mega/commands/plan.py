@@ -1,12 +1,14 @@
 """Show the resolved layout of a configuration, or every reason why it cannot run.
 
     gspo-mega plan my_run.yaml                       layout, memory, time; estimates are marked as such
-    gspo-mega plan my_run.yaml --command train       also checks what `train` reads: data, rewards
+    gspo-mega plan my_run.yaml --command train       also reads what `train` reads: data, rewards, tokenizer, headers
+    gspo-mega plan my_run.yaml --read-weights        also reads all weights: are they there, and finite?
     gspo-mega plan my_run.yaml --search 4x8          rank the layouts on 4 nodes of 8 GPUs, print the YAML block
     eval "$(gspo-mega plan my_run.yaml --shell)"     the numbers that a job script needs
 
-Starts nothing and imports no torch, so it answers at once on a login node. Exit code 0: the configuration can run; 2:
-it cannot, with one line per reason.
+Starts no part of a run and imports no torch, so it answers at once on a login node; with --command or --read-weights a
+process of its own reads for some seconds, or as long as the weights take. Exit code 0: the configuration can run; 2:
+it cannot, with one line per reason; 10: it does not fit into a GPU's or a node's memory (see plan.over_memory).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Literal
 from gspo_mega.config import LoadedConfig, load_config, render_config, render_json_schema
 from gspo_mega.errors import ConfigError
 from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.plan import estimate, plan_run, render_report
+from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.export import plan_json, plan_shell
 from gspo_mega.plan.search import parse_grid, render_search, search_layouts
 
@@ -33,7 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--command",
         choices=("train", "sft", "eval", "certify", "budget"),
-        help="also check what this command needs: its sections, the first rows of its data, its rewards",
+        help=(
+            "also check what this command needs: its sections and rewards, and what its ranks read: tokenizer, chat"
+            " template, tools, rows, names and shapes of the weights"
+        ),
+    )
+    parser.add_argument(
+        "--read-weights",
+        action="store_true",
+        help="also read every value of the folders' weights: tensors that are missing, misshaped or not finite",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     parser.add_argument("--shell", action="store_true", help="print what a job script needs as shell variables")
@@ -59,15 +69,25 @@ def run(args: argparse.Namespace) -> int:
         print(render_search(search_layouts(loaded.config, spec, *parse_grid(args.search))))
         return 0
     plan = plan_run(loaded, args.device, args.model)
-    plan = replace(plan, notices=(*plan.notices, *_input_notices(loaded, args.command)))
+    plan = replace(plan, notices=(*plan.notices, *_input_notices(loaded, args.command), *_weights_read(loaded, args)))
     figures = estimate(plan, loaded.where)
     if args.json or args.shell:
         print(plan_json(plan, figures) if args.json else plan_shell(plan, figures))
-        return 0
-    print(render_report(plan, figures))
-    if args.resolved:
-        print("\n" + render_config(loaded.config), end="")
+    else:
+        print(render_report(plan, figures))
+        if args.resolved:
+            print("\n" + render_config(loaded.config), end="")
+    if args.command in (None, "train", "sft"):
+        refuse_what_does_not_fit(plan, figures, loaded.where)
     return 0
+
+
+def _weights_read(loaded: LoadedConfig, args: argparse.Namespace) -> list[str]:
+    if not args.read_weights:
+        return []
+    from gspo_mega.launcher.trial_process import read_weights
+
+    return read_weights(loaded, args.command)
 
 
 def _input_notices(

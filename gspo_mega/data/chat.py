@@ -17,13 +17,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from gspo_mega.data.messages import Message, problem_of_message, read_message
 from gspo_mega.data.plain_json import read_plain
 from gspo_mega.data.templates import ChatTemplate
 from gspo_mega.errors import DataError
+from gspo_mega.model.spec import ModelSpec
 
-Message: TypeAlias = dict[str, Any]
 Messages: TypeAlias = list[Message]
 
+# A model's embedding is padded by a few rows; a tokenizer that knows fewer of them is likely another model's.
+_SHARE_WITH_TEXT = 0.9
 # A Hugging Face tokenizer keeps whether it splits special tokens from one call to the next. Encoders share tokenizers,
 # and threads encoders: one thread must not switch that while another one encodes.
 _ENCODING = threading.Lock()
@@ -95,17 +98,19 @@ class PromptEncoder:
         if not prompt:
             return "is an empty list of messages"
         for number, message in enumerate(prompt, start=1):
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys() or not _all_texts(message):
-                return f'has message {number} that is not of the form {{"role": "user", "content": "text"}}'
+            if (problem := problem_of_message(message)) is not None:
+                return f"has message {number} that {problem}"
         if self._system_prompt is not None and prompt[0]["role"] == "system":
             return "brings a system message of its own, and data.system_prompt is set too; keep one of them"
         if prompt[-1]["role"] == "assistant":
             return "ends with the assistant's message; the last one must ask for an answer"
-        return None if prompt[-1]["content"].strip() else "ends with an empty message"
+        return None if (prompt[-1]["content"] or "").strip() else "ends with an empty message"
 
     def messages_of(self, prompt: str | Messages) -> Messages:
         """A prompt that has no problem as messages of its own, the system prompt included."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [read_message(m) for m in prompt]
+        )
         if self._system_prompt is not None:
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
         return messages
@@ -274,6 +279,42 @@ def load_tokenizer(folder: str) -> Any:
         raise DataError(f"{folder}: its tokenizer cannot be loaded: {reason[:500]}") from error
 
 
+def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> list[str]:
+    """Compare a tokenizer with the model that reads its ids. Returns notices.
+
+    Raises DataError where a text or the chat template can become an id that the model has no embedding of.
+    """
+    size = spec.vocab_size
+    added = tokenizer.added_tokens_decoder
+    beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= size}
+    template = str(tokenizer.chat_template or "")
+    unreached = {
+        token_id
+        for token_id, token in beyond.items()
+        if token_id in added and added[token_id].special and token not in template
+    } - {tokenizer.eos_token_id}
+    reached = {token_id: token for token_id, token in beyond.items() if token_id not in unreached}
+    if reached:
+        first = min(reached)
+        raise DataError(
+            f"the tokenizer makes ids that the model has no embedding of: vocab_size in config.json is {size}, and"
+            f" {len(reached)} of its tokens have higher ids, from {reached[first]!r} (id {first}) on; give the model"
+            " its own tokenizer, or add rows to its embedding"
+        )
+    notices = []
+    if beyond:
+        notices.append(
+            f"{len(beyond)} special tokens of the tokenizer ({', '.join(map(repr, beyond.values()))}) have ids beyond"
+            f" the model's vocab_size {size}; no prompt reaches them"
+        )
+    if len(tokenizer) < _SHARE_WITH_TEXT * size:
+        notices.append(
+            f"the tokenizer knows {len(tokenizer)} tokens and the model {size} (vocab_size): those that it does not"
+            " know can be sampled, and are no text. Is it the model's own?"
+        )
+    return notices
+
+
 def _template_of(tokenizer: Any) -> ChatTemplate | None:
     """The tokenizer's template, to be rendered in a process of its own; None for a tokenizer that renders chats with
     its own code.
@@ -291,10 +332,6 @@ def _template_of(tokenizer: Any) -> ChatTemplate | None:
             for name, value in tokenizer.special_tokens_map.items()
         },
     )
-
-
-def _all_texts(message: dict[str, Any]) -> bool:
-    return all(isinstance(value, str) for value in message.values())
 
 
 def for_template(message: Message, arguments_are_text: bool) -> Message:

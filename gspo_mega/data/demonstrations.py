@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Data
 from gspo_mega.data.chat import Message, PromptEncoder
-from gspo_mega.data.jsonl import Row, type_name
+from gspo_mega.data.jsonl import Enough, Row, type_name
+from gspo_mega.data.messages import problem_of_message, read_message
 from gspo_mega.data.prompts import RowSource, encoder_of, missing_key, problem_of_prompt
 
 # A conversation is rendered several times, which takes milliseconds where a prompt takes a tenth of one.
@@ -78,10 +79,11 @@ class DemonstrationSource(RowSource[Demonstration]):
         encoder: PromptEncoder,
         max_response_tokens: int,
         conversation: EncodeConversation | None = None,
+        enough: Enough = lambda num_rows: False,
     ) -> None:
         self._max_response_tokens = max_response_tokens
         self._conversation = conversation
-        super().__init__(name, path, data, encoder)
+        super().__init__(name, path, data, encoder, enough)
 
     def _problem_of(self, values: Row) -> str | None:
         problem = problem_of_prompt(values, self._data, self._encoder) or problem_of_response(
@@ -152,7 +154,7 @@ def problem_of_response(values: Row, data: Data, *, has_turns: bool) -> str | No
     for number in range(1, len(roles)):
         if roles[number - 1] == roles[number] == "assistant":
             return f"{key!r} has two messages of the assistant's, {number} and {number + 1}, with nothing between them"
-    if not has_turns and (len(roles) > 1 or response[0].keys() - {"role", "content"}):
+    if not has_turns and (len(roles) > 1 or read_message(response[0]).keys() - {"role", "content"}):
         return (
             f"{key!r} has several turns or calls, and `rollout.episode: one_turn` has neither; name the episode that"
             " the policy is trained with afterwards, such as tool_loop"
@@ -163,28 +165,18 @@ def problem_of_response(values: Row, data: Data, *, has_turns: bool) -> str | No
 def _problem_of_message(message: Any) -> str | None:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         return f"is no message of the role {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
-    is_assistant = message["role"] == "assistant"
-    calls = message.get("tool_calls")
-    if not isinstance(message.get("content") or "", str) or (not message.get("content") and not calls and is_assistant):
-        return 'has no text; {"role": "' + message["role"] + '", "content": "text"} is the form'
-    if not is_assistant:
-        return "calls tools, which only the assistant does" if calls else None
-    if not isinstance(message.get("reasoning_content") or "", str):
-        return f"has a reasoning_content that is {type_name(message['reasoning_content'])}, not a text"
-    if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
-        return 'has tool_calls that are no list of {"function": {"name": "text", "arguments": {...}}}'
+    said = "" if message.get("content") is None else message["content"]
+    if (problem := problem_of_message({**message, "content": said})) is not None:
+        return problem
+    if message["role"] == "assistant" and not message.get("content") and not message.get("tool_calls"):
+        return 'has no text; {"role": "assistant", "content": "text"} is the form'
     return None
 
 
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return False
-    return isinstance(function.get("arguments", {}), dict | str)
-
-
 def _messages_of(response: str | list[Message]) -> list[Message]:
-    return [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+    if isinstance(response, str):
+        return [{"role": "assistant", "content": response}]
+    return [read_message(message) for message in response]
 
 
 def load_demonstrations(

@@ -22,6 +22,8 @@ import numpy as np
 from gspo_mega.errors import DataError
 
 Row = dict[str, Any]
+# Asked after each row with the number of rows read so far: is that enough?
+Enough = Callable[[int], bool]
 
 # A systematic mistake is on every line; this many of them show it.
 MAX_PROBLEMS_SHOWN = 10
@@ -37,16 +39,20 @@ class JsonlFile:
 
     Attributes:
         path: as given.
-        fingerprint: SHA-256 of the file's bytes, hexadecimal.
+        fingerprint: SHA-256 of the file's bytes, hexadecimal; of those that were read.
+        is_whole: whether all of it was read, which `enough` may have cut short.
 
     Raises:
         DataError: the file is missing, unreadable or without rows, or lines are malformed: one line
             `file:line: what` per problem, at most the first 10.
     """
 
-    def __init__(self, path: str | Path, check: Callable[[Row], str | None]) -> None:
+    def __init__(
+        self, path: str | Path, check: Callable[[Row], str | None], enough: Enough = lambda num_rows: False
+    ) -> None:
         """`check(row)` says in words what is wrong with a row, or None."""
         self.path = Path(path)
+        self.is_whole = True
         self._file = _opened(self.path)
         starts: list[int] = []
         lengths: list[int] = []
@@ -66,6 +72,9 @@ class JsonlFile:
                 starts.append(start)
                 lengths.append(len(line))
                 lines.append(number)
+                if enough(len(starts)):
+                    self.is_whole = False
+                    break
             start += len(line)
         if num_problems > MAX_PROBLEMS_SHOWN:
             problems.append(f"... and {num_problems - MAX_PROBLEMS_SHOWN} more of {len(starts)} lines")

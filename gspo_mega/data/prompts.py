@@ -18,7 +18,7 @@ import numpy as np
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Data, Source
 from gspo_mega.data.chat import PromptEncoder
-from gspo_mega.data.jsonl import Row, type_name
+from gspo_mega.data.jsonl import Enough, Row, type_name
 from gspo_mega.data.row_files import open_rows
 from gspo_mega.errors import DataError
 from gspo_mega.records import Prompt
@@ -42,10 +42,19 @@ class RowSource(ABC, Generic[Item]):
         name: of the source; part of every item's id.
         path: of the file.
         fingerprint: SHA-256 of the file.
+        is_whole: whether all rows of the file were read.
     """
 
-    def __init__(self, name: str, path: str | Path, data: Data, encoder: PromptEncoder) -> None:
-        """`data` gives the keys and `max_prompt_tokens`; name and path are not taken from it.
+    def __init__(
+        self,
+        name: str,
+        path: str | Path,
+        data: Data,
+        encoder: PromptEncoder,
+        enough: Enough = lambda num_rows: False,
+    ) -> None:
+        """`data` gives the keys and `max_prompt_tokens`; name and path are not taken from it. `enough(n)`: whether to
+        stop after n rows, as for `open_rows`.
 
         Raises DataError: the file or its rows are malformed, or no row fits.
         """
@@ -53,10 +62,11 @@ class RowSource(ABC, Generic[Item]):
         self.path = str(path)
         self._data = data
         self._encoder = encoder
-        self._file = open_rows(path, self._problem_of)
+        self._file = open_rows(path, self._problem_of, enough)
+        self.is_whole = self._file.is_whole
         self.fingerprint = self._file.fingerprint
         self._length_class = np.zeros(len(self._file), dtype=np.uint8)
-        self._survey()
+        self._survey(enough)
 
     @abstractmethod
     def _problem_of(self, values: Row) -> str | None:
@@ -112,11 +122,11 @@ class RowSource(ABC, Generic[Item]):
                 num_given += 1
                 yield item
 
-    def _survey(self) -> None:
+    def _survey(self, enough: Enough) -> None:
         """Count the over-long ones among the first rows, going on until at least one row fits."""
         any_fits = False
         for row in range(len(self)):
-            if row >= self._num_surveyed() and any_fits:
+            if (row >= self._num_surveyed() and any_fits) or enough(row):
                 return
             any_fits |= self.item(row) is not None
         if not any_fits:
@@ -138,20 +148,23 @@ class PromptSource(RowSource[Prompt]):
         check: Callable[[Row], str | None] = lambda row: None,
         template: str | None = None,
         template_keys: Sequence[str] = (),
+        enough: Enough = lambda num_rows: False,
+        needs_answers: bool = True,
     ) -> None:
         """As a `RowSource`. `check(row)` says what else is wrong with a row that has a prompt and an answer; it is
         called once per row, in order. `template`: text in which `{prompt}` stands for a row's prompt, and
-        `{key}` for its value of each of `template_keys`.
+        `{key}` for its value of each of `template_keys`. Without `needs_answers` a row may have none; it is None.
         """
         self._check = check
         self._template, self._template_keys = template, template_keys
-        super().__init__(name, path, data, encoder)
+        self._needs_answers = needs_answers
+        super().__init__(name, path, data, encoder, enough)
 
     def _problem_of(self, values: Row) -> str | None:
         return (
             problem_of_prompt(values, self._data, self._encoder)
             or problem_of_templated(values, self._data.prompt_key, self._template, self._template_keys)
-            or problem_of_keys(values, answer_keys(self._data))
+            or (problem_of_keys(values, answer_keys(self._data)) if self._needs_answers else None)
             or self._check(values)
         )
 
@@ -169,7 +182,7 @@ class PromptSource(RowSource[Prompt]):
             source=self.name,
             token_ids=tuple(token_ids),
             text=text,
-            answer=answer_of(values, data),
+            answer=answer_of(values, data) if self._needs_answers else None,
             metadata={key: value for key, value in values.items() if key not in used},
             messages=tuple(self._encoder.messages_of(prompt)) if data.chat_template else (),
         )
@@ -246,6 +259,7 @@ def load_prompts(
     data: Data,
     tokenizer: Any,
     check_of: Callable[[Source], Callable[[Row], str | None]] = lambda source: lambda row: None,
+    needs_answers: bool = True,
 ) -> list[PromptSource]:
     """Open and check every source of `data`, in its order; `PromptStream(sources, weights, ...)` draws from them.
 
@@ -253,4 +267,7 @@ def load_prompts(
     Raises DataError for a malformed file, or one without a single prompt that fits `data.max_prompt_tokens`.
     """
     encoder = encoder_of(data, tokenizer)
-    return [PromptSource(source.name, source.path, data, encoder, check_of(source)) for source in sources_of(data)]
+    return [
+        PromptSource(source.name, source.path, data, encoder, check_of(source), needs_answers=needs_answers)
+        for source in sources_of(data)
+    ]

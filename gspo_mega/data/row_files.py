@@ -9,18 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from gspo_mega.data.jsonl import JsonlFile, Row
+from gspo_mega.data.jsonl import Enough, JsonlFile, Row
 from gspo_mega.data.jsonl import check_first_rows as check_first_lines
 from gspo_mega.data.table_files import TableFile, check_first_table_rows, is_table
 
 
 class RowFile(Protocol):
     """`file[k]` is row k, zero-based. `fingerprint`: SHA-256 of the bytes of the file, or of the folder's data files in
-    their order, hexadecimal. Opened, it has checked every row; replacing the file (rename) does no harm from then on.
+    their order, hexadecimal. Opened, it has checked every row that it has; replacing the file (rename) does no harm
+    from then on. `is_whole`: it has all rows of the file.
     """
 
     path: Path
     fingerprint: str
+    is_whole: bool
 
     def __len__(self) -> int: ...
     def __getitem__(self, row: int) -> Row:
@@ -32,9 +34,11 @@ class RowFile(Protocol):
         ...
 
 
-def open_rows(path: str | Path, check: Callable[[Row], str | None]) -> RowFile:
-    """`check(row)` says in words what is wrong with a row, or None. Raises DataError as `JsonlFile`."""
-    return TableFile(path, check) if is_table(Path(path)) else JsonlFile(path, check)
+def open_rows(path: str | Path, check: Callable[[Row], str | None], enough: Enough = lambda num_rows: False) -> RowFile:
+    """`check(row)` says in words what is wrong with a row, or None. `enough(n)`: whether n rows suffice, so that the
+    file ends there (`is_whole` is false then). Raises DataError as `JsonlFile`.
+    """
+    return TableFile(path, check, enough) if is_table(Path(path)) else JsonlFile(path, check, enough)
 
 
 def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_rows: int) -> None:

@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from gspo_mega.data.jsonl import MAX_DEPTH, MAX_PROBLEMS_SHOWN, Row, is_deep
+from gspo_mega.data.jsonl import MAX_DEPTH, MAX_PROBLEMS_SHOWN, Enough, Row, is_deep
 from gspo_mega.errors import DataError
 
 PARQUET_SUFFIX = ".parquet"
@@ -39,33 +39,41 @@ class TableFile:
     Attributes:
         path: as given.
         fingerprint: SHA-256 of the data files' bytes, one after the other, hexadecimal.
+        is_whole: whether all rows were read, which `enough` may have cut short; the file then ends there.
 
     Raises DataError: as `JsonlFile`, with `file:row N: what` per problem; pyarrow is missing; a column holds what JSON
     cannot.
     """
 
-    def __init__(self, path: str | Path, check: Callable[[Row], str | None]) -> None:
+    def __init__(
+        self, path: str | Path, check: Callable[[Row], str | None], enough: Enough = lambda num_rows: False
+    ) -> None:
         """`check(row)` says in words what is wrong with a row, or None."""
         self.path = Path(path)
+        self.is_whole = True
         self._parts = _parts_of(self.path)
         self._starts = [0, *accumulate(part.num_rows for part in self._parts)]
-        if not len(self):
+        if not self._starts[-1]:
             raise DataError(f"{path}: no rows")
+        self._num_rows = self._starts[-1]
         problems, num_problems = [], 0
-        for where, row in _rows(self._parts):
+        for number, (where, row) in enumerate(_rows(self._parts), start=1):
             problem = _problem_of(row) or check(row)
             if problem is not None:
                 num_problems += 1
                 if num_problems <= MAX_PROBLEMS_SHOWN:
                     problems.append(f"{where}: {problem}")
+            if enough(number):
+                self._num_rows, self.is_whole = number, False
+                break
         if num_problems > MAX_PROBLEMS_SHOWN:
             problems.append(f"... and {num_problems - MAX_PROBLEMS_SHOWN} more of {len(self)} rows")
         if problems:
             raise DataError("\n".join(problems))
-        self.fingerprint = _fingerprint([part.file for part in self._parts])
+        self.fingerprint = _fingerprint([part.file for part in self._parts]) if self.is_whole else ""
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return self._num_rows
 
     def __getitem__(self, row: int) -> Row:
         """Row `row`. Raises DataError if the file was written over since it was opened."""

@@ -72,7 +72,11 @@ class EpisodeDriver:
         to call the tools.
         """
         await self.runner.start()
-        self._conversation.check_tools(self.runner.tool_schemas)
+        self.check_tools(self.runner.tool_schemas)
+
+    def check_tools(self, tool_schemas: list[dict[str, Any]]) -> None:
+        """Raises DataError: the chat template shows no way to call tools of these schemas."""
+        self._conversation.check_tools(tool_schemas)
 
     async def close(self) -> None:
         await self.runner.close()

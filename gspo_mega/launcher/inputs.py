@@ -1,15 +1,16 @@
 """Check the inputs of a command before anything starts: data, rewards, episodes and tools, recorded rollouts.
 
-Reads only the first rows of data, without tokenising them, so it answers at once on a login node without torch. The run
-itself reports errors in later rows when it opens its files.
+What needs no tokenizer is checked here, on the first rows of data, and is said at once on a login node. Then a process
+of its own reads everything as the ranks will (`trial_process.py`).
 """
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gspo_mega.config import LoadedConfig, data_sources
 from gspo_mega.config.episode_lengths import is_one_turn
@@ -23,8 +24,9 @@ from gspo_mega.data.prompts import answer_keys, answer_of, missing_key, problem_
 from gspo_mega.data.row_files import check_first_rows
 from gspo_mega.episodes.episode_pool import check_functions
 from gspo_mega.episodes.protocol import runs_in_worker
-from gspo_mega.errors import ConfigError, DataError, EpisodeError, JournalError
+from gspo_mega.errors import ConfigError, DataError, EpisodeError, FolderError, JournalError
 from gspo_mega.journal.journal import Journal
+from gspo_mega.launcher.trial_process import try_inputs
 from gspo_mega.metrics.sink_loading import sink_makers
 from gspo_mega.reward.functions import problem_of_answer
 from gspo_mega.reward.scoring_pool import check_reward
@@ -34,16 +36,16 @@ NUM_ROWS_CHECKED = 100
 
 
 def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify", "budget"]) -> list[str]:
-    """Notices about where the command must run. Raises DataError, JournalError or EpisodeError with the place of the
-    key, or RewardError.
+    """Notices, such as where the command must run. Raises DataError, JournalError, EpisodeError, ModelError or
+    FolderError with the place of the key, or RewardError.
     """
     if command == "certify":  # it makes its own batch, and neither samples nor scores
         return []
-    check_users_functions(loaded)
+    check_run_folder(loaded)
+    tools = check_users_functions(loaded)
     notices = []
     if not is_replay(loaded, command):
-        notices = make_rows(loaded.config.data)
-        _check_data(loaded, command)
+        notices = check_what_is_read(loaded, command, tools)
     nodes = loaded.config.cluster.num_nodes
     if nodes > 1 and command != "eval":
         notices += [
@@ -52,9 +54,49 @@ def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", 
     return notices
 
 
-def check_users_functions(loaded: LoadedConfig) -> None:
+def check_before_job(
+    loaded: LoadedConfig, command: Literal["train", "sft"], *, in_ranks_python: bool = True
+) -> list[str]:
+    """As `check_inputs`, for a run whose processes Slurm starts. Without `in_ranks_python`, what ranks import and read
+    is not tried, which is one of the notices.
+    """
+    check_run_folder(loaded)
+    if not in_ranks_python:
+        return [
+            "ranks have a Python or a container of their own (GSPO_TRAINER_PYTHON, GSPO_TRAINER_CONTAINER): rewards,"
+            f" data, tokenizer and weights are not tried here; `gspo-mega plan CONFIG --command {command}` inside it does"
+            " that"
+        ]
+    tools = check_users_functions(loaded)
+    return [] if is_replay(loaded, command) else check_what_is_read(loaded, command, tools)
+
+
+def check_what_is_read(
+    loaded: LoadedConfig, command: Literal["train", "sft", "eval", "budget"], tools: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Check everything that the ranks of a command that samples read; `tools`: schemas of the run's tools. Returns
+    notices. Raises DataError, ModelError or EpisodeError with the place of the key.
+    """
+    notices = make_rows(loaded.config.data)
+    _check_data(loaded, command)
+    return [*notices, *try_inputs(loaded, command, tools)]
+
+
+def check_run_folder(loaded: LoadedConfig) -> None:
+    """Raises FolderError, with the place, where the run's folder cannot be made or written."""
+    run = loaded.config.run
+    wanted = Path(run.dir) / run.name
+    there = next(path for path in (wanted, *wanted.absolute().parents) if os.path.lexists(path))
+    place = f"{loaded.where('run.dir')}: run.dir: {wanted} cannot be written: {there}"
+    if not there.is_dir():
+        raise FolderError(f"{place} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise FolderError(f"{place} may not be written by this user")
+
+
+def check_users_functions(loaded: LoadedConfig) -> list[dict[str, Any]]:
     """Load every reward function, the episode and its tools, and the sinks of metrics once; look for the alerts'
-    program. Raises RewardError; EpisodeError and ConfigError with the place.
+    program. Returns the schemas of the tools. Raises RewardError; EpisodeError and ConfigError with the place.
     """
     config = loaded.config
     try:
@@ -74,10 +116,11 @@ def check_users_functions(loaded: LoadedConfig) -> None:
         raise EpisodeError(f"{loaded.where('rollout.episode')}: rollout.episode.options.command: {problem}")
     if runs_in_worker(episode.function):
         try:
-            check_functions(config.episodes, config.rollout.episode, config.rollout.tools)
+            return check_functions(config.episodes, config.rollout.episode, config.rollout.tools)
         except EpisodeError as error:
             key = "rollout.tools" if str(error).startswith("tool ") else "rollout.episode"
             raise EpisodeError(f"{loaded.where(key)}: {key}: {error}") from None
+    return []
 
 
 def is_replay(loaded: LoadedConfig, command: str) -> bool:

@@ -2,7 +2,18 @@
 
 from gspo_mega.plan.estimate import Estimate, estimate
 from gspo_mega.plan.layout import Coordinates, Layout, resolve_layout
+from gspo_mega.plan.refusal import refuse_what_does_not_fit
 from gspo_mega.plan.report import render_report
 from gspo_mega.plan.resolve import Plan, plan_run
 
-__all__ = ["Coordinates", "Estimate", "Layout", "Plan", "estimate", "plan_run", "render_report", "resolve_layout"]
+__all__ = [
+    "Coordinates",
+    "Estimate",
+    "Layout",
+    "Plan",
+    "estimate",
+    "plan_run",
+    "refuse_what_does_not_fit",
+    "render_report",
+    "resolve_layout",
+]

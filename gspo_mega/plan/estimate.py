@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.config.critic_config import critic_config
-from gspo_mega.errors import PlanError
+from gspo_mega.errors import FitError
 from gspo_mega.model.sizes import ParameterCounts, count_parameters, forward_flops_per_token
 from gspo_mega.plan.colocated_memory import rank_host_bytes, run_memory, servers_host_bytes
 from gspo_mega.plan.critic_needs import critic_state, saved_bytes
@@ -21,7 +21,7 @@ from gspo_mega.plan.memory import GIB, Memory, ServerMemory, gpu_bytes, server_m
 from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.reward_needs import RewardNeeds, reward_needs
 from gspo_mega.plan.save_memory import save_host_bytes
-from gspo_mega.plan.server_places import place_servers, reward_gpus, reward_servers
+from gspo_mega.plan.server_places import check_rollout_nodes, place_servers, reward_gpus, reward_servers
 from gspo_mega.plan.shares import ModelShares, State
 from gspo_mega.plan.state_bytes import StateBytes, state_bytes
 from gspo_mega.plan.stop_deadlines import check_deadlines, stop_seconds
@@ -81,9 +81,9 @@ class Estimate:
 
 
 def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuration") -> Estimate:
-    """Raises PlanError, with the key's place, where weights, gradients and optimizer state alone exceed the GPU, what
-    is kept on a node's host exceeds its memory, a reward model's server does not fit, or a deadline is shorter than
-    what it bounds.
+    """Raises, with the key's place, FitError where weights, gradients and optimizer state alone exceed the GPU, what is
+    kept on a node's host exceeds its memory, or a server has no room for one response; PlanError where the servers'
+    nodes have too few GPUs, a reward model's server does not fit, or a deadline is shorter than what it bounds.
     """
     config, layout, spec = plan.config, plan.layout, plan.spec
     shares, counts = ModelShares(spec), count_parameters(spec)
@@ -100,9 +100,10 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     limit = gpu_bytes(config)
     memory = run_memory(config, layout, shares, counts.total, limit) if limit is not None else None
     key = "cluster.gpu_memory_gib" if config.cluster.gpu_memory_gib is not None else "cluster.gpu"
-    if memory is not None and limit is not None and memory.exact > limit:
+    only_evaluates = config.train is None and config.sft is None and config.eval is not None
+    if memory is not None and limit is not None and memory.exact > limit and not only_evaluates:
         besides = f", {memory.always['critic'] / GIB:.1f} GiB of it the critic's," if critic_states else ""
-        raise PlanError(
+        raise FitError(
             f"{where(key)}: {key}: weights, gradients and optimizer state take {memory.exact / GIB:.1f} GiB{besides} of"
             f" a GPU with {limit / GIB:.1f} GiB before anything is computed. Use more ranks, more parallelism, or"
             " optimizer.distributed, optimizer.moments_dtype or optimizer.cpu_offload_fraction"
@@ -117,7 +118,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     if room is not None and node_host + node_save > room * GIB:
         largest = max(by_stage, key=lambda sizes: sum(size.on_host for size in sizes))
         offloaded, snapshots = (sum(getattr(s, part) for s in largest) / GIB for part in ("offloaded", "snapshots"))
-        raise PlanError(
+        raise FitError(
             f"{where('cluster.host_memory_gib')}: cluster.host_memory_gib: the {ranks_per_node} ranks of"
             f" a node keep {node_host / GIB:.1f} GiB in its memory of {room:g} GiB, and need {node_save / GIB:.1f} GiB"
             f" besides while they save or load a checkpoint. Per rank: optimizer state {offloaded:.1f} GiB"
@@ -130,14 +131,17 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     if config.cluster.gpu is not None:
         time = step_time(config, layout, shares, GPUS[config.cluster.gpu], counts.total)
     servers = _servers(plan, counts.total, limit)
-    if servers.memory is not None and servers.memory.cache_tokens == 0:
-        raise PlanError(
+    longest = Sizes.of(config).longest_sequence
+    if servers.memory is not None and servers.memory.cache_tokens < longest:
+        raise FitError(
             f"{where('server.tensor')}: server.tensor: the weights of a server take {servers.memory.weights / GIB:.1f}"
-            f" GiB on each of its {config.server.tensor} GPUs, which is more than server.memory_fraction"
-            f" {config.server.memory_fraction:g} of {(limit or 0) / GIB:.1f} GiB: the cache of a server holds 0 tokens,"
-            f" and one response may take {Sizes.of(config).longest_sequence}; use more GPUs per server (server.tensor,"
-            " server.num_nodes), GPUs with more memory, server.quantization or a larger server.memory_fraction"
+            f" GiB on each of its {config.server.tensor} GPUs, and server.memory_fraction"
+            f" {config.server.memory_fraction:g} of {(limit or 0) / GIB:.1f} GiB leaves a cache of"
+            f" {servers.memory.cache_tokens} tokens, while one response may take {longest}; use more GPUs per server"
+            " (server.tensor, server.num_nodes), GPUs with more memory, server.quantization, a larger"
+            " server.memory_fraction, or shorter responses (rollout.max_new_tokens)"
         )
+    check_rollout_nodes(config, where)
     rewards = reward_needs(config, limit, where, is_elsewhere=plan.model != Path(config.model.path))
     saved = saved_bytes(config, spec, counts.total)
     check_deadlines(config, time, save_seconds(saved), where)

@@ -28,7 +28,7 @@ from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.model_division import can_divide_model, dividing, divisors, nearest, undivided_sizes
 from gspo_mega.plan.optimizer_needs import VALID_WITHOUT_GPU, check_optimizer
 from gspo_mega.plan.precision_needs import check_chip, unaligned_sizes
-from gspo_mega.plan.server_needs import check_server_precision
+from gspo_mega.plan.server_needs import check_served_model, check_server_precision
 from gspo_mega.plan.server_parallel import check_server_parallel, divides_attention
 from gspo_mega.plan.stages import check_stages
 from gspo_mega.plan.verification import is_on_gpu
@@ -54,6 +54,7 @@ def check_layout(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] 
         *check_server_parallel(config, spec, device),
         *check_speculative(config, spec, device),
         *check_server_precision(config, spec, device),
+        *check_served_model(config, spec),
     ]
 
 

@@ -27,6 +27,7 @@ Device = Literal["cpu", "gpu"]
 class Plan:
     """`model`: the folder or shape file that was read. `notices`: the configuration's and the layout's, to be shown
     at a run's start and end. `verification`: how a publish is verified; `operations`: what is fused; both in words.
+    `device`: what the ranks run on, None where that is not known.
     """
 
     model: Path
@@ -36,6 +37,7 @@ class Plan:
     notices: tuple[str, ...]
     verification: str
     operations: tuple[str, ...]
+    device: Device | None = None
 
 
 def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Path | None = None) -> Plan:
@@ -85,6 +87,7 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
         tuple(notices),
         describe_verification(config, on_gpu),
         describe_operations(config, spec, on_gpu),
+        device,
     )
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from gspo_mega.config.episode_lengths import episode_lengths
 from gspo_mega.config.schema import Config, ModelReward
 from gspo_mega.config.server_precision import server_dtype
-from gspo_mega.errors import ConfigError, PlanError
+from gspo_mega.errors import ConfigError, FitError, PlanError
 from gspo_mega.model.classifier_folder import ClassifierSizes, check_head, read_sizes
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.server_needs import DTYPE_BYTES
-from gspo_mega.plan.server_places import place_servers
 
 # A text may be so many times as long in the tokens of another model.
 _LONGER_BY = 4
@@ -102,7 +101,7 @@ def _needs(config: Config, model: ModelReward, sizes: ClassifierSizes, limit: in
     token = element * DTYPE_BYTES[dtype]
     cached = max(0, int(limit * model.memory_fraction) - weights) // token
     if cached < tokens:
-        raise PlanError(
+        raise FitError(
             f"{place}.tensor: the weights of {Path(model.path or '').name} take {weights / GIB:.1f} GiB on each of"
             f" {model.tensor} GPUs, and memory_fraction {model.memory_fraction:g} of {limit / GIB:.1f} GiB leaves room"
             f" for {cached} tokens, while a text may have {tokens} (context_tokens); use more GPUs per server (tensor),"
@@ -112,7 +111,7 @@ def _needs(config: Config, model: ModelReward, sizes: ClassifierSizes, limit: in
 
 
 def _check_nodes(config: Config, where: Callable[[str], str]) -> None:
-    """Nodes of their own that are too small. Where servers have none, a job or a machine says so when it starts."""
+    """A single server that is larger than any node; whether all find room, `server_places.py` says."""
     cluster = config.cluster
     node = cluster.gpus_per_node
     if node is None:
@@ -123,13 +122,3 @@ def _check_nodes(config: Config, where: Callable[[str], str]) -> None:
                 f"{where(f'reward.model.{number}')}: reward.model.{number}.tensor: a server on {model.tensor} GPUs does"
                 f" not fit on a node of {node} (cluster.gpus_per_node); at most {node}"
             )
-    if not cluster.num_rollout_nodes:
-        return
-    places = place_servers(config, config.server.num_servers, cluster.num_rollout_nodes)
-    if max(places.gpus) > node:
-        raise PlanError(
-            f"{where('cluster.num_rollout_nodes')}: cluster.num_rollout_nodes: {cluster.num_rollout_nodes} nodes of"
-            f" {node} GPUs (cluster.gpus_per_node) for the policy's servers and those of reward.model, and one of them"
-            f" would need {max(places.gpus)}; use more nodes, or fewer servers (server.num_servers,"
-            " reward.model[].num_servers)"
-        )

@@ -23,6 +23,9 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 _SCALE_BYTES = 4
 # Compute capability of Ada, the first with e4m3.
 _FIRST_E4M3 = (8, 9)
+# Families whose output layer SGLang 0.5.23 never ties to the embedding, whatever config.json says (its `models/*.py`
+# make a ParallelLMHead of its own): a folder without lm_head.weight leaves it at random values.
+WITH_OWN_HEAD = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss")
 
 
 def weight_bytes(config: Config, spec: ModelSpec, total_parameters: int) -> int:
@@ -61,6 +64,19 @@ def _num_scales(quantization: str, entry: TensorEntry) -> int:
     if quantization == "fp8_block":
         return -(-rows // BLOCK[0]) * -(-columns // BLOCK[1])
     return 1 if quantization == "fp8" and entry.expert is not None else rows
+
+
+def check_served_model(config: Config, spec: ModelSpec) -> Iterator[Violation]:
+    """What SGLang would serve as another model than the folder holds. Only for a run that samples."""
+    samples = publishes(config) or config.eval is not None
+    replays = config.train is not None and config.train.from_rollouts is not None
+    if samples and not replays and spec.tie_word_embeddings and spec.family in WITH_OWN_HEAD:
+        yield Violation(
+            "model.path",
+            f"tie_word_embeddings is true in its config.json, and SGLang 0.5.23 does not tie them in {spec.family}: its"
+            " servers would sample from an output layer of random values",
+            "a folder with `tie_word_embeddings: false` and a copy of model.embed_tokens.weight as lm_head.weight",
+        )
 
 
 def check_server_precision(

@@ -5,9 +5,11 @@ Owns the dealing, for the plan, the simulation and the launcher. Knows no node b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gspo_mega.config.schema import Config, ModelReward
+from gspo_mega.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -78,3 +80,57 @@ def place_servers(config: Config, num_servers: int, num_nodes: int, num_ranks: i
             gpus += model.tensor
         used.append(gpus)
     return ServerPlaces(tuple(map(tuple, by_node)), tuple(rewards), tuple(used))
+
+
+def check_rollout_nodes(config: Config, where: Callable[[str], str]) -> None:
+    """Raises PlanError, with the key's place, where the nodes that only hold servers have fewer GPUs than these need. A
+    run on recorded rollouts starts no servers.
+    """
+    cluster, server = config.cluster, config.server
+    replays = config.train is not None and config.train.from_rollouts is not None
+    if cluster.gpus_per_node is None or not cluster.num_rollout_nodes or replays:
+        return
+    needed = max(place_servers(config, server.num_servers, cluster.num_rollout_nodes).gpus)
+    if needed <= cluster.gpus_per_node:
+        return
+    rewards = reward_gpus(config)
+    both = f" and {rewards} of reward.model" if rewards else ""
+    raise PlanError(
+        f"{where('cluster.num_rollout_nodes')}: cluster.num_rollout_nodes: {cluster.num_rollout_nodes}"
+        f" node{'s' * (cluster.num_rollout_nodes > 1)} of {cluster.gpus_per_node} GPUs (cluster.gpus_per_node) for"
+        f" {server.num_servers * server.tensor} GPUs of servers (server.num_servers {server.num_servers} x"
+        f" server.tensor {server.tensor}){both}: one node would need {needed}; valid: at least"
+        f" {enough_nodes(config, cluster.num_rollout_nodes)} nodes, or fewer servers"
+    )
+
+
+def check_shared_nodes(config: Config, where: Callable[[str], str]) -> None:
+    """As `check_rollout_nodes`, for ranks and servers on the same nodes (`cluster.num_rollout_nodes` 0)."""
+    cluster, server = config.cluster, config.server
+    replays = config.train is not None and config.train.from_rollouts is not None
+    if cluster.gpus_per_node is None or cluster.num_rollout_nodes or replays:
+        return
+    needed = max(place_servers(config, server.num_servers, cluster.num_nodes, cluster.ranks_per_node).gpus)
+    if needed <= cluster.gpus_per_node:
+        return
+    colocated = ", in turns (cluster.colocated)" if cluster.colocated else ""
+    raise PlanError(
+        f"{where('cluster.gpus_per_node')}: cluster.gpus_per_node: a node of {cluster.gpus_per_node} GPUs for its"
+        f" {cluster.ranks_per_node} ranks and its share of server.num_servers {server.num_servers} x server.tensor"
+        f" {server.tensor}{' and of reward.model' if reward_gpus(config) else ''}{colocated} would need {needed};"
+        f" valid: nodes of their own for the servers (cluster.num_rollout_nodes: {enough_nodes(config, 1)}), fewer of"
+        " them, or fewer cluster.ranks_per_node"
+    )
+
+
+def enough_nodes(config: Config, at_least: int) -> int:
+    """The fewest nodes, and at least so many, on which all servers find their GPUs, each server within
+    `cluster.gpus_per_node` on each of its nodes.
+    """
+    server, node = config.server, config.cluster.gpus_per_node
+    assert node is not None
+    nodes = max(at_least, server.num_nodes)
+    most = nodes + server.num_servers * server.num_nodes + len(reward_servers(config))
+    while nodes < most and max(place_servers(config, server.num_servers, nodes).gpus) > node:
+        nodes += 1
+    return nodes

@@ -28,11 +28,14 @@ from gspo_mega.runtime.worker_context import WorkerContext
 
 class Lead:
     """A context manager. `recorded_dir`: the run folder whose journal is trained on, in place of sampling.
+    `needs_answers`: as of `Rollouts`.
 
     The constructor reads the data and starts the scoring processes. Raises DataError, RewardError.
     """
 
-    def __init__(self, context: WorkerContext, spec: ModelSpec, recorded_dir: str | None) -> None:
+    def __init__(
+        self, context: WorkerContext, spec: ModelSpec, recorded_dir: str | None, needs_answers: bool = True
+    ) -> None:
         config = context.config
         self.attempt = Attempt(context.attempt_dir)
         self.run_folder = self.attempt.run_folder
@@ -49,7 +52,7 @@ class Lead:
             new_groups = RecordedSource(RunFolder(recorded_dir).journal_dir)
         else:
             fingerprints = made_by(config)
-            self._rollouts = self._cleanup.enter_context(Rollouts(config, spec, self.attempt))
+            self._rollouts = self._cleanup.enter_context(Rollouts(config, spec, self.attempt, needs_answers))
             self._rollouts.pool.tell = context.console
             new_groups = LiveSource(self._rollouts, fingerprints)
         self.source = journalled_source(config, Journal(self.run_folder.journal_dir), new_groups, self.console)

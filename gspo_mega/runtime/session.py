@@ -94,7 +94,7 @@ class Session:
         recorded_dir = config.train.from_rollouts if trains_policy and config.train is not None else None
         self.lead: Lead | None = None
         if context.is_lead:
-            self.lead = self._cleanup.enter_context(Lead(context, self.spec, recorded_dir))
+            self.lead = self._cleanup.enter_context(Lead(context, self.spec, recorded_dir, trains_policy))
         self.preparation: Preparation | None = None
         if self.lead is not None and trains_policy and config.train is not None and not config.train.rollouts_only:
             self.preparation = Preparation(config, self.spec, self.layout)

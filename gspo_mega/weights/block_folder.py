@@ -53,6 +53,10 @@ class BlockFolder(HuggingFaceFolder):
     def all_files(self) -> dict[str, str]:
         return self.files | self._scale_files
 
+    def type_problem(self, name: str) -> str | None:
+        """As of a plain folder; where FP8 is right, `problems` says."""
+        return None if self.stored_dtype(name).startswith("F8") else super().type_problem(name)
+
     def problems(self, may_be_there: Callable[[str], bool]) -> list[str]:
         """What does not fit: scales that are missing, superfluous or of another shape; weights that are FP8 and should
         not be, or the other way round. Missing weights and their shapes are `check_names_and_shapes`'.

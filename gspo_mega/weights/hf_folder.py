@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from gspo_mega.errors import ModelError
 
+# What safetensors calls the types that weights may have.
+_FLOATS = ("BF16", "F16", "F32", "F64")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -58,6 +60,17 @@ class HuggingFaceFolder:
         """What is wrong with how the folder stores its tensors; `may_be_there`: true for names to ignore."""
         return []
 
+    def file_of(self, name: str) -> str:
+        """The name of the file that a tensor, which can be `read`, comes from."""
+        return self.files[name]
+
+    def type_problem(self, name: str) -> str | None:
+        """What is wrong with the type that a tensor is stored in, or None. Raises ModelError as `shape` does."""
+        kind = self.stored_dtype(name)
+        if kind in _FLOATS:
+            return None
+        return f"wrong type: {name} is {kind}; weights are one of {', '.join(_FLOATS)}"
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that the index names. Raises ModelError if its file lacks it."""
         return tuple(self._slice(name).get_shape())
@@ -85,6 +98,16 @@ class HuggingFaceFolder:
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
 
+def not_finite(values: torch.Tensor, name: str, file: str) -> str | None:
+    """The problem of a stored tensor, `name` in `file`, of which `values`, of any shape and floating dtype, is all or a
+    part, where one of them is NaN or infinite; else None.
+    """
+    if values.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(values)):  # NaN is both ends
+        return None
+    kinds = [kind for kind, found in (("NaN", torch.isnan(values)), ("infinite", torch.isinf(values))) if found.any()]
+    return f"not finite: {name} in {file} holds values that are {' and '.join(kinds)}"
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     """{tensor: file beside the index}. Raises ModelError for other paths, which a downloaded folder may name."""
     try:
@@ -106,8 +129,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 def check_names_and_shapes(
     folder: HuggingFaceFolder, shapes: dict[str, tuple[int, ...]], may_be_there: Callable[[str], bool]
 ) -> list[str]:
-    """The folder's problems for a model of these tensors: names that are missing, unexpected or of another shape, and
-    its own `problems`.
+    """The folder's problems for a model of these tensors: names that are missing, unexpected or of another shape or
+    type, and its own `problems`.
 
     `may_be_there`: true for names to ignore.
     """
@@ -124,4 +147,6 @@ def check_names_and_shapes(
             continue
         if found != shapes[name]:
             problems.append(f"wrong shape: {name} is {list(found)}, config.json makes it {list(shapes[name])}")
+        if (wrong := folder.type_problem(name)) is not None:
+            problems.append(wrong)
     return problems + folder.problems(may_be_there)

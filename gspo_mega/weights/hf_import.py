@@ -19,7 +19,7 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.model.stacked import as_stored
 from gspo_mega.weights.block_folder import open_folder
 from gspo_mega.weights.collectives import raise_together
-from gspo_mega.weights.hf_folder import HuggingFaceFolder, check_names_and_shapes
+from gspo_mega.weights.hf_folder import HuggingFaceFolder, check_names_and_shapes, not_finite
 from gspo_mega.weights.quantized import filled
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ def import_huggingface(
     `chunks` are unwrapped GPT chunks. Padding rows of the vocabulary become zero. Call it before the optimizer copies
     the parameters. Collective over all ranks.
 
-    Raises ModelError, the same on every rank, listing tensors that are missing, unexpected or of another shape. It also
-    raises one if embeddings are tied and the folder has a head that differs from them.
+    Raises ModelError, the same on every rank, listing tensors that are missing, unexpected, of another shape or type,
+    or not finite. It also raises one if embeddings are tied and the folder has a head that differs
+    from them.
     """
     fill_from(
         folder, spec, groups, lambda _: (canonical_parameters(spec, groups, chunks), hf_tensors(spec)), may_be_there
@@ -71,7 +72,7 @@ def fill_from(
     assert source is not None  # or this rank would have had a problem
     with source:
         try:
-            _fill(source, spec, groups, parameters, entries)
+            problems += _fill(source, spec, groups, parameters, entries)
         except ModelError as error:
             problems.append(str(error))
     raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
@@ -83,27 +84,34 @@ def _fill(
     groups: ParallelGroups,
     parameters: dict[str, torch.Tensor],
     entries: list[TensorEntry],
-) -> None:
-    owners = {}
+) -> list[str]:
+    """Fill the parameters. Returns the tensors whose values are not finite, each once."""
+    owners, problems = {}, {}
     for parameter, fused in by_parameter(entries).items():
         owners |= dict.fromkeys((parameter, *fused[0].copies), fused)
     with torch.no_grad():
         for name, parameter in parameters.items():
             with filled(parameter) as values:
                 for entry in owners[name]:
-                    _fill_from_tensor(source, spec, groups, entry, values)
+                    problem = _fill_from_tensor(source, spec, groups, entry, values)
+                    if problem is not None:
+                        problems.setdefault(entry.name, problem)
+    return list(problems.values())
 
 
 def _fill_from_tensor(
     source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, entry: TensorEntry, parameter: torch.Tensor
-) -> None:
+) -> str | None:
+    problem = None
     group = tensor_group(groups, entry)
     for block in parameter_blocks(spec, entry, group.size, group.rank):
         values = source.read(entry.name, block.dim, block.start, block.length)
         parameter.narrow(block.dim, block.local_start, block.length).copy_(values)
+        problem = problem or not_finite(values, entry.name, source.file_of(entry.name))
         beats.beat()
         if (
-            entry.copies
+            problem is None
+            and entry.copies
             and _HEAD in source.files
             and not torch.equal(values, source.read(_HEAD, block.dim, block.start, block.length))
         ):
@@ -111,3 +119,4 @@ def _fill_from_tensor(
                 f"config.json ties the embeddings, but {_HEAD} differs from {entry.name}; set tie_word_embeddings to"
                 " false there"
             )
+    return problem

@@ -85,6 +85,14 @@ class StackedFolder(HuggingFaceFolder):
     def stored_dtype(self, name: str) -> str:
         return self._stored(name + BLOCKS).get_dtype() if name in self._packed else super().stored_dtype(name)
 
+    def file_of(self, name: str) -> str:
+        entry = self._parts.get(name)
+        return self.files[name if entry is None or entry.stack is None else entry.stack.name]
+
+    def type_problem(self, name: str) -> str | None:
+        """As of a plain folder; the types of MXFP4 weights are `problems`' business."""
+        return None if name in self._packed else super().type_problem(name)
+
     def problems(self, may_be_there: Callable[[str], bool]) -> list[str]:
         """What does not fit of MXFP4 weights: scales that are missing or of another shape, and other types."""
         found = []

@@ -173,7 +173,7 @@ def run_layout(root: Path, name: str, kind: str, parallel: dict) -> dict:
     if kind in ("dense", "moe") and not parallel:
         seen["logits_difference"] = logits_difference(root, source, chunks[0], spec)
     if name in ("moe-tensor2-expert2", "dense-data4"):
-        for fault in ("missing", "unexpected", "shape"):
+        for fault in FAULTS:
             try:
                 import_huggingface(root / f"{kind}-{fault}", spec, groups, chunks)
             except ModelError as error:
@@ -222,13 +222,29 @@ def logits_difference(root: Path, source: Path, chunk, spec) -> float:
         return float((logits - reference(tokens[None]).logits[0]).abs().max())
 
 
+# What a broken checkpoint's error says.
+_FILE = "in model-00001-of-00002.safetensors holds values that are "
+FAULTS = {
+    "missing": ["missing: "],
+    "unexpected": ["unexpected: model.layers.0.mlp.surprise"],
+    "shape": ["wrong shape: "],
+    "type": ["wrong type: ", "is I32; weights are one of BF16, F16, F32, F64"],
+    "not finite": ["not finite: ", f"{_FILE}NaN", f"{_FILE}infinite"],
+}
+
+
 def break_checkpoint(source: Path, target: Path, fault: str) -> None:
     shutil.copytree(source, target)
     file = target / "model-00001-of-00002.safetensors"
     tensors = load_file(file)
     index = json.loads((target / "model.safetensors.index.json").read_text())
     victim = sorted(tensors)[3]
-    if fault == "shape":
+    if fault == "not finite":
+        tensors[victim].view(-1)[-1] = float("nan")  # which one rank of several reads
+        tensors[sorted(tensors)[0]].view(-1)[0] = float("-inf")
+    elif fault == "type":
+        tensors[victim] = tensors[victim].to(torch.int32)
+    elif fault == "shape":
         tensors[victim] = tensors[victim][:-1].clone()
     elif fault == "missing":
         del tensors[victim], index["weight_map"][victim]
@@ -245,7 +261,7 @@ def pool(tmp_path_factory) -> Path:
     for kind in ("dense", "tied", "moe", "dense-bf16", "moe-bf16", "moe-blocks"):
         write_checkpoint(root / kind, kind)
     for kind in ("dense", "moe"):
-        for fault in ("missing", "unexpected", "shape"):
+        for fault in FAULTS:
             break_checkpoint(root / kind, root / f"{kind}-{fault}", fault)
     (root / "blocked").write_text("")
     torch.multiprocessing.spawn(run_rank, args=(str(root), LAYOUTS), nprocs=WORLD, join=True)
@@ -335,13 +351,12 @@ def test_logits_equal_hugging_face(pool, layout):
 
 
 @pytest.mark.parametrize("layout", ["dense-data4", "moe-tensor2-expert2"])
-@pytest.mark.parametrize(
-    "fault, words",
-    [("missing", "missing: "), ("unexpected", "unexpected: model.layers.0.mlp.surprise"), ("shape", "wrong shape: ")],
-)
-def test_a_wrong_checkpoint_is_refused_by_all_ranks(pool, layout, fault, words):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_checkpoint_is_refused_by_all_ranks(pool, layout, fault):
     messages = {s[fault] for s in seen_by_ranks(pool, layout)}
-    assert len(messages) == 1 and words in messages.pop()
+    assert len(messages) == 1
+    message = messages.pop()
+    assert all(words in message for words in FAULTS[fault]), message
 
 
 @pytest.mark.parametrize("layout", ["dense-data4", "moe-tensor2-expert2"])

@@ -48,7 +48,7 @@ from gspo_mega.config.schema.reward_sections import (
     Reward,
     RewardFunction,
 )
-from gspo_mega.config.schema.run_sections import Cluster, Engine, Fp8, Model, Moe, Parallel, Recompute, Run
+from gspo_mega.config.schema.run_sections import Cluster, Engine, Fp8, Model, Moe, Parallel, PlanRules, Recompute, Run
 from gspo_mega.config.schema.section import MAY_CHANGE, Section
 from gspo_mega.config.schema.server_sections import Publish, Rollout, Server
 
@@ -86,6 +86,7 @@ __all__ = [
     "Optimizer",
     "OwnReward",
     "Parallel",
+    "PlanRules",
     "Profile",
     "Prometheus",
     "Publish",
@@ -137,6 +138,7 @@ class Config(Section):
     fp8: Fp8 = Fp8()
     moe: Moe = Moe()
     recompute: Recompute = Recompute()
+    plan: PlanRules = Field(default=PlanRules(), json_schema_extra=MAY_CHANGE)
     optimizer: Optimizer
     lora: Lora | None = None
     critic: Critic | None = None

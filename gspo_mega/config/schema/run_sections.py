@@ -122,6 +122,20 @@ class Recompute(Section):
     num_layers: int = Field(default=1, ge=1, description="Layers per recomputed block.")
 
 
+class PlanRules(Section):
+    """What follows from the plan."""
+
+    over_memory: Literal["refuse", "warn"] = Field(
+        default="refuse",
+        description=(
+            "Where the estimate of a rank's peak memory is more than its GPU has. refuse: `plan`, `train`, `sft` and"
+            " the submission of a job say what to change and end with exit code 10. warn: they say it and go on; no GPU"
+            " has checked the estimate's formulas yet. What does not fit exactly (weights, gradients and optimizer"
+            " state alone) is always refused."
+        ),
+    )
+
+
 class Engine(Section):
     """Whose layers compute the policy, and which of their operations are fused (docs/fused_operations.md)."""
 

@@ -19,14 +19,14 @@ from gspo_mega.launcher.attempt_output import log_to
 from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.children import ChildSpec
 from gspo_mega.launcher.gpus_and_ports import rank_environments, reward_gpus, share_gpus, visible_gpus
-from gspo_mega.launcher.inputs import check_users_functions, is_replay
+from gspo_mega.launcher.inputs import check_run_folder, check_users_functions, check_what_is_read, is_replay
 from gspo_mega.launcher.lease import Lease, hold
 from gspo_mega.launcher.local import server_python
 from gspo_mega.launcher.local.supervisor import STOP_GRACE_SECONDS, Supervisor
 from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import stack_signals, stop_signals
 from gspo_mega.launcher.restarts import Restarts
-from gspo_mega.plan import plan_run, render_report
+from gspo_mega.plan import plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.estimate import estimate
 from gspo_mega.plan.server_places import reward_servers
 from gspo_mega.plan.stop_deadlines import MARGIN
@@ -69,8 +69,9 @@ def launch(
             )
     gpus = visible_gpus(os.environ)
     plan = plan_run(loaded, "gpu" if gpus else "cpu")
+    tools = []
     if command not in ("certify", "compare", "reward_model"):  # these neither sample nor score
-        check_users_functions(loaded)
+        tools = check_users_functions(loaded)
     samples = with_servers and command != "certify" and not is_replay(loaded, command)
     num_servers = config.server.num_servers if samples else 0
     scorers = reward_servers(config) if samples else []
@@ -87,6 +88,12 @@ def launch(
         server_python.check_same_software(loaded, serve[0], serve_variables)
     figures = estimate(plan, loaded.where)
     say(render_report(plan, figures))
+    if command in ("train", "sft"):
+        refuse_what_does_not_fit(plan, figures, loaded.where)
+    if command in ("train", "sft", "eval") and worker_command is WORKER_COMMAND:  # the ranks that read it
+        check_run_folder(loaded)
+        for notice in check_what_is_read(loaded, command, tools) if samples else ():
+            say(f"notice   {notice}")
     folder = RunFolder(Path(config.run.dir) / config.run.name)
 
     def run_attempt(attempt: Attempt, signals: list[int], lease: Lease) -> int:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from gspo_mega.config import LoadedConfig, load_config
 from gspo_mega.errors import GspoMegaError, PlanError
-from gspo_mega.launcher.inputs import is_replay
+from gspo_mega.launcher.inputs import check_before_job, is_replay
 from gspo_mega.launcher.slurm.site_settings import Site, words_of
-from gspo_mega.plan import Estimate, estimate, plan_run, render_report
+from gspo_mega.plan import Estimate, estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.server_places import RewardPlace, place_servers, reward_servers
 from gspo_mega.plan.stop_deadlines import grace_seconds, signal_seconds
 
@@ -159,8 +159,11 @@ def main(arguments: Sequence[str]) -> int:
         plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
         figures = estimate(plan, loaded.where)
         sys.stderr.write(render_report(plan, figures) + "\n")
+        refuse_what_does_not_fit(plan, figures, loaded.where)
         site = with_signal_time(site, figures)
         size = job_size(loaded, site)
+        for notice in check_before_job(loaded, "train", in_ranks_python=site.ranks_use_this_python):
+            sys.stderr.write(f"notice   {notice}\n")
         options = [
             *words_of(os.environ, "GSPO_SBATCH"),
             *sbatch_options(loaded.config.run.name, size, site, words_of(os.environ, "GSPO_ROLLOUT_SBATCH")),

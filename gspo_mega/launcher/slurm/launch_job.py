@@ -18,6 +18,7 @@ from gspo_mega.launcher.alerts import Alerts
 from gspo_mega.launcher.attempt_output import log_to
 from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.gpus_and_ports import free_port
+from gspo_mega.launcher.inputs import check_before_job
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import signals_taken
@@ -30,7 +31,7 @@ from gspo_mega.launcher.slurm.site_settings import Site
 from gspo_mega.launcher.slurm.step_commands import Steps
 from gspo_mega.launcher.slurm.stop_request import SIGNALS
 from gspo_mega.launcher.software_versions import versions_text
-from gspo_mega.plan import estimate, plan_run, render_report
+from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.watchdog_bounds import patience
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
@@ -49,11 +50,15 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     size = job_size(loaded, site, command)
     plan = plan_run(loaded, "gpu" if site.gpus_per_node else "cpu")
     figures = estimate(plan, loaded.where)
+    refuse_what_does_not_fit(plan, figures, loaded.where)
     report, site = render_report(plan, figures), with_signal_time(site, figures)
     answers = Answers(say)
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
     _check_time(allocation.job_id, site, answers)
     say(report)
+    if not allocation.num_restarts:
+        for notice in check_before_job(loaded, command, in_ranks_python=site.ranks_use_this_python):
+            say(f"notice   {notice}")
     folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
     with hold(folder, say) as lease:
         context = JobContext(

@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from gspo_mega.errors import ConfigError
 
@@ -71,6 +72,11 @@ class Site:
             trainer=_environment(environment, "TRAINER"),
             server=_environment(environment, "SERVER"),
         )
+
+    @property
+    def ranks_use_this_python(self) -> bool:
+        """Whether what this process can import is what ranks can: no container, and no Python of their own."""
+        return not self.trainer.container and Path(self.trainer.python).absolute() == Path(sys.executable).absolute()
 
     def with_server_python(self, python: str | None) -> Site:
         """The site with the Python of `server.python` instead of GSPO_SERVER_PYTHON, where that key is set."""

@@ -101,6 +101,9 @@ def test_a_response_is_plain_text_and_the_end_token(encoder, tokenizer):
     assert tokenizer.decode(ids[:-1]) == "7<|im_end|>8"
 
 
+CALL = {"id": None, "type": "function", "function": {"name": "f", "arguments": {"x": 1, "y": None}, "strict": None}}
+
+
 @pytest.mark.parametrize(
     ("prompt", "problem"),
     [
@@ -109,9 +112,15 @@ def test_a_response_is_plain_text_and_the_end_token(encoder, tokenizer):
         (7, "must be a text or a list"),
         (None, "must be a text or a list"),
         ([], "empty list"),
-        (["hi"], "message 1"),
-        ([{"role": "user", "content": "a"}, {"role": "user"}], "message 2"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "message 1"),
+        (["hi"], "message 1 that is a string, not of the form"),
+        ([{"role": "user", "content": "a"}, {"role": "user"}], "message 2 that has no 'content'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message 1 that has 'content' that is an array, not a"),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": None}], "message 2 that has 'content' that is"),
+        ([{"role": None, "content": "a"}], "message 1 that has 'role' that is null, not a text"),
+        ([{"role": "user", "content": "a", "name": 3}], "message 1 that has 'name' that is a number, not a text"),
+        ([{"role": "user", "content": "a", "tool_calls": [CALL]}], "message 1 that calls tools, which only the"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "message 1 that has 'content' that is null"),
+        ([{"role": "assistant", "content": "", "tool_calls": ["f"]}], "message 1 that has tool_calls that are no list"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ends with the assistant"),
         ([{"role": "user", "content": " "}], "empty message"),
     ],
@@ -125,6 +134,29 @@ def test_no_problem(encoder):
     assert (
         encoder.problem_of([{"role": "system", "content": "s"}, {"role": "user", "content": "a", "name": "n"}]) is None
     )
+
+
+def test_a_null_key_is_an_absent_one(encoder):
+    """Arrow writes null into each message for every key that another message has."""
+    nothing = dict.fromkeys(("name", "tool_calls", "tool_call_id", "reasoning_content", "weight"))
+    asked = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        {"role": "user", "content": "and?"},
+    ]
+    as_arrow_writes_it = [{**nothing, **message} for message in asked]
+    assert encoder.problem_of(as_arrow_writes_it) is None
+    called = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert encoder.messages_of(as_arrow_writes_it) == [
+        asked[0],
+        {"role": "assistant", "tool_calls": [called], "content": ""},
+        *asked[2:],
+    ]
+    assert encoder.encode_prompt(as_arrow_writes_it) == encoder.encode_prompt(asked)
+    text = json.dumps({"x": 1, "y": None})
+    written = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
+    assert encoder.messages_of([written, asked[0]])[0]["tool_calls"][0]["function"]["arguments"] == text
 
 
 def test_two_system_messages(tokenizer):

@@ -91,10 +91,10 @@ CALL = {"function": {"name": "calculator", "arguments": {"expression": "1+2"}}}
             [{"role": "assistant", "content": ""}],
             'message 1 that has no text; {"role": "assistant", "content": "text"}',
         ),
-        ([{"role": "assistant", "content": 3}], "message 1 that has no text"),
+        ([{"role": "assistant", "content": 3}], "message 1 that has 'content' that is a number, not a text"),
         ([SAYS, {**RESULT, "tool_calls": [CALL]}, SAYS], "message 2 that calls tools, which only the assistant does"),
         ([{**SAYS, "tool_calls": ["1+2"]}], "message 1 that has tool_calls that are no list of"),
-        ([{**SAYS, "reasoning_content": 3}], "a reasoning_content that is a number, not a text"),
+        ([{**SAYS, "reasoning_content": 3}], "message 1 that has 'reasoning_content' that is a number, not a text"),
         ([RESULT, SAYS], "message 1 from the tool; the first and the last must be the assistant's"),
         ([SAYS, RESULT], "message 2 from the tool; the first and the last must be the assistant's"),
         ([SAYS, SAYS], "two messages of the assistant's, 1 and 2, with nothing between them"),
@@ -122,3 +122,27 @@ def test_a_list_of_one_message_is_its_text(write_jsonl, data_settings, tokenizer
     data = data_settings(path=str(write_jsonl(rows)), chat_template=True)
     [source] = load_demonstrations(data, tokenizer, max_response_tokens=8)
     assert source.item(0).rows == source.item(1).rows
+
+
+def test_null_keys_are_absent_ones(write_jsonl, data_settings, tokenizer):
+    """As Arrow writes the keys that only other messages have."""
+    nothing = dict.fromkeys(("name", "tool_calls", "tool_call_id", "reasoning_content"))
+    asked = [{"role": "user", "content": "1"}]
+    rows = [
+        {"prompt": [{**nothing, **asked[0]}], "response": [{**nothing, **SAYS}]},
+        {"prompt": asked, "response": [SAYS]},
+    ]
+    [source] = load_demonstrations(
+        data_settings(path=str(write_jsonl(rows)), chat_template=True), tokenizer, max_response_tokens=8
+    )
+    assert source.item(0).rows == source.item(1).rows
+    seen = []
+    turns = [{**nothing, **SAYS, "content": None, "tool_calls": [CALL]}, {**nothing, **RESULT}, {**nothing, **SAYS}]
+    path = write_jsonl([{"prompt": asked, "response": turns}])
+    load_demonstrations(
+        data_settings(path=str(path), chat_template=True),
+        tokenizer,
+        max_response_tokens=8,
+        conversation=lambda prompt, messages: seen.append(messages) or (),
+    )
+    assert seen == [[{"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT, SAYS]]

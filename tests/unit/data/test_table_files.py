@@ -72,6 +72,21 @@ def test_every_form_has_the_rows_of_the_same_jsonl_file(tmp_path):
             file[25]
 
 
+def test_messages_with_different_keys_are_the_same_prompts(tmp_path, tokenizer, data_settings):
+    """Arrow gives every message of a column all keys of the others, as nulls."""
+    rows = [
+        {"prompt": [{"role": "user", "content": "1+1=", "name": "Ada"}], "answer": "2"},
+        {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "1+2="}], "answer": "3"},
+    ]
+    table = parquet(tmp_path / "rows.parquet", rows)
+    assert pq.read_table(table).to_pylist()[1]["prompt"][0]["name"] is None
+    [one], [other] = (
+        load_prompts(data_settings(path=str(path), chat_template=True), tokenizer)
+        for path in (jsonl(tmp_path / "rows.jsonl", rows), table)
+    )
+    assert [one.item(0), one.item(1)] == [other.item(0), other.item(1)]
+
+
 def test_a_stream_over_them_draws_the_same_prompts_and_goes_on_where_it_was(tmp_path, tokenizer, data_settings):
     def stream(path):
         [source] = load_prompts(data_settings(path=str(path)), tokenizer)

@@ -116,7 +116,7 @@ def test_search_and_refusals_of_the_command(real, capsys):
     assert "data.path" in capsys.readouterr().err
     assert main(["plan", real, "--search", "8"]) == 2
     assert "for example 4x8" in capsys.readouterr().err
-    assert main(["plan", real, "cluster.gpu_memory_gib=20"]) == 2
+    assert main(["plan", real, "cluster.gpu_memory_gib=20"]) == 10
     assert (
         "override 'cluster.gpu_memory_gib=20': cluster.gpu_memory_gib: weights, gradients and optimizer state take"
         in capsys.readouterr().err

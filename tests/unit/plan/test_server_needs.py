@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 
 from gspo_mega.errors import PlanError
 from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.model.tables import FAMILIES
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.memory import server_memory
-from gspo_mega.plan.server_needs import cache_element_bytes, weight_bytes
+from gspo_mega.plan.server_needs import WITH_OWN_HEAD, cache_element_bytes, weight_bytes
 
 SHAPES = Path(__file__).parents[3] / "configs" / "models"
 # Every side a multiple of 128: 4 heads of 64 and 2 key-value heads.
@@ -201,3 +203,32 @@ def test_blocks_are_sent_only_to_gpus_that_keep_them(load, shape, gpu, quantizat
     else:
         assert f"server.quantization: cluster.gpu {gpu}: {said}" in refusals(load, shape, *words, device="gpu")
     plan_run(load(*words), "cpu", shape("dense", **WIDE))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "refused"), [("moe", True, True), ("moe", False, False), ("dense", True, False)]
+)
+def test_an_output_layer_that_sglang_does_not_tie_is_refused(load, shape, kind, tied, refused):
+    def planned(*overrides):
+        return plan_run(load(*overrides), "cpu", shape(kind, tie_word_embeddings=tied))
+
+    if refused:
+        with pytest.raises(
+            PlanError, match="model.path: tie_word_embeddings is true .* SGLang 0.5.23 does not tie them"
+        ):
+            planned()
+    else:
+        planned()
+    planned("train=null", "eval=null")  # which samples nothing, as `certify`
+    planned("train={num_steps: 1, from_rollouts: /recorded}")
+
+
+def test_the_table_of_untied_output_layers_is_sglangs():
+    """Its models that tie the two say so where they make `lm_head`."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
+        pytest.skip("sglang is not installed")
+    models = Path(package.origin).parent / "srt" / "models"
+    sources = {name: models / f"{'deepseek_v2' if name == 'deepseek_v3' else name}.py" for name in FAMILIES}
+    without = {name for name, path in sources.items() if "config.tie_word_embeddings" not in path.read_text()}
+    assert without == set(WITH_OWN_HEAD)

@@ -105,6 +105,6 @@ def test_weights_that_leave_no_room_for_a_cache_are_refused(load, shape):
     words = ["cluster.gpu_memory_gib=1", "server.memory_fraction=0.0001"]
     with pytest.raises(PlanError) as error:
         estimate(plan_run(load(*words), "gpu", shape("moe")))
-    told = "server.tensor: the weights of a server take 0.0 GiB on each of its 1 GPUs, which is more than server.memory"
-    assert told in str(error.value) and "the cache of a server holds 0 tokens" in str(error.value)
+    told = "server.tensor: the weights of a server take 0.0 GiB on each of its 1 GPUs, and server.memory"
+    assert told in str(error.value) and "leaves a cache of 0 tokens, while one" in str(error.value)
     estimate(plan_run(load("cluster.gpu_memory_gib=1"), "gpu", shape("moe")))

@@ -1,0 +1,252 @@
+"""What the ranks of a run read before they work, read once by their own functions, in a process of its own.
+
+    python -m gspo_mega.launcher.input_trial        asked in one line of JSON, answers in one
+
+The tokenizer, the chat template, the stored tensors' names and shapes, the prompts, demonstrations and held-out sets
+with their answers, the tools' format. `CHECKS` is the list: whatever a rank would refuse in what it reads has an entry
+there that calls the rank's function. The process imports transformers and torch, so that commands need not;
+`trial_process.py` starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gspo_mega.batches.episode_parts import episode_driver
+from gspo_mega.batches.held_out import LoadedSet, row_check
+from gspo_mega.config import Config, load_config
+from gspo_mega.config.critic_config import critic_of, penalises_kl
+from gspo_mega.config.prompt_sources import eval_sets, names_prompts, sources_of
+from gspo_mega.data.chat import check_vocabulary, load_tokenizer
+from gspo_mega.data.demonstrations import DemonstrationSource
+from gspo_mega.data.prompts import PromptSource, RowSource, encoder_of
+from gspo_mega.episodes.demonstrated import demonstration_encoder
+from gspo_mega.errors import GspoMegaError
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.model.value_models import SCORE, critic_tensors, may_be_beside, read_critic_spec
+
+# All files together are read for so many seconds, and each to so many rows at least.
+READING_SECONDS = 8.0
+FEWEST_ROWS = 1_000
+
+
+@dataclass
+class Trial:
+    """What has been read so far. `tools`: schemas of the run's tools. `keeps_weights`: the run goes on from a
+    checkpoint, so that the weights of model.path are not read. `problems`: {"key", "kind", "text"} each, `kind` the
+    name of an error's class. `tokenizer`: None where it cannot be loaded; `can_encode`: whether prompts can be encoded
+    with it.
+    """
+
+    config: Config
+    command: str
+    tools: Sequence[dict[str, Any]] = ()
+    keeps_weights: bool = False
+    problems: list[dict[str, str]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    tokenizer: Any = None
+    can_encode: bool = False
+    seconds_per_file: float = READING_SECONDS
+
+    @contextlib.contextmanager
+    def at(self, key: str) -> Iterator[None]:
+        """What the block refuses is a problem of `key`; the trial goes on."""
+        try:
+            yield
+        except GspoMegaError as error:
+            self.problems.append({"key": key, "kind": type(error).__name__, "text": str(error)})
+
+    def enough(self) -> Callable[[int], bool]:
+        """When to stop reading one file."""
+        end = time.monotonic() + self.seconds_per_file
+        return lambda num_rows: num_rows >= FEWEST_ROWS and time.monotonic() > end
+
+    def note_length(self, source: RowSource[Any]) -> None:
+        if not source.is_whole:
+            self.notices.append(
+                f"{source.path}: its first {len(source)} rows were checked; the run checks the others when it starts"
+            )
+
+
+class Check(NamedTuple):
+    """`commands`: those whose ranks read it."""
+
+    name: str
+    commands: tuple[str, ...]
+    run: Callable[[Trial], None]
+
+
+def _tokenizer(trial: Trial) -> None:
+    with trial.at("model.path"):
+        trial.tokenizer = load_tokenizer(trial.config.model.path)
+        trial.notices += check_vocabulary(trial.tokenizer, read_model_spec(trial.config.model.path))
+
+
+def _template(trial: Trial) -> None:
+    if trial.tokenizer is None:
+        return
+    data = trial.config.data
+    with trial.at("data.chat_template" if data.chat_template else "model.path"):
+        encoder_of(data, trial.tokenizer)
+        trial.can_encode = True
+
+
+def _episodes(trial: Trial) -> None:
+    if not trial.can_encode:
+        return
+    config, tokenizer = trial.config, trial.tokenizer
+    with trial.at("rollout.episode"):
+        driver = episode_driver(config, tokenizer, read_model_spec(config.model.path), tokenizer.decode)
+        with trial.at("episodes.tool_format"):
+            driver.check_tools(list(trial.tools))
+
+
+def _held_out(trial: Trial) -> None:
+    for one in eval_sets(trial.config) if trial.can_encode else ():
+        with trial.at(f"{one.place}.path"):
+            trial.note_length(LoadedSet(one, trial.config, trial.tokenizer, trial.enough()).source)
+
+
+def _prompts(trial: Trial) -> None:
+    config = trial.config
+    if not (trial.can_encode and names_prompts(config.data)):
+        return
+    demonstrates = trial.command == "sft"
+    encoder = encoder_of(config.data, trial.tokenizer)
+    for index, source in enumerate(sources_of(config.data)):
+        with trial.at(_source_key(config, index)):
+            check = row_check(config, source.reward, config.data)
+            trial.note_length(
+                PromptSource(
+                    source.name,
+                    source.path,
+                    config.data,
+                    encoder,
+                    check if not demonstrates else lambda row: None,
+                    enough=trial.enough(),
+                    needs_answers=not demonstrates,
+                )
+            )
+
+
+def _demonstrations(trial: Trial) -> None:
+    config = trial.config
+    if not trial.can_encode:
+        return
+    spec = read_model_spec(config.model.path)
+    conversation = None
+    with trial.at("episodes.tool_format"):
+        conversation = demonstration_encoder(config, trial.tokenizer, spec.eos_token_ids, list(trial.tools))
+    encoder = encoder_of(config.data, trial.tokenizer)
+    for index, source in enumerate(sources_of(config.data)):
+        with trial.at(_source_key(config, index)):
+            DemonstrationSource(
+                source.name,
+                source.path,
+                config.data,
+                encoder,
+                config.rollout.max_new_tokens,
+                conversation,
+                trial.enough(),
+            )
+
+
+def _source_key(config: Config, index: int) -> str:
+    if config.data.path is not None:
+        return "data.path"
+    return f"data.sources.{index}.path" if config.data.sources else "data.reasoning_gym"
+
+
+def _stored_tensors(trial: Trial) -> None:
+    for key, folder, is_critic in folders_of(trial):
+        with trial.at(key):
+            from gspo_mega.weights.folder_check import check_folder
+
+            check_folder(folder, *tensors_of(folder, is_critic=is_critic), values=False)
+
+
+def folders_of(trial: Trial) -> list[tuple[str, str, bool]]:
+    """(key, folder, whether it is a critic's) of each folder whose weights the ranks load."""
+    config, found = trial.config, []
+    if not trial.keeps_weights and config.model.weights is None and Path(config.model.path).is_dir():
+        found.append(("model.path", config.model.path, False))
+    trains = trial.command == "train"
+    if trains and (config.kl.coefficient > 0 or penalises_kl(config)) and config.kl.reference_path is not None:
+        found.append(("kl.reference_path", config.kl.reference_path, False))
+    critic = critic_of(config)
+    if trains and not trial.keeps_weights and critic is not None and critic.path is not None:
+        found.append(("critic.path", critic.path, True))
+    return found
+
+
+def tensors_of(folder: str, *, is_critic: bool) -> tuple[Any, Any, Any]:
+    """The model of a folder, its tensors given those that it holds, and whether it may hold another name, as
+    `check_folder` takes them.
+    """
+    from gspo_mega.model.families import hf_tensors, may_be_there
+
+    if not is_critic:
+        spec = read_model_spec(folder)
+        return spec, lambda source: hf_tensors(spec), may_be_there
+    spec = read_critic_spec(folder)
+    return (
+        spec,
+        lambda source: [entry for entry in critic_tensors(spec) if SCORE in source.files or entry.name != SCORE],
+        may_be_beside,
+    )
+
+
+_SAMPLES = ("train", "sft", "eval", "budget")
+
+CHECKS: tuple[Check, ...] = (
+    Check("the tokenizer, and whether the model knows its ids", _SAMPLES, _tokenizer),
+    Check("the chat template and the end token", _SAMPLES, _template),
+    Check("turns and tool calls in the template", _SAMPLES, _episodes),
+    Check("held-out sets", ("train", "sft", "eval"), _held_out),
+    Check("prompts and answers", ("train", "sft", "eval", "budget"), _prompts),
+    Check("demonstrations", ("sft",), _demonstrations),
+    Check("names, shapes and types of the stored tensors", ("train", "sft", "eval", "budget"), _stored_tensors),
+)
+
+
+def run_checks(trial: Trial) -> dict[str, Any]:
+    """The answer: {"problems", "notices"}."""
+    config = trial.config
+    num_files = len(eval_sets(config)) + (len(sources_of(config.data)) if names_prompts(config.data) else 0)
+    trial.seconds_per_file = READING_SECONDS / max(1, num_files)
+    for check in CHECKS:
+        if trial.command in check.commands:
+            check.run(trial)
+    return {"problems": trial.problems, "notices": trial.notices}
+
+
+def read_weights(trial: Trial) -> dict[str, Any]:
+    """The answer to a question about weights: every value of every folder is read. `notices` says how much."""
+    from gspo_mega.weights.folder_check import check_folder
+
+    for key, folder, is_critic in folders_of(trial):
+        with trial.at(key):
+            trial.notices.append(check_folder(folder, *tensors_of(folder, is_critic=is_critic), values=True))
+    return {"problems": trial.problems, "notices": trial.notices}
+
+
+def main() -> None:
+    asked = json.loads(sys.stdin.readline())
+    loaded = load_config(asked["config"], command=asked["command"])
+    answer_to = sys.stdout
+    sys.stdout = sys.stderr  # libraries and tokenizers print
+    trial = Trial(loaded.config, asked["command"] or "train", asked["tools"], asked["keeps_weights"])
+    answer = read_weights(trial) if asked["read_weights"] else run_checks(trial)
+    answer_to.write(json.dumps(answer) + "\n")
+    answer_to.flush()
+
+
+if __name__ == "__main__":
+    main()

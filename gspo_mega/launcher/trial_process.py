@@ -1,0 +1,95 @@
+"""The process that reads a run's inputs once before the run starts (`input_trial.py`): asked, awaited, its answer told.
+
+Owns the deadline and what a Python without transformers means. No torch here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_mega import errors
+from gspo_mega.config import LoadedConfig, render_config
+from gspo_mega.errors import GspoMegaError, RankError
+from gspo_mega.run_folder import RunFolder
+
+# It imports transformers, which takes seconds, or a minute from a slow folder, and then reads for some seconds more.
+DEADLINE_SECONDS = 180.0
+_COMMAND = (sys.executable, "-m", "gspo_mega.launcher.input_trial")
+_NEEDED = ("torch", "transformers", "safetensors")
+
+
+def try_inputs(loaded: LoadedConfig, command: str, tools: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """Have everything that the ranks of `command` read refused that they would refuse; `tools`: schemas of the run's
+    tools. Returns notices. Raises the first problem's class of error, with all problems and their keys' places.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        return [
+            f"{', '.join(missing)} cannot be imported here: tokenizer, template, rows and stored tensors were not"
+            f" tried; `{command}` does that when it starts"
+        ]
+    folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
+    answer = _ask(
+        loaded,
+        {"command": command, "tools": list(tools), "keeps_weights": folder.latest_checkpoint_file.exists()},
+        DEADLINE_SECONDS,
+    )
+    if answer is None:
+        return [
+            f"the inputs were not read within {DEADLINE_SECONDS:g} s; the run reads them when it starts, and then says"
+            " what is wrong with them"
+        ]
+    return _told(loaded, answer)
+
+
+def read_weights(loaded: LoadedConfig, command: str | None) -> list[str]:
+    """Have every value of the folders' weights read. Returns what was read. Raises ModelError with the tensors that are
+    missing, misshaped, mistyped or not finite.
+    """
+    answer = _ask(loaded, {"command": command, "tools": [], "keeps_weights": False, "read_weights": True}, None)
+    assert answer is not None
+    return _told(loaded, answer)
+
+
+def _ask(loaded: LoadedConfig, question: dict[str, Any], deadline: float | None) -> dict[str, Any] | None:
+    """The answer; None past the deadline. Raises RankError where the process ended without one."""
+    with tempfile.TemporaryDirectory(prefix="gspo-mega-trial-") as scratch:
+        file = Path(scratch) / "config.yaml"
+        file.write_text(render_config(loaded.config), encoding="utf-8")
+        asked = json.dumps({"read_weights": False, **question, "config": str(file)}) + "\n"
+        try:
+            ended = subprocess.run(_COMMAND, input=asked, capture_output=True, text=True, timeout=deadline)
+        except subprocess.TimeoutExpired:
+            return None
+    try:
+        return json.loads(ended.stdout)
+    except ValueError:
+        last = "\n".join(ended.stderr.strip().splitlines()[-20:])
+        raise RankError(
+            f"the process that reads the inputs ended with exit code {ended.returncode} and no answer:\n{last}"
+        ) from None
+
+
+def _told(loaded: LoadedConfig, answer: dict[str, Any]) -> list[str]:
+    problems = answer["problems"]
+    if not problems:
+        return answer["notices"]
+    lines = dict.fromkeys(
+        line
+        for problem in problems
+        for line in _placed(f"{loaded.where(problem['key'])}: {problem['key']}: ", problem["text"])
+    )
+    kind: type[GspoMegaError] = getattr(errors, problems[0]["kind"])
+    raise kind("\n".join(lines))
+
+
+def _placed(place: str, text: str) -> list[str]:
+    """The lines of a text, each behind its place; an indented one belongs to the line before it."""
+    return [line if line.startswith(" ") else place + line for line in text.splitlines()]
