@@ -270,8 +270,16 @@ def load_tokenizer(folder: str) -> Any:
         # Without this argument, transformers would ask at the terminal whether the code may run.
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a damaged tokenizer.json can raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(f"{folder}: its tokenizer cannot be loaded: {reason[:500]}") from error
+        reason, first = _in_words(error), error
+        while (earlier := first.__cause__ or first.__context__) is not None:
+            first = earlier
+        # transformers' own words may only be that some class could not be imported.
+        caused = "" if first is error or _in_words(first) in reason else f"; its cause: {_in_words(first)}"
+        raise DataError(f"{folder}: its tokenizer cannot be loaded: {reason}{caused}") from error
+
+
+def _in_words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 def _template_of(tokenizer: Any) -> ChatTemplate | None:
