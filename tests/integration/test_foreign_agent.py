@@ -121,7 +121,7 @@ def episodes_of(calculating, function: str, options: dict | None = None, tools=(
         sampler = Sampler(config.rollout, pool)
 
         async def run_all():
-            driver = episode_driver(config, tokenizer, spec, decode)
+            driver = episode_driver(config, tokenizer, spec.eos_token_ids, decode)
             await driver.start()
             try:
                 return [
