@@ -108,6 +108,10 @@ if ! is_current "$venv/gspo_mega.stamp" "$stamp"; then
   # cannot have (see launch/env/cpu-no-deps.txt), each time phase 1 runs again.
   step "packages, phase 1 of 2 (PyTorch, Megatron-Core, ...)" "${pip[@]}" --no-warn-conflicts -r "${requirements[0]}"
   step "packages, phase 2 of 2 (SGLang)" "${pip[@]}" --no-deps -r "${requirements[1]}"
+  # One of an earlier set-up, or of another package, built for another torch: see launch/env/cpu-no-deps.txt.
+  if "$venv/bin/python" -m pip --quiet show torchvision >>"$log" 2>&1 && ! "$venv/bin/python" -c 'import torchvision' >>"$log" 2>&1; then
+    step "torchvision, which does not fit this PyTorch, out" "$venv/bin/python" -m pip --disable-pip-version-check uninstall --yes torchvision
+  fi
   # Beside the environment's packages, not among them: see launch/env/cpu-te.txt.
   rm -rf "$venv/opt/transformer_engine"
   step "Transformer Engine's Python" "${pip[@]}" --no-deps --target "$venv/opt/transformer_engine" -r "${requirements[2]}"

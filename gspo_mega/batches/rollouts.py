@@ -6,6 +6,7 @@ Owns the lives of these parts and how they fit together; each part is its own pa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 from gspo_mega import beats
@@ -15,9 +16,11 @@ from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, source_rewards, sources_of
 from gspo_mega.config.schema import Config
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
-from gspo_mega.data.prompts import PromptSource, load_prompts
+from gspo_mega.data.end_of_turn import run_end_tokens
+from gspo_mega.data.prompts import PromptSource, encoder_of, load_prompts
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.episode_records import Episode
+from gspo_mega.model.end_tokens import planned_end_tokens
 from gspo_mega.model.low_rank import SERVED_NAME
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.records import Prompt
@@ -41,6 +44,9 @@ class Rollouts:
         """`needs_answers`: false where the training data are demonstrations, which nothing scores."""
         self.tokenizer = load_tokenizer(config.model.path)
         check_vocabulary(self.tokenizer, spec)
+        encoder = encoder_of(config.data, self.tokenizer)
+        self._planned_ends = planned_end_tokens(Path(config.model.path), spec.eos_token_ids, spec.vocab_size)
+        self.end_tokens = run_end_tokens(encoder, self.tokenizer, spec.eos_token_ids, spec.vocab_size)
         self.held_out = HeldOut(config, self.tokenizer)
         self._sources: list[PromptSource] = []
         weights = [1.0] * len(self.held_out.sets)
@@ -65,7 +71,7 @@ class Rollouts:
             source_rewards(config),
             lambda name: RewardServers(attempt, name, config.rollout.no_server_deadline_seconds),
         )
-        self._driver = episode_driver(config, self.tokenizer, spec, self._decode)
+        self._driver = episode_driver(config, self.tokenizer, self.end_tokens.ids, self._decode)
         try:
             self.pool.loop.run(self._start())
         except BaseException:
@@ -78,7 +84,7 @@ class Rollouts:
             self.prompts,
             self._driver,
             self._score,
-            spec.eos_token_ids,
+            self.end_tokens.ids,
             snapshot=self.prompts.state_dict,
         )
 
@@ -104,8 +110,10 @@ class Rollouts:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def describe(self) -> list[str]:
-        """Lines for the user: one per prompt source, with the rows found too long so far; then the held-out prompts."""
-        lines = []
+        """Lines for the user: the end tokens where their sources differ; one per prompt source, with the rows found too
+        long so far; then the held-out prompts.
+        """
+        lines = self.describe_ends()
         for source in self._sources:
             left_out = (
                 f"; {source.num_overlong} of {source.num_examined} examined are longer than data.max_prompt_tokens and"
@@ -115,6 +123,10 @@ class Rollouts:
             )
             lines.append(f"data     {source.path}: {len(source)} prompts{left_out}")
         return lines + self.held_out.report()
+
+    def describe_ends(self) -> list[str]:
+        """A line for each thing to know about the tokens that end a response and that the plan could not tell."""
+        return [f"notice   {text}" for text in self.end_tokens.notices if text not in self._planned_ends.notices]
 
     def evaluate(
         self,

@@ -142,16 +142,19 @@ def _software(
 def _check_tokenizer(folder: Path, tool_format: str) -> int:
     # The rest of the doctor works where none of these can be imported.
     from gspo_mega.data.chat import PromptEncoder, load_tokenizer
+    from gspo_mega.data.end_of_turn import run_end_tokens
     from gspo_mega.data.template_suffix import SuffixRule
     from gspo_mega.episodes.template_certificate import certify_template, summary
     from gspo_mega.model.huggingface import read_end_tokens
 
-    end_tokens = read_end_tokens(folder)
+    configured = read_end_tokens(folder)
     tokenizer = load_tokenizer(str(folder))
     encoder = PromptEncoder(tokenizer, chat_template=True)
-    rule = SuffixRule(encoder, end_tokens)
+    ends = run_end_tokens(encoder, tokenizer, configured, None)
+    rule = SuffixRule(encoder, ends.ids)
     certificate = certify_template(tokenizer, encoder, rule.with_tools, tool_format)
-    findings = [Finding(one.level, one.what, f"{one.text} [{one.kind}]") for one in summary(certificate)]
+    findings = [Finding("note", "ends", text) for text in ends.notices]
+    findings += [Finding(one.level, one.what, f"{one.text} [{one.kind}]") for one in summary(certificate)]
     print(render(findings))
     if certificate.is_exact:
         print(f"{folder}: certified")

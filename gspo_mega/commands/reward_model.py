@@ -22,7 +22,6 @@ from gspo_mega.config import load_config
 from gspo_mega.config.remote_rules import PLACEHOLDER
 from gspo_mega.data.jsonl import JsonlFile
 from gspo_mega.errors import ConfigError
-from gspo_mega.rollout.server import cpu_server
 from gspo_mega.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    cpu_server.activate()  # without a GPU, transformers meets the same torchvision that SGLang does
     from gspo_mega.reward.fit_data import Fitting, examples_of, problem_of_row
 
     how = Fitting(

@@ -10,6 +10,7 @@ serves the trained model encodes it so, too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import secrets
 import threading
@@ -74,8 +75,6 @@ class PromptEncoder:
         if system_prompt is not None and not chat_template:
             raise DataError("data.system_prompt needs data.chat_template: true")
         self.chat_template = chat_template
-        self.eos_token: str = tokenizer.eos_token
-        self.eos_token_id: int = tokenizer.eos_token_id
         self._tokenizer = tokenizer
         self._template = _template_of(tokenizer) if chat_template else None
         self._system_prompt = system_prompt
@@ -85,6 +84,7 @@ class PromptEncoder:
         }
         # Longest first, so that a token that is part of another one does not hide it.
         self._special = sorted(special, key=len, reverse=True)
+        self._ids_by_special = special
         self._special_ids = frozenset(special.values())
 
     def problem_of(self, prompt: Any) -> str | None:
@@ -199,9 +199,36 @@ class PromptEncoder:
         added = self._tokenizer.added_tokens_decoder.get(token_id)
         return None if added is None else added.content
 
+    @functools.cached_property
+    def turn_end_token_id(self) -> int | None:
+        """The special token that the chat template writes right behind an assistant's last message; None where it
+        writes other text or nothing there, and without a template.
+        """
+        if not self.chat_template:
+            return None
+        mark = f"mark{secrets.token_hex(16)}"
+        try:
+            text = self.render(
+                [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}], opened=False
+            ).text
+        except DataError:
+            return None  # a template that takes no such conversation
+        tail = text.rpartition(mark)[2].lstrip() if mark in text else ""
+        return next((self._ids_by_special[special] for special in self._special if tail.startswith(special)), None)
+
+    @property
+    def end_token_id(self) -> int:
+        """What a demonstrated response ends with: as the chat template ends it, or else the tokenizer's end token."""
+        return self._tokenizer.eos_token_id if self.turn_end_token_id is None else self.turn_end_token_id
+
+    @property
+    def end_token(self) -> str:
+        """The text of `end_token_id`."""
+        return self._tokenizer.convert_ids_to_tokens(self.end_token_id)
+
     def encode_response(self, response: str) -> list[int]:
         """Token ids of a demonstrated response, all of it plain text, and the end token."""
-        return [*self._encode_plain(response), self.eos_token_id]
+        return [*self._encode_plain(response), self.end_token_id]
 
     def _render(self, messages: Messages, tools: list[dict[str, Any]], opened: bool) -> str:
         if self._template is not None:
@@ -275,8 +302,16 @@ def load_tokenizer(folder: str) -> Any:
         # Without this argument, transformers would ask at the terminal whether the code may run.
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a damaged tokenizer.json can raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(f"{folder}: its tokenizer cannot be loaded: {reason[:500]}") from error
+        reason, first = _in_words(error), error
+        while (earlier := first.__cause__ or first.__context__) is not None:
+            first = earlier
+        # transformers' own words may only be that some class could not be imported.
+        caused = "" if first is error or _in_words(first) in reason else f"; its cause: {_in_words(first)}"
+        raise DataError(f"{folder}: its tokenizer cannot be loaded: {reason}{caused}") from error
+
+
+def _in_words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> list[str]:

@@ -91,7 +91,7 @@ class DemonstrationSource(RowSource[Demonstration]):
         )
         if problem is not None:
             return problem
-        end = self._encoder.eos_token
+        end = self._encoder.end_token
         for message in _messages_of(values[self._data.response_key]):
             if message["role"] == "assistant" and (message.get("content") or "").rstrip().endswith(end):
                 return (

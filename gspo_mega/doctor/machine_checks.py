@@ -6,6 +6,7 @@ crashes does not end the doctor.
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import resource
 import shutil
@@ -34,6 +35,15 @@ _TORCH = (
     " None;print(torch.__version__, 'CUDA', torch.version.cuda, 'NCCL', nccl, 'sees', torch.cuda.device_count(),"
     " 'GPUs')"
 )
+_TORCHVISION = """
+import sys
+try:
+    import torchvision
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}; it is built for another PyTorch, and transformers imports it for Llama"
+             " and others. Uninstall torchvision, or install the build for this PyTorch")
+print(torchvision.__version__)
+"""
 _LEAST_FREE_BYTES = 1024**3
 _FEW_FREE_BYTES = 50 * 1024**3
 
@@ -59,6 +69,8 @@ def check_machine(
     for role in roles:
         yield from _packages(role, software[role])
     yield _imports("torch", _TORCH, deadline)
+    if importlib.util.find_spec("torchvision") is not None:
+        yield _imports("torchvision", _TORCHVISION, deadline)
     for python in sorted({str(software[role].get("executable")) for role in roles} - {sys.executable}):
         yield _imports("torch", _TORCH, deadline, python)
     if gpus:

@@ -155,7 +155,7 @@ class _Led:
         except DataError:
             text, is_as_written = _as_models_write(step.answer, gap), False
             ids = self._encoder.encode_response(text)[:-1]
-            end = self._encoder.eos_token_id
+            end = self._encoder.end_token_id
         if step.in_odd_tokens:
             odd = [token for letter in text for token in self._encoder.encode_response(letter)[:-1]]
             ids = odd if self._tokenizer.decode(odd) == text else ids

@@ -26,9 +26,11 @@ from gspo_mega.config.critic_config import critic_of, penalises_kl
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, sources_of
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
 from gspo_mega.data.demonstrations import DemonstrationSource
+from gspo_mega.data.end_of_turn import run_end_tokens
 from gspo_mega.data.prompts import PromptSource, RowSource, encoder_of
 from gspo_mega.episodes.demonstrated import demonstration_encoder
 from gspo_mega.errors import GspoMegaError
+from gspo_mega.model.end_tokens import planned_end_tokens
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.value_models import SCORE, critic_tensors, may_be_beside, read_critic_spec
 
@@ -42,7 +44,7 @@ class Trial:
     """What has been read so far. `tools`: schemas of the run's tools. `keeps_weights`: the run goes on from a
     checkpoint, so that the weights of model.path are not read. `problems`: {"key", "kind", "text"} each, `kind` the
     name of an error's class. `tokenizer`: None where it cannot be loaded; `can_encode`: whether prompts can be encoded
-    with it.
+    with it; `end_token_ids`: every one ends a response.
     """
 
     config: Config
@@ -53,6 +55,7 @@ class Trial:
     notices: list[str] = field(default_factory=list)
     tokenizer: Any = None
     can_encode: bool = False
+    end_token_ids: tuple[int, ...] = ()
     seconds_per_file: float = READING_SECONDS
 
     @contextlib.contextmanager
@@ -92,9 +95,13 @@ def _tokenizer(trial: Trial) -> None:
 def _template(trial: Trial) -> None:
     if trial.tokenizer is None:
         return
-    data = trial.config.data
+    data, path = trial.config.data, trial.config.model.path
     with trial.at("data.chat_template" if data.chat_template else "model.path"):
-        encoder_of(data, trial.tokenizer)
+        spec = read_model_spec(path)
+        ends = run_end_tokens(encoder_of(data, trial.tokenizer), trial.tokenizer, spec.eos_token_ids, spec.vocab_size)
+        planned = planned_end_tokens(Path(path), spec.eos_token_ids, spec.vocab_size)
+        trial.end_token_ids = ends.ids
+        trial.notices += [notice for notice in ends.notices if notice not in planned.notices]
         trial.can_encode = True
 
 
@@ -103,7 +110,7 @@ def _episodes(trial: Trial) -> None:
         return
     config, tokenizer = trial.config, trial.tokenizer
     with trial.at("rollout.episode"):
-        driver = episode_driver(config, tokenizer, read_model_spec(config.model.path), tokenizer.decode)
+        driver = episode_driver(config, tokenizer, trial.end_token_ids, tokenizer.decode)
         with trial.at("episodes.tool_format"):
             driver.check_tools(list(trial.tools))
 
@@ -140,10 +147,9 @@ def _demonstrations(trial: Trial) -> None:
     config = trial.config
     if not trial.can_encode:
         return
-    spec = read_model_spec(config.model.path)
     conversation = None
     with trial.at("episodes.tool_format"):
-        conversation = demonstration_encoder(config, trial.tokenizer, spec.eos_token_ids, list(trial.tools))
+        conversation = demonstration_encoder(config, trial.tokenizer, trial.end_token_ids, list(trial.tools))
     encoder = encoder_of(config.data, trial.tokenizer)
     for index, source in enumerate(sources_of(config.data)):
         with trial.at(_source_key(config, index)):

@@ -18,6 +18,7 @@ from gspo_mega.model.block_fp8 import read_block_fp8
 from gspo_mega.model.config_reader import ConfigReader
 from gspo_mega.model.deepseek import read_experts, read_latent_attention
 from gspo_mega.model.description import description_files
+from gspo_mega.model.end_tokens import stated_end
 from gspo_mega.model.gpt_oss import is_fp4, needs_plain_copy, read_gpt_oss
 from gspo_mega.model.rope import read_rope
 from gspo_mega.model.spec import BlockFp8, ModelSpec, MoeSpec
@@ -92,9 +93,10 @@ def folder_needs_plain_copy(folder: str | Path, dtype: str) -> bool:
 
 
 def read_end_tokens(folder: str | Path) -> tuple[int, ...]:
-    """The ids that end a response of a run with this folder, from generation_config.json and config.json alone.
+    """The ids that generation_config.json and config.json of a folder name as ends of a response: `eos_token_ids` of a
+    run with it. None of them where the tokenizer's files alone name an end token.
 
-    Raises ModelError: no such folder, an id that is none, or neither file names one.
+    Raises ModelError: no such folder, an id that is none, or no file names one.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -103,9 +105,10 @@ def read_end_tokens(folder: str | Path) -> tuple[int, ...]:
     ids = _eos_token_ids(reader, _read_json(folder / "generation_config.json") or {}, reader.raw.get("vocab_size") or 0)
     if reader.problems:
         raise ModelError("\n".join(f"{folder}: {problem}" for problem in reader.problems))
-    if not ids:
+    if not ids and stated_end(folder) is None:
         raise ModelError(
-            f"{folder}: neither generation_config.json nor config.json names eos_token_id; a response could never end"
+            f"{folder}: neither generation_config.json nor config.json names eos_token_id, and tokenizer_config.json no"
+            " eos_token that the tokenizer has; a response could never end"
         )
     return ids
 

@@ -12,6 +12,7 @@ from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ModelError
+from gspo_mega.model.end_tokens import planned_end_tokens
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec, shape_differences
 from gspo_mega.model.value_models import read_critic_spec
@@ -71,8 +72,11 @@ def plan_run(loaded: LoadedConfig, device: Device | None = None, model: str | Pa
             )
     layout = resolve_layout(config, spec, loaded.where, device)
     notices = [*loaded.notices, *_notices(config, spec, layout, device)]
-    if source.is_dir() and not spec.eos_token_ids:
-        notices.append("the model names no end-of-sequence token: every response runs to max_new_tokens")
+    if source.is_dir():
+        ends = planned_end_tokens(source, spec.eos_token_ids, spec.vocab_size)
+        notices += ends.notices
+        if not ends.ids:
+            notices.append("the model names no end-of-sequence token: every response runs to max_new_tokens")
     if spec.num_ignored_layers:
         notices.append(
             f"num_nextn_predict_layers {spec.num_ignored_layers}: layers for multi-token prediction are neither loaded"

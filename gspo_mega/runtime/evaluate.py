@@ -32,7 +32,7 @@ def run_eval(context: WorkerContext) -> dict[str, Any]:
     """
     config = context.config
     with Rollouts(config, read_model_spec(config.model.path), Attempt(context.attempt_dir)) as rollouts:
-        for line in rollouts.held_out.report():
+        for line in [*rollouts.describe_ends(), *rollouts.held_out.report()]:
             context.console(line)
         try:
             on_wait = wait_for_servers(rollouts.pool, config, StopRequest(context.attempt_dir))

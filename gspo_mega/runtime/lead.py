@@ -7,6 +7,7 @@ Owns the lives of these parts. What all ranks do together is `session.py`'s.
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 from gspo_mega.batches.journalled import journalled_source
 from gspo_mega.batches.live import LiveSource
@@ -20,6 +21,7 @@ from gspo_mega.metrics.prometheus import PrometheusEndpoint
 from gspo_mega.metrics.sink_loading import sink_makers
 from gspo_mega.metrics.sinks import Sinks
 from gspo_mega.metrics.writer import MetricsWriter
+from gspo_mega.model.end_tokens import planned_end_tokens
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.run_folder import Attempt, RunFolder
 from gspo_mega.runtime.stop import StopRequest
@@ -46,6 +48,8 @@ class Lead:
             self.run_folder, sink_makers(config), config.model_dump(mode="json", exclude={"alerts"}), context.console
         )
         self._rollouts: Rollouts | None = None
+        folder = Path(config.model.path)
+        self._planned_ends = planned_end_tokens(folder, spec.eos_token_ids, spec.vocab_size).ids
         self._cleanup = contextlib.ExitStack()
         self.writer = MetricsWriter(self.run_folder.path, sinks, self._endpoint(context))
         if recorded_dir is not None:
@@ -79,6 +83,11 @@ class Lead:
         """Servers, prompts and rewards. Must not be used in a run that trains on a record, which has none."""
         assert self._rollouts is not None, "a run that trains on a record samples nothing"
         return self._rollouts
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a response of this run; of a run that trains on a record, as the model's files tell."""
+        return self._planned_ends if self._rollouts is None else self._rollouts.end_tokens.ids
 
     def resume(self, state: TrainState) -> None:
         """Continue source and metrics from a checkpoint's state, or from a fresh one. Raises DataError where prompts or

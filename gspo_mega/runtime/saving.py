@@ -178,6 +178,7 @@ class Saving:
                 engine.parameter_dtype(),
                 engine.config.model.path,
                 self._state.weight_version,
+                end_token_ids=() if self._lead is None else self._lead.end_token_ids,
             )
             if (critic := self._critic) is not None and folder is None:
                 export_critic(

@@ -15,9 +15,10 @@ from gspo_mega.config.command_types import sft_config
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Sft
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
+from gspo_mega.data.prompts import encoder_of
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.episodes.demonstrated import demonstration_encoder
-from gspo_mega.errors import NumericsError, RewardError
+from gspo_mega.errors import DataError, NumericsError, RewardError
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.runtime.adapter_report import adapter_metrics
 from gspo_mega.runtime.final_table import accuracy_text
@@ -39,8 +40,9 @@ def run_sft(context: WorkerContext) -> dict[str, Any] | None:
     with Session(context, num_optimizer_steps=settings.max_steps, trains_policy=False) as session:
         state = session.state
         demonstrations = _demonstrations(session)
-        for line in session.lead.rollouts.held_out.report() if session.lead is not None else ():
-            session.say(line)
+        if session.lead is not None:
+            for line in [*session.lead.rollouts.describe_ends(), *session.lead.rollouts.held_out.report()]:
+                session.say(line)
         verdict = _start(session)
         while verdict is None:
             if state.step >= settings.max_steps:
@@ -72,7 +74,14 @@ def _demonstrations(session: Session) -> PromptStream[Demonstration] | None:
         return None
     config = session.config
     rollouts = session.lead.rollouts
-    conversation = demonstration_encoder(config, rollouts.tokenizer, session.spec.eos_token_ids, rollouts.tool_schemas)
+    taught = encoder_of(config.data, rollouts.tokenizer)
+    if taught.end_token_id not in rollouts.end_tokens.ids:
+        raise DataError(
+            f"{config.model.path}: demonstrations would end with {taught.end_token!r} ({taught.end_token_id}), which is"
+            f" outside the model's vocabulary of {session.spec.vocab_size}; name another eos_token in its"
+            " tokenizer_config.json"
+        )
+    conversation = demonstration_encoder(config, rollouts.tokenizer, rollouts.end_tokens.ids, rollouts.tool_schemas)
     sources = load_demonstrations(
         config.data,
         rollouts.tokenizer,

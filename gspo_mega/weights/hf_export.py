@@ -81,12 +81,19 @@ def export_huggingface(
     source_folder: str | Path,
     weight_version: int,
     max_file_bytes: int = MAX_FILE_BYTES,
+    end_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Write the policy in `chunks` (this rank's unwrapped GPT chunks) to `out_dir`: see `export_policy`, with the
     layers for multi-token prediction that `source_folder` has. Collective.
+
+    `end_token_ids`: where they are more than `source_folder` names, the generation_config.json names them, so that
+    whoever serves the folder stops where the run did. Those of the lead rank count.
     """
     policy, form = PolicyTensors(spec, groups, chunks), plain_form(dtype)
-    return export_policy(policy, out_dir, form, source_folder, weight_version, max_file_bytes, carries=True)
+    more = end_token_ids if set(end_token_ids) - set(spec.eos_token_ids) else ()
+    return export_policy(
+        policy, out_dir, form, source_folder, weight_version, max_file_bytes, carries=True, end_token_ids=more
+    )
 
 
 def export_policy(
@@ -98,13 +105,15 @@ def export_policy(
     max_file_bytes: int = MAX_FILE_BYTES,
     *,
     carries: bool = False,
+    end_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Write the policy in `form` to `out_dir`, with config and tokenizer files of `source_folder`; return the manifest.
 
     Each owner of tensors writes its own files of at most about `max_file_bytes` and uses no more host memory than that.
     Files are written to a staging folder, synced, and compared with the digests taken from memory; then the folder is
     renamed. An existing folder is replaced. `out_dir` lies on a file system that all ranks share. `carries`: with the
-    layers for multi-token prediction of `source_folder`, as they are there; the lead rank writes them.
+    layers for multi-token prediction of `source_folder`, as they are there; the lead rank writes them. `end_token_ids`:
+    what generation_config.json names in place of the source's, if any.
 
     The manifest (also in the folder): `weight_version`, `dtype` of plain tensors, and for every tensor its `shape`,
     `dtype`, `file`, and `sha256` of the owner's memory. Collective over all ranks.
@@ -119,7 +128,7 @@ def export_policy(
     problems: list[str] = []
     carried: list[CarriedLayers] = []
     if lead:
-        problems = _attempt(_start, staging, Path(source_folder), form, policy, carries, carried)
+        problems = _attempt(_start, staging, Path(source_folder), form, policy, carries, carried, end_token_ids)
     raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
 
     writer = _Writer(staging, groups.world.rank, max_file_bytes)
@@ -229,6 +238,7 @@ def _start(
     policy: PolicyTensors,
     carries: bool,
     carried: list[CarriedLayers],
+    end_token_ids: Sequence[int],
 ) -> None:
     durable.remove_tree(staging, at="publish.clear")
     durable.make_folder(staging, at="publish.folder")
@@ -238,6 +248,10 @@ def _start(
         carried.append(layers)
         edited = lambda raw: layers.config_json(policy.config_json(raw))  # noqa: E731
     copy_description(source, staging, DTYPE_NAMES[form.plain], form.stored, edited)
+    if end_token_ids:
+        file = staging / "generation_config.json"
+        generation = json.loads(file.read_text()) if file.exists() else {}
+        durable.atomic_write_json(file, {**generation, "eos_token_id": list(end_token_ids)}, at="publish.config")
 
 
 def copy_description(

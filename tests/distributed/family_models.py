@@ -7,15 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import save_file
 
-from gspo_mega.rollout.server import cpu_server
-
-cpu_server.activate()  # without a GPU, transformers meets the same torchvision that SGLang does
-
-import transformers  # noqa: E402
-
-from gspo_mega.model.tables import FAMILIES  # noqa: E402
+from gspo_mega.model.tables import FAMILIES
 
 VOCAB_SIZE = 600  # no multiple of the padding, and no smaller than the ids of `recorded_sequences`
 NUM_TOKENS = 96
@@ -148,11 +143,14 @@ def token_ids() -> np.ndarray:
     return np.random.default_rng(11).integers(0, VOCAB_SIZE, NUM_TOKENS)
 
 
-def make_family_folder(folder: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 5) -> Path:
+def make_family_folder(
+    folder: Path, variant: str, dtype: torch.dtype = torch.float32, seed: int = 5, **changes: int
+) -> Path:
     """A checkpoint as transformers saves it, every weight random (biases and norms too), and beside it `logits.npy` of
-    fp32.
+    fp32. `changes`: other values of the variant's keys.
     """
     family, own = VARIANTS[variant]
+    own = own | {key: value for key, value in changes.items() if key in _SHARED | own}
     model_class = getattr(transformers, FAMILIES[family].architecture)
     torch.manual_seed(seed)
     model = model_class(model_class.config_class(**_SHARED | own))

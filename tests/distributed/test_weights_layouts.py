@@ -197,10 +197,6 @@ def padding_is_zero(spec, groups, chunks) -> bool:
 def logits_difference(root: Path, source: Path, chunk, spec) -> float:
     """Largest |logit - Hugging Face's| over a sequence: the conversion is right, not only reversible."""
     import numpy as np
-
-    from gspo_mega.rollout.server import cpu_server
-
-    cpu_server.activate()
     import transformers
     from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -76,7 +76,6 @@ class Launched:
                 **os.environ,
                 "GSPO_TEST_MARKER": self.marker,
                 "CUDA_VISIBLE_DEVICES": "",
-                "PYTHONPATH": str(REPOSITORY),
             },
         )
 

@@ -36,7 +36,8 @@ SMALL = (
 
 
 def environment(**more: str) -> dict[str, str]:
-    path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+    """A user's, whose reward functions lie in this folder. The project itself is found as it is installed."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
 
 

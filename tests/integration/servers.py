@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-import gspo_mega
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.run_folder import Attempt, RunFolder
@@ -72,7 +71,6 @@ class Serve:
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": str(Path(gspo_mega.__file__).parents[1]),
                     **variables,
                 },
             )

@@ -102,10 +102,6 @@ def test_engines_that_agree_have_no_fault_and_a_mismatch_of_rounding(found, fold
 def by_transformers(folder, fixed):
     """log-probs of the responses' tokens, [sum R] float64 nats, as transformers computes them in float64."""
     import torch
-
-    from gspo_mega.rollout.server import cpu_server
-
-    cpu_server.activate()  # without a GPU: lets transformers be imported
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()

@@ -25,12 +25,10 @@ from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.records import Prompt
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.sampling import Sampler
-from gspo_mega.rollout.server import cpu_server
 from gspo_mega.rollout.server_pool import ServerPool
 
 CALCULATOR = "gspo_mega.data.calculator:calculator"
 SCHEMA = load_tool(CALCULATOR).schema
-cpu_server.activate()  # without a GPU, transformers meets the same torchvision that SGLang does
 EPISODES = {"max_turns": 4, "max_tokens": 160, "tool_format": "brackets", "num_workers": 1}
 ROLLOUT = {"max_new_tokens": 16, "temperature": 1.0}
 NUM_SUMS = 3
@@ -123,7 +121,7 @@ def episodes_of(calculating, function: str, options: dict | None = None, tools=(
         sampler = Sampler(config.rollout, pool)
 
         async def run_all():
-            driver = episode_driver(config, tokenizer, spec, decode)
+            driver = episode_driver(config, tokenizer, spec.eos_token_ids, decode)
             await driver.start()
             try:
                 return [

@@ -14,7 +14,6 @@ import pytest
 from servers import run_config
 from waiting import alive, until, wait_gone
 
-import gspo_mega
 from gspo_mega import process_death
 from gspo_mega.config import load_config
 from gspo_mega.errors import RolloutError
@@ -45,7 +44,6 @@ class Supervised:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(gspo_mega.__file__).parents[1])},
         )
 
     def become(self, behaviour: str) -> None:

@@ -186,9 +186,6 @@ def test_each_step_published_its_weights_and_the_result_is_the_last_of_them(whol
     current = read_json(run.current_weights_file)
     assert current == {"weight_version": NUM_STEPS, "path": str(run.weights_version_dir(NUM_STEPS))}
 
-    from gspo_mega.rollout.server import cpu_server
-
-    cpu_server.activate()  # without a GPU: lets transformers be imported
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     token_ids = torch.tensor([AutoTokenizer.from_pretrained(run.huggingface_dir)("4719+2386=9+6=15#7105")["input_ids"]])

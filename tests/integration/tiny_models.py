@@ -7,10 +7,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from gspo_mega.rollout.server import cpu_server
-
-cpu_server.activate()  # without a GPU, transformers meets the same torchvision that SGLang does
-
 EOS_TOKEN_ID = 2
 VOCAB_SIZE = 512
 

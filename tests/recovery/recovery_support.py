@@ -112,7 +112,8 @@ class Ranks:
         self.config_file = config_file
         self.runs = config_file.parent / "runs"
         self.killed_at: set[str] = set()
-        path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests/integration")))  # which has reward functions
+        functions = str(REPOSITORY / "tests/integration")  # reward functions
+        path = os.pathsep.join(filter(None, [functions, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         environment |= variables
         self._server = subprocess.Popen(

@@ -276,7 +276,9 @@ def check_words(root: Path) -> list[Broken]:
 
 
 def check_tests(root: Path) -> list[Broken]:
-    """Test files have unique names, because their folders are no packages."""
+    """Test files have unique names, because their folders are no packages. None prepares its process for transformers
+    as only a server's process is prepared: it would hide a fault from which no rank and no tool is kept.
+    """
     broken, seen = [], {}
     for path in sorted((root / "tests").rglob("*.py")):
         where = path.relative_to(root).as_posix()
@@ -284,6 +286,10 @@ def check_tests(root: Path) -> list[Broken]:
             broken.append(Broken(where, 1, "test folders are no packages"))
         elif path.name != "conftest.py" and seen.setdefault(path.name, where) != where:
             broken.append(Broken(where, 1, f"the same name as {seen[path.name]}"))
+        text = path.read_text()
+        if "cpu_server.activate" in text and "sglang_cpu_" not in text and path.parent.name != "structure":
+            line = text[: text.index("cpu_server.activate")].count("\n") + 1
+            broken.append(Broken(where, line, "activate() belongs to servers, and to tests of SGLang's own layers"))
     return broken
 
 

@@ -189,6 +189,8 @@ def test_other_rules_report_and_allow(tmp_path):
             "tests/numerics/conftest.py": "",
             "tests/unit/conftest.py": "",
             "tests/unit/__init__.py": "",
+            "tests/unit/test_prepared.py": "from x import cpu_server\ncpu_server.activate()\n",
+            "tests/unit/test_layers.py": "from x import cpu_server, sglang_cpu_layers\ncpu_server.activate()\n",
         },
     )
     assert [(item.path, item.line) for item in house.check_calls(root)] == [
@@ -210,5 +212,9 @@ def test_other_rules_report_and_allow(tmp_path):
         ("configs/a.yaml", 2),
         ("launch/a.sh", 1),
     ]
-    assert [item.path for item in house.check_tests(root)] == ["tests/unit/__init__.py", "tests/unit/test_a.py"]
+    assert [(item.path, item.line) for item in house.check_tests(root)] == [
+        ("tests/unit/__init__.py", 1),
+        ("tests/unit/test_a.py", 1),
+        ("tests/unit/test_prepared.py", 2),
+    ]
     assert [item.path for item in house.check_top_level({"gspo_mega", "notes.md"})] == ["notes.md"]

@@ -23,9 +23,6 @@ ROUNDING = 1e-3
 
 @functools.lru_cache(maxsize=4)
 def _model(folder: Path):
-    from gspo_mega.rollout.server import cpu_server
-
-    cpu_server.activate()  # without a GPU: lets transformers be imported
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()

@@ -14,7 +14,6 @@ from gspo_mega.data.demonstrations import load_demonstrations
 from gspo_mega.data.tokenizer import VOCAB_SIZE, build_tokenizer
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.reward.builtin import arithmetic
-from gspo_mega.rollout.server import cpu_server
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_quickstart.py"
 SMALL = ["--num-train", "200", "--num-heldout", "50"]
@@ -46,7 +45,6 @@ def contents(folder):
 
 @pytest.mark.parametrize("shape", ["moe", "dense", "wide"])
 def test_hugging_face_loads_every_tensor_of_the_model(make, tmp_path, shape):
-    cpu_server.activate()  # without a GPU, transformers meets the same torchvision that SGLang does
     from transformers import AutoModelForCausalLM
 
     assert make(tmp_path, *SMALL, *[f"--{shape}"] * (shape != "moe")) == 0

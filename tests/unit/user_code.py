@@ -10,14 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-import gspo_mega
-
 
 def start_in(folder: Path, module: str, text: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make `folder` the working directory, with the user's module in it, as where a run is started."""
     (folder / module).write_text(text)
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONPATH", str(Path(gspo_mega.__file__).parents[1]))
     return folder
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
@@ -27,6 +26,7 @@ ATTENTION_BACKEND = "cpu_batched"
 """Name under which the batched attention is registered with SGLang."""
 INVARIANT_ATTENTION_BACKEND = "cpu_batch_invariant"
 """The one of `engine.batch_invariant`."""
+_LENT = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
 
 
 def has_gpu() -> bool:
@@ -37,7 +37,7 @@ def has_gpu() -> bool:
 
 
 class _MissingKernels(types.ModuleType):
-    """Stands in for a package of compiled GPU kernels; using any of them is an error that names it."""
+    """Stands in for a package of compiled kernels; using any of them is an error that names it."""
 
     __version__ = "0.0.0+absent"
 
@@ -47,7 +47,7 @@ class _MissingKernels(types.ModuleType):
         full_name = f"{self.__name__}.{name}"
 
         def unavailable(*_args, **_kwargs):
-            raise NotImplementedError(f"{full_name} is a compiled GPU kernel; this machine has no GPU")
+            raise NotImplementedError(f"{full_name} is not here: the set-up for machines without a GPU leaves it out")
 
         return unavailable
 
@@ -94,21 +94,25 @@ class _BeforeAfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-_torchvision_operators = []  # keeps the torch.library.Library alive
-
-
-def _declare_torchvision_operators() -> None:
-    """Declare two operators that torchvision's Python code needs. PyPI's torchvision is linked against CUDA: with a CPU
-    torch its library, which declares them, does not load. A CPU build of torchvision does not need this.
+def _lend_torchvision() -> None:
+    """Let SGLang import its table of configurations, which holds those of image models, too: the only modules on a text
+    model's path that import torchvision. The set-up without a GPU leaves torchvision out: PyPI's build is linked
+    against CUDA, and beside a CPU build of torch it keeps transformers from importing even a text model like Llama.
     """
-    import torch
+    from transformers.utils.import_utils import is_torchvision_available
 
-    if torch.version.cuda is not None or "+cpu" in importlib.metadata.version("torchvision"):
+    if is_torchvision_available():  # transformers keeps this answer: it does not see the stand-in
         return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _torchvision_operators.append(library)
+    for name in _LENT:
+        module = _MissingKernels(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = module
+
+
+def _take_torchvision_back(_module: types.ModuleType) -> None:
+    for name in _LENT:
+        if isinstance(sys.modules.get(name), _MissingKernels):
+            del sys.modules[name]
 
 
 def _plain_host_buffers(module: types.ModuleType) -> None:
@@ -217,6 +221,17 @@ def _attend_to_latents(module: types.ModuleType) -> None:
     )
 
 
+def _unscaled_positions(module: types.ModuleType) -> None:
+    """Give latent attention positions without a scaling, as Moonlight has them: on a CPU SGLang makes YaRN's only."""
+    scaled = module.get_rope_cpu
+
+    def positions(head_size, rotary_dim, max_position, base, is_neox_style=True, rope_scaling=None, *others):
+        made = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *others)
+        return module.get_rope(*made[:8]) if rope_scaling is None else scaled(*made)
+
+    vars(module)["get_rope_cpu"] = positions
+
+
 def _plain_layers(name: str) -> Callable[[types.ModuleType], None]:
     """Compute the layers of `name`, a class of the module, with fewer operations where they are plain."""
 
@@ -306,13 +321,15 @@ def activate() -> bool:
     sys.meta_path.insert(
         0,
         _BeforeAfterImport(
-            before={"torchvision": _declare_torchvision_operators},
+            before={"sglang.srt.configs": _lend_torchvision},
             after={
+                "sglang.srt.configs": _take_torchvision_back,
                 "sglang.srt.mem_cache.pool_host.common": _plain_host_buffers,
                 "sglang.srt.utils.weight_checker_comparator": _compare_on_host,
                 "sglang.srt.layers.attention.attention_registry": _register_attention,
                 "sglang.srt.layers.quantization": _register_quantization,
                 "sglang.srt.models.deepseek_common.deepseek_weight_loader": _absorb_plain_blocks,
+                "sglang.srt.layers.rotary_embedding.factory": _unscaled_positions,
                 "sglang.srt.mem_cache.kv_cache_configurator": _cache_fp8,
                 "sglang.srt.models.qwen2_moe": _gate_shared_experts,
                 "sglang.srt.models.gpt_oss": keep_sinks_wide,

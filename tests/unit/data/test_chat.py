@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -321,3 +322,23 @@ def test_an_added_token_that_is_no_special_one_is_what_servers_make_of_it(tmp_pa
     if not beside:
         assert ids == made.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert {"<tool_call>", "</think>"} <= set(encoder.added_tokens) and "<|im_end|>" not in encoder.added_tokens
+
+
+def test_a_package_that_keeps_a_tokenizer_from_loading_is_named(tmp_path):
+    """transformers says that a class cannot be imported, and no more: here because of another PyTorch's torchvision."""
+    package = tmp_path / "packages" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    code = "import sys; from gspo_mega.data.chat import load_tokenizer; load_tokenizer(sys.argv[1])"
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(package.parent), *filter(None, sys.path)])},
+    )
+    assert run.returncode != 0
+    said = run.stderr.splitlines()[-1]
+    assert "its tokenizer cannot be loaded" in said, said
+    assert said.endswith("; its cause: RuntimeError: operator torchvision::nms does not exist"), said

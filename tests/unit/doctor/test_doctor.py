@@ -43,6 +43,20 @@ def test_an_import_that_fails_or_hangs_is_a_finding():
     )
 
 
+def test_a_torchvision_of_another_pytorch_is_a_finding(tmp_path, monkeypatch):
+    """transformers imports it wherever it is installed, for Llama, too."""
+    code = machine_checks._TORCHVISION
+    (tmp_path / "torchvision.py").write_text("__version__ = '0.28.0'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert machine_checks._imports("torchvision", code, AnswerDeadline()) == Finding("ok", "torchvision", "0.28.0")
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    found = machine_checks._imports("torchvision", code, AnswerDeadline())
+    assert found.level == "wrong" and "torchvision::nms does not exist; it is built for another PyTorch" in found.text
+    monkeypatch.syspath_prepend(tmp_path)
+    findings = machine_checks.check_machine((), tmp_path, 0, False, None, AnswerDeadline())
+    assert found in list(findings)
+
+
 def test_an_import_that_takes_minutes_is_told_and_is_nothing_wrong(monkeypatch):
     """Many nodes that read torch from one shared folder for the first time need minutes; ranks wait ten for each other
     then.

@@ -18,9 +18,6 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_frequencies_are_those_of_transformers(name):
-    from gspo_mega.rollout.server import cpu_server
-
-    cpu_server.activate()
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

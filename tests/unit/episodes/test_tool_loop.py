@@ -105,7 +105,7 @@ def test_with_the_calculator_in_its_worker_an_episode_has_the_tokens_of_the_demo
     shape = json.loads((REPOSITORY / "configs/models/quickstart_dense.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(shape | {"eos_token_id": tokenizer.eos_token_id}))
     spec = read_model_spec(tmp_path)
-    driver = episode_driver(config, tokenizer, spec, tokenizer.decode)
+    driver = episode_driver(config, tokenizer, spec.eos_token_ids, tokenizer.decode)
     problem = Problem(47, 86, "+", 39)
     prompt = Prompt("p", "s", (), "", messages=({"role": "user", "content": problem.text},))
     turns = [

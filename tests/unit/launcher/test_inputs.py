@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from run_configs import smallest_yaml
 
-import gspo_mega
 from gspo_mega.commands.main import main
 from gspo_mega.config import load_config
 from gspo_mega.episode_records import one_turn_row
@@ -133,7 +132,6 @@ def test_answers_that_a_verifier_cannot_read_are_named_with_file_and_line(files,
 def test_an_episode_or_a_tool_that_cannot_be_loaded(files, tmp_path, monkeypatch):
     (tmp_path / "agents.py").write_text("async def play(task, model, tools): ...\ndef add(a: int): ...\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(gspo_mega.__file__).parents[1]))
     longer = ("episodes.max_tokens=4096", "data.chat_template=true")
     assert check_inputs(files[0]("rollout.episode=agents:play", *longer), "train") == []
     with pytest.raises(EpisodeError, match=r": rollout.episode: episode 'agents:plays': .* did you mean 'play'"):

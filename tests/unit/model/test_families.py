@@ -94,10 +94,6 @@ OWN_KEYS = {
 def test_names_and_shapes_are_those_that_hugging_face_saves(family, tied, tmp_path):
     """The spec is read from what transformers wrote beside the tensors: facts and table of each family together."""
     import torch
-
-    from gspo_mega.rollout.server import cpu_server
-
-    cpu_server.activate()  # without a GPU, transformers meets the same torchvision that SGLang does
     import transformers
     from safetensors import safe_open
 

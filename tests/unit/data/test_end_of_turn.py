@@ -1,0 +1,60 @@
+"""The end tokens of a run from a loaded tokenizer and its chat template, and what demonstrations end with."""
+
+import chat_templates as families
+import pytest
+from chat_templates import tokenizer_with
+
+from gspo_mega.data.chat import PromptEncoder
+from gspo_mega.data.end_of_turn import run_end_tokens
+
+# In the manner of Llama 3, gpt-oss, Phi-3, and one that refuses all but users.
+HEADERS = "{% for m in messages %}<|system|>{{ m.role }}\n\n{{ m.content | trim }}</s>{% endfor %}"
+CHANNELS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|system|>{{ m.content }}"
+    "{% if loop.last and m.role == 'assistant' %}<|observation|>{% else %}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+CLOSED_TWICE = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}<|endoftext|>"
+USERS_ONLY = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('no') }}{% endif %}x{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (families.QUICKSTART, "<|im_end|>"),
+        (families.THINKING, "<|im_end|>"),
+        (families.TOOLS_LAST, "</s>"),
+        (families.CALL_OR_CONTENT, "<|endoftext|>"),  # its own end of a last message
+        (HEADERS, "</s>"),
+        (CHANNELS, "<|observation|>"),  # and not <|im_end|>, which stands inside the assistant's turn there
+        (CLOSED_TWICE, "</s>"),
+        (families.SHARED_END, None),  # the next message's opening token is no end that it writes
+        (families.TEXT_END, None),
+        (USERS_ONLY, None),
+    ],
+)
+def test_the_token_with_which_a_template_ends_the_assistants_turn(tmp_path, template, end):
+    tokenizer = tokenizer_with(tmp_path, template)
+    encoder = PromptEncoder(tokenizer, chat_template=True)
+    found = None if end is None else tokenizer.convert_tokens_to_ids(end)
+    assert encoder.turn_end_token_id == found
+    taught = tokenizer.eos_token if end is None else end
+    assert encoder.end_token == taught and encoder.encode_response("7")[-1] == encoder.end_token_id
+    assert encoder.end_token_id == tokenizer.convert_tokens_to_ids(taught)
+    ends = run_end_tokens(encoder, tokenizer, (5,), None)
+    assert encoder.end_token_id in ends.ids and tokenizer.eos_token_id in ends.ids and ends.ids[0] == 5
+    assert PromptEncoder(tokenizer, chat_template=False).turn_end_token_id is None, "no template, no end of its"
+
+
+def test_every_source_is_named_by_its_text(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, families.TOOLS_LAST)
+    encoder = PromptEncoder(tokenizer, chat_template=True)
+    found = run_end_tokens(encoder, tokenizer, (0,), len(tokenizer))
+    end = tokenizer.convert_tokens_to_ids("</s>")
+    assert found.ids == (0, tokenizer.eos_token_id, end)
+    assert found.notices == (
+        "the sources of the end token differ: config.json and generation_config.json name '<|endoftext|>' (0), the"
+        f" tokenizer '<|im_end|>' (2), the chat template '</s>' ({end}); a response ends at any of these tokens",
+    )
+    agreeing = run_end_tokens(encoder, tokenizer, (end, tokenizer.eos_token_id), len(tokenizer))
+    assert agreeing.notices == () and agreeing.ids == (end, tokenizer.eos_token_id)
