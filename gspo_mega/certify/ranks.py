@@ -156,14 +156,17 @@ def _compare(
     set_old_log_probs(measurement.batch, recorded)
     of_critic = {} if critic is None else compare_critic(critic, reference)
     with open_folder(config.model.path, engine.spec) as start:
-        numbers = measurement.run(
+        # Replayed routes are those of the first weights; other references than FP8's choose again after a step.
+        is_first_alone = replayed and config.precision != "fp8"
+        numbers, steps = measurement.run(
             recorded,
             settings,
-            # Replayed routes are those of the first weights; other references than FP8's choose again after a step.
-            0 if replayed and config.precision != "fp8" else config.certify.num_steps,
+            1 if is_first_alone else config.certify.num_steps,
             comparison.take_gradient,
-            lambda tensors: comparison.take_weights(tensors, start),
+            None if is_first_alone else lambda tensors: comparison.take_weights(tensors, start),
         )
+    if engine.groups.is_lead:
+        comparison.take_steps(steps, config)
     result = comparison.result(
         numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories]
     )
@@ -213,7 +216,7 @@ def _record(measurement: Measurement, critic: CriticMeasurement | None, referenc
     if critic is not None:
         by_token = record_critic(critic, reference).advantages
         advantages = np.array([part.sum() for part in np.split(by_token, ends[:-1])])
-    numbers = measurement.run(
+    numbers, steps = measurement.run(
         old,
         settings,
         config.certify.num_steps,
@@ -225,6 +228,7 @@ def _record(measurement: Measurement, critic: CriticMeasurement | None, referenc
     if is_lead:
         np.save(reference.recorded_file, old)
         reference.save("numbers", numbers)
+        reference.save("steps", steps)
     description = _describe(numbers, measurement, advantages) | {"router_margin": router_margin}
     if config.certify.edges:
         _load(engine, config)
