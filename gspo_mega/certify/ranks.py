@@ -27,6 +27,7 @@ from gspo_mega.certify.measure import Measurement, Numbers
 from gspo_mega.certify.route_comparison import RouterMargins, gather_routes, tie_routers
 from gspo_mega.config.schema import CertifyCase, Config, Objective
 from gspo_mega.config.sharp_fp8 import is_sharp
+from gspo_mega.engine.balancing import has_router_losses
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
@@ -44,7 +45,7 @@ from gspo_mega.weights.hf_import import import_huggingface
 ROUTER_MARGIN = 1e-4
 MOST_DRAWS = 100
 # Whole sequences in each of two context or tensor ranks, for the recipes with one scale per tensor.
-_FP8_PADDING = 32
+_EQUAL_PADDING = 32
 
 
 def run_certify(context: WorkerContext) -> dict[str, Any] | None:
@@ -122,10 +123,14 @@ def _follows_reference(config: Config, spec: ModelSpec) -> bool:
 
 
 def _padded_alike(config: Config, layout: Layout) -> Layout:
-    """The layout, in FP8 with as much padding per sequence as any other: its numbers count in the scale of a tensor."""
-    if config.precision != "fp8":
+    """The layout with as much padding per sequence as any other, where its numbers count: in FP8 in the scale of a
+    tensor, and in the losses of routers.
+    """
+    if config.precision != "fp8" and not has_router_losses(config.moe):
         return layout
-    sequence, pack = (math.lcm(n, _FP8_PADDING) for n in (layout.sequence_multiple_tokens, layout.pack_multiple_tokens))
+    sequence, pack = (
+        math.lcm(n, _EQUAL_PADDING) for n in (layout.sequence_multiple_tokens, layout.pack_multiple_tokens)
+    )
     return replace(layout, sequence_multiple_tokens=sequence, pack_multiple_tokens=pack)
 
 
