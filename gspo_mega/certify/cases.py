@@ -40,6 +40,8 @@ _MEASURED = {
     "batch.num_mini_batches": 1,
     "old_log_probs": "rollout",
     "optimizer.eps": 1e-6,
+    # Below the norm of most gradients, so that the norm acts in every step.
+    "optimizer.clip_grad": 0.1,
     "kl.coefficient": 0.0,
     "moe.routing_replay": "none",
 }
@@ -90,6 +92,7 @@ def _critic_overrides(config: Config) -> list[str]:
         values["critic.kl_coefficient"] = 0.0
     if config.critic is not None and config.critic.optimizer is not None:
         values["critic.optimizer.eps"] = _MEASURED["optimizer.eps"]
+        values["critic.optimizer.clip_grad"] = _MEASURED["optimizer.clip_grad"]
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 

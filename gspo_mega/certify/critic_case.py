@@ -6,7 +6,7 @@ Owns what is measured and compared of a critic. The policy's part, which gets th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from gspo_mega.batches.assemble import MiniBatch
 from gspo_mega.certify.compare_runs import Comparison, Difference, Reference
 from gspo_mega.certify.gradients import complete_gradients
-from gspo_mega.certify.measure import Measurement, Tensors, gather_tokens
+from gspo_mega.certify.measure import Measurement, Take, gather_tokens
+from gspo_mega.certify.steps import Steps, StepWatch
 from gspo_mega.config.critic_config import critic_config, critic_of, critic_path
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.critic import CriticEngine, Values, own_part
@@ -84,9 +85,9 @@ class CriticMeasurement:
 
     def run(
         self,
-        take_gradient: Callable[[Tensors], None],
-        take_weights: Callable[[Tensors], None],
-    ) -> CriticNumbers:
+        take_gradient: Take,
+        take_weights: Take,
+    ) -> tuple[CriticNumbers, Steps]:
         """All numbers, from weights that are loaded here; as `Measurement.run`. The advantages of the batch's tokens
         are the policy's from then on.
         """
@@ -108,12 +109,16 @@ class CriticMeasurement:
         clip = self.settings.clip_range
         engine.value_gradients(packs, old, returns, coefficients, clip)
         complete_gradients(engine)
-        take_gradient(CriticTensors(engine.spec, groups, engine.chunks, _main_grad).stream(torch.float32))
+        gradients = CriticTensors(engine.spec, groups, engine.chunks, _main_grad)
+        take_gradient(gradients.stream(torch.float32))
+        watch = StepWatch(engine, gradients)
         for _ in range(self.config.certify.num_steps):
             result, _ = engine.train_mini_batch(packs, old, returns, coefficients, clip)
+            watch.after(result, {})
             numbers.grad_norms.append(result.grad_norm)
+        steps = watch.finish()
         take_weights(CriticTensors(engine.spec, groups, engine.chunks).stream(torch.float32))
-        return numbers
+        return numbers, steps
 
     def _targets(
         self, mine: MiniBatch, values: Sequence[Values]
@@ -151,30 +156,32 @@ class CriticMeasurement:
 def record_critic(measurement: CriticMeasurement, reference: Reference) -> CriticNumbers:
     """Measure the reference's critic and save its numbers beside the policy's. Collective."""
     own = reference.beside("critic")
-    numbers = measurement.run(
+    numbers, steps = measurement.run(
         lambda tensors: own.save_tensors("gradient", tensors),
         lambda tensors: own.save_tensors("weights", tensors),
     )
     if measurement.engine.groups.is_lead:
         own.save("numbers", numbers)
+        own.save("steps", steps)
     return numbers
 
 
 def compare_critic(measurement: CriticMeasurement, reference: Reference) -> dict[str, Any]:
-    """How far a case's critic is from the reference's; on rank 0: {"values" | "value_gradient" | "value_weights":
-    {value, place}}. Collective.
+    """How far a case's critic is from the reference's; on rank 0: {"values" | "value_gradient" | "value_weights" |
+    "value_norm" | "value_steps" | "value_state": {value, place}}. Collective.
     """
     config, own = measurement.config, reference.beside("critic")
     comparison = Comparison(own, (0.0, 0.0))
     spec = measurement.engine.spec
     with open_folder(critic_path(config), spec) as folder:
-        numbers = measurement.run(
+        numbers, steps = measurement.run(
             comparison.take_gradient,
             lambda tensors: comparison.take_weights(tensors, _Start(folder, spec, config)),
         )
     assert comparison.weights is not None
     values = Difference()
     if measurement.engine.groups.is_lead:
+        comparison.take_steps(steps, measurement.engine.config)
         want, begin = own.load("numbers", CriticNumbers), 0
         for row, trajectory in enumerate(measurement.policy.batch.trajectories):
             end = begin + trajectory.num_response_tokens
@@ -185,6 +192,7 @@ def compare_critic(measurement: CriticMeasurement, reference: Reference) -> dict
         "values": asdict(values),
         "value_gradient": asdict(comparison.gradient),
         "value_weights": asdict(comparison.weights),
+        **{f"value_{kind}": asdict(one) for kind, one in comparison.of_steps.items()},
     }
 
 

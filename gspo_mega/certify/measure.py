@@ -1,4 +1,4 @@
-"""What one case computes on the recorded batch: log-probs, loss, gradient, weights after a few optimizer steps.
+"""What one case computes on the recorded batch: log-probs, loss, gradient, optimizer steps, weights after them.
 
 Runs on every rank of the case. Whole tensors are streamed one at a time, so that a large model's gradient is never held
 twice; where they go, to disk as the reference or into a comparison, is the caller's `take`.
@@ -22,11 +22,13 @@ from gspo_mega.certify.batch import set_old_log_probs
 from gspo_mega.certify.gradients import complete_gradients
 from gspo_mega.certify.packings import packing
 from gspo_mega.certify.route_comparison import gather_routes
+from gspo_mega.certify.steps import Steps, StepWatch
 from gspo_mega.config.schema import Config
 from gspo_mega.data.expert_routes import ExpertRoutes
 from gspo_mega.data.packing import response_values
 from gspo_mega.engine.context_parallel import local_rows
 from gspo_mega.engine.critic import CriticEngine
+from gspo_mega.engine.megatron_optimizer import StepResult
 from gspo_mega.engine.pass_report import PassReport
 from gspo_mega.engine.policy import OldState, PolicyEngine
 from gspo_mega.plan.layout import Layout
@@ -36,6 +38,7 @@ from gspo_mega.weights.adapter_tensors import AdapterTensors
 from gspo_mega.weights.gather import PolicyTensors
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
+Take = Callable[[Tensors], None]
 
 
 @dataclass
@@ -92,12 +95,12 @@ class Measurement:
         recorded: np.ndarray,
         settings: ObjectiveSettings,
         num_steps: int,
-        take_gradient: Callable[[Tensors], None],
-        take_weights: Callable[[Tensors], None],
-    ) -> Numbers:
+        take_gradient: Take,
+        take_weights: Take | None,
+    ) -> tuple[Numbers, Steps]:
         """All numbers with the recorded old log-probs [sum R]. `take_*` are given every Hugging Face tensor of the
-        gradient (with `lora` of the adapters' alone), and of the weights after `num_steps` optimizer steps (unless 0),
-        on rank 0; elsewhere an empty stream.
+        gradient (with `lora` of the adapters' alone), and of the weights after `num_steps` optimizer steps, on rank 0;
+        elsewhere an empty stream.
         """
         engine = self.engine
         set_old_log_probs(self.batch, recorded)
@@ -109,19 +112,20 @@ class Measurement:
         lora = self.config.lora
         trained = PolicyTensors(*own) if lora is None else AdapterTensors(lora, *own)
         take_gradient(trained.stream(torch.float32))
-        grad_norms = []
+        watch = StepWatch(engine, trained)
         for _ in range(num_steps):
-            result, _ = engine.train_mini_batch(mine.micro_batches, settings, mine.denominator, None)
-            grad_norms.append(result.grad_norm)
-        if num_steps:
+            watch.after(*_result(engine.train_mini_batch(mine.micro_batches, settings, mine.denominator, None)))
+        steps = watch.finish()
+        if take_weights is not None:
             take_weights(PolicyTensors(engine.spec, engine.groups, engine.chunks).stream(torch.float32))
-        return Numbers(
+        numbers = Numbers(
             log_probs=self._gather(mine.micro_batches, old),
             log_s=self._sequence_log_ratios(report),
             sums=self._sums(report),
-            grad_norms=grad_norms,
+            grad_norms=steps.norms,
             routes=gather_routes(engine, self.batch, mine.micro_batches, old.routes),
         )
+        return numbers, steps
 
     def on_edges(self, recorded: np.ndarray, settings: ObjectiveSettings) -> Edges:
         """With the weights that are loaded now, and old log-probs [sum R] that put every ratio on an edge."""
@@ -184,6 +188,10 @@ def gather_tokens(
                 whole[starts[row] : starts[row + 1]] += torch.from_numpy(tokens)
     dist.all_reduce(whole, group=groups.host.group)
     return whole.numpy()
+
+
+def _result(done: tuple[StepResult, PassReport]) -> tuple[StepResult, dict[str, float]]:
+    return done[0], done[1].routing
 
 
 def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -27,6 +27,7 @@ from gspo_mega.certify.measure import Measurement, Numbers
 from gspo_mega.certify.route_comparison import RouterMargins, gather_routes, tie_routers
 from gspo_mega.config.schema import CertifyCase, Config, Objective
 from gspo_mega.config.sharp_fp8 import is_sharp
+from gspo_mega.engine.balancing import has_router_losses
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.model.huggingface import read_model_spec
@@ -44,7 +45,7 @@ from gspo_mega.weights.hf_import import import_huggingface
 ROUTER_MARGIN = 1e-4
 MOST_DRAWS = 100
 # Whole sequences in each of two context or tensor ranks, for the recipes with one scale per tensor.
-_FP8_PADDING = 32
+_EQUAL_PADDING = 32
 
 
 def run_certify(context: WorkerContext) -> dict[str, Any] | None:
@@ -122,10 +123,14 @@ def _follows_reference(config: Config, spec: ModelSpec) -> bool:
 
 
 def _padded_alike(config: Config, layout: Layout) -> Layout:
-    """The layout, in FP8 with as much padding per sequence as any other: its numbers count in the scale of a tensor."""
-    if config.precision != "fp8":
+    """The layout with as much padding per sequence as any other, where its numbers count: in FP8 in the scale of a
+    tensor, and in the losses of routers.
+    """
+    if config.precision != "fp8" and not has_router_losses(config.moe):
         return layout
-    sequence, pack = (math.lcm(n, _FP8_PADDING) for n in (layout.sequence_multiple_tokens, layout.pack_multiple_tokens))
+    sequence, pack = (
+        math.lcm(n, _EQUAL_PADDING) for n in (layout.sequence_multiple_tokens, layout.pack_multiple_tokens)
+    )
     return replace(layout, sequence_multiple_tokens=sequence, pack_multiple_tokens=pack)
 
 
@@ -156,14 +161,17 @@ def _compare(
     set_old_log_probs(measurement.batch, recorded)
     of_critic = {} if critic is None else compare_critic(critic, reference)
     with open_folder(config.model.path, engine.spec) as start:
-        numbers = measurement.run(
+        # Replayed routes are those of the first weights; other references than FP8's choose again after a step.
+        is_first_alone = replayed and config.precision != "fp8"
+        numbers, steps = measurement.run(
             recorded,
             settings,
-            # Replayed routes are those of the first weights; other references than FP8's choose again after a step.
-            0 if replayed and config.precision != "fp8" else config.certify.num_steps,
+            1 if is_first_alone else config.certify.num_steps,
             comparison.take_gradient,
-            lambda tensors: comparison.take_weights(tensors, start),
+            None if is_first_alone else lambda tensors: comparison.take_weights(tensors, start),
         )
+    if engine.groups.is_lead:
+        comparison.take_steps(steps, config)
     result = comparison.result(
         numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories]
     )
@@ -213,7 +221,7 @@ def _record(measurement: Measurement, critic: CriticMeasurement | None, referenc
     if critic is not None:
         by_token = record_critic(critic, reference).advantages
         advantages = np.array([part.sum() for part in np.split(by_token, ends[:-1])])
-    numbers = measurement.run(
+    numbers, steps = measurement.run(
         old,
         settings,
         config.certify.num_steps,
@@ -225,6 +233,7 @@ def _record(measurement: Measurement, critic: CriticMeasurement | None, referenc
     if is_lead:
         np.save(reference.recorded_file, old)
         reference.save("numbers", numbers)
+        reference.save("steps", steps)
     description = _describe(numbers, measurement, advantages) | {"router_margin": router_margin}
     if config.certify.edges:
         _load(engine, config)

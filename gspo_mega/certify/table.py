@@ -8,23 +8,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_mega.certify.cases import Case
-from gspo_mega.certify.kinds import CRITIC_KINDS
+from gspo_mega.certify.kinds import CRITIC_KINDS, STEP_KINDS
 
-KINDS = ("log_prob", "loss", "gradient", "weights")
-_HEADINGS = ("log-prob", "loss", "gradient", "weights")
-_CRITIC_HEADINGS = ("values", "v. grad", "v. weight")
+KINDS = ("log_prob", "loss", "gradient", "weights", *STEP_KINDS)
+_HEADINGS = ("log-prob", "loss", "gradient", "weights", *STEP_KINDS)
+_CRITIC_HEADINGS = ("values", "v. grad", "v. weight", *(f"v. {kind}" for kind in STEP_KINDS))
 
 _LEGEND = (
     "log-prob: nats per token; loss: relative to mean |s A|; gradient: relative L2 of the tensor where it is largest;",
-    "weights: relative L2 of the update. flips: sequences clipped differently than in the reference, and tokens",
-    "(times layers) that go to other experts. on edges: the same in a second batch, whose ratios and routers are on",
-    "an edge on purpose, so that rounding decides; it is counted, not judged.",
+    "weights: relative L2 of the update. norm: that of each step's gradient, relative, and what each kind of parameter",
+    "counts in it. steps: each step's clipped gradient, and Adam's moments, relative L2 of the tensor where it is",
+    "largest, and routers' sums. state: rates, decay, zeros, skipped steps, buffers, copies that are not the same.",
+    "flips: sequences clipped differently than in the reference, and tokens (times layers) that go to other experts.",
+    "on edges: the same in a second batch, whose ratios and routers are on an edge on purpose, so that rounding",
+    "decides; it is counted, not judged.",
 )
 _REACHED_LEGEND = (
     "reached: the share of tokens with a number that FP8 rounds otherwise; the others differ by fp32's rounding."
 )
 _CRITIC_LEGEND = (
-    "values, v. grad, v. weight: the critic's values, in the unit of rewards, its gradient and its weights."
+    "values, v. grad, v. weight, v. norm ...: the critic's values, in the unit of rewards; the others as the policy's."
 )
 
 

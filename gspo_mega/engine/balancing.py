@@ -38,7 +38,7 @@ class LoadBalancing:
 
     @property
     def is_on(self) -> bool:
-        return megatron_coefficient(self._settings) > 0 or self._settings.z_loss_coefficient > 0
+        return has_router_losses(self._settings)
 
     def start(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Set the scale for a mini-batch, before its training pass. Collective over data-parallel ranks if a loss is
@@ -89,3 +89,8 @@ class LoadBalancing:
 def megatron_coefficient(settings: Moe) -> float:
     """The load-balancing coefficient in effect: 0 if the loss is off."""
     return settings.load_balancing_coefficient if settings.load_balancing != "none" else 0.0
+
+
+def has_router_losses(settings: Moe) -> bool:
+    """Whether one of the routers' losses is on."""
+    return megatron_coefficient(settings) > 0 or settings.z_loss_coefficient > 0

@@ -77,7 +77,7 @@ def canonical_parameters(
         for name, parameter in (*chunk.named_parameters(), *buffers):
             if name.startswith((ADAPTERS, VALUE_HEAD)):
                 continue
-            canonical = _canonical(spec, groups, chunk, name)
+            canonical = canonical_name(spec, groups, chunk, name)
             entry = expected.get(canonical)
             if entry is None:
                 raise ModelError(
@@ -95,7 +95,8 @@ def canonical_parameters(
     return found
 
 
-def _canonical(spec: ModelSpec, groups: ParallelGroups, chunk: PolicyModel, name: str) -> str:
+def canonical_name(spec: ModelSpec, groups: ParallelGroups, chunk: PolicyModel, name: str) -> str:
+    """The canonical name of what the chunk calls `name`; outside the layers it is the name itself."""
     in_layer = _LAYER.fullmatch(name)
     if in_layer is None:
         return name
