@@ -59,13 +59,15 @@ class Group:
 class RolloutBatch:
     """What `source.take(step)` returns: the complete, scored groups of one step, and how they were sampled.
 
-    `counts` holds the collector's own numbers for metrics (`num_*`), `phase_seconds` its times.
+    `counts` holds the collector's own numbers for metrics (`num_*`), `phase_seconds` its times. `sampled`: metrics of
+    all groups that were sampled for the step, those that a filter left out, too; empty where that is not known.
     """
 
     step: int
     groups: list[Group]
     counts: dict[str, float] = field(default_factory=dict)
     phase_seconds: dict[str, float] = field(default_factory=dict)
+    sampled: dict[str, float] = field(default_factory=dict)
 
     @property
     def episodes(self) -> list[Episode]:

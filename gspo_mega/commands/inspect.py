@@ -151,7 +151,8 @@ def _overview(record: StepRecord | None, step: int) -> dict[str, Any]:
         "num_trajectories": len(batch.episodes),
         "num_reward_failures": sum(not one.is_scored and one.failure is None for one in batch.episodes),
         "num_episode_failures": sum(one.failure is not None for one in batch.episodes),
-        "reward_mean": math.fsum(rewards) / len(rewards) if rewards else None,
+        # Of all groups that were sampled for the step, where its record says it.
+        "reward_mean": batch.sampled.get("reward/mean", math.fsum(rewards) / len(rewards) if rewards else None),
     }
 
 

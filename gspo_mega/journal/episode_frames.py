@@ -119,7 +119,13 @@ def encode_batch(batch: RolloutBatch, prompts: dict[str, Any], **more: Any) -> b
     `more`: further values for the record's reader.
     """
     group_ids = [group.group_id for group in batch.groups]
-    values = {"group_ids": group_ids, "counts": batch.counts, "phase_seconds": batch.phase_seconds, "prompts": prompts}
+    values = {
+        "group_ids": group_ids,
+        "counts": batch.counts,
+        "phase_seconds": batch.phase_seconds,
+        "sampled": batch.sampled,
+        "prompts": prompts,
+    }
     return encode_frame({"kind": "batch", **values, **more})
 
 

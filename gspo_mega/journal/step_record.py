@@ -81,7 +81,8 @@ class StepRecord:
         """The batch that the record says was trained on, from the groups that are here."""
         if (consumed := self.consumed) is not None:
             groups = [self.groups[number] for number in consumed["group_ids"]]
-            self.batch = RolloutBatch(self.step, groups, consumed["counts"], consumed["phase_seconds"])
+            sampled = consumed.get("sampled", {})  # older records have none
+            self.batch = RolloutBatch(self.step, groups, consumed["counts"], consumed["phase_seconds"], sampled)
             self.prompts = consumed["prompts"]
 
 

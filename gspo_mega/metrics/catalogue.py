@@ -60,6 +60,7 @@ _SUMMARIES: dict[str, Reduction] = {
     "p99": "quantile",
 }
 
+_SAMPLED = "of all that was sampled for the step and could be scored"
 _COUNTED = "with a token ratio, a sequence counts by its share of tokens that are"
 
 _POLICY: dict[str, tuple[str, Reduction, str]] = {
@@ -137,28 +138,52 @@ def _entries() -> list[Metric]:
         ]
 
     return [
-        Metric("reward/mean", "reward", "mean", "reward over trajectories"),
-        Metric("reward/sd", "reward", "sd", "reward over trajectories"),
-        Metric("reward/source/<source>", "reward", "mean", "reward over one source's trajectories"),
-        Metric("reward/function/<function>", "reward", "mean", "one reward function's own value, unweighted"),
+        Metric("reward/mean", "reward", "mean", f"reward over episodes; {_SAMPLED}"),
+        Metric("reward/sd", "reward", "sd", f"reward over episodes; {_SAMPLED}"),
+        Metric("reward/standard_error", "reward", "value", "standard error of reward/mean, from the spread of prompts"),
+        Metric(
+            "reward/trained_mean",
+            "reward",
+            "mean",
+            "reward over the episodes trained on: without the groups that rollout.filter_constant_groups left out",
+        ),
+        Metric("reward/source/<source>", "reward", "mean", f"reward over one source's episodes; {_SAMPLED}"),
+        Metric(
+            "reward/function/<function>", "reward", "mean", f"one reward function's own value, unweighted; {_SAMPLED}"
+        ),
         Metric("groups/num_groups", "groups", "sum", "groups trained on"),
         Metric(
             "groups/constant_fraction",
             "fraction",
             "ratio",
-            "groups trained on whose rewards are all equal: no signal (only with advantages relative to groups)",
+            f"groups whose rewards are all equal: no signal; {_SAMPLED} (only with advantages relative to groups)",
         ),
         Metric(
-            "response/length_mean", "tokens", "mean", "sampled tokens of an episode: of the response, with one turn"
+            "groups/trained_constant_fraction",
+            "fraction",
+            "ratio",
+            "the same of the groups trained on: 0 with rollout.filter_constant_groups, unless none has a signal",
         ),
-        Metric("response/length_max", "tokens", "max", "sampled tokens of an episode: of the response, with one turn"),
-        Metric("response/length_positive_mean", "tokens", "mean", "sampled tokens of episodes with A > 0"),
-        Metric("response/length_negative_mean", "tokens", "mean", "sampled tokens of episodes with A < 0"),
+        Metric(
+            "response/length_mean",
+            "tokens",
+            "mean",
+            f"sampled tokens of an episode: of the response, with one turn; {_SAMPLED}",
+        ),
+        Metric(
+            "response/length_max",
+            "tokens",
+            "max",
+            f"sampled tokens of an episode: of the response, with one turn; {_SAMPLED}",
+        ),
+        Metric("response/trained_length_mean", "tokens", "mean", "sampled tokens of an episode that is trained on"),
+        Metric("response/length_positive_mean", "tokens", "mean", "sampled tokens of trained episodes with A > 0"),
+        Metric("response/length_negative_mean", "tokens", "mean", "sampled tokens of trained episodes with A < 0"),
         Metric(
             "response/truncated_fraction",
             "fraction",
             "ratio",
-            "episodes whose last turn hit max_new_tokens, or that a limit ended",
+            f"episodes whose last turn hit max_new_tokens, or that a limit ended; {_SAMPLED}",
         ),
         *(Metric(f"rollout/{name}", unit, "sum", what) for name, (unit, what) in ROLLOUT_COUNTS.items()),
         *(Metric(f"episode/{name}", unit, reduction, what) for name, (unit, reduction, what) in EPISODE.items()),

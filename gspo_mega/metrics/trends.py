@@ -4,12 +4,18 @@ docs/report.md.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
+
+from gspo_mega.metrics.falls import find_falls, noise_until
+
 FEWEST_STEPS = 8
+# Of a difference between the start and the end, to count: measured, so that at most 1 % of runs in which nothing
+# happened are said to learn, and as many to fall.
+LEAST_ERRORS = 2.4
 
 
 class Trend(NamedTuple):
@@ -49,51 +55,99 @@ def rolling(values: Sequence[float], width: int) -> list[float]:
     ]
 
 
-def noise_of(values: Sequence[float]) -> float:
-    """Standard deviation of one value around its trend, from the median of differences of neighbours."""
-    steps = sorted(abs(b - a) for a, b in itertools.pairwise(values))
-    if not steps:
-        return 0.0
-    median = steps[len(steps) // 2]
-    # A difference has sqrt(2) times the spread; the median of |x| is .6745 of it.
-    return max(median / 0.6745, math.fsum(steps) / len(steps) / 0.798 / 4) / math.sqrt(2)
-
-
-def trend_of(steps: Sequence[int], series: Sequence[float | None]) -> Trend:
-    """Compares means over a tenth of the run (at least 3 steps). A difference counts above 3 standard errors; a
-    collapse has lost a third of the highest mean, and half of what had been learnt.
+def trend_of(
+    steps: Sequence[int], series: Sequence[float | None], errors: Sequence[float | None] | None = None
+) -> Trend:
+    """Compares means over a tenth of the run (at least 3 steps); a difference counts above `LEAST_ERRORS`. Whether
+    the curve collapsed is `falls.find_falls`'s to say, which may be asked after every step. Values that are missing or
+    not finite are left out. `errors`: the standard error of each value, where that is known.
     """
-    pairs = [(step, value) for step, value in zip(steps, series, strict=True) if value is not None]
-    if len(pairs) < FEWEST_STEPS:
+    at, values, known = _present(steps, series, errors)
+    if len(values) < FEWEST_STEPS:
         return Trend("short", math.nan, math.nan, math.nan, -1)
-    at, values = [step for step, _ in pairs], [value for _, value in pairs]
+    array = np.asarray(values)
+    if (collapse := _collapse(at, array, known)) is not None:
+        return collapse
     width = max(3, len(values) // 10)
     means = rolling(values, width)
-    error = 3.0 * noise_of(values) * math.sqrt(2.0 / width)
+    error = LEAST_ERRORS * math.sqrt(sum(_variances_of_ends(array, known, 3 * width)) / width)
     start, end = means[width - 1], means[-1]
     first, last = (at[0], at[width - 1]), (at[-width], at[-1])
     top = max(range(width - 1, len(means)), key=means.__getitem__)
     peak = means[top]
-    lost = peak - end
-    if lost > max(error, abs(peak) / 3) and lost > (peak - start) / 2:
-        edge = peak - max(error, lost / 10)
-        last_good = max(place for place in range(top, len(means)) if means[place] >= edge)
-        # The window ends there; the fall began in it.
-        since = at[min(last_good + 1, len(at) - 1)]
-        # Of a fall in the first window, which has both sides of it, single steps tell more.
-        middle = (max(values[:width]) + end) / 2
-        fell = 1 + max(place for place, value in enumerate(values) if value >= middle)
-        if fell < width:
-            before = values[:fell]
-            start = peak = math.fsum(before) / fell
-            first = (at[0], at[fell - 1])
-            top, since = max(range(fell), key=before.__getitem__), at[fell]
-        return Trend("collapsed", start, end, peak, at[top], since, first, last)
     if end - start > error:
         level = _level_since(at, means, width, error)
         since = next(at[place] for place in range(width, len(means)) if means[place] - start > error)
         return Trend("learns", start, end, peak, at[top], since, first, last, level)
     return Trend("falls" if start - end > error else "flat", start, end, peak, at[top], None, first, last)
+
+
+def _present(
+    steps: Sequence[int], series: Sequence[float | None], errors: Sequence[float | None] | None
+) -> tuple[list[int], list[float], np.ndarray | None]:
+    """The steps that have a finite value, these, and their standard errors: [n], None where none is known."""
+    chosen = [place for place, value in enumerate(series) if value is not None and math.isfinite(value)]
+    values = [float(series[place] or 0.0) for place in chosen]
+    given = [None if errors is None else errors[place] for place in chosen]
+    found = [error for error in given if error is not None and math.isfinite(error)]
+    if not found:
+        return [steps[place] for place in chosen], values, _errors_of_counts(np.asarray(values))
+    usual = math.sqrt(math.fsum(error**2 for error in found) / len(found))
+    known = np.array([usual if error is None or not math.isfinite(error) else error for error in given])
+    return [steps[place] for place in chosen], values, known
+
+
+def _errors_of_counts(values: np.ndarray) -> np.ndarray | None:
+    """Standard errors of values that look like counts of one unit, such as the share of few successes: of k units
+    sqrt(k), [n] of [n]. None where the values are too different from each other to be counts, or differ too little from
+    step to step to be counts of events that happen by chance.
+    """
+    distinct = np.unique(np.append(values, 0.0))
+    if len(distinct) < 2 or 2 * len(distinct) > len(values) + 2:
+        return None
+    squares = np.diff(distinct).min() * np.abs(values)
+    changes = (np.diff(values) ** 2).mean() / 2 if len(values) > 1 else 0.0
+    return np.sqrt(squares) if squares.mean() <= 4 * changes else None
+
+
+def _variances_of_ends(values: np.ndarray, errors: np.ndarray | None, width: int) -> list[float]:
+    """The variance of a mean of n values, times n, in the first and in the last `width` of them, at least 16."""
+    found = []
+    for part in (slice(None, max(width, 16)), slice(-max(width, 16), None)):
+        known = 0.0 if errors is None else float((errors[part] ** 2).mean())
+        found.append(max(float(noise_until(values[part])[-1]), known))
+    return found
+
+
+def _collapse(at: Sequence[int], values: np.ndarray, errors: np.ndarray | None) -> Trend | None:
+    """The last collapse that was found at any step, None without one, or where the end has come back from it."""
+    found = find_falls(values, errors)
+    if not found.fallen.any():
+        return None
+    seen = int(np.flatnonzero(found.fallen)[-1])
+    end_before = int(found.before_end[seen])
+    begin_before = end_before + 1 - int(found.before_width[seen])
+    peak = _mean(values[begin_before : end_before + 1])
+    low = _mean(values[seen + 1 - int(found.last_width[seen]) : seen + 1])
+    # The fall begins after the step up to which values were, in sum, furthest above what had lost a quarter of it.
+    above = np.cumsum(values[begin_before:seen] - (peak - (peak - low) / 4))
+    since = begin_before + int(above.argmax()) + 1
+    size = min(since, max(3, len(values) // 10))
+    width = min(len(values) - since, max(8, len(values) // 10))
+    start, end = _mean(values[:size]), _mean(values[-width:])
+    if not _is_collapse(peak, end, start):
+        return None
+    top = min(end_before, since - 1)
+    return Trend("collapsed", start, end, peak, at[top], at[since], (at[0], at[size - 1]), (at[-width], at[-1]))
+
+
+def _is_collapse(peak: float, end: float, start: float) -> bool:
+    """Whether `end` has lost a third of `peak`, and half of what had been learnt since `start`."""
+    return peak - end > abs(peak) / 3 and peak - end > (peak - start) / 2
+
+
+def _mean(values: np.ndarray) -> float:
+    return math.fsum(values) / len(values)
 
 
 def _level_since(at: Sequence[int], means: Sequence[float], width: int, error: float) -> int | None:
@@ -105,21 +159,28 @@ def _level_since(at: Sequence[int], means: Sequence[float], width: int, error: f
     return at[first] if first < len(means) * 2 // 3 else None
 
 
-def setbacks_of(steps: Sequence[int], series: Sequence[float | None]) -> list[Setback]:
-    """Where the mean over 3 steps is a third and 4 standard errors below that of a tenth of the run (at least 6 steps)
-    before it, and later comes back to nine tenths of that.
+def setbacks_of(
+    steps: Sequence[int], series: Sequence[float | None], errors: Sequence[float | None] | None = None
+) -> list[Setback]:
+    """Where the mean over 3 steps is a third and 5 standard errors below that of a tenth of the run (at least 6 steps)
+    before it, and later comes back to nine tenths of that. The noise is what had been seen before, and at least the
+    `errors` of the values, where they are known.
     """
-    pairs = [(step, value) for step, value in zip(steps, series, strict=True) if value is not None]
-    values = [value for _, value in pairs]
+    at, values, known = _present(steps, series, errors)
     width, few = max(6, len(values) // 10), 3
-    error = 4.0 * noise_of(values) * math.sqrt(1.0 / few + 1.0 / width)
+    if len(values) < width + few:
+        return []
+    noise = noise_until(np.asarray(values)) * (1.0 / few + 1.0 / width)
+    squares = np.zeros(len(values)) if known is None else known**2
     found: list[Setback] = []
     place = width
     while place + few <= len(values):
         before = math.fsum(values[place - width : place]) / width
-        if before - math.fsum(values[place : place + few]) / few > max(error, abs(before) / 3):
-            whole = [math.fsum(values[at : at + few]) / few for at in range(place, len(values) - few + 1)]
-            back = next((place + at for at, mean in enumerate(whole) if mean >= 0.9 * before), None)
+        lost = before - math.fsum(values[place : place + few]) / few
+        variance = max(float(noise[place - 1]), float(squares[place : place + few].sum()) / few**2)
+        if lost > max(5.0 * math.sqrt(variance), abs(before) / 3):
+            whole = [math.fsum(values[one : one + few]) / few for one in range(place, len(values) - few + 1)]
+            back = next((place + one for one, mean in enumerate(whole) if mean >= 0.9 * before), None)
             if back is None:
                 break
             lowest = min(range(place, back + few), key=values.__getitem__)
@@ -127,7 +188,6 @@ def setbacks_of(steps: Sequence[int], series: Sequence[float | None]) -> list[Se
             good = (one for one in range(lowest, place - width, -1) if values[one] >= enough)
             began = next(good, place - 1) + 1
             again = next((one for one in range(lowest, back + few) if values[one] >= enough), back)
-            at = [step for step, _ in pairs]
             window = (at[place - width], at[place - 1])
             found.append(Setback(at[lowest], before, values[lowest], at[again], at[began], window))
             place = back + few

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from gspo_mega.metrics.trends import FEWEST_STEPS, Setback, Trend, setbacks_of, trend_of
 from gspo_mega.report.judged_series import Verdict, present, said_of
-from gspo_mega.report.run_record import RunRecord
+from gspo_mega.report.run_record import RunRecord, Series
 
 REWARD = "reward/mean"
+REWARD_ERROR = "reward/standard_error"
 # What may move before the reward does, and how it is called.
 EARLY_SIGNS = {
     "policy/entropy": "entropy",
@@ -38,13 +39,20 @@ class Moved(NamedTuple):
 
 def collapse_of(record: RunRecord) -> Trend | None:
     """The trend of the reward, where it collapsed."""
-    trend = trend_of(record.steps, record.series.get(REWARD, [None] * len(record.steps)))
+    trend = trend_of(*_rewards(record))
     return trend if trend.kind == "collapsed" else None
+
+
+def _rewards(record: RunRecord) -> tuple[list[int], Series, Series]:
+    """Steps, rewards and the standard errors of these."""
+    absent: Series = [None] * len(record.steps)
+    return record.steps, record.series.get(REWARD, absent), record.series.get(REWARD_ERROR, absent)
 
 
 def moved_first(record: RunRecord, until: int) -> list[Moved]:
     """Which early signs left their range before `until` and stayed out for two steps, in the order of their steps. The
-    range of a sign: 6 standard deviations around its mean in the first third before `until`.
+    range of a sign: 6 standard deviations around its mean in the first third before `until`, more where that has few
+    steps, from which a standard deviation is not well known.
     """
     found = []
     for metric in EARLY_SIGNS:
@@ -58,7 +66,7 @@ def moved_first(record: RunRecord, until: int) -> list[Moved]:
             continue
         mean = math.fsum(base) / len(base)
         spread = math.sqrt(math.fsum((value - mean) ** 2 for value in base) / len(base))
-        bound = max(6.0 * spread, 0.1 * abs(mean), 1e-9)
+        bound = max(6.0 * spread * (1.0 + 5.0 / len(base)), 0.1 * abs(mean), 1e-9)
         for (step, value), (_, following) in zip(pairs[len(base) :], pairs[len(base) + 1 :]):
             if abs(value - mean) > bound and abs(following - mean) > bound:
                 found.append(Moved(metric, step, mean, value))
@@ -83,7 +91,7 @@ def marks_of(record: RunRecord) -> list[dict[str, str | int]]:
     collapse = collapse_of(record)
     if collapse is not None and collapse.since is not None:
         found.append({"step": collapse.since, "level": "warning", "text": "collapse"})
-    for setback in setbacks_of(record.steps, record.series.get(REWARD, [None] * len(record.steps))):
+    for setback in setbacks_of(*_rewards(record)):
         found.append({"step": setback.began, "level": "warning", "text": "setback"})
     for attempt in record.attempts[1:]:
         later = [step for step, at in zip(record.steps, record.times) if attempt.started and at >= attempt.started]
@@ -93,7 +101,7 @@ def marks_of(record: RunRecord) -> list[dict[str, str | int]]:
 
 
 def _of_reward(record: RunRecord) -> Iterable[Verdict]:
-    trend = trend_of(record.steps, record.series[REWARD])
+    trend = trend_of(*_rewards(record))
     start, end = said_of(*trend.start_steps), said_of(*trend.end_steps)
     moves = f"reward {trend.start:.3f} at the start ({start}), {trend.end:.3f} now ({end})"
     level = f"; no clear rise since step {trend.level_since}" if trend.level_since is not None else ""
@@ -108,7 +116,7 @@ def _of_reward(record: RunRecord) -> Iterable[Verdict]:
         yield Verdict("warning", "Learning", f"falls: {moves}, {highest}", REWARD)
     else:
         yield from _collapse(record, trend, moves)
-    setbacks = setbacks_of(record.steps, record.series[REWARD])
+    setbacks = setbacks_of(*_rewards(record))
     if setbacks:
         yield from _setbacks(record, setbacks)
     if setbacks and trend.kind != "collapsed":

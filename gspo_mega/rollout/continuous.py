@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from gspo_mega.config.critic_config import least_of_group
 from gspo_mega.config.schema import Config
 from gspo_mega.episode_records import Episode
+from gspo_mega.metrics.sampled import is_constant, sampled_metrics
 from gspo_mega.records import Prompt
 from gspo_mega.rollout.admission import Admission
 from gspo_mega.rollout.arrival_order import Formed
@@ -185,13 +186,9 @@ class Collection:
             self._busy_seconds += max(0.0, self._sampled.last_generated - self._busy_since)
         self._groups[group.group_id] = group
         is_kept = len(group.scored) >= least_of_group(self._config) and not (
-            self._config.rollout.filter_constant_groups and self._is_constant(group)
+            self._config.rollout.filter_constant_groups and is_constant(group, self._config)
         )
         self._admission.complete(group.group_id, is_kept)
-
-    def _is_constant(self, group: Group) -> bool:
-        by_turn = self._config.advantage.turns == "return_to_go"
-        return group.is_constant_by_turn if by_turn else group.is_constant
 
     def _form(self) -> None:
         """Hand out the batch that was asked for, if it is complete."""
@@ -243,6 +240,7 @@ class Collection:
             groups=groups,
             counts={name: float(value) for name, value in counts.items()},
             phase_seconds={"generate": generate, "score": max(0.0, min(score, now - self._asked_at))},
+            sampled=sampled_metrics(sorted([*kept, *dropped], key=lambda group: group.group_id), self._config),
         )
 
     def _straggler_seconds(self, now: float, groups: list[Group]) -> float:

@@ -86,7 +86,9 @@ class Preparation:
         if ahead is not None and ahead.is_of(batch, step, weight_version):
             made = self._wait(ahead)
             if made is not None:
-                return replace(made[0], counts=batch.counts, phase_seconds=batch.phase_seconds), made[1]
+                return replace(
+                    made[0], counts=batch.counts, phase_seconds=batch.phase_seconds, sampled=batch.sampled
+                ), made[1]
         elif ahead is not None:
             ahead.dropped.set()
         return self._made(batch, step, weight_version)

@@ -6,7 +6,6 @@ Owns which number gets which name of the catalogue. The statistics themselves ar
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from gspo_mega.engine.pass_report import PassReport
 from gspo_mega.journal.token_gaps import write_token_gaps
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.metrics.reduction import reduced
+from gspo_mega.metrics.sampled import is_constant, sampled_metrics
 from gspo_mega.rollout_batch import RolloutBatch
 from gspo_mega.runtime.adapter_report import adapter_metrics
 from gspo_mega.runtime.correction_report import correction_metrics, correction_notice, note_correction
@@ -168,37 +168,27 @@ class StepReport:
         rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
         lengths = np.array([episode.num_sampled_tokens for episode in episodes], dtype=np.float64)
         advantages = np.array([sum(row.weight * (row.advantage or 0.0) for row in e.rows()) for e in episodes])
-        by_turn = self._session.config.advantage.turns == "return_to_go"
+        config = self._session.config
         numbers: dict[str, ArrayLike] = {
-            "reward/mean": rewards,
-            "reward/sd": rewards,
+            "reward/trained_mean": rewards,
+            "response/trained_length_mean": lengths,
             "groups/num_groups": [len(batch.groups)],
-            "response/length_mean": lengths,
-            "response/length_max": lengths,
-            "response/truncated_fraction": [episode.is_truncated for episode in episodes],
             **episode_shapes(batch),
             **staleness_shapes(batch, self._staleness),
         }
-        if compares_within_groups(self._session.config):  # otherwise equal rewards teach something, too
-            constant = [g.is_constant_by_turn if by_turn else g.is_constant for g in batch.groups]
-            numbers["groups/constant_fraction"] = constant
+        if compares_within_groups(config):
+            numbers["groups/trained_constant_fraction"] = [is_constant(group, config) for group in batch.groups]
         for name, chosen in (("positive", advantages > 0), ("negative", advantages < 0)):
             if chosen.any():
                 numbers[f"response/length_{name}_mean"] = lengths[chosen]
-        sources = np.array([episode.prompt.source for episode in episodes])
-        for source in {episode.prompt.source for episode in episodes}:
-            numbers[f"reward/source/{source}"] = rewards[sources == source]
-        for part in {name for episode in episodes for name in episode.reward_parts}:
-            numbers[f"reward/function/{_as_name(part)}"] = [
-                episode.reward_parts[part] for episode in episodes if part in episode.reward_parts
-            ]
         numbers |= {f"rollout/{name}": [value] for name, value in batch.counts.items()}
         numbers |= {f"time/rollout/{part}_seconds": [value] for part, value in batch.phase_seconds.items()}
         # Of all that was generated since the last batch: with staleness that is another batch's, or nothing.
         generated = batch.counts.get("num_generated_tokens", float(lengths.sum()))
         seconds = batch.phase_seconds["generate"]
         speed = generated / seconds if seconds > 0 else 0.0
-        return {**reduced(numbers), "speed/generated_tokens_per_second": speed}
+        sampled = batch.sampled or sampled_metrics(batch.groups, config)  # an old record tells what was trained alone
+        return {**sampled, **reduced(numbers), "speed/generated_tokens_per_second": speed}
 
     def _optimizer_metrics(self) -> dict[str, float]:
         if not self._results:
@@ -319,13 +309,6 @@ def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_token
     if "eval/accuracy" in metrics:
         summary["evaluated_step"] = int(metrics.get("eval/measured_step", step))
         summary["accuracy_after"] = [metrics["eval/accuracy"], metrics["eval/accuracy_standard_error"]]
-
-
-def _as_name(label: str) -> str:
-    """A reward's label as part of a metric's name, which may not hold all that `package.module:function` or a user's
-    key does.
-    """
-    return re.sub(r"[^A-Za-z0-9._-]+", ".", label)
 
 
 def _epochs(stream: dict[str, Any]) -> float:

@@ -258,8 +258,10 @@ def test_distributed_publish_filter_and_unreliable_rewards_and_a_server_killed_t
     for line, num_asked in zip(lines, asked):
         assert (
             line["groups/num_groups"] == 4 - line["rollout/num_groups_missing"]
-            and line["groups/constant_fraction"] == 0
+            and line["groups/trained_constant_fraction"] == 0
         )
+        filtered, unscored = line["rollout/num_groups_filtered"], line["rollout/num_groups_unscored"]
+        assert line["groups/constant_fraction"] == pytest.approx(filtered / (num_asked - unscored))
         assert (
             line["rollout/num_groups_filtered"] + line["rollout/num_groups_unscored"]
             == num_asked - line["groups/num_groups"]

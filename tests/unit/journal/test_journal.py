@@ -69,7 +69,10 @@ def write(journal, groups, *, finish=False, known=(), step=4):
                 writer.add(episode)
         if finish:
             kept = [*known, *groups]
-            writer.finish(RolloutBatch(step, kept, {"num_trajectories": 4.0}, {"generate": 0.1}), {"seed": 1})
+            writer.finish(
+                RolloutBatch(step, kept, {"num_trajectories": 4.0}, {"generate": 0.1}, {"reward/mean": 1 / 3}),
+                {"seed": 1},
+            )
 
 
 def test_what_was_written_comes_back_exactly(tmp_path):
@@ -84,6 +87,7 @@ def test_what_was_written_comes_back_exactly(tmp_path):
         {"generate": 0.1},
         {"seed": 1},
     )
+    assert record.batch.sampled == {"reward/mean": 1 / 3}
     assert journal.steps() == [4] and journal.read(5) is None
 
 

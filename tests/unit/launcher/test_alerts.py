@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import random
 import sys
 import threading
 import time
@@ -81,7 +82,18 @@ def test_a_collapse_and_a_passed_budget_are_told_once(tmp_path):
     told = {body["cause"]: body["text"] for body in run.told()}
     assert len(run.kept.read_text().splitlines()) == 2
     assert told["budget"] == "the engines' log-probs differ by 0.70 of the clip range (mismatch.budget 0.5) in step 31"
-    assert told["collapse"].startswith("reward/mean fell from 0.917 (step 30) to 0.0")
+    assert told["collapse"].startswith("reward/mean fell from 0.883 (step 30) to 0.01")
+    assert told["collapse"].endswith("; the fall began at step 31")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_in_which_nothing_happens_is_not_told_to_collapse(tmp_path, seed):
+    """Two successes in a hundred, 64 responses: by chance alone the best mean of steps is far above the last one."""
+    chance = random.Random(seed)
+    run = Run(tmp_path)
+    for step in range(150):
+        run.write([step], reward__mean=sum(chance.random() < 0.02 for _ in range(64)) / 64)
+    assert run.told() == []
 
 
 def test_what_earlier_attempts_wrote_is_no_news(tmp_path):

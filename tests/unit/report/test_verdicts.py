@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.metrics.trends import noise_of, rolling, setbacks_of, trend_of
+from gspo_mega.metrics.trends import rolling, setbacks_of, trend_of
 from gspo_mega.report.learning_verdicts import moved_first
 from gspo_mega.report.run_record import AttemptRecord, RunRecord
 from gspo_mega.report.verdicts import verdicts_of
@@ -236,8 +236,6 @@ def test_without_a_signal_nothing_is_said_of_the_clip_range():
 
 def test_means_and_noise():
     assert rolling([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
-    assert noise_of([1.0]) == 0.0
-    assert noise_of(noisy([step / 100 for step in range(2000)], 0.5)) == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ def test_constant_groups_are_replaced(fakes, collect):
     assert not any(g.is_constant for g in batch.groups)
     assert (batch.counts["num_prompts_sampled"], batch.counts["num_groups_filtered"]) == (10, 4)
     assert batch.counts["num_groups_missing"] == 0 and len(stream.drawn) == 10
+    # What is shown is what was sampled: 16 rewards of 1, and 0 to 23.
+    assert batch.sampled["reward/mean"] == pytest.approx((16 + sum(range(24))) / 40)
+    assert batch.sampled["groups/constant_fraction"] == pytest.approx(4 / 10)
+    assert batch.scored().sampled is batch.sampled
 
 
 def test_oversampling_has_a_bound(fakes, collect):
@@ -45,6 +49,7 @@ def test_a_step_without_any_signal_still_has_its_batch(fakes, collect):
     collector, _ = collect(score=constant_first(99), filter_constant_groups=True, max_oversampling=2.0)
     batch = collector.take(0)
     assert len(batch.groups) == 6 and batch.counts["num_groups_missing"] == 6
+    assert (batch.sampled["reward/mean"], batch.sampled["groups/constant_fraction"]) == (1.0, 1.0)
 
 
 def test_without_the_filter_constant_groups_stay(fakes, collect):
@@ -88,6 +93,8 @@ def test_a_group_with_fewer_than_two_rewards_leaves_the_batch(fakes, collect):
     collector, _ = collect(score=failing(lambda group, sample: group == 3 and sample > 0), max_failed_fraction=0.2)
     batch = collector.take(0)
     assert [g.group_id for g in batch.groups] == [0, 1, 2, 4, 5]
+    assert batch.sampled["reward/mean"] == pytest.approx(10.0), "21 rewards, 0 to 20; a failed scoring is none"
+    assert batch.sampled["groups/constant_fraction"] == 0.0, "a single reward does not say that they are equal"
     assert (
         batch.counts["num_reward_failures"],
         batch.counts["num_groups_unscored"],

@@ -65,7 +65,7 @@ def batch_of(parts, step=1, seed=0, reward=lambda sample: float(sample)) -> Roll
             )
             rows.append(row)
         groups.append(Group.of_rows(number, prompt, rows))
-    return RolloutBatch(step, groups, {"num_trajectories": 8.0}, {"generate": 1.0})
+    return RolloutBatch(step, groups, {"num_trajectories": 8.0}, {"generate": 1.0}, {"reward/mean": 0.25})
 
 
 def sent(parcels: Parcels) -> list[tuple[list[int] | None, bytes]]:
@@ -93,6 +93,7 @@ def test_what_is_made_ahead_is_what_is_made_when_it_is_due(parts):
     got_batch, got = ahead.take(batch, 1, 1)
     assert ahead.ahead_seconds > 0
     assert got_batch.counts is batch.counts and got_batch.phase_seconds is batch.phase_seconds
+    assert got_batch.sampled is batch.sampled and wanted_batch.sampled == batch.sampled
     assert got.num_positions == wanted.num_positions
     assert [one.advantage for one in got_batch.trajectories] == [one.advantage for one in wanted_batch.trajectories]
     wanted_messages = sent(wanted)
