@@ -28,6 +28,7 @@ from gspo_mega.journal.journal import Journal
 from gspo_mega.metrics.sink_loading import sink_makers
 from gspo_mega.reward.functions import problem_of_answer
 from gspo_mega.reward.scoring_pool import check_reward
+from gspo_mega.reward.trial import try_rewards
 from gspo_mega.run_folder import RunFolder
 
 NUM_ROWS_CHECKED = 100
@@ -44,6 +45,7 @@ def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", 
     if not is_replay(loaded, command):
         notices = make_rows(loaded.config.data)
         _check_data(loaded, command)
+        notices += try_rewards(loaded, command)
     nodes = loaded.config.cluster.num_nodes
     if nodes > 1 and command != "eval":
         notices += [

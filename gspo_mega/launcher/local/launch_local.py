@@ -31,6 +31,7 @@ from gspo_mega.plan.estimate import estimate
 from gspo_mega.plan.server_places import reward_servers
 from gspo_mega.plan.stop_deadlines import MARGIN
 from gspo_mega.plan.watchdog_bounds import patience
+from gspo_mega.reward.trial import try_rewards
 from gspo_mega.rollout.server.reward_server import make_reward_folder
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_json
 
@@ -71,6 +72,8 @@ def launch(
     plan = plan_run(loaded, "gpu" if gpus else "cpu")
     if command not in ("certify", "compare", "reward_model"):  # these neither sample nor score
         check_users_functions(loaded)
+        for notice in try_rewards(loaded, command):
+            say(f"notice   {notice}")
     samples = with_servers and command != "certify" and not is_replay(loaded, command)
     num_servers = config.server.num_servers if samples else 0
     scorers = reward_servers(config) if samples else []

@@ -18,6 +18,7 @@ from gspo_mega.launcher.alerts import Alerts
 from gspo_mega.launcher.attempt_output import log_to
 from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.gpus_and_ports import free_port
+from gspo_mega.launcher.inputs import check_users_functions
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import signals_taken
@@ -32,6 +33,7 @@ from gspo_mega.launcher.slurm.stop_request import SIGNALS
 from gspo_mega.launcher.software_versions import versions_text
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.watchdog_bounds import patience
+from gspo_mega.reward.trial import try_rewards
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 
@@ -53,6 +55,9 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     answers = Answers(say)
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
     _check_time(allocation.job_id, site, answers)
+    check_users_functions(loaded)
+    for notice in try_rewards(loaded, command):
+        say(f"notice   {notice}")
     say(report)
     folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
     with hold(folder, say) as lease:
