@@ -11,8 +11,6 @@ import asyncio
 import collections
 import hashlib
 import json
-import math
-import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
@@ -27,6 +25,7 @@ from gspo_mega.episodes.recorder import Recorder
 from gspo_mega.episodes.turn import Limits, OnTokens, Params, TurnSampler
 from gspo_mega.errors import DataError, EpisodeError
 from gspo_mega.records import Prompt
+from gspo_mega.reward.returned_values import BadResult, number_of
 
 
 class NotReplayable(EpisodeError):
@@ -254,20 +253,22 @@ class Session(Generic[Params]):
         """The reward of turn number `turn`; -1 is the last one. Raises IndexError: there was no such turn; ValueError,
         TypeError: the value is no finite number.
         """
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"the reward of turn {turn} is {value!r:.60}; a number was expected")
-        if not math.isfinite(value):
-            raise ValueError(f"the reward of turn {turn} is {value}; a finite number was expected")
+        try:
+            value = number_of(value, f"the reward of turn {turn}")
+        except BadResult as error:
+            if error.kind == "wrong_type":
+                raise TypeError(str(error)) from None
+            raise ValueError(f"{error}; a finite number was expected") from None
         taken = [asked for asked in self._asked if asked.is_taken]
         if turn == -1:
             answered = [asked for asked in taken if asked.node >= 0]
             if not answered:
                 raise IndexError("there was no turn yet")
-            self.nodes[answered[-1].node].reward = float(value)
+            self.nodes[answered[-1].node].reward = value
         elif not 0 <= turn < len(self._asked) or self._asked[turn].node < 0:
             raise IndexError(f"there was no turn {turn}; the episode has had {self.num_turns}")
         else:
-            self.nodes[self._asked[turn].node].reward = float(value)
+            self.nodes[self._asked[turn].node].reward = value
 
     def place_of(self, turn: int) -> int:
         """Where turn number `turn` is among the turns of the record, which are in the order in which they ended; -1 of

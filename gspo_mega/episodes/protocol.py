@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from gspo_mega.errors import EpisodeError
-from gspo_mega.reward.returned_values import BadResult, number_of
+from gspo_mega.reward.returned_values import BadResult, number_of, verdict_of
 from gspo_mega.reward.user_functions import import_function, place_of
 
 Message: TypeAlias = dict[str, Any]
@@ -215,10 +215,9 @@ def outcome_of(returned: Any) -> Outcome:
         )
     if not isinstance(returned, Outcome):
         return Outcome(number_of(returned, "the result"))
-    if returned.correct not in (None, False, True):
-        raise BadResult("wrong_type", f"Outcome.correct is {returned.correct!r:.60}; True, False or None was expected")
+    correct = None if returned.correct is None else verdict_of(returned.correct, "Outcome.correct")
     rewards = returned.turn_rewards
-    if isinstance(rewards, str | bytes) or not hasattr(rewards, "__iter__"):
+    if isinstance(rewards, str | bytes) or not hasattr(rewards, "__iter__") or getattr(rewards, "shape", None) == ():
         raise BadResult("wrong_type", f"Outcome.turn_rewards is {rewards!r:.60}; a list of numbers was expected")
     if not isinstance(returned.parts, dict):
         raise BadResult("wrong_type", f"Outcome.parts is {returned.parts!r:.60}; a dictionary was expected")
@@ -228,7 +227,7 @@ def outcome_of(returned: Any) -> Outcome:
             None if value is None else number_of(value, f"Outcome.turn_rewards[{turn}]")
             for turn, value in enumerate(rewards)
         ],
-        None if returned.correct is None else bool(returned.correct),
+        correct,
         {str(key): number_of(value, f"Outcome.parts[{key!r}]") for key, value in returned.parts.items()},
         _info(returned.info),
     )

@@ -30,6 +30,7 @@ from gspo_mega.launcher.trial_process import try_inputs
 from gspo_mega.metrics.sink_loading import sink_makers
 from gspo_mega.reward.functions import problem_of_answer
 from gspo_mega.reward.scoring_pool import check_reward
+from gspo_mega.reward.trial import try_rewards
 from gspo_mega.run_folder import RunFolder
 
 NUM_ROWS_CHECKED = 100
@@ -64,8 +65,8 @@ def check_before_job(
     if not in_ranks_python:
         return [
             "ranks have a Python or a container of their own (GSPO_TRAINER_PYTHON, GSPO_TRAINER_CONTAINER): rewards,"
-            f" data, tokenizer and weights are not tried here; `gspo-mega plan CONFIG --command {command}` inside it does"
-            " that"
+            f" data, tokenizer and weights are not tried here; `gspo-mega plan CONFIG --command {command}` inside it"
+            " does that"
         ]
     tools = check_users_functions(loaded)
     return [] if is_replay(loaded, command) else check_what_is_read(loaded, command, tools)
@@ -75,11 +76,11 @@ def check_what_is_read(
     loaded: LoadedConfig, command: Literal["train", "sft", "eval", "budget"], tools: Sequence[dict[str, Any]]
 ) -> list[str]:
     """Check everything that the ranks of a command that samples read; `tools`: schemas of the run's tools. Returns
-    notices. Raises DataError, ModelError or EpisodeError with the place of the key.
+    notices. Raises DataError, RewardError, ModelError or EpisodeError with the place of the key.
     """
     notices = make_rows(loaded.config.data)
     _check_data(loaded, command)
-    return [*notices, *try_inputs(loaded, command, tools)]
+    return [*notices, *try_rewards(loaded, command), *try_inputs(loaded, command, tools)]
 
 
 def check_run_folder(loaded: LoadedConfig) -> None:

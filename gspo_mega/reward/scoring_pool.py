@@ -127,7 +127,7 @@ class ScoringPool:
         }
         num_processes = self._settings.num_workers if self._setup["functions"] else 0
         started = await asyncio.gather(
-            *(_process(self._setup, self._settings) for _ in range(num_processes)),
+            *(scoring_process(self._setup, self._settings) for _ in range(num_processes)),
             return_exceptions=True,
         )
         self._slots = [_Slot(process) for process in started if isinstance(process, GuardedProcess)]
@@ -363,7 +363,7 @@ class ScoringPool:
         await slot.process.end()
         for attempt in range(1, _START_ATTEMPTS + 1):
             try:
-                slot.process = await _process(self._setup, self._settings)
+                slot.process = await scoring_process(self._setup, self._settings)
                 break
             except RewardError:
                 if attempt == _START_ATTEMPTS:
@@ -393,13 +393,14 @@ def check_reward(settings: Reward, source_rewards: Mapping[str, OwnReward] | Non
         check_service(service)
 
     async def load() -> None:
-        process = await _process(setup, settings)
+        process = await scoring_process(setup, settings)
         await process.end()
 
     asyncio.run(load())
 
 
-async def _process(setup: dict[str, Any], settings: Reward) -> GuardedProcess:
+async def scoring_process(setup: dict[str, Any], settings: Reward) -> GuardedProcess:
+    """A process that has loaded the functions of `setup`. Raises RewardError as `check_reward` does."""
     names = ", ".join(sorted({entry["function"] for entry in setup["functions"].values()}))
     return await GuardedProcess.start(_KIND, setup, f"rewards {names}", settings.environment)
 

@@ -26,7 +26,7 @@ from gspo_mega.reward.blame import HeldUp, cause_of
 from gspo_mega.reward.functions import BUILTINS, RewardFunction, load_function, measured_by, zero_for
 from gspo_mega.reward.guard import leave_network
 from gspo_mega.reward.returned_values import BadResult, result_of
-from gspo_mega.reward.user_functions import describe
+from gspo_mega.reward.user_functions import describe, file_of
 from gspo_mega.reward.worker_bounds import begin, leave, limit
 
 
@@ -71,7 +71,7 @@ def answer(
         value, parts, correct = result_of(function(**arguments, **options))
     except BaseException as error:  # any exception of a function, SystemExit too, fails only this trajectory
         if name not in BUILTINS:
-            return _failure(error)
+            return _failure(error, file_of(function))
         cause = cause_of(error, lambda: function(**arguments | {"response": ""}, **options))
         if cause is not None:
             return zero_for(cause, name, options)
@@ -79,12 +79,12 @@ def answer(
     return {"value": value, "parts": parts, "correct": correct}
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
+def _failure(error: BaseException, own_file: str | None = None) -> dict[str, Any]:
     if isinstance(error, BadResult):
         return {"failure": error.kind, "why": str(error)}
     if isinstance(error, HeldUp):
         return {"failure": "deadline", "why": str(error)}
-    return {"failure": "memory" if isinstance(error, MemoryError) else "exception", "why": describe(error)}
+    return {"failure": "memory" if isinstance(error, MemoryError) else "exception", "why": describe(error, own_file)}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import inspect
 import os
 import traceback
 from collections.abc import Callable
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from gspo_mega.errors import GspoMegaError
@@ -56,16 +56,32 @@ def _offer(module: ModuleType, wanted: str) -> str:
     return (f"did you mean {near[0]!r}? " if near else "") + f"it defines {', '.join(functions)}"
 
 
-def describe(error: BaseException) -> str:
-    """An exception in one line of at most 500 characters: type, message, and the file and line that raised it."""
+def describe(error: BaseException, own_file: str | None = None) -> str:
+    """An exception in one line of at most 500 characters: type, message, and the file and line that raised it.
+
+    `own_file`: the user's, whose line is named, too, where something that it called raised.
+    """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    where = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    own = [frame for frame in frames if frame.filename == own_file]
+    if own and own[-1] is not frames[-1]:
+        where += f", called at {os.path.basename(own[-1].filename)}:{own[-1].lineno}"
     message = " ".join(str(error).split())
-    return f"{type(error).__name__}{': ' if message else ''}{message}"[:500] + where
+    return f"{type(error).__name__}{': ' if message else ''}{message}"[:500] + (f" ({where})" if where else "")
+
+
+def file_of(function: Callable[..., Any]) -> str | None:
+    """The file in which a function is defined; None where Python does not know."""
+    code = _code_of(function)
+    return None if code is None else code.co_filename
 
 
 def place_of(function: Callable[..., Any]) -> str:
     """` (file.py:12)`, where a function is defined; empty where Python does not know."""
-    inner = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, its function
-    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    code = _code_of(function)
     return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType | None:
+    inner = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, its function
+    return getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)

@@ -209,6 +209,14 @@ class Reward(Section):
         description="Maximum address space that a scoring process may add after its start.",
     )
     file_bytes: int = Field(default=1024**3, ge=0, description="Maximum size of a file that a scoring process writes.")
+    try_first: bool = Field(
+        default=True,
+        json_schema_extra=MAY_CHANGE,
+        description=(
+            "Call each function of your own on a row of the data before anything starts (docs/rewards.md). False: for"
+            " one that needs what is there in the run alone."
+        ),
+    )
     environment: tuple[str, ...] = Field(
         default=(),
         description=(

@@ -27,6 +27,7 @@ def test_a_reward_is_filled_in():
         ("7", 7.0),
         ("-0.25", -0.25),
         ("__import__('numpy').float32(0.5)", 0.5),
+        ("__import__('numpy').True_", 1.0),
         ("__import__('fractions').Fraction(1, 4)", 0.25),
     ],
 )

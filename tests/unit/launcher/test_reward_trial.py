@@ -1,0 +1,111 @@
+"""A user's reward function is tried on a row of the data before anything starts, as the run would call it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from run_configs import smallest_yaml
+
+from gspo_mega.commands.main import main
+from gspo_mega.config import load_config
+from gspo_mega.errors import RewardError
+from gspo_mega.reward.trial import try_rewards
+
+FUNCTIONS = """
+import os, sys, time
+import numpy as np
+
+def numpy_bool(*, response, answer, **_):
+    right = np.float64(len(response)) >= np.float64(len(answer))
+    return {"reward": float(right), "correct": right, "short": np.array(not right)}
+
+def seen(*, prompt, response, answer, metadata):
+    assert prompt == "What is 3+4?" and response in ("", "7") and answer == "7" and metadata == {"level": 2}
+    return 1
+
+def no_empty(*, response, **_):
+    return float(response.split()[-1] == "7")
+
+def in_a_library(*, response, answer, **_):
+    return float(__import__("json").loads(response or "{}")["x"])
+
+def no_number(**_):
+    return np.array([1.0])
+
+def leaves(**_):
+    os._exit(3)
+
+def level(*, metadata, **_):
+    return metadata["level"]
+"""
+SHAPE = str(Path(__file__).parents[3] / "configs" / "models" / "quickstart_dense.json")
+ROW = {"prompt": "What is 3+4?", "answer": "7", "level": 2}
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    (tmp_path / "trial_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROW) + "\n")
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"prompt": "p", "answer": "7"}) + "\n")
+    (tmp_path / "c.yaml").write_text(
+        smallest_yaml(model=SHAPE, data=tmp_path / "train.jsonl", more="train: {num_steps: 2}\n")
+    )
+    return lambda *overrides: load_config(tmp_path / "c.yaml", overrides)
+
+
+@pytest.mark.parametrize("name", ["numpy_bool", "seen", "level"])
+def test_a_function_that_scores_is_called_and_nothing_is_said(load, name):
+    assert try_rewards(load(f"reward=trial_rewards:{name}"), "train") == []
+
+
+def test_a_built_in_is_not_tried(load):
+    assert try_rewards(load("reward=gsm8k"), "train") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_empty", r"tried on an empty response \(row 1 of .*train.jsonl\): IndexError: .* \(trial_rewards.py:14\)"),
+        ("in_a_library", r"an empty response .*KeyError: 'x' \(trial_rewards.py:17\)"),
+        ("no_number", r"array\(\[1\.\]\) \(ndarray of shape \(1,\)\); a number was expected"),
+        ("leaves", r"its process ended \(exit code 3\)"),
+    ],
+)
+def test_one_that_cannot_score_is_refused_with_the_key_and_the_users_line(load, capsys, name, said):
+    loaded = load(f"reward=trial_rewards:{name}")
+    with pytest.raises(RewardError, match=said) as caught:
+        try_rewards(loaded, "train")
+    assert f"reward.functions.0: trial_rewards:{name}: tried on" in str(caught.value)
+    assert "reward.try_first: false" in str(caught.value)
+    for command in (["plan", "--command", "train"], ["train"]):
+        assert main([command[0], str(loaded.path), f"reward=trial_rewards:{name}", *command[1:]]) == 2
+        assert f"trial_rewards:{name}: tried on" in capsys.readouterr().err
+
+
+def test_a_library_that_raised_is_named_with_the_users_line(load):
+    with pytest.raises(RewardError, match=r"JSONDecodeError: .*\(decoder.py:\d+, called at trial_rewards.py:17\)"):
+        (load().path.parent / "trial_rewards.py").write_text(FUNCTIONS.replace('response or "{}"', "response"))
+        try_rewards(load("reward=trial_rewards:in_a_library"), "train")
+
+
+def test_one_that_needs_the_run_is_left_out_and_that_is_said(load):
+    loaded = load("reward=trial_rewards:no_empty", "reward.try_first=false")
+    assert try_rewards(loaded, "train") == [
+        "rewards trial_rewards:no_empty are not tried before a run (reward.try_first: false)"
+    ]
+
+
+def test_services_are_not_asked_and_that_is_said(load):
+    loaded = load("reward.functions=[{function: judge}]", "reward.http=[{name: judge, url: 'http://localhost:9/x'}]")
+    assert try_rewards(loaded, "train") == [
+        "rewards judge are services, judges or reward models: they are not tried before a run"
+    ]
+
+
+def test_each_source_has_a_row_of_its_own(load, tmp_path):
+    own = "eval={path: held_out.jsonl, reward: 'trial_rewards:level'}"
+    with pytest.raises(
+        RewardError, match=r"eval.reward: trial_rewards:level: .*row 1 of held_out.jsonl.*KeyError: 'level'"
+    ):
+        try_rewards(load("reward=trial_rewards:seen", own), "train")
