@@ -7,7 +7,6 @@ never reaches that process: outputs and results are compared here.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
 import time
@@ -18,13 +17,12 @@ from gspo_mega.config.reward_rules import DEFAULT_TOTAL_SECONDS
 from gspo_mega.errors import RewardError
 from gspo_mega.line_process import LineProcess
 from gspo_mega.reward.code_tests import listed_tests
+from gspo_mega.reward.fenced_code import program_of
 
 WALLS = ("auto", "namespaces", "landlock")
 # A test may wait as long again as it may compute, and a moment more: machines are busy.
 _WAIT = 1.0
 _SERVER = Path(__file__).parent / "sandbox" / "sandbox_server.py"
-_LANGUAGE = re.compile(r"(?i)\A(?:python3?|py)?[ \t]*\r?\n")
-_FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
 _SERVERS: dict[str, LineProcess] = {}
 
 
@@ -94,7 +92,7 @@ def code(
             late += len(tests) - index
             break
         limits = {"seconds": seconds, "wall_seconds": min(2 * seconds + _WAIT, left)}
-        outcome = _ask({"program": program} | test.asked | limits, settings, python or sys.executable)
+        outcome = _ask({"program": test.whole(program)} | test.asked | limits, settings, python or sys.executable)
         won = test.passes(outcome, tolerance)
         passed += won
         late += outcome["ended"] == "time"
@@ -108,16 +106,6 @@ def code(
         "passed": share,
         "timed_out": late / len(tests),
     }
-
-
-def program_of(response: str) -> str | None:
-    """The last closed block of code in a response, of Python or of no named language; None without one."""
-    fences = [found.end() for found in _FENCE.finditer(response)]
-    for start, end in reversed(list(zip(fences[::2], fences[1::2]))):
-        block = response[start : end - 3]
-        if (language := _LANGUAGE.match(block)) is not None:
-            return block[language.end() :]
-    return None
 
 
 def _settings(memory_bytes: float, folder_bytes: float, output_bytes: float, isolation: str, unsafe: bool) -> str:
