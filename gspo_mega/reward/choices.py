@@ -6,15 +6,24 @@ Owns reading a letter out of a response and out of a row.
 from __future__ import annotations
 
 import re
+import unicodedata
 from typing import Any
 
 from gspo_mega.reward.numerals import last_box
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # What people and models put around a letter: (B)  B.  **B**  $B$  \\text{B}  B) Paris
-_DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\s?\{|[*_$`{}]|\\[()]")
+_DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed|fbox|mbox|textrm)\s?\{|[*_$`{}]|\\[()\[\]]")
+_SPACES = re.compile(r"\\[ ,;:!]|~|\u00a0")
 _ALONE = re.compile(r"\s*[(\[]?([A-Za-z])[)\]]?[.:]?\s*")
-_BEFORE_TEXT = re.compile(r"\s*(?:[(\[]([A-Z])[)\]][.:]?|([A-Z])[.:)])\s")
+_BEFORE_TEXT = re.compile(r"\s*(?:[(\[]([A-Z])[)\]][.:]?|([A-Z])(?:[.:)]|\s[-\u2013\u2014]))\s")
+# Words before a letter: `Option C`, `the correct answer is (C)`.
+_LABEL = re.compile(
+    r"\s*(?:the\s)?(?:correct\s|right\s|final\s)?(?:answer|option|choice)(?:\sis)?\s?:?\s?(?:option\s|choice\s)?", re.I
+)
+_MARK = re.compile(r"\b(?i:answer|choice|option)\b[ ]?(?i:is[ ]?:?|:)[ ]?")
+_MOST = 2000  # characters of what is a letter or a choice
+_LINE = 1000  # characters behind `answer is` in which a choice's text is looked for
 # It begins with a word and repeats nothing, so that a search takes time linear in the text.
 _NAMED = re.compile(
     r"\b(?i:answer|choice|option)\b[ ]?(?i:is[ ]?:?|:)[ ]?(?i:option[ ]|choice[ ])?[(\[]?([A-Z])(?![A-Za-z0-9'\u2019])"
@@ -63,22 +72,49 @@ def _named(response: str, texts: list[Any]) -> str | None:
     _, opening, tail = response.rpartition("<answer>")
     if opening:
         return _letter(tail.partition("</answer>")[0], texts)
-    plain = _DECORATION.sub("", response)
-    found = None
-    for found in _NAMED.finditer(plain):  # noqa: B007  the last one
+    plain = _bare(response)
+    named = marked = None
+    for named in _NAMED.finditer(plain):  # noqa: B007  the last one
         pass
-    return found[1] if found is not None else _letter(response, texts)
+    for marked in _MARK.finditer(plain):  # noqa: B007  the last one
+        pass
+    if marked is not None and (letter := _begins(plain[marked.end() :][:_LINE], texts)) is not None:
+        return letter
+    return named[1] if named is not None else _letter(response, texts)
+
+
+def _bare(text: str) -> str:
+    return _DECORATION.sub("", _SPACES.sub(" ", text))
+
+
+def _begins(segment: str, texts: list[Any]) -> str | None:
+    """The letter of the longest choice's text with which a text begins; None where it begins with none."""
+    words = _plain(segment)
+    found = [
+        (len(wanted), letter)
+        for letter, text in zip(_LETTERS, texts)
+        if len(wanted := _plain(str(text)).removesuffix(".")) > 1
+        and words.startswith(wanted)
+        and not words[len(wanted) : len(wanted) + 1].isalnum()
+    ]
+    return max(found)[1] if found else None
+
+
+def _plain(text: str) -> str:
+    return " ".join(_bare(text).split()).casefold()
 
 
 def _letter(segment: str, texts: list[Any]) -> str | None:
     """The letter that a short text is: alone, before the choice's text, or as the choice's text."""
-    plain = _DECORATION.sub("", segment)
+    plain = unicodedata.normalize("NFKC", _bare(segment)) if len(segment) <= _MOST else segment
+    if (label := _LABEL.match(plain)) is not None and label.end() < len(plain):
+        plain = plain[label.end() :]
     if (found := _ALONE.fullmatch(plain)) is not None:
         return found[1].upper()
     if (found := _BEFORE_TEXT.match(plain)) is not None:
         return found[1] or found[2]
-    wanted = " ".join(plain.split()).casefold().removesuffix(".")
+    wanted = _plain(plain).removesuffix(".")
     for letter, text in zip(_LETTERS, texts):
-        if wanted and " ".join(str(text).split()).casefold().removesuffix(".") == wanted:
+        if wanted and _plain(str(text)).removesuffix(".") == wanted:
             return letter
     return None

@@ -5,10 +5,13 @@ Owns the forms of tests that are read, and the comparison. Running them is `prog
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
+import textwrap
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from gspo_mega.reward import packed_tests
@@ -17,23 +20,39 @@ _MOST_TESTS = 10_000
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _FORMS = (
     "valid: [{input, output}, ...], {inputs, outputs}, either with `function` for calls; a list of assert statements;"
-    " {test, entry_point}; or LiveCodeBench's {public_test_cases, private_test_cases, starter_code}"
+    " {test, entry_point}, also with `prompt`; {test_list}, also with `test_setup_code` or `test_imports`; or"
+    " LiveCodeBench's {public_test_cases, private_test_cases, starter_code}"
 )
 
 
 @dataclass(frozen=True)
 class CodeTest:
-    """One test. `asked`: `input`, `call` or `asserts`, as the sandbox takes them. `expected`: the output or the result;
-    asserts expect True.
+    """One test. `asked`: `input`, `call` or `asserts`, as the sandbox takes them, and a `prelude` that runs before the
+    program. `expected`: the output or the result; asserts expect True. `is_exact`: nothing may differ by the tolerance.
+    `begun`: the beginning of a function and its name, which a program may continue instead of defining it anew.
     """
 
     asked: dict[str, Any]
     expected: Any
+    is_exact: bool = False
+    begun: tuple[str, str] | None = None
+
+    def whole(self, program: str) -> str:
+        """The program; one that continues the function that is begun follows that beginning."""
+        if self.begun is None or re.search(rf"(?m)^[ \t]*(?:async\s+)?def\s+{re.escape(self.begun[1])}\b", program):
+            return program
+        body = program if program[:1] in (" ", "\t") else textwrap.indent(program, "    ")
+        whole = f"{self.begun[0].rstrip()}\n{body}"
+        return whole if _is_python(whole) else program
 
     def passes(self, outcome: dict[str, Any], tolerance: float) -> bool:
         """Whether a run of the program ended well with what is expected."""
         if outcome["ended"] != "done":
             return False
+        if self.is_exact and "input" in self.asked:
+            return same_lines(outcome["said"], self.expected)
+        if self.is_exact:
+            return "result" in outcome and bool(outcome["result"] == self.expected)
         if "input" in self.asked:
             return same_output(outcome["said"], self.expected, tolerance)
         return "result" in outcome and same_value(outcome["result"], self.expected, tolerance)
@@ -66,7 +85,8 @@ def listed_tests(answer: Any) -> list[CodeTest]:
 def _listed(answer: Any) -> list[CodeTest]:
     if isinstance(answer, dict) and packed_tests.KEYS[0] in answer:
         tests, function = packed_tests.unpacked(answer)
-        return [_test(one, function if _is_functional(one) else None) for one in tests]
+        listed = [_test(one, function if _is_functional(one) else None) for one in tests]
+        return [CodeTest({"prelude": packed_tests.PRELUDE} | one.asked, one.expected, is_exact=True) for one in listed]
     if isinstance(answer, dict):
         function = answer.get("function") or answer.get("fn_name")
         if "inputs" in answer and "outputs" in answer:
@@ -75,12 +95,35 @@ def _listed(answer: Any) -> list[CodeTest]:
                 raise ValueError("`inputs` and `outputs` are not two lists of one length")
             return [_test({"input": one, "output": two}, function) for one, two in zip(inputs, outputs)]
         if isinstance(answer.get("test"), str) and isinstance(answer.get("entry_point"), str):
-            return [CodeTest({"asserts": f"{answer['test']}\n\ncheck({answer['entry_point']})\n"}, True)]
+            asked = {"asserts": f"{answer['test']}\n\ncheck({answer['entry_point']})\n"}
+            if not answer.get("prompt"):
+                return [CodeTest(asked, True)]
+            prelude = _prelude("prompt", answer["prompt"])
+            return [CodeTest({"prelude": prelude} | asked, True, begun=(prelude, answer["entry_point"]))]
+        if isinstance(answer.get("test_list"), list):
+            lines = [*(answer.get("test_imports") or []), answer.get("test_setup_code") or ""]
+            prelude = _prelude("test_setup_code", "\n".join(map(str, lines)).strip())
+            tests = [_test(one, None) for one in answer["test_list"]]
+            return [CodeTest({"prelude": prelude} | one.asked, one.expected) for one in tests] if prelude else tests
         if isinstance(answer.get("tests"), list):
             return [_test(one, function) for one in answer["tests"]]
     if isinstance(answer, list):
         return [_test(one, None) for one in answer]
     raise ValueError(f"the answer is {type(answer).__name__}, no list of tests; {_FORMS}")
+
+
+def _prelude(key: str, text: Any) -> str:
+    if not isinstance(text, str) or not _is_python(text):
+        raise ValueError(f"`{key}` is no Python: {str(text)[:60]!r}")
+    return text
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _is_functional(one: Any) -> bool:
@@ -116,6 +159,23 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(str(line) for line in value) + "\n"
     return value if isinstance(value, str) else str(value)
+
+
+def same_lines(given: str, expected: str) -> bool:
+    """Whether two outputs have the same lines apart from white space around them; a line of numbers has to have the
+    same values, exactly, however they are written. LiveCodeBench's rule.
+    """
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (given, expected))
+    if len(ours) != len(theirs):
+        return False
+    return all(one == two or _same_decimals(one, two) for one, two in zip(ours, theirs))
+
+
+def _same_decimals(one: str, two: str) -> bool:
+    try:
+        return [Decimal(word) for word in one.split()] == [Decimal(word) for word in two.split()]
+    except InvalidOperation:
+        return False
 
 
 def same_output(given: str, expected: str, tolerance: float) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from gspo_mega.reward.characters import latex_of
+from gspo_mega.reward.latex_reading import plain
 from gspo_mega.reward.numerals import MARK, final_number, last_box
 
 _ANSWER = re.compile(r"\b(?i:answer)\b[ ]?(?i:is[ ]?:?|:)[ *]*")
@@ -15,13 +17,8 @@ _FIRST = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _LINE = 4000  # characters of one line that are looked at
 # The end of what is said to be the answer: a sentence's, or a reason.
 _END = re.compile(r"[.;](?=\s|$)|,?\s(?:because|since|as|so|which|where|when)\s")
+_MOST_CLEANED = 100_000
 _MATHS_SIGNS = re.compile(r"(?<!\\)\$|(?<!\\)\\[()\[\]]|\*\*")
-_OTHER_NAMES = (
-    (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ"),
-    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
-    (re.compile(r"\\log_(?:e(?![A-Za-z])|\{e\})"), r"\\ln"),
-)
-_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\overline\{?([0-9]+)\}?")
 
 
 def final_answer(response: str) -> str | Fraction | None:
@@ -47,21 +44,14 @@ def gold_answer(text: str) -> str:
 
 
 def cleaned(latex: str) -> str:
-    """The same without signs of mathematics mode, with repeating decimals as fractions."""
-    text = _MATHS_SIGNS.sub("", latex).strip()
-    for pattern, known in _OTHER_NAMES:
-        text = pattern.sub(known, text)
-    text = _REPEATING.sub(_fraction, text)
-    return text.rstrip(".,;: ") if not text.endswith("\\,") else text[:-2]
-
-
-def _fraction(found: re.Match[str]) -> str:
-    whole, fixed, repeated = found[1] or "0", found[2], found[3]
-    if len(fixed + repeated) > 50:
-        return found[0]
-    below = (10 ** len(repeated) - 1) * 10 ** len(fixed)
-    value = Fraction(int(fixed + repeated) - int(fixed or 0), below) + int(whole)
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    """The same in ASCII and with one name for each thing, without signs of mathematics mode."""
+    text = latex_of(latex[:_MOST_CLEANED])
+    text = plain(_MATHS_SIGNS.sub("", text).strip())
+    while True:
+        shorter = text.rstrip(".,;: ").removesuffix("\\").strip()
+        if shorter == text:
+            return text
+        text = shorter
 
 
 def _marked(text: str) -> str | None:

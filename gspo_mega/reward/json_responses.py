@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from gspo_mega.errors import RewardError
+from gspo_mega.reward.fenced_code import last_block
 from gspo_mega.reward.patterns import compiled
-
-_FENCE = "```"
 
 
 def check_json_schema(schema: dict[str, Any], fenced: bool = False, compare: bool = False) -> None:
@@ -49,12 +47,10 @@ def json_schema(
     """
     text = response
     if fenced:
-        blocks = response.split(_FENCE)
-        if len(blocks) < 3:
+        block = last_block(response, _is_json)
+        if block is None:
             return _result(False, compare)
-        # Blocks are the odd pieces; an opened and unclosed last one is none.
-        text = blocks[-2 if len(blocks) % 2 else -3]
-        text = re.sub(r"\A[A-Za-z0-9]*\n", "", text)  # the language
+        text = block
     try:
         value = json.loads(text, parse_constant=_refuse)
         fits = _validator(json.dumps(schema)).is_valid(value)
@@ -75,6 +71,14 @@ def _expected(answer: Any) -> Any:
         return json.loads(answer)
     except (ValueError, RecursionError):
         return answer
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _refuse(name: str) -> Any:

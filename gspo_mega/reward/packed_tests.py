@@ -14,6 +14,16 @@ import zlib
 from typing import Any
 
 KEYS = ("public_test_cases", "private_test_cases")
+# What LiveCodeBench's own harness runs before a program: the names of these modules, their functions and classes, and a
+# higher bound on recursion. Its starter code uses `List` without importing it.
+_MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
+)
+PRELUDE = (
+    "".join(f"from {name} import *\n" for name in [*_MODULES.split(), "builtins", "typing"])
+    + "".join(f"import {name}\n" for name in _MODULES.split())
+    + "sys.setrecursionlimit(50000)\n"
+)
 _MOST_BYTES = 1024**3
 # What a pickle of one text is made of, beside the text.
 _AROUND = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +18,7 @@ from gspo_mega.errors import RewardError
 from gspo_mega.line_process import LineProcess
 from gspo_mega.reward.blame import HeldUp
 from gspo_mega.reward.code_tests import listed_tests
+from gspo_mega.reward.fenced_code import program_of
 
 WALLS = ("auto", "namespaces", "landlock")
 # A test may sleep as long again as it may compute, and a moment more.
@@ -28,8 +28,6 @@ _BUSY = 4
 # How a test ended that took what it may not have, by the name of its share among the parts of the reward.
 _ENDS = {"timed_out": "time", "out_of_memory": "memory", "over_output": "output", "killed": "killed"}
 _SERVER = Path(__file__).parent / "sandbox" / "sandbox_server.py"
-_LANGUAGE = re.compile(r"(?i)\A(?:python3?|py)?[ \t]*\r?\n")
-_FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
 _SERVERS: dict[str, LineProcess] = {}
 _HELD_UP = {
     "held_up": "a program did not get the processor time that it may use: the machine is busy",
@@ -107,7 +105,7 @@ def code(
             break
         own = min(2 * seconds + _WAIT, left)
         limits = {"seconds": seconds, "wall_seconds": own, "most_seconds": _BUSY * own}
-        outcome, took = _run({"program": program} | test.asked | limits, settings, python or sys.executable)
+        outcome, took = _run({"program": test.whole(program)} | test.asked | limits, settings, python or sys.executable)
         if outcome["ended"] in ("held_up", "lost"):
             raise HeldUp(_HELD_UP[outcome["ended"]])
         spent += took
@@ -124,16 +122,6 @@ def code(
         "passed": share,
         **{name: ends[ended] / len(tests) for name, ended in _ENDS.items()},
     }
-
-
-def program_of(response: str) -> str | None:
-    """The last closed block of code in a response, of Python or of no named language; None without one."""
-    fences = [found.end() for found in _FENCE.finditer(response)]
-    for start, end in reversed(list(zip(fences[::2], fences[1::2]))):
-        block = response[start : end - 3]
-        if (language := _LANGUAGE.match(block)) is not None:
-            return block[language.end() :]
-    return None
 
 
 def _settings(memory_bytes: float, folder_bytes: float, output_bytes: float, isolation: str, unsafe: bool) -> str:

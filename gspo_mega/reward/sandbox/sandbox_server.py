@@ -4,10 +4,11 @@ than the run's; it imports no module of gspo_mega.
 JSON lines on standard input and output. SETTINGS is JSON: {"walls": "auto", "namespaces", "landlock" or "none",
 "memory_bytes", "file_bytes", "folder_bytes", "output_bytes"}. The first line out is {"ready": walls in words} or
 {"error": text}. Then, for each line in, {"program", "seconds", "wall_seconds"} with one of {"input": text}, {"call":
-{"function", "arguments"}} and {"asserts": text}, one out: {"ended", "said": text, "result": JSON in text, "took":
-seconds of its own}, where `ended` is done, raised, time, output, memory or killed, of which the program is the cause;
-or held_up or lost, of which it is not: it got no processor for `most_seconds`, or somebody else killed it or kept it
-from beginning. {"error": text} says that no further one can be run here.
+{"function", "arguments"}} and {"asserts": text}, also with a "prelude" that runs before the program, one out: {"ended",
+"said": text, "result": JSON in text, "took": seconds of its own}, where `ended` is done, raised, time, output, memory
+or killed, of which the program is the cause; or held_up or lost, of which it is not: it got no processor for
+`most_seconds`, or somebody else killed it or kept it from beginning. {"error": text} says that no further one can be
+run here.
 
 Each test runs in a fork of this process that is killed afterwards and that can start no other, so that nothing outlives
 it. A fork sees what this process knows: never what a test expects, which the caller compares with.
@@ -34,6 +35,11 @@ import sandbox_walls
 
 del sys.path[0]
 
+# Modules that programs import, and LiveCodeBench's prelude does.
+_IMPORTED = (
+    *("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "math"),
+    *("operator", "random", "re", "statistics", "string", "typing"),
+)
 _FOLDERS = "gspo_mega_code_"
 
 # Runs behind the walls before any response does, and says so where one of them has a hole.
@@ -79,6 +85,9 @@ def main():
     settings = json.loads(sys.argv[1])
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    for name in _IMPORTED:  # once, so that no test waits for them
+        with contextlib.suppress(ImportError):
+            __import__(name)
     server = os.getpid()
     home = os.getcwd()
     try:
@@ -307,7 +316,10 @@ def _run_program(asked):
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8", "replace")
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8", "replace")
     code = 101
+    sys.set_int_max_str_digits(0)  # the time for it is bounded as for anything else
     try:
+        if asked.get("prelude"):
+            exec(compile(asked["prelude"], "prelude.py", "exec"), module.__dict__)
         exec(compile(asked["program"], "program.py", "exec"), module.__dict__)
         _join_threads()
         if "call" in asked:

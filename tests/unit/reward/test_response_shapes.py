@@ -156,6 +156,31 @@ CHOICES = {"choices": ["Paris", "Rome", "Bern", "Prague"]}
         ("<answer> (B) Rome </answer> thanks", "B", 1),
         ("Rome", "B", 1),
         ("The answer is Apples", "A", 0),
+        ("The answer is Rome", "B", 1),
+        ("The answer is **Rome**.", "B", 1),
+        ("The answer is Rome, because Paris is in France.", "B", 1),
+        ("The answer is Paris. No, the answer is Rome.", "B", 1),
+        ("The answer is Paris. No, the answer is Rome.", "A", 0),
+        ("The answer is Romeo", "B", 0),
+        ("Answer: rome", "B", 1),
+        ("The answer is Prague", "D", 1),
+        ("The answer is Vienna", "B", 0),
+        ("The answer is not Rome", "B", 0),
+        ("\\boxed{Option B}", "B", 1),
+        ("\\boxed{\\text{Option B}}", "B", 1),
+        ("\\boxed{\\text{(B)}\\ Rome}", "B", 1),
+        ("\\boxed{Choice (B)}", "B", 1),
+        ("\\boxed{option b}", "B", 1),
+        ("\\boxed{The answer is B}", "B", 1),
+        ("\\boxed{B: Rome}", "B", 1),
+        ("\\boxed{B - Rome}", "B", 1),
+        ("\\boxed{Option B: Rome}", "B", 1),
+        ("<answer>Option B</answer>", "B", 1),
+        ("\\boxed{\uff22}", "B", 1),
+        ("\\boxed{Options A and B}", "B", 0),
+        ("\\boxed{Option A}", "B", 0),
+        ("\\boxed{not B}", "B", 0),
+        ("Option B", "B", 1),
         ("I think B and C", "B", 0),
         ("", "A", 0),
         ("A" * 60_000, "A", 0),
@@ -163,6 +188,22 @@ CHOICES = {"choices": ["Paris", "Rome", "Bern", "Prague"]}
 )
 def test_choice(response, answer, value):
     assert given("choice", response, answer, metadata=CHOICES) == value
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("The answer is A dog", "C"),
+        ("The answer is A", "A"),
+        ("The answer is a dog and a cat", "D"),
+        ("The answer is B", "B"),
+    ],
+)
+def test_the_longest_choice_is_named(response, letter):
+    choices = {"choices": ["B", "cat", "a dog", "A dog and a cat"]}
+    assert [given("choice", response, one, metadata=choices) for one in "ABCD"] == [
+        float(one == letter) for one in "ABCD"
+    ]
 
 
 @pytest.mark.parametrize("answer", [None, "", "Paris", 26, -1, 1.5, True, ["A"], "99"])

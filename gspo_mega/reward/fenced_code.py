@@ -1,0 +1,195 @@
+"""Blocks of code in a response, as CommonMark reads them, and which of them is the program.
+
+A fence is three or more backticks or tildes; it is closed by the same sign at least as often, and an open block runs to
+the end. Beyond CommonMark, models' habits are read: a fence behind text on its line, a block that a new one interrupts,
+a closing fence behind the last line of code or before other text. No fence is paired by counting, so that an odd one
+costs the block that it is in, and no other. Every search takes time linear in the text.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_PYTHON = frozenset(["python", "python3", "python2", "py", "py3", "pypy", "pypy3", "ipython", "cpython"])
+_THINKING = re.compile(r"</(?:think|thinking|thought|reasoning)>")
+_FENCE = re.compile(r"(?P<quote>(?:[ \t]{0,3}>[ ]?)*)(?P<before>[^`~]*?)(?P<fence>`{3,}|~{3,})(?P<rest>[^\n]*)")
+_ITEM = re.compile(r"[ \t]*(?:[-*+]|[0-9]{1,9}[.)])[ \t]+")
+_QUOTE = re.compile(r"[ \t]{0,3}>[ ]?")
+_INFO = re.compile(
+    r"[ \t]*(?:\{[ \t]*)?\.?([A-Za-z][A-Za-z0-9+#.\-]*)[ \t]*"
+    r"(?:[:,;={(\[].*|\}.*|[A-Za-z_-]+[ \t]*=.*|\.[A-Za-z].*|[^\s`]+[ \t]*)?$"
+)
+_ONE_LINE = re.compile(r"(`{3,})[ \t]*(?:python3?|py)?[ \t]+([^`\n]+?)[ \t]*\1")
+_MOST_PARSED = 8  # blocks whose syntax is looked at, from the last one
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code. `language`: the first word behind its fence, in small letters, or an empty text."""
+
+    language: str
+    text: str
+    is_closed: bool
+
+    @property
+    def is_python(self) -> bool:
+        return self.language in _PYTHON
+
+
+@dataclass
+class _Open:
+    sign: str
+    length: int
+    language: str
+    indent: int
+    quote: bool
+    lines: list[str]
+
+    def closed(self, is_closed: bool) -> Block:
+        text = "".join(f"{_unindented(line, self.indent)}\n" for line in self.lines)
+        return Block(self.language, text, is_closed)
+
+
+def blocks(text: str) -> list[Block]:
+    """The blocks of code in a text, in order; the last may be unclosed."""
+    found: list[Block] = []
+    now: _Open | None = None
+    for line in text.replace("\r\n", "\n").split("\n"):
+        if now is not None and now.quote:
+            if _QUOTE.match(line) is None:  # the quotation ends, and with it the block
+                found.append(now.closed(True))
+                now = None
+            else:
+                line = _QUOTE.sub("", line, count=1)
+        fence = _FENCE.match(line) if "```" in line or "~~~" in line else None
+        if now is None:
+            now = _opened(fence)
+            continue
+        if fence is None or fence["fence"][0] != now.sign:
+            now.lines.append(line)
+            continue
+        before, rest = fence["before"], fence["rest"]
+        if len(fence["fence"]) < now.length or (not before.strip() and _width(before) > now.indent + 3):
+            now.lines.append(line)
+        elif not before.strip() and (again := _opened(fence)) is not None and again.language:
+            found.append(now.closed(False))  # a new block interrupts one that was never closed
+            now = again
+        elif not before.strip():
+            found.append(now.closed(True))
+            now = None
+        elif not rest.strip() and now.sign == "`" and not before.lstrip().startswith("#"):
+            now.lines.append(before)  # behind the last line of code
+            found.append(now.closed(True))
+            now = None
+        else:
+            now.lines.append(line)
+    if now is not None:
+        while now.lines and not now.lines[-1]:
+            now.lines.pop()
+        found.append(now.closed(False))
+    return found
+
+
+def _opened(fence: re.Match[str] | None) -> _Open | None:
+    """The block that a line opens, or None."""
+    if fence is None:
+        return None
+    sign, rest, before = fence["fence"][0], fence["rest"], fence["before"]
+    if sign == "`" and "`" in rest:
+        return None  # code within a line
+    info = _INFO.match(rest)
+    language = "" if info is None else info[1].lower().removesuffix(".py")
+    item = _ITEM.match(before)
+    if item is not None:
+        before = " " * len(before) if item.end() == len(before) else before[item.end() :]
+    if before.strip() and (language not in _PYTHON or sign != "`"):
+        return None
+    if rest.strip() and info is None and rest.strip()[0] not in "{.<":
+        language = rest.split()[0].lower()
+    return _Open(sign, len(fence["fence"]), language, 0 if before.strip() else _width(before), bool(fence["quote"]), [])
+
+
+def _width(space: str) -> int:
+    return len(space.expandtabs(4))
+
+
+def _unindented(line: str, width: int) -> str:
+    """A line without as much white space as its block's fence has before it."""
+    at = column = 0
+    while column < width and at < len(line) and line[at] in " \t":
+        column = column + 1 if line[at] == " " else (column // 4 + 1) * 4
+        at += 1
+    return line[at:]
+
+
+def program_of(response: str) -> str | None:
+    """The program of a response: its last complete one, or None without a block of code.
+
+    What follows the thinking comes first. Of its blocks, the last of Python that is Python; else the last of no named
+    language that is a program, and not output; else the last closed one of either; else an unclosed one.
+    """
+    *_, after = _THINKING.split(response) if len(response) < 10**7 else (response,)
+    for text in dict.fromkeys((after, response)):
+        found = [one for outer in blocks(text) for one in _inner(outer) if one.is_python or not one.language]
+        for accepts in _ACCEPTED:
+            program = next((one for one in reversed(found[-_MOST_PARSED * 4 :]) if accepts(one)), None)
+            if program is not None:
+                return _dedented(program.text)
+        *_, line = _ONE_LINE.findall(text) or [None]
+        if line is not None:
+            return f"{line[1]}\n"
+    return None
+
+
+def last_block(response: str, accepts: Callable[[str], bool]) -> str | None:
+    """The text of the last closed block that `accepts` takes; else of the last closed one; None without one."""
+    closed = [one.text for one in blocks(response) if one.is_closed]
+    return next((text for text in reversed(closed[-_MOST_PARSED:]) if accepts(text)), closed[-1] if closed else None)
+
+
+def _inner(block: Block) -> list[Block]:
+    """A block; where it is a text with blocks of its own in it, behind shorter fences, these."""
+    if block.language in ("", "markdown", "md", "text") and _tree(block.text) is None and blocks(block.text):
+        return blocks(block.text)
+    return [block]
+
+
+def _dedented(program: str) -> str:
+    if _tree(program) is None and _tree(shorter := textwrap.dedent(program)) is not None:
+        return shorter
+    return program
+
+
+def _is_program(block: Block) -> bool:
+    """Whether a block does something: it defines, assigns, imports or calls. A number or a name is an output."""
+    tree = _tree(block.text) or _tree(textwrap.dedent(block.text))
+    if tree is None:
+        return False
+    return any(
+        not isinstance(one, ast.Expr) or any(isinstance(part, ast.Call) for part in ast.walk(one)) for one in tree.body
+    )
+
+
+def _tree(text: str) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+_ACCEPTED: tuple[Callable[[Block], bool], ...] = (
+    lambda one: one.is_closed and one.is_python and _is_program(one),
+    lambda one: one.is_closed and not one.language and _is_program(one),
+    lambda one: one.is_python and _is_program(one),
+    lambda one: not one.language and _is_program(one),
+    lambda one: one.is_closed and one.is_python,
+    lambda one: one.is_closed,
+    lambda one: True,
+)
