@@ -58,12 +58,8 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, *, chat_template: bool, system_prompt: str | None = None) -> None:
         """`tokenizer`: a Hugging Face tokenizer.
 
-        Raises DataError: there is no chat template to apply, a system prompt without one, or no end token.
+        Raises DataError: there is no chat template to apply, or a system prompt without one.
         """
-        if tokenizer.eos_token_id is None:
-            raise DataError(
-                "the tokenizer names no end token (eos_token in tokenizer_config.json); a response could never end"
-            )
         if chat_template and not tokenizer.chat_template:
             raise DataError(
                 "the tokenizer has no chat template; add one (chat_template.jinja beside it) or set data.chat_template:"
@@ -213,8 +209,17 @@ class PromptEncoder:
 
     @property
     def end_token_id(self) -> int:
-        """What a demonstrated response ends with: as the chat template ends it, or else the tokenizer's end token."""
-        return self._tokenizer.eos_token_id if self.turn_end_token_id is None else self.turn_end_token_id
+        """What a demonstrated response ends with: as the chat template ends it, or else the tokenizer's end token.
+        Raises DataError where neither has one.
+        """
+        if self.turn_end_token_id is not None:
+            return self.turn_end_token_id
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(
+                "the tokenizer names no end token (eos_token in tokenizer_config.json); a demonstrated response could"
+                " not end"
+            )
+        return self._tokenizer.eos_token_id
 
     @property
     def end_token(self) -> str:
@@ -222,7 +227,9 @@ class PromptEncoder:
         return self._tokenizer.convert_ids_to_tokens(self.end_token_id)
 
     def encode_response(self, response: str) -> list[int]:
-        """Token ids of a demonstrated response, all of it plain text, and the end token."""
+        """Token ids of a demonstrated response, all of it plain text, and the end token. Raises DataError as
+        `end_token_id`.
+        """
         return [*self._encode_plain(response), self.end_token_id]
 
     def _render(self, messages: Messages, tools: list[dict[str, Any]], opened: bool) -> str:

@@ -3,9 +3,13 @@
 import chat_templates as families
 import pytest
 from chat_templates import tokenizer_with
+from transformers import AutoTokenizer
 
 from gspo_mega.data.chat import PromptEncoder
 from gspo_mega.data.end_of_turn import run_end_tokens
+from gspo_mega.data.tokenizer import write_tokenizer
+from gspo_mega.errors import DataError
+from gspo_mega.model.end_tokens import EndTokens
 
 # In the manner of Llama 3, gpt-oss, Phi-3, and one that refuses all but users.
 HEADERS = "{% for m in messages %}<|system|>{{ m.role }}\n\n{{ m.content | trim }}</s>{% endfor %}"
@@ -58,3 +62,20 @@ def test_every_source_is_named_by_its_text(tmp_path):
     )
     agreeing = run_end_tokens(encoder, tokenizer, (end, tokenizer.eos_token_id), len(tokenizer))
     assert agreeing.notices == () and agreeing.ids == (end, tokenizer.eos_token_id)
+
+
+def test_a_tokenizer_without_an_end_token(tmp_path):
+    """Then the configuration's end alone counts, and the template's; only where nobody names one is it an error."""
+    write_tokenizer(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "<|im_end|>",', ""))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    plain = PromptEncoder(tokenizer, chat_template=False)
+    assert run_end_tokens(plain, tokenizer, (7,), 512) == EndTokens((7,))
+    with pytest.raises(DataError, match="No end token is named: give eos_token_id in generation_config.json"):
+        run_end_tokens(plain, tokenizer, (), 512)
+    assert run_end_tokens(PromptEncoder(tokenizer, chat_template=True), tokenizer, (), 512).ids == (2,)
+    with pytest.raises(
+        DataError, match=r"'<\|im_end\|>' \(2\), is outside the model's vocabulary of 2: .* No end token"
+    ):
+        run_end_tokens(PromptEncoder(tokenizer, chat_template=True), tokenizer, (), 2)
