@@ -207,6 +207,37 @@ class PromptEncoder:
         tail = text.rpartition(mark)[2].lstrip() if mark in text else ""
         return next((self._ids_by_special[special] for special in self._special if tail.startswith(special)), None)
 
+    @functools.cached_property
+    def call_end_token_id(self) -> int | None:
+        """The special token with which the chat template ends an assistant's last message that calls a tool; None where
+        there is none, or where the token stands between two calls, too.
+        """
+        if not self.chat_template:
+            return None
+        marks = [f"mark{secrets.token_hex(16)}" for _ in range(2)]
+        calls = [
+            {"type": "function", "id": f"call{n}0000", "function": {"name": "f", "arguments": {"x": mark}}}
+            for n, mark in enumerate(marks)
+        ]
+        properties = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
+        tool = {"type": "function", "function": {"name": "f", "description": "f", "parameters": properties}}
+
+        def rendered(*called: dict[str, Any]) -> str:
+            message = {"role": "assistant", "content": "", "tool_calls": list(called)}
+            try:
+                return self.render([{"role": "user", "content": "x"}, message], [tool], opened=False).text
+            except DataError:
+                return ""  # a template that takes no such conversation
+
+        _, is_there, tail = rendered(calls[0]).rpartition(marks[0])
+        if not is_there:
+            return None
+        end = next((special for special in self._special if tail.rstrip().endswith(special)), None)
+        both = rendered(*calls)
+        if end is None or (marks[1] in both and end in both.partition(marks[0])[2].partition(marks[1])[0]):
+            return None
+        return self._ids_by_special[end]
+
     @property
     def end_token_id(self) -> int:
         """What a demonstrated response ends with: as the chat template ends it, or else the tokenizer's end token.

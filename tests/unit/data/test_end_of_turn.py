@@ -79,3 +79,37 @@ def test_a_tokenizer_without_an_end_token(tmp_path):
         DataError, match=r"'<\|im_end\|>' \(2\), is outside the model's vocabulary of 2: .* No end token"
     ):
         run_end_tokens(PromptEncoder(tokenizer, chat_template=True), tokenizer, (), 2)
+
+
+# In the manner of gpt-oss, whose call has an end of its own, and of a template whose special tokens enclose each call.
+CALLS_OWN_END = CHANNELS.replace(
+    "<|system|>{{ m.content }}",
+    "<|system|>{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}</s>{% else %}{{ m.content }}",
+).replace("{% endfor %}", "{% endif %}{% endfor %}")
+ENCLOSED = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}[TOOL_CALLS]"
+    "{{ call.function.arguments | tojson }}[/INST]{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CALLS_OWN_END, "</s>"),
+        (families.THINKING, "<|im_end|>"),
+        (families.TOOLS_LAST, "</s>"),  # several calls in one message, one end
+        (families.CALL_OR_CONTENT, "<|endoftext|>"),
+        (ENCLOSED, None),
+        (families.SHARED_END, None),
+        (families.NO_TOOLS, None),
+        (USERS_ONLY, None),
+    ],
+)
+def test_the_token_with_which_a_template_ends_a_call(tmp_path, template, end):
+    tokenizer = tokenizer_with(tmp_path, template)
+    encoder = PromptEncoder(tokenizer, chat_template=True)
+    assert encoder.call_end_token_id == (None if end is None else tokenizer.convert_tokens_to_ids(end))
+    without = run_end_tokens(encoder, tokenizer, (5,), None).ids
+    ids = run_end_tokens(encoder, tokenizer, (5,), None, calls=True).ids
+    assert ids[: len(without)] == without and set(ids[len(without) :]) <= {encoder.call_end_token_id}
+    assert end is None or encoder.call_end_token_id in ids
