@@ -12,6 +12,7 @@ from typing import Any
 from gspo_mega import beats
 from gspo_mega.batches.episode_parts import episode_driver
 from gspo_mega.batches.held_out import Evaluation, HeldOut, summarize
+from gspo_mega.config.episode_lengths import is_one_turn
 from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.prompt_sources import HeldOutSet, names_prompts, source_rewards, sources_of
 from gspo_mega.config.schema import Config
@@ -46,7 +47,9 @@ class Rollouts:
         check_vocabulary(self.tokenizer, spec)
         encoder = encoder_of(config.data, self.tokenizer)
         self._planned_ends = planned_end_tokens(Path(config.model.path), spec.eos_token_ids, spec.vocab_size)
-        self.end_tokens = run_end_tokens(encoder, self.tokenizer, spec.eos_token_ids, spec.vocab_size)
+        self.end_tokens = run_end_tokens(
+            encoder, self.tokenizer, spec.eos_token_ids, spec.vocab_size, calls=not is_one_turn(config)
+        )
         self.held_out = HeldOut(config, self.tokenizer)
         self._sources: list[PromptSource] = []
         weights = [1.0] * len(self.held_out.sets)

@@ -150,7 +150,7 @@ def _check_tokenizer(folder: Path, tool_format: str) -> int:
     configured = read_end_tokens(folder)
     tokenizer = load_tokenizer(str(folder))
     encoder = PromptEncoder(tokenizer, chat_template=True)
-    ends = run_end_tokens(encoder, tokenizer, configured, None)
+    ends = run_end_tokens(encoder, tokenizer, configured, None, calls=True)
     rule = SuffixRule(encoder, ends.ids)
     certificate = certify_template(tokenizer, encoder, rule.with_tools, tool_format)
     findings = [Finding("note", "ends", text) for text in ends.notices]

@@ -61,12 +61,8 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, *, chat_template: bool, system_prompt: str | None = None) -> None:
         """`tokenizer`: a Hugging Face tokenizer.
 
-        Raises DataError: there is no chat template to apply, a system prompt without one, or no end token.
+        Raises DataError: there is no chat template to apply, or a system prompt without one.
         """
-        if tokenizer.eos_token_id is None:
-            raise DataError(
-                "the tokenizer names no end token (eos_token in tokenizer_config.json); a response could never end"
-            )
         if chat_template and not tokenizer.chat_template:
             raise DataError(
                 "the tokenizer has no chat template; add one (chat_template.jinja beside it) or set data.chat_template:"
@@ -216,10 +212,50 @@ class PromptEncoder:
         tail = text.rpartition(mark)[2].lstrip() if mark in text else ""
         return next((self._ids_by_special[special] for special in self._special if tail.startswith(special)), None)
 
+    @functools.cached_property
+    def call_end_token_id(self) -> int | None:
+        """The special token with which the chat template ends an assistant's last message that calls a tool; None where
+        there is none, or where the token stands between two calls, too.
+        """
+        if not self.chat_template:
+            return None
+        marks = [f"mark{secrets.token_hex(16)}" for _ in range(2)]
+        calls = [
+            {"type": "function", "id": f"call{n}0000", "function": {"name": "f", "arguments": {"x": mark}}}
+            for n, mark in enumerate(marks)
+        ]
+        properties = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
+        tool = {"type": "function", "function": {"name": "f", "description": "f", "parameters": properties}}
+
+        def rendered(*called: dict[str, Any]) -> str:
+            message = {"role": "assistant", "content": "", "tool_calls": list(called)}
+            try:
+                return self.render([{"role": "user", "content": "x"}, message], [tool], opened=False).text
+            except DataError:
+                return ""  # a template that takes no such conversation
+
+        _, is_there, tail = rendered(calls[0]).rpartition(marks[0])
+        if not is_there:
+            return None
+        end = next((special for special in self._special if tail.rstrip().endswith(special)), None)
+        both = rendered(*calls)
+        if end is None or (marks[1] in both and end in both.partition(marks[0])[2].partition(marks[1])[0]):
+            return None
+        return self._ids_by_special[end]
+
     @property
     def end_token_id(self) -> int:
-        """What a demonstrated response ends with: as the chat template ends it, or else the tokenizer's end token."""
-        return self._tokenizer.eos_token_id if self.turn_end_token_id is None else self.turn_end_token_id
+        """What a demonstrated response ends with: as the chat template ends it, or else the tokenizer's end token.
+        Raises DataError where neither has one.
+        """
+        if self.turn_end_token_id is not None:
+            return self.turn_end_token_id
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(
+                "the tokenizer names no end token (eos_token in tokenizer_config.json); a demonstrated response could"
+                " not end"
+            )
+        return self._tokenizer.eos_token_id
 
     @property
     def end_token(self) -> str:
@@ -227,7 +263,9 @@ class PromptEncoder:
         return self._tokenizer.convert_ids_to_tokens(self.end_token_id)
 
     def encode_response(self, response: str) -> list[int]:
-        """Token ids of a demonstrated response, all of it plain text, and the end token."""
+        """Token ids of a demonstrated response, all of it plain text, and the end token. Raises DataError as
+        `end_token_id`.
+        """
         return [*self._encode_plain(response), self.end_token_id]
 
     def _render(self, messages: Messages, tools: list[dict[str, Any]], opened: bool) -> str:

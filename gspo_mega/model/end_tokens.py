@@ -19,6 +19,7 @@ from typing import Any
 CONFIGURATION = "config.json and generation_config.json"
 TOKENIZER = "the tokenizer"
 TEMPLATE = "the chat template"
+CALL = "the chat template after a call"
 # A tokenizer.json of the largest vocabularies has some 30 MB.
 _MOST_BYTES = 256 * 2**20
 
@@ -50,15 +51,17 @@ def end_tokens(
     template: EndToken | None,
     vocab_size: int | None,
     texts: Mapping[int, str] | None = None,
+    call: EndToken | None = None,
 ) -> EndTokens:
     """Every token that one of the sources names, each once.
 
     `configured`: ids of config.json and generation_config.json (`ModelSpec.eos_token_ids`). `template`: the token with
     which the chat template ends an assistant's turn. None: the source names none. `vocab_size`: rows of the model's
-    head; no larger id can be sampled. None: not known. `texts`: of ids, where known.
+    head; no larger id can be sampled. None: not known. `texts`: of ids, where known. `call`: the
+    token with which the template ends a turn that calls a tool, where it is another one.
     """
     ids, notices = list(configured), []
-    others = ((TOKENIZER, tokenizer), (TEMPLATE, template))
+    others = ((TOKENIZER, tokenizer), (TEMPLATE, template), (CALL, call))
     for source, end in others:
         if end is not None and vocab_size is not None and end.token_id >= vocab_size:
             notices.append(

@@ -3,9 +3,13 @@
 import chat_templates as families
 import pytest
 from chat_templates import tokenizer_with
+from transformers import AutoTokenizer
 
 from gspo_mega.data.chat import PromptEncoder
 from gspo_mega.data.end_of_turn import run_end_tokens
+from gspo_mega.data.tokenizer import write_tokenizer
+from gspo_mega.errors import DataError
+from gspo_mega.model.end_tokens import EndTokens
 
 # In the manner of Llama 3, gpt-oss, Phi-3, and one that refuses all but users.
 HEADERS = "{% for m in messages %}<|system|>{{ m.role }}\n\n{{ m.content | trim }}</s>{% endfor %}"
@@ -58,3 +62,54 @@ def test_every_source_is_named_by_its_text(tmp_path):
     )
     agreeing = run_end_tokens(encoder, tokenizer, (end, tokenizer.eos_token_id), len(tokenizer))
     assert agreeing.notices == () and agreeing.ids == (end, tokenizer.eos_token_id)
+
+
+def test_a_tokenizer_without_an_end_token(tmp_path):
+    """Then the configuration's end alone counts, and the template's; only where nobody names one is it an error."""
+    write_tokenizer(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "<|im_end|>",', ""))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    plain = PromptEncoder(tokenizer, chat_template=False)
+    assert run_end_tokens(plain, tokenizer, (7,), 512) == EndTokens((7,))
+    with pytest.raises(DataError, match="No end token is named: give eos_token_id in generation_config.json"):
+        run_end_tokens(plain, tokenizer, (), 512)
+    assert run_end_tokens(PromptEncoder(tokenizer, chat_template=True), tokenizer, (), 512).ids == (2,)
+    with pytest.raises(
+        DataError, match=r"'<\|im_end\|>' \(2\), is outside the model's vocabulary of 2: .* No end token"
+    ):
+        run_end_tokens(PromptEncoder(tokenizer, chat_template=True), tokenizer, (), 2)
+
+
+# In the manner of gpt-oss, whose call has an end of its own, and of a template whose special tokens enclose each call.
+CALLS_OWN_END = CHANNELS.replace(
+    "<|system|>{{ m.content }}",
+    "<|system|>{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}</s>{% else %}{{ m.content }}",
+).replace("{% endfor %}", "{% endif %}{% endfor %}")
+ENCLOSED = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}[TOOL_CALLS]"
+    "{{ call.function.arguments | tojson }}[/INST]{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CALLS_OWN_END, "</s>"),
+        (families.THINKING, "<|im_end|>"),
+        (families.TOOLS_LAST, "</s>"),  # several calls in one message, one end
+        (families.CALL_OR_CONTENT, "<|endoftext|>"),
+        (ENCLOSED, None),
+        (families.SHARED_END, None),
+        (families.NO_TOOLS, None),
+        (USERS_ONLY, None),
+    ],
+)
+def test_the_token_with_which_a_template_ends_a_call(tmp_path, template, end):
+    tokenizer = tokenizer_with(tmp_path, template)
+    encoder = PromptEncoder(tokenizer, chat_template=True)
+    assert encoder.call_end_token_id == (None if end is None else tokenizer.convert_tokens_to_ids(end))
+    without = run_end_tokens(encoder, tokenizer, (5,), None).ids
+    ids = run_end_tokens(encoder, tokenizer, (5,), None, calls=True).ids
+    assert ids[: len(without)] == without and set(ids[len(without) :]) <= {encoder.call_end_token_id}
+    assert end is None or encoder.call_end_token_id in ids
