@@ -40,8 +40,9 @@ from gspo_mega.weights.quantized import plain_values
 Tensors = Iterator[tuple[str, torch.Tensor]]
 _SIGN_VECTORS = 8
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Counts of a rank's own tokens since the last reset, which no two ranks share.
-_OWN_BUFFERS = ("local_tokens_per_expert",)
+# What no two ranks need to share: counts of a rank's own tokens since the last reset, and tables of positions that are
+# as long as the longest sequence that a rank has met.
+_OWN_BUFFERS = (".local_tokens_per_expert", ".cos_cached", ".sin_cached")
 
 
 class Whole(Protocol):
