@@ -23,8 +23,8 @@ def norm_differences(got: Steps, clip: float) -> Found:
     for step, (norm, counted, whole) in enumerate(zip(got.norms, got.counted, got.whole, strict=False), 1):
         total = sum(whole.values())
         for kind, squares in whole.items():
-            # Half of the difference of squares is the part's share in the difference of the norm.
-            yield _relative(abs(counted[kind] - squares) / 2, total), f"step {step}: {kind}, counted in the norm"
+            # Half of the difference of squares is that of their root.
+            yield _relative(abs(counted[kind] - squares) / 2, squares), f"step {step}: {kind}, counted in the norm"
         left = norm if clip <= 0 else norm * min(1.0, clip / (norm + _CLIP_EPS))
         yield _relative(abs(math.sqrt(total) - left), left), f"step {step}: the gradient after clipping"
 

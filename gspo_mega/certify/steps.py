@@ -6,7 +6,8 @@ the gradient that is left after clipping, tensor by tensor; learning rate, decay
 routers counted and lost; and afterwards Adam's moments, buffers, and whether all ranks hold the same copies.
 
 Of a step's whole tensors a sketch is kept, not the numbers: squares, zeros, and the products with a few vectors of
-random signs. Where two tensors differ by d in the relative L2, so do these products, in the root mean square.
+random signs from both sides. Where two tensors differ by d in the relative L2, so do these products, in the root mean
+square.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ from gspo_mega.weights.quantized import plain_values
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 _SIGN_VECTORS = 8
+_PIECE = 1 << 20
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Counts of a rank's own tokens since the last reset, which no two ranks share.
-_OWN_BUFFERS = ("local_tokens_per_expert",)
+# What no two ranks need to share: counts of a rank's own tokens since the last reset, and tables of positions that are
+# as long as the longest sequence that a rank has met.
+_OWN_BUFFERS = (".local_tokens_per_expert", ".cos_cached", ".sin_cached")
 
 
 class Whole(Protocol):
@@ -160,16 +163,28 @@ class StepWatch:
 
 
 def sketch(name: str, tensor: torch.Tensor) -> np.ndarray:
-    """[2 + K] float64 of a tensor: the sum of its squares, the number of its zeros, and its products with K vectors of
-    signs that depend on `name` alone.
+    """[2 + K] float64 of a tensor: the sum of its squares, the number of its zeros, and r^T X c for K pairs of vectors
+    of signs that depend on `name` alone, where X has the tensor's last dimension as its columns.
+
+    The mean square of such a product of a difference is the difference's square, whatever it looks like. Computed where
+    the tensor is, in pieces.
     """
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
-    flat = tensor.detach().reshape(-1).cpu().double()
-    products = [
-        float(flat @ (torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8) * 2 - 1).double())
-        for _ in range(_SIGN_VECTORS)
-    ]
-    return np.array([float(flat @ flat), float((flat == 0).sum()), *products])
+    rows = tensor.detach().reshape(-1, tensor.shape[-1])
+    left, right = (_signs(size, generator).to(rows.device) for size in rows.shape)
+    found = torch.zeros(2 + _SIGN_VECTORS, dtype=torch.float64, device=rows.device)
+    at_once = max(1, _PIECE // rows.size(1))
+    for start in range(0, rows.size(0), at_once):
+        piece = rows[start : start + at_once].double()
+        found[0] += piece.square().sum()
+        found[1] += (piece == 0).sum()
+        found[2:] += ((piece @ right) * left[start : start + at_once]).sum(dim=0)
+    return found.cpu().numpy()
+
+
+def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
+    """[count, K] float64 of -1 and 1."""
+    return torch.randint(0, 2, (count, _SIGN_VECTORS), generator=generator).double() * 2 - 1
 
 
 def _compare_ranks(engine: PolicyEngine | CriticEngine) -> tuple[dict[str, str], list[str]]:

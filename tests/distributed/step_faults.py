@@ -103,7 +103,7 @@ def stepped(before: Callable[[Any], None]) -> Callable[[], Patch]:
 
 def group_has(key: str, factor: float) -> Callable[[Any], None]:
     def change(optimizer: Any) -> None:
-        group = optimizer.chained_optimizers[0].param_groups[-1]
+        group = [g for g in optimizer.chained_optimizers[0].param_groups if g[key]][-1]
         group[key] = tuple(factor * v for v in group[key]) if isinstance(group[key], tuple) else group[key] * factor
 
     return change
@@ -139,16 +139,14 @@ def a_copy_drifts() -> Patch:
 
     policy = engine("policy")
 
-    def apply(optimizer, *rest, real=policy.apply_gradients):
-        result = real(optimizer, *rest)
+    def apply(self, *rest, real=policy.PolicyEngine._apply):
+        result = real(self, *rest)
         if dist.get_rank() == 1:
             with torch.no_grad():
-                next(p for n, p in optimizer.model_chunks[0].named_parameters() if "input_layernorm" in n).mul_(
-                    1 + 1e-6
-                )
+                self.chunks[0].decoder.layers[0].input_layernorm.weight.mul_(1 + 1e-6)
         return result
 
-    return mock.patch.object(policy, "apply_gradients", apply)
+    return mock.patch.object(policy.PolicyEngine, "_apply", apply)
 
 
 def head_norms_not_summed() -> Patch:
@@ -373,10 +371,10 @@ def in_its_case() -> None:
     """Each case runs with the fault of its name, and no other does."""
     import gspo_mega.certify.ranks as ranks
 
-    def run_case(context, config, case, *rest, real=ranks.run_case):
+    def run_case(context, config, case, reference, is_reference, real=ranks.run_case):
         fault = (FAULTS | BIAS_FAULTS | BALANCED_FAULTS).get(case.name)
         with fault.make() if fault else contextlib.nullcontext():
-            return real(context, config, case, *rest)
+            return real(context, config, case, reference, is_reference)
 
     ranks.run_case = run_case
 

@@ -46,6 +46,8 @@ SAMPLE = {
         "TP2 with EP1 and ETP1",
     ],
     "episodes": ["TP2+SP", "CP2", "DP2 uneven shards", "GSPO with advantages of turns"],
+    "families": ["gpt_oss TP2+SPxEP2", "gpt_oss EP2 distributed", "qwen2 TP2", "glm4_moe PP2", "qwen2_moe CP2xEP2"],
+    "balanced": ["TP2+SPxEP2", "CP2"],
     "mla": ["TP2+SPxEP2", "PP2xVPP2", "CP2", "EP2 distributed optimizer", "all in one pack"],
 }
 
@@ -64,10 +66,14 @@ def test_a_sample_of_the_matrix_holds(model, tmp_path):
         r"(\d+) clipped above, (\d+) below.*?nearest clip edge (\S+) away", done.stdout
     ):
         assert int(above) > 0 and int(below) > 0 and float(margin) > 1e-5
+    if model == "families":  # some of these have experts, others none
+        return
     ties = [float(margin) for margin in re.findall(r"nearest tie (\S+) away", done.stdout)]
     no_experts = model in ("dense", "episodes")
     assert ties == [] if no_experts else ties and min(ties) > 1e-4
     # On the edges, put there on purpose, rounding does decide otherwise.
+    if model == "balanced":
+        return
     flips = [(int(clip), int(route)) for clip, route in re.findall(r"0, 0 +(\d+), (\d+) +pass", done.stdout)]
     assert max(clip for clip, _ in flips) > 0 and max(route for _, route in flips) > (-1 if no_experts else 0)
 
@@ -103,12 +109,13 @@ def test_a_fault_in_the_critic_is_caught_by_its_own_numbers(tmp_path):
     assert code == 1, shown
     assert re.search(r"^case .* values +v\. grad +v\. weight ", shown, re.M), shown
     rows = {name: numbers.split() for name, numbers in re.findall(r"^(CP2|TP2\+SP) +2 (.*?)  0, 0", shown, re.M)}
-    limits = (1e-5, 1e-5, 1e-5, 1e-4, 1e-5, 1e-5, 1e-4)
+    steps = (1e-5, 1e-5, 0.0)  # norm, steps and state
+    limits = (1e-5, 1e-5, 1e-5, 1e-4, *steps, 1e-5, 1e-5, 1e-4, *steps)
     within = {
         name: [float(number) <= limit for number, limit in zip(row, limits, strict=True)] for name, row in rows.items()
     }
-    # The policy is as before, and values are; what follows from the gradient is not.
-    assert within == {"CP2": [True] * 7, "TP2+SP": [True] * 5 + [False] * 2}, shown
+    # The policy is as before, and values are; what follows from the gradient is not. All ranks of a policy step alike.
+    assert within == {"CP2": [True] * 13, "TP2+SP": [True] * 8 + [False] * 4 + [True]}, shown
     assert "TP2+SP: value_gradient differs by" in shown
 
 

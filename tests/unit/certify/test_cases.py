@@ -8,17 +8,21 @@ from gspo_mega.certify.cases import Case, case_config, own_layout, resolve_cases
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import CertifyCase
 from gspo_mega.errors import ConfigError, PlanError
+from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.model.tables import FAMILIES
 
 DENSE = "configs/certify_dense.yaml"
 MOE = "configs/certify_moe.yaml"
 PPO = "configs/certify_ppo.yaml"
+FAMILY_CASES = "configs/certify_families.yaml"
+BALANCED = "configs/certify_balanced.yaml"
 
 
 def load(file, *overrides):
     return load_config(file, overrides, "certify"), list(overrides)
 
 
-@pytest.mark.parametrize(("file", "refused"), [(DENSE, 2), (MOE, 4), (PPO, 1)])
+@pytest.mark.parametrize(("file", "refused"), [(DENSE, 2), (MOE, 4), (PPO, 1), (FAMILY_CASES, 0), (BALANCED, 0)])
 def test_the_shipped_matrices_refuse_what_they_say_they_refuse(file, refused):
     references, cases = resolve_cases(*load(file), "cpu")
     assert [case.name for case in cases if case.refusal is not None] == [
@@ -27,6 +31,18 @@ def test_the_shipped_matrices_refuse_what_they_say_they_refuse(file, refused):
     assert sum(case.refusal is not None for case in cases) == refused
     assert {case.model for case in cases} == {case.model for case in references}
     assert {case.spec.ranks for case in references} == {1}
+
+
+def test_every_family_has_cases_with_tensor_ranks_and_with_stages():
+    _, cases = resolve_cases(*load(FAMILY_CASES), "cpu")
+    for key in ("parallel.tensor", "parallel.pipeline", "parallel.context", "optimizer.distributed"):
+        assert {read_model_spec(case.model).family for case in cases if key in case.spec.set} == FAMILIES.keys()
+
+
+def test_the_norm_acts_in_what_is_measured_also_of_a_critic_with_an_optimizer_of_its_own():
+    loaded, overrides = load(PPO, "critic.optimizer={lr: 1e-4, clip_grad: 3.0}", "optimizer.clip_grad=2.0")
+    config = case_config(loaded.path, own_layout(loaded.config), overrides).config
+    assert config.optimizer.clip_grad == config.critic.optimizer.clip_grad == 0.1
 
 
 def test_the_layout_known_to_train_wrong_is_refused_with_its_reason():
