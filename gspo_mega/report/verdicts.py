@@ -9,12 +9,16 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gspo_mega.config.mismatch_range import Band, make_band, no_range_sentence, share_sentence
+from gspo_mega.config.recipes import RECIPES
 from gspo_mega.report.judged_series import Verdict, recent, said_of, total
 from gspo_mega.report.learning_verdicts import collapse_of, learning_verdicts
 from gspo_mega.report.run_record import RunRecord
 
 # arXiv:2507.18071, section 5.2: the fraction of clipped tokens of GSPO, and of GRPO in the same experiment.
 PAPER_CLIP_FRACTION = 0.15
+# Clipped by the engines' difference, without an update: what a run can bear.
+BEARABLE_CLIPS = 0.05
 # Below this explained variance a critic is no more than a baseline.
 SAYS_THE_MEAN = 0.02
 
@@ -29,17 +33,46 @@ def verdicts_of(record: RunRecord) -> list[Verdict]:
 
 
 def _mismatch(record: RunRecord) -> Iterable[Verdict]:
-    share = recent(record, "mismatch/budget_share")
-    if share is not None:
-        budget = record.settings.get("mismatch.budget") or 0.5
-        within = share.mean <= budget
-        yield Verdict(
-            "good" if within else "warning",
-            "Mismatch of trainer and servers",
-            f"{'within' if within else 'above'} budget: {share.mean:.3g} of the clip range on the mean, budget"
-            f" {budget:g} ({said_of(share.first, share.last)})",
-            "mismatch/budget_share",
-        )
+    topic, band = "Mismatch of trainer and servers", _band(record)
+    share, k3 = recent(record, "mismatch/budget_share"), recent(record, "mismatch/k3")
+    if band is None:
+        if k3 is not None:
+            text = f"{no_range_sentence(str(record.settings['algorithm']))}: {k3.mean:.2g} nats per token"
+            yield Verdict("note", topic, f"{text} ({said_of(k3.first, k3.last)})", "mismatch/k3")
+        return
+    if share is None:
+        return
+    budget = record.settings.get("mismatch.budget") or 0.5
+    clipped = recent(record, "mismatch/clip_fraction")
+    within = share.mean <= budget
+    text = f"{'within' if within else 'above'} budget: {share_sentence(band, f'{share.mean:.3g}', budget)}"
+    over = said_of(share.first, share.last)
+    if clipped is None or clipped.mean < BEARABLE_CLIPS:
+        yield Verdict("good" if within else "warning", topic, f"{text} ({over})", "mismatch/budget_share")
+        return
+    verb = "bounds the weight of" if band.bounds_weight else "clips"
+    direct = record.settings.get("old_log_probs") == "rollout"
+    does = f"it {verb} {clipped.mean:.0%} of {band.units} with no update at all"
+    if not direct:
+        does += ", were the servers' log-probs the old ones"
+    level = "warning" if direct or not within else "note"
+    yield Verdict(level, topic, f"{text}; {does} ({over})", "mismatch/budget_share")
+
+
+def _band(record: RunRecord) -> Band | None:
+    """The clip range of the run; the paper's, where its configuration cannot be read."""
+    settings = record.settings
+    algorithm = settings.get("algorithm")
+    recipe = RECIPES[algorithm if algorithm in RECIPES else "gspo"]
+    low, high = settings.get("objective.clip_low"), settings.get("objective.clip_high")
+    dual = settings.get("objective.dual_clip")
+    return make_band(
+        recipe.name,
+        settings.get("objective.ratio"),
+        low if isinstance(low, (int, float)) else recipe.clip_low,
+        high if isinstance(high, (int, float)) else recipe.clip_high,
+        dual if isinstance(dual, (int, float)) else None,
+    )
 
 
 def _clipping(record: RunRecord) -> Iterable[Verdict]:
