@@ -34,7 +34,7 @@ _DRIFTS = (
         *("policy/entropy", "Entropy", 5.0, 10.0, 0.02),
         "the policy has little left to explore, or comes apart; read its responses under Trajectories",
     ),
-    _Drift(*("optimizer/grad_norm", "Gradient norm", 10.0, None, 0.0), "what is clipped to optimizer.clip_grad is noise"),
+    _Drift(*("optimizer/grad_norm", "Gradient norm", 10.0, None, 0.0), "lower optimizer.lr, or see what is sampled"),
     _Drift(*("policy/k3", "Size of updates", 10.0, None, 1e-2), "smaller updates: lower optimizer.lr"),
     _Drift(*("policy/kl_reference", "Distance to the reference", 100.0, None, 1.0), "raise kl.coefficient"),
     _Drift(
@@ -42,10 +42,8 @@ _DRIFTS = (
         "`gspo-mega budget` on the newest weights says which cause grew",
     ),
     _Drift(*("response/length_mean", "Response length", 4.0, 4.0, 8.0), "read the responses under Trajectories"),
-    _Drift(
-        *("critic/grad_norm", "Critic's gradient norm", 10.0, None, 0.0), "lower critic.optimizer.lr, or see critic/value_loss"
-    ),
-)  # fmt: skip
+    _Drift(*("critic/grad_norm", "Critic's gradient norm", 10.0, None, 0.0), "lower critic.optimizer.lr"),
+)
 
 
 def health_verdicts(record: RunRecord) -> Iterable[Verdict]:

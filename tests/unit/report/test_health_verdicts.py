@@ -92,7 +92,6 @@ def test_what_stands_out(changed, topic, said):
 
 
 def test_a_single_spike_of_the_norm_is_no_drift():
-    found, look = lines()
     run = RunRecord(Path("/runs/one"), "one", "train", steps=list(range(STEPS)))
     run.series = {"optimizer/grad_norm": [1.0] * (STEPS - 1) + [900.0]}
     assert "Gradient norm" not in {verdict.topic for verdict in verdicts_of(run)}
