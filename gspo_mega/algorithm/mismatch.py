@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gspo_mega.algorithm.ratio import active_values, exp_minus_linear, segment_sum, token_log_ratios
+from gspo_mega.config.mismatch_range import Band
 
 SUM_NAMES = (
     "tokens",
@@ -25,6 +26,9 @@ SUM_NAMES = (
     "truncated_ratio",
     "truncated",
     "icepop_kept",
+    "range_widths",
+    "clipped_if_negative",
+    "clipped_if_positive",
 )
 MAXIMUM_NAMES = ("abs_log_ratio", "abs_prob_difference", "negative_log_ratio")
 ICEPOP_BAND = (0.5, 5.0)
@@ -38,16 +42,20 @@ def mismatch_sums(
     segment_ids: Tensor,
     num_sequences: int,
     token_cap: float = TOKEN_CAP,
+    band: Band | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What the metrics need of each sequence: sums [S, len(SUM_NAMES)] and maxima [S, len(MAXIMUM_NAMES)], float64.
 
     All token arguments are [T]; masked entries may hold anything. A rank that holds part of a sequence's tokens
     returns its part: add the sums and take the largest of the maxima over the context-parallel ranks. `token_cap`
-    bounds the token ratio in `truncated_ratio`. A sequence without active token has sums 0 and maxima -inf.
+    bounds the token ratio in `truncated_ratio`. `band`: the range of tokens that the last three sums are of; they
+    are 0 without one, and with one of whole sequences. A sequence without active token has sums 0 and maxima -inf.
     """
     active = mask.bool()
     d = token_log_ratios(trainer_log_probs.detach(), rollout_log_probs, mask)
     ratio = d.exp()
+    trainer, rollout = active_values(trainer_log_probs.detach(), mask), active_values(rollout_log_probs.detach(), mask)
+    moved = trainer.exp() - rollout.exp()
     columns = {
         "tokens": torch.ones_like(d),
         "log_ratio": d,
@@ -58,14 +66,19 @@ def mismatch_sums(
         "truncated_ratio": ratio.clamp(max=token_cap),
         "truncated": (ratio > token_cap).double(),
         "icepop_kept": ((ratio >= ICEPOP_BAND[0]) & (ratio <= ICEPOP_BAND[1])).double(),
+        **dict.fromkeys(("range_widths", "clipped_if_negative", "clipped_if_positive"), torch.zeros_like(d)),
     }
+    if band is not None and band.per_token:
+        x = moved if band.of_probability else d
+        columns["range_widths"] = band.widths(x)
+        columns["clipped_if_negative"] = band.is_clipped(x, negative=True).double()
+        columns["clipped_if_positive"] = band.is_clipped(x, negative=False).double()
     sums = torch.stack(
         [segment_sum(torch.where(active, columns[n], 0.0), segment_ids, num_sequences) for n in SUM_NAMES], dim=1
     )
-    trainer, rollout = active_values(trainer_log_probs.detach(), mask), active_values(rollout_log_probs.detach(), mask)
     candidates = {
         "abs_log_ratio": d.abs(),
-        "abs_prob_difference": (trainer.exp() - rollout.exp()).abs(),
+        "abs_prob_difference": moved.abs(),
         "negative_log_ratio": -d,
     }
     maxima = torch.full((num_sequences, len(MAXIMUM_NAMES)), -math.inf, dtype=torch.float64, device=d.device)

@@ -14,6 +14,7 @@ from typing import Any
 from gspo_mega.budget.attribution import Estimate
 from gspo_mega.budget.budget_findings import Findings
 from gspo_mega.budget.causes import ALTERNATIVES, CAUSES, ENGINES, R3, Facts, Nothing, left_between
+from gspo_mega.config.mismatch_range import no_range_sentence, share_sentence
 
 # Clipped by the engines alone, without an update: what a run can bear.
 BEARABLE = 0.05
@@ -21,6 +22,9 @@ BEARABLE = 0.05
 _MAIN, _INTERACTION = 0.1, 0.1
 # A mismatch below this many widths of the clip range is rounding that no decision depends on.
 _NOTHING = 0.01
+# Where it is no range of whole sequences: a k3 below this is rounding, in nats per token. A range of tokens may be so
+# wide that a difference far below it adds up to much over a sequence.
+_NOTHING_NATS = 1e-6
 
 
 @dataclass
@@ -69,22 +73,31 @@ def advise(facts: Facts, findings: Findings) -> Advice:
 
 
 def _direct_use(facts: Facts, findings: Findings, advice: Advice) -> None:
-    total, what = findings.total, "tokens" if findings.band.per_token else "sequences"
+    total, band = findings.total, findings.band
+    negative, positive, below, above = total.negative, total.positive, total.below, total.above
+    if band is None or negative is None or positive is None or below is None or above is None:
+        advice.sentences.append(
+            f"{_capital(no_range_sentence(facts.config.algorithm))}: {_plus_minus(total.k3)} nats per token."
+        )
+        return
+    what = band.units
+    verb = "bound the weight of" if band.bounds_weight else "clip"
     clipped = (
-        f"used directly as old (`old_log_probs: rollout`), the servers' log-probs would clip {percent(total.negative)}"
-        f" of the {what} with A < 0 and {percent(total.positive)} of those with A > 0, with no update at all"
+        f"used directly as old (`old_log_probs: rollout`), the servers' log-probs would {verb} {percent(negative)}"
+        f" of the {what} with A < 0 and {percent(positive)} of those with A > 0, with no update at all"
         f" ({_from_which(findings)})"
     )
-    both = (total.negative, total.positive)
-    is_rounding = total.band_share.below(_NOTHING)
+    both = (negative, positive)
+    is_rounding = _is_rounding(findings)
     # A few responses of one sign tell little; all of them tell more, unless those few contradict.
-    of_all = zip(both, (total.below, total.above), strict=True)
+    of_all = zip(both, (below, above), strict=True)
     if any(sign.above(BEARABLE) or (whole.above(BEARABLE) and not sign.below(BEARABLE)) for sign, whole in of_all):
         advice.sentences.append(f"{_capital(clipped)}: recompute them.")
-        advice.keys["old_log_probs"] = ("trainer", f"the servers' would clip {percent(total.negative)} of A < 0")
+        advice.keys["old_log_probs"] = ("trainer", f"the servers' would {verb} {percent(negative)} of A < 0")
     elif (is_rounding or all(share.below(BEARABLE) for share in both)) and not findings.faults:
         advice.sentences.append(f"{_capital(clipped)}: the clip range can bear that.")
-        if facts.config.old_log_probs == "trainer" and facts.config.mismatch.correction != "none":
+        has_correction = facts.config.old_log_probs == "trainer" and facts.config.mismatch.correction != "none"
+        if has_correction and (is_rounding or not band.per_token):
             advice.sentences.append("A correction of the mismatch has next to nothing to correct here.")
     else:
         advice.sentences.append(
@@ -97,15 +110,17 @@ def _direct_use(facts: Facts, findings: Findings, advice: Advice) -> None:
 def _from_which(findings: Findings) -> str:
     """Whose shares these are."""
     total = findings.total
-    where = f"{percent(total.below)} below the range, {percent(total.above)} above it"
+    where = f"{_percent_of(total.below)} below the range, {_percent_of(total.above)} above it"
     if findings.unsigned is not None:
         return f"if A has no part in it; the shares are those of all, because {findings.unsigned}"
     return f"from {findings.num_negative} responses with A < 0 and {findings.num_positive} with A > 0; of all, {where}"
 
 
 def _origin(findings: Findings, advice: Advice) -> None:
-    if findings.total.band_share.below(_NOTHING):
-        advice.sentences.append("What is left is rounding far below the clip range; its parts say nothing more.")
+    if _is_rounding(findings):
+        advice.sentences.append(
+            f"What is left is rounding far below {_bound_of_rounding(findings)}; its parts say nothing more."
+        )
         return
     orders = list(findings.parts.values())
     shares = {name: part.share for name, part in orders[0].items()}
@@ -131,6 +146,15 @@ def _origin(findings: Findings, advice: Advice) -> None:
     hidden = left_between(shares, findings.nothing)
     if hidden and ENGINES in [*main, *unknown]:
         advice.sentences.append(f"`{ENGINES}` contains what cannot be changed here: {', '.join(hidden)}.")
+
+
+def _is_rounding(findings: Findings) -> bool:
+    """Whether the whole mismatch is too small for its parts to matter: by the clip range, and where that is not of
+    whole sequences by its k3, too.
+    """
+    share, band = findings.total.band_share, findings.band
+    is_below = share is None or share.below(_NOTHING)
+    return is_below and ((band is not None and not band.per_token) or findings.total.k3.below(_NOTHING_NATS))
 
 
 def _is_beyond(share: Estimate, bound: float) -> bool:
@@ -175,7 +199,7 @@ def _routing(facts: Facts, findings: Findings, advice: Advice) -> None:
     if change.below(0.0) and -change.value >= _MAIN * without.k3.value:
         advice.sentences.append(
             f"With R3 the routing part falls from {-change.value:.1e} nats per token to 0 ({figures}); of A < 0,"
-            f" {percent(with_it.negative)} would then be clipped, {percent(without.negative)} without."
+            f" {_percent_of(with_it.negative)} would then be clipped, {_percent_of(without.negative)} without."
         )
         for key, value in keys.items():
             advice.keys[key] = (value, f"k3 falls from {without.k3.value:.1e} to {with_it.k3.value:.1e}")
@@ -188,10 +212,12 @@ def _routing(facts: Facts, findings: Findings, advice: Advice) -> None:
 
 
 def _budget(facts: Facts, findings: Findings, advice: Advice) -> None:
-    share, allowed = findings.total.band_share, facts.config.mismatch.budget
-    text = f"The mean |log s| is {share.value:.2g} +- {share.error:.1g} widths of the clip range; mismatch.budget is"
+    share, band, allowed = findings.total.band_share, findings.band, facts.config.mismatch.budget
+    if share is None or band is None:
+        return
+    text = _capital(share_sentence(band, f"{share.value:.2g} +- {share.error:.1g}", allowed))
     if share.above(allowed):
-        advice.sentences.append(f"{text} {allowed:g}: a run will warn of it, once and then rarely.")
+        advice.sentences.append(f"{text}: a run will warn of it, once and then rarely.")
         parts = next(iter(findings.parts.values()))
         for cause in CAUSES:
             part = parts.get(cause.name)
@@ -203,9 +229,17 @@ def _budget(facts: Facts, findings: Findings, advice: Advice) -> None:
                     continue
                 advice.keys[key] = (value, f"takes away {percent(part.share)} of the squared mismatch, at its price")
     elif share.below(allowed):
-        advice.sentences.append(f"{text} {allowed:g}.")
+        advice.sentences.append(f"{text}.")
     else:
-        advice.sentences.append(f"{text} {allowed:g}, which is within two standard errors.")
+        advice.sentences.append(f"{text}, which is within two standard errors.")
+
+
+def _bound_of_rounding(findings: Findings) -> str:
+    return "the clip range" if findings.band is not None else f"a k3 of {_NOTHING_NATS:g} nats per token"
+
+
+def _percent_of(estimate: Estimate | None) -> str:
+    return "none" if estimate is None else percent(estimate)
 
 
 def _plus_minus(estimate: Estimate) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gspo_mega.config.mismatch_range import Band
+
 _RESAMPLES = 2000
 
 
@@ -35,21 +37,6 @@ class Tokens:
         """Place of each token in its sequence, from 0, [T] int64."""
         ends = np.cumsum(self.lengths)
         return np.arange(len(self.sequence)) - np.repeat(ends - self.lengths, self.lengths)
-
-
-@dataclass(frozen=True)
-class Band:
-    """The clip range of log s, `low` < 0 < `high`, nats. `per_token`: a token's own ratio is clipped, not the
-    sequence's.
-    """
-
-    low: float
-    high: float
-    per_token: bool = False
-
-    @property
-    def width(self) -> float:
-        return self.high - self.low
 
 
 @dataclass(frozen=True)
@@ -122,29 +109,29 @@ class AtLength:
 @dataclass(frozen=True)
 class Row:
     """One difference x of log-probs. `k3`: mean(e^x - 1 - x) per token, nats. `mean`: of x per token. `maximum`:
-    largest |x|. `band_share`: mean |log s| in widths of the clip range. `below`, `above`: the share of all sequences
-    (tokens, where those are clipped) below and above the range. `clipped_negative`: of those with A < 0 the share below
-    it, `clipped_positive`: of those with A > 0 the share above it, where min(s A, clip(s) A) has no gradient; None
-    where there is none of that sign.
+    largest |x|. What follows is of the clip range as the recipe means it (`config/mismatch_range.py`), and None where
+    nothing is clipped. `band_share`: the mean size in widths of the range. `below`, `above`: the share of all sequences
+    (tokens, where those are clipped) below and above it. `clipped_negative`, `clipped_positive`: of those with A < 0
+    and A > 0 the share that is clipped; None where there is none of that sign.
     """
 
     k3: Estimate
     mean: Estimate
     at_length: tuple[AtLength, ...]
-    band_share: Estimate
-    below: Estimate
-    above: Estimate
+    band_share: Estimate | None
+    below: Estimate | None
+    above: Estimate | None
     clipped_negative: Estimate | None
     clipped_positive: Estimate | None
     maximum: float
 
     @property
-    def negative(self) -> Estimate:
+    def negative(self) -> Estimate | None:
         """What is known of A < 0: their own share, or without any that of all, as if A had no part in it."""
         return self.below if self.clipped_negative is None else self.clipped_negative
 
     @property
-    def positive(self) -> Estimate:
+    def positive(self) -> Estimate | None:
         """What is known of A > 0, as `negative`."""
         return self.above if self.clipped_positive is None else self.clipped_positive
 
@@ -198,15 +185,18 @@ def sequence_means(values: np.ndarray, tokens: Tokens) -> np.ndarray:
     return np.bincount(tokens.sequence, values, minlength=len(tokens.prompt)) / np.maximum(tokens.lengths, 1)
 
 
-def make_row(values: np.ndarray, tokens: Tokens, band: Band, lengths: Sequence[int]) -> Row:
-    """The numbers of one difference `values` [T] float64, nats. `lengths`: those at which log s is described."""
+def make_row(
+    values: np.ndarray,
+    tokens: Tokens,
+    band: Band | None,
+    lengths: Sequence[int],
+    moved: np.ndarray | None = None,
+) -> Row:
+    """The numbers of one difference `values` [T] float64, nats. `lengths`: those at which log s is described. `moved`
+    [T]: the difference of the tokens' probabilities, for a range of these.
+    """
     by_token = tokens.prompt[tokens.sequence]
     ones = np.ones(len(values))
-    log_s = sequence_means(values, tokens)
-    units, groups = (values, by_token) if band.per_token else (log_s, tokens.prompt)
-    signs = tokens.signs[tokens.sequence] if band.per_token else tokens.signs
-    is_below, is_above = units < band.low, units > band.high
-    each = np.ones(len(units))
     described = []
     for length in lengths:
         means, chosen = prefix_means(values, tokens, length)
@@ -222,13 +212,27 @@ def make_row(values: np.ndarray, tokens: Tokens, band: Band, lengths: Sequence[i
         k3=ratio_estimate(np.expm1(values) - values, ones, by_token),
         mean=ratio_estimate(values, ones, by_token),
         at_length=tuple(described),
-        band_share=ratio_estimate(np.abs(units) / band.width, each, groups),
-        below=share_estimate(is_below, groups),
-        above=share_estimate(is_above, groups),
-        clipped_negative=_share_where(signs < 0, is_below, groups),
-        clipped_positive=_share_where(signs > 0, is_above, groups),
         maximum=float(np.abs(values).max(initial=0.0)),
+        **_against_range(values if moved is None else moved, values, tokens, band),
     )
+
+
+def _against_range(x: np.ndarray, values: np.ndarray, tokens: Tokens, band: Band | None) -> dict[str, Estimate | None]:
+    """The fields of `Row` that are of the range. `x`: what is compared with a range of probabilities."""
+    if band is None:
+        return dict.fromkeys(("band_share", "below", "above", "clipped_negative", "clipped_positive"))
+    if band.per_token:
+        units, groups = (x if band.of_probability else values), tokens.prompt[tokens.sequence]
+        signs = tokens.signs[tokens.sequence]
+    else:
+        units, groups, signs = sequence_means(values, tokens), tokens.prompt, tokens.signs
+    return {
+        "band_share": ratio_estimate(band.widths(units), np.ones(len(units)), groups),
+        "below": share_estimate(units < band.low, groups),
+        "above": share_estimate(units > band.high, groups),
+        "clipped_negative": _share_where(signs < 0, band.is_clipped(units, negative=True), groups),
+        "clipped_positive": _share_where(signs > 0, band.is_clipped(units, negative=False), groups),
+    }
 
 
 def _share_where(chosen: np.ndarray, flags: np.ndarray, groups: np.ndarray) -> Estimate | None:

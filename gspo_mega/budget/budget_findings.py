@@ -5,7 +5,6 @@ Owns the step from log-probs at every point to these numbers. No I/O.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from gspo_mega.budget.attribution import (
-    Band,
     Estimate,
     Row,
     Tokens,
@@ -28,7 +26,7 @@ from gspo_mega.budget.fixed_tokens import FixedTokens
 from gspo_mega.budget.walks import Plan, Point, Side, contributions
 from gspo_mega.config import Config
 from gspo_mega.config.critic_config import critic_of
-from gspo_mega.config.recipes import RECIPES
+from gspo_mega.config.mismatch_range import Band, band_of
 from gspo_mega.plan.coinciding_blocks import differing_blocks
 
 
@@ -68,7 +66,7 @@ class Findings:
     num_positive: int
     unsigned: str | None
     lengths: tuple[int, ...]
-    band: Band
+    band: Band | None
     total: Row
     parts: Mapping[str, Mapping[str, Part]]
     bounds: Mapping[str, float]
@@ -80,15 +78,6 @@ class Findings:
     blocks: Mapping[str, str] | None = None
 
 
-def clip_band(config: Config) -> Band:
-    """The clip range of a configuration."""
-    ratio = RECIPES[config.algorithm].ratio or config.objective.ratio
-    objective = config.objective
-    # A width of 1 or more leaves the lower side open.
-    low = math.log1p(-objective.clip_low) if objective.clip_low < 1 else -math.inf
-    return Band(low, math.log1p(objective.clip_high), ratio == "token")
-
-
 def find(
     facts: Facts, plan: Plan, fixed: FixedTokens, scored: Mapping[Point, np.ndarray], entropies: np.ndarray
 ) -> Findings:
@@ -97,9 +86,10 @@ def find(
     `scored`: [sum (tokens - 1)] float64 nats at every point of `plan`, prompts included. `entropies`: the trainer's as
     the run computes them, of the same tokens, nats.
     """
-    tokens, band = fixed.tokens(), clip_band(facts.config)
+    tokens, band = fixed.tokens(), band_of(facts.config)
     lengths = three_lengths(tokens.lengths)
     log_probs = {point: fixed.of_responses(values) for point, values in scored.items()}
+    probabilities = {point: np.exp(values) for point, values in log_probs.items()}
     d = log_probs[plan.trained] - log_probs[plan.sampled]
     by_token = tokens.prompt[tokens.sequence]
     values_of: dict[str, dict[str, np.ndarray]] = {}
@@ -108,8 +98,9 @@ def find(
     for order, links in plan.walks.items():
         added = values_of[order] = contributions(links, log_probs)
         residual = max(residual, float(np.abs(sum(added.values()) - d).max()))
+        moves = contributions(links, probabilities)
         parts[order] = {
-            name: Part(make_row(values, tokens, band, lengths), explained_share(values, d, by_token))
+            name: Part(make_row(values, tokens, band, lengths, moves[name]), explained_share(values, d, by_token))
             for name, values in added.items()
         }
     first, *others = values_of.values()
@@ -117,7 +108,9 @@ def find(
     alternatives = {}
     for name, point in plan.alternatives.items():
         other = log_probs[point] - log_probs[plan.sampled]
-        alternatives[name] = Other(point.values, make_row(other, tokens, band, lengths), _k3_change(other, d, tokens))
+        moved_by = probabilities[point] - probabilities[plan.sampled]
+        row = make_row(other, tokens, band, lengths, moved_by)
+        alternatives[name] = Other(point.values, row, _k3_change(other, d, tokens))
     return Findings(
         num_prompts=len(set(tokens.prompt.tolist())),
         num_sequences=len(tokens.prompt),
@@ -127,7 +120,7 @@ def find(
         unsigned=None if tokens.signs.any() else _why_unsigned(facts.config),
         lengths=lengths,
         band=band,
-        total=make_row(d, tokens, band, lengths),
+        total=make_row(d, tokens, band, lengths, probabilities[plan.trained] - probabilities[plan.sampled]),
         parts=parts,
         bounds=fault_bounds(_units(facts, plan), facts.spec.num_layers, log_probs[plan.trained]),
         moved=moved,

@@ -10,13 +10,15 @@ from typing import Any
 from gspo_mega.budget.advice import Advice
 from gspo_mega.budget.attribution import Estimate, Row
 from gspo_mega.budget.budget_findings import Findings
+from gspo_mega.config.mismatch_range import Band
 
 _LEGEND = (
     "k3: mean(e^x - 1 - x) per token, nats, of the difference x that the cause adds to d = trainer - rollout;",
     "band: mean |log s| in widths of the clip range, log s being the mean of x over a sequence (or over its first so",
-    "many tokens); below, above: share of all responses below, above the clip range, had the cause acted alone;",
-    "A<0: of the responses with A < 0 the share below it; A>0: of those with A > 0 the share above it: with no update",
-    "at all these are clipped, were the servers' log-probs used directly as old;",
+    "many tokens), and where tokens are clipped the mean size of x of a token; below, above: share of all responses",
+    "(tokens) below, above the clip range, had the cause acted alone; - where the algorithm clips nothing;",
+    "A<0: of the responses with A < 0 the share that is clipped, below it; A>0: of those with A > 0, above it: with no",
+    "update at all, were the servers' log-probs used directly as old;",
     "bound: a token's difference that the row's rounding may reach, nats; what is smaller is not seen to be a fault;",
     "forward, backward: share of the squared mismatch in each order of changing the causes, 100 % together.",
     "(+-): one standard error, from the spread between prompts; of shares of responses: half the way to the farther",
@@ -60,8 +62,7 @@ def _table(findings: Findings) -> list[str]:
     headings = "  ".join(f"{order:>11}" for order in orders)
     lines = [
         f"{findings.num_sequences} sequences of {findings.num_prompts} prompts, {findings.num_tokens} response tokens;"
-        f" clip range of log s {findings.band.low:.1e} to {findings.band.high:+.1e}"
-        + (" per token" if findings.band.per_token else ""),
+        f" {_range(findings.band)}",
         f"A<0 and A>0 are those of all responses: {findings.unsigned}"
         if findings.unsigned is not None
         else f"{findings.num_negative} sequences have A < 0, {findings.num_positive} have A > 0",
@@ -92,6 +93,16 @@ def _other(findings: Findings, order: str):
             yield name, part
 
 
+def _range(band: Band | None) -> str:
+    if band is None:
+        return "no clip range"
+    if not band.per_token:
+        return f"clip range of log s {band.low:.1e} to {band.high:+.1e}"
+    of = "of a token's probability" if band.of_probability else "of log s"
+    low = "none below" if not math.isfinite(band.low) else f"{band.low:.1e}"
+    return f"clip range {of} {low} to {band.high:+.1e} per token"
+
+
 def _numbers(row: Row) -> str:
     return (
         f"{f'{row.k3.value:.1e} (+-{_short(row.k3.error)})':>17}  {_share(row.band_share):>15}"
@@ -112,13 +123,17 @@ def _short(value: float) -> str:
     return f"{value:.0e}" if math.isfinite(value) else "?"
 
 
-def _share(estimate: Estimate) -> str:
+def _share(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "-"
     if estimate.value < 1e-2:
         return f"{estimate.value:.0e} (+-{_short(estimate.error)})"
     return f"{estimate.value:.2f} (+-{estimate.error:.2f})"
 
 
-def _percent(estimate: Estimate) -> str:
+def _percent(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "-"
     error = f"{100 * estimate.error:.0f}" if math.isfinite(estimate.error) else "?"
     return f"{100 * estimate.value:.0f}%+-{error}"
 

@@ -36,8 +36,8 @@ def _of_the_objective(config: Config) -> Iterator[str]:
         )
     if not recipe.is_clipped:
         yield (
-            f"algorithm {recipe.name} clips nothing: clip_low and clip_high only say what mismatch/budget_share is a"
-            " share of"
+            f"algorithm {recipe.name} clips nothing: clip_low, clip_high and mismatch.budget have no effect, and"
+            " mismatch/k3 says how large the mismatch is"
         )
     if recipe.settings.get("", {}).get("old_log_probs") == "rollout" != config.old_log_probs:
         yield (

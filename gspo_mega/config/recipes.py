@@ -58,7 +58,7 @@ class Recipe:
 
     @property
     def is_clipped(self) -> bool:
-        """Whether anything is clipped. Otherwise the clip range only says what the mismatch is measured against."""
+        """Whether anything is clipped. Otherwise the clip range has no effect."""
         return self.surrogate not in ("sapo", "vespo")
 
     @property
@@ -163,7 +163,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="sapo",
-            paper="arXiv:2511.20347, Eq. 5-6; clips nothing: clip_low, clip_high are GRPO's, for the mismatch's budget",
+            paper="arXiv:2511.20347, Eq. 5-6; clips nothing: clip_low, clip_high, which are GRPO's, have no effect",
             ratio="token",
             surrogate="sapo",
             clip_low=0.2,
@@ -210,7 +210,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="vespo",
-            paper="arXiv:2602.10693, Eq. 20; clips nothing: clip_low, clip_high are GRPO's, for the mismatch's budget",
+            paper="arXiv:2602.10693, Eq. 20; clips nothing: clip_low, clip_high, which are GRPO's, have no effect",
             ratio="token",
             surrogate="vespo",
             clip_low=0.2,

@@ -32,6 +32,7 @@ from gspo_mega.algorithm.mismatch import SUM_NAMES, mismatch_sums
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
 from gspo_mega.algorithm.ratio import segment_sum, token_log_ratios
 from gspo_mega.algorithm.supervised_loss import supervised_loss
+from gspo_mega.config.mismatch_range import Band
 from gspo_mega.engine.context_parallel import sum_over_context, with_known_sum
 from gspo_mega.engine.device_batch import DeviceBatch
 from gspo_mega.engine.process_groups import ParallelGroups
@@ -96,7 +97,8 @@ def _wanted(entropies: torch.Tensor | None) -> torch.Tensor:
 @dataclass
 class OldPass:
     """Trainer log-probs at the start of a rollout batch, and their gap to the server's. `rule` corrects that gap later.
-    `keeps_gaps`: the gap of each token is in the output, for a person to look at.
+    `keeps_gaps`: the gap of each token is in the output, for a person to look at. `band`: the clip range that the gap
+    is compared with, None where nothing is clipped.
 
     Called with a batch, `log_probs` [N] float32 nats and `entropies` [N] float32 nats of this rank's active tokens.
     """
@@ -104,6 +106,7 @@ class OldPass:
     groups: ParallelGroups
     rule: CorrectionRule
     keeps_gaps: bool = False
+    band: Band | None = None
     wants_entropy: ClassVar[bool] = True
 
     def __call__(self, batch: DeviceBatch, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> PassOutput:
@@ -125,7 +128,7 @@ class OldPass:
         require_finite(batch, old_log_probs=log_probs, rollout_log_probs=batch.rollout_log_probs)
         active = torch.ones_like(batch.sequence_ids)
         sums, maxima = mismatch_sums(
-            log_probs, batch.rollout_log_probs, active, batch.sequence_ids, batch.num_sequences
+            log_probs, batch.rollout_log_probs, active, batch.sequence_ids, batch.num_sequences, band=self.band
         )
         d = token_log_ratios(log_probs.detach(), batch.rollout_log_probs, active)
         parts = torch.stack(

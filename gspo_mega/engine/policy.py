@@ -15,6 +15,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.config.mismatch_range import band_of
 from gspo_mega.config.old_pass import corrects, may_correct_in_training, old_is_current
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.adapters import attach_adapters, start_adapters
@@ -277,7 +278,7 @@ class PolicyEngine:
         )
 
     def _old_pass(self) -> OldPass:
-        return OldPass(self.groups, self._rule(), self.config.diagnostics.token_mismatch)
+        return OldPass(self.groups, self._rule(), self.config.diagnostics.token_mismatch, band_of(self.config))
 
     def _rule(self) -> CorrectionRule:
         mismatch = self.config.mismatch

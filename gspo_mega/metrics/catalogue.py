@@ -113,6 +113,21 @@ _MISMATCH: dict[str, tuple[str, Reduction, str]] = {
     "icepop_kept_fraction": ("fraction", "ratio", "tokens with e^d in [0.5, 5]"),
 }
 
+# Against the clip range as the algorithm means it (config/mismatch_range.py); absent where nothing is clipped.
+_OF_RANGE: dict[str, tuple[str, Reduction, str]] = {
+    "budget_share": (
+        "fraction",
+        "ratio",
+        "mean size in widths of the clip range: |log s| of responses where these are clipped, |d| of tokens where"
+        " tokens are, or the difference of their probabilities (dppo)",
+    ),
+    "clip_fraction": (
+        "fraction",
+        "ratio",
+        "responses, or tokens, clipped with no update if the server's log-probs were the old ones",
+    ),
+}
+
 # The same numbers of the responses of each length and of each sign of A, before any update.
 _PARTS = {
     **{f"length/{name}": f"responses of {name} tokens" for name in LENGTH_BINS},
@@ -124,8 +139,7 @@ _SPLIT: dict[str, tuple[str, Reduction, str]] = {
     "log_s_mean": ("nats", "mean", "mean of log s = mean d, trainer - server"),
     "log_s_sd": ("nats", "sd", "sd of log s = mean d, trainer - server"),
     "k3": ("nats", "mean", "KL(server || trainer) per token, mean(e^d - 1 - d)"),
-    "budget_share": ("fraction", "ratio", "mean |log s| / (clip_low + clip_high)"),
-    "clip_fraction": ("fraction", "ratio", "clipped with no update if the server's log-probs were the old ones"),
+    **_OF_RANGE,
     "kept_fraction": ("fraction", "ratio", "not dropped by mismatch.correction"),
 }
 
@@ -215,7 +229,7 @@ def _entries() -> list[Metric]:
         ),
         Metric("policy/ess", "fraction", "ratio", "effective share of sequences under weights s_i"),
         *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _MISMATCH.items()),
-        Metric("mismatch/budget_share", "fraction", "ratio", "mean |sequence log mismatch| / (clip_low + clip_high)"),
+        *(Metric(f"mismatch/{name}", unit, reduction, what) for name, (unit, reduction, what) in _OF_RANGE.items()),
         *(
             Metric(f"mismatch/{part}/{name}", unit, reduction, f"{whose}: {what}")
             for part, whose in _PARTS.items()

@@ -9,12 +9,19 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gspo_mega.config.mismatch_range import Band, make_band, no_range_sentence, share_sentence
+from gspo_mega.config.recipes import RECIPES
+from gspo_mega.report.health_verdicts import health_verdicts
 from gspo_mega.report.judged_series import Verdict, recent, said_of, total
 from gspo_mega.report.learning_verdicts import collapse_of, learning_verdicts
 from gspo_mega.report.run_record import RunRecord
 
 # arXiv:2507.18071, section 5.2: the fraction of clipped tokens of GSPO, and of GRPO in the same experiment.
-PAPER_CLIP_FRACTION = 0.15
+PAPER_CLIP_FRACTION, PAPER_TOKEN_CLIP_FRACTION = 0.15, 0.0013
+# k3, nats per token: what no pair of precisions is known to make.
+LARGE_MISMATCH = 0.02
+# Clipped by the engines' difference, without an update: what a run can bear.
+BEARABLE_CLIPS = 0.05
 # Below this explained variance a critic is no more than a baseline.
 SAYS_THE_MEAN = 0.02
 
@@ -22,24 +29,57 @@ SAYS_THE_MEAN = 0.02
 def verdicts_of(record: RunRecord) -> list[Verdict]:
     """The lines of the summary, what to look at last."""
     found = [*learning_verdicts(record), *_mismatch(record), *_clipping(record), *_critic(record), *_responses(record)]
-    found += [*_run(record), *_time(record)]
+    found += [*health_verdicts(record), *_run(record), *_time(record)]
     look = [verdict.metric for verdict in found if verdict.level == "warning" and verdict.metric]
     text = "look at " + ", ".join(dict.fromkeys(look)) if look else "nothing stands out"
     return [*found, Verdict("warning" if look else "good", "What to look at", text)]
 
 
 def _mismatch(record: RunRecord) -> Iterable[Verdict]:
-    share = recent(record, "mismatch/budget_share")
-    if share is not None:
-        budget = record.settings.get("mismatch.budget") or 0.5
-        within = share.mean <= budget
-        yield Verdict(
-            "good" if within else "warning",
-            "Mismatch of trainer and servers",
-            f"{'within' if within else 'above'} budget: {share.mean:.3g} of the clip range on the mean, budget"
-            f" {budget:g} ({said_of(share.first, share.last)})",
-            "mismatch/budget_share",
-        )
+    topic, band = "Mismatch of trainer and servers", _band(record)
+    share, k3 = recent(record, "mismatch/budget_share"), recent(record, "mismatch/k3")
+    if k3 is not None and k3.mean > LARGE_MISMATCH:
+        text = f"k3 is {k3.mean:.2g} nats per token ({said_of(k3.first, k3.last)}); FP8 servers differ by about 4.5e-3"
+        text += " from a bf16 trainer: `gspo-mega budget` says by what these do"
+        yield Verdict("warning", "Size of the mismatch", text, "mismatch/k3")
+    if band is None:
+        if k3 is not None:
+            text = f"{no_range_sentence(str(record.settings['algorithm']))}: {k3.mean:.2g} nats per token"
+            yield Verdict("note", topic, f"{text} ({said_of(k3.first, k3.last)})", "mismatch/k3")
+        return
+    if share is None:
+        return
+    budget = record.settings.get("mismatch.budget") or 0.5
+    clipped = recent(record, "mismatch/clip_fraction")
+    within = share.mean <= budget
+    text = f"{'within' if within else 'above'} budget: {share_sentence(band, f'{share.mean:.3g}', budget)}"
+    over = said_of(share.first, share.last)
+    if clipped is None or clipped.mean < BEARABLE_CLIPS:
+        yield Verdict("good" if within else "warning", topic, f"{text} ({over})", "mismatch/budget_share")
+        return
+    verb = "bounds the weight of" if band.bounds_weight else "clips"
+    direct = record.settings.get("old_log_probs") == "rollout"
+    does = f"it {verb} {clipped.mean:.0%} of {band.units} with no update at all"
+    if not direct:
+        does += ", were the servers' log-probs the old ones"
+    level = "warning" if direct or not within else "note"
+    yield Verdict(level, topic, f"{text}; {does} ({over})", "mismatch/budget_share")
+
+
+def _band(record: RunRecord) -> Band | None:
+    """The clip range of the run; the paper's, where its configuration cannot be read."""
+    settings = record.settings
+    algorithm = settings.get("algorithm")
+    recipe = RECIPES[algorithm if algorithm in RECIPES else "gspo"]
+    low, high = settings.get("objective.clip_low"), settings.get("objective.clip_high")
+    dual = settings.get("objective.dual_clip")
+    return make_band(
+        recipe.name,
+        settings.get("objective.ratio"),
+        low if isinstance(low, (int, float)) else recipe.clip_low,
+        high if isinstance(high, (int, float)) else recipe.clip_high,
+        dual if isinstance(dual, (int, float)) else None,
+    )
 
 
 def _clipping(record: RunRecord) -> Iterable[Verdict]:
@@ -49,8 +89,16 @@ def _clipping(record: RunRecord) -> Iterable[Verdict]:
     tokens = recent(record, "policy/token_clip_fraction")
     texts = f"{clip.mean:.1%} of sequences" + (f", {tokens.mean:.1%} of tokens" if tokens is not None else "")
     texts += f" ({said_of(clip.first, clip.last)})"
+    band = _band(record)
+    by_token = band is not None and band.per_token
     paper = f"the paper's GSPO clips {PAPER_CLIP_FRACTION:.0%} of tokens"
-    constant = recent(record, "groups/constant_fraction")
+    if by_token:
+        paper = f"the GRPO of the same paper clips {PAPER_TOKEN_CLIP_FRACTION:.2%} of tokens"
+    constant = recent(record, "groups/trained_constant_fraction") or recent(record, "groups/constant_fraction")
+    if band is None:
+        text = f"{record.settings['algorithm']} clips nothing; policy/k3 says how large its updates are"
+        yield Verdict("note", "Clipping", text, "policy/k3")
+        return
     if constant is not None and constant.mean > 0.95:
         text = f"nothing to clip: {constant.mean:.0%} of groups have one reward, and no gradient"
         text += f" ({said_of(constant.first, constant.last)}){_still_moving(record)}"
@@ -59,7 +107,7 @@ def _clipping(record: RunRecord) -> Iterable[Verdict]:
         yield Verdict(
             "warning", "Clipping", f"{texts}; {paper}: the range is narrow for these updates", "policy/clip_fraction"
         )
-    elif clip.mean < 0.001:
+    elif clip.mean < (1e-5 if by_token else 1e-3):
         yield Verdict("note", "Clipping", f"{texts}; {paper}: the range hardly acts", "policy/clip_fraction")
     else:
         yield Verdict("good", "Clipping", f"{texts}; {paper}", "policy/clip_fraction")

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from gspo_mega.algorithm.columns import CORRECTION_WEIGHT, MISMATCH_MAXIMA, MISMATCH_SUMS
-from gspo_mega.algorithm.diagnostics import clip_fraction_of, log_ratio_summary
+from gspo_mega.algorithm.diagnostics import log_ratio_summary
 from gspo_mega.algorithm.mismatch import MAXIMUM_NAMES, SUM_NAMES, mismatch_metrics
 from gspo_mega.algorithm.objective_settings import objective_settings
+from gspo_mega.config.mismatch_range import Band, band_of, share_sentence
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
 from gspo_mega.metrics.length_bins import rows_by_length
@@ -81,7 +82,8 @@ def gap_metrics(config: Config, gap: GapRows) -> dict[str, float]:
         f"mismatch/{name}": value
         for name, value in mismatch_metrics(torch.from_numpy(gap.sums), torch.from_numpy(gap.maxima)).items()
     }
-    metrics["mismatch/budget_share"] = _budget_share(config, gap.log_s)
+    everything = np.ones(len(gap.lengths), bool)
+    metrics |= {f"mismatch/{name}": value for name, value in _against_range(band_of(config), gap, everything).items()}
     parts = {f"length/{name}": rows for name, rows in rows_by_length(gap.lengths).items()}
     for name, rows in (("positive", gap.advantages > 0), ("negative", gap.advantages < 0)):
         if rows.any():
@@ -91,28 +93,52 @@ def gap_metrics(config: Config, gap: GapRows) -> dict[str, float]:
     return metrics
 
 
-def _budget_share(config: Config, log_s: np.ndarray) -> float:
-    band = config.objective.clip_low + config.objective.clip_high
-    return float(np.abs(log_s).mean()) / max(band, 1e-12) if len(log_s) else 0.0
+def _budget_share(band: Band | None, gap: GapRows, rows: np.ndarray) -> float | None:
+    """In widths of the clip range, the mean over tokens or responses of the `rows` [n] bool; None without a range."""
+    if band is None:
+        return None
+    if not rows.any():
+        return 0.0
+    if not band.per_token:
+        return float(band.widths(gap.log_s[rows]).mean())
+    return float(gap.sums[rows, SUM_NAMES.index("range_widths")].sum() / gap.lengths[rows].sum())
+
+
+def _clip_fraction(band: Band, gap: GapRows, rows: np.ndarray) -> float:
+    """The share of the tokens or responses of the `rows` [n] bool that the range clips with no update at all, were the
+    servers' log-probs the old ones. With A = 0 nothing is.
+    """
+    if not rows.any():
+        return 0.0
+    negative, positive = rows & (gap.advantages < 0), rows & (gap.advantages > 0)
+    if not band.per_token:
+        clipped = [band.is_clipped(gap.log_s[negative], True).sum(), band.is_clipped(gap.log_s[positive], False).sum()]
+        return float(sum(clipped) / rows.sum())
+    below, above = (SUM_NAMES.index(f"clipped_if_{sign}") for sign in ("negative", "positive"))
+    return float((gap.sums[negative, below].sum() + gap.sums[positive, above].sum()) / gap.lengths[rows].sum())
 
 
 def _split(config: Config, gap: GapRows, rows: np.ndarray) -> dict[str, float]:
-    log_s = torch.from_numpy(gap.log_s[rows])
-    summary = log_ratio_summary(log_s)
+    band = band_of(config)
+    summary = log_ratio_summary(torch.from_numpy(gap.log_s[rows]))
     k3 = gap.sums[rows, SUM_NAMES.index("k3")].sum() / gap.lengths[rows].sum()
     values = {
         "num_sequences": float(rows.sum()),
         "log_s_mean": summary["mean"],
         "log_s_sd": summary["sd"],
         "k3": float(k3),
-        "budget_share": _budget_share(config, gap.log_s[rows]),
+        **_against_range(band, gap, rows),
     }
-    settings = objective_settings(config.algorithm, config.objective)
-    if settings.ratio != "token":
-        values["clip_fraction"] = clip_fraction_of(settings, log_s, torch.from_numpy(gap.advantages[rows]))
     if gap.weights is not None:
         values["kept_fraction"] = float((gap.weights[rows] > 0).mean())
     return values
+
+
+def _against_range(band: Band | None, gap: GapRows, rows: np.ndarray) -> dict[str, float]:
+    share = _budget_share(band, gap, rows)
+    if band is None or share is None:
+        return {}
+    return {"budget_share": share, "clip_fraction": _clip_fraction(band, gap, rows)}
 
 
 def gap_warnings(
@@ -138,11 +164,11 @@ def gap_warnings(
 
     if (line := _inexact(config, gap)) is not None and is_due("inexact"):
         lines.append(line)
-    share, budget = metrics["mismatch/budget_share"], config.mismatch.budget
-    if share > budget and is_due("budget"):
+    share, budget, band = metrics.get("mismatch/budget_share"), config.mismatch.budget, band_of(config)
+    if band is not None and share is not None and share > budget and is_due("budget"):
         lines.append(
-            f"warning  the engines' log-probs differ by {share:.2f} of the clip range before any update (mean |log s|"
-            f" of a response; mismatch.budget {budget:g}), k3 {metrics['mismatch/k3']:.1e} nats per token. "
+            f"warning  the engines' log-probs differ by {share:.2f} of the clip range before any update:"
+            f" {share_sentence(band, f'{share:.2f}', budget)}; k3 {metrics['mismatch/k3']:.1e} nats per token. "
             + " ".join(_causes(config, gap, metrics))
             + _where_to_measure(config, config_file, newest_export)
         )
@@ -194,11 +220,11 @@ def _causes(config: Config, gap: GapRows, metrics: Mapping[str, float]) -> list[
     if stale.all():
         sentences.append("Staleness is part of it: all responses were sampled with older weights.")
     elif stale.any():
-        fresh = _budget_share(config, gap.log_s[~stale])
+        fresh, older = (_budget_share(band_of(config), gap, rows) or 0.0 for rows in (~stale, stale))
         whose = "staleness" if fresh <= config.mismatch.budget else "the engines, with staleness on top"
         sentences.append(
             f"The cause is {whose}: {fresh:.2f} for responses of the current weights,"
-            f" {_budget_share(config, gap.log_s[stale]):.2f} for the {stale.mean():.0%} that older ones sampled."
+            f" {older:.2f} for the {stale.mean():.0%} that older ones sampled."
         )
     changed = metrics.get("routing/changed_since_rollout")
     if changed is not None and changed >= LEAST_CHANGED_ROUTES:

@@ -11,10 +11,11 @@ from run_configs import make_config
 
 from gspo_mega.budget.advice import advise
 from gspo_mega.budget.attribution import Tokens, explained_share, make_row
-from gspo_mega.budget.budget_findings import Findings, Other, Part, _k3_change, clip_band
+from gspo_mega.budget.budget_findings import Findings, Other, Part, _k3_change
 from gspo_mega.budget.causes import ENGINES, PREFIX_CACHE, R3, Facts, Nothing
 from gspo_mega.budget.faults import Fault
 from gspo_mega.budget.report_budget import as_json, render
+from gspo_mega.config.mismatch_range import band_of
 from gspo_mega.model.huggingface import read_model_spec
 
 PROMPTS, EACH, LENGTH = 30, 4, 50
@@ -34,7 +35,7 @@ def noise(kl, seed=0):
 
 
 def findings(run, parts, alternatives=(), nothing=(), faults=(), backward=None, tokens=TOKENS, blocks=None):
-    band, d = clip_band(run.config), sum(parts.values())
+    band, d = band_of(run.config), sum(parts.values())
     groups = tokens.prompt[tokens.sequence]
 
     def share(x):

@@ -210,7 +210,7 @@ def test_each_line_from_its_metric():
     said = lines(run)
     assert (
         said["Mismatch of trainer and servers"].text
-        == "above budget: 0.8 of the clip range on the mean, budget 0.5" + LAST
+        == "above budget: the mean |log s| is 0.8 widths of the clip range; mismatch.budget is 0.5" + LAST
     )
     assert said["Clipping"].text.startswith(
         f"70.0% of sequences, 60.0% of tokens{LAST}; the paper's GSPO clips 15% of tokens"

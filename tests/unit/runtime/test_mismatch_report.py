@@ -19,6 +19,7 @@ FILE = Path("run/config.resolved.yaml")
 # Mean d and length of five responses, and A. The default clip range is 3e-4 / 4e-4.
 MEANS = np.array([5e-4, -5e-4, 1e-4, -1e-4, -2e-3])
 LENGTHS = np.array([10, 63, 64, 300, 20_000])
+WIDTH = math.log(1 + 4e-4) - math.log(1 - 3e-4)
 ADVANTAGES = np.array([1.0, -1.0, -1.0, 1.0, -2.0])
 
 
@@ -67,7 +68,7 @@ def test_the_split_by_hand():
     short = {name: metrics[f"mismatch/length/1-63/{name}"] for name in ("num_sequences", "log_s_mean", "log_s_sd")}
     assert short == pytest.approx({"num_sequences": 2, "log_s_mean": 0.0, "log_s_sd": 5e-4}, abs=1e-15)
     assert metrics["mismatch/length/1-63/k3"] == pytest.approx(5e-4**2 / 2, rel=1e-3)
-    assert metrics["mismatch/length/1-63/budget_share"] == pytest.approx(5e-4 / 7e-4)
+    assert metrics["mismatch/length/1-63/budget_share"] == pytest.approx(5e-4 / WIDTH)
     assert metrics["mismatch/length/1-63/kept_fraction"] == 0.5
     # A > 0 above 4e-4, and A < 0 below -3e-4.
     assert metrics["mismatch/length/1-63/clip_fraction"] == 1.0
@@ -78,14 +79,15 @@ def test_the_split_by_hand():
     assert metrics["mismatch/advantage/negative/log_s_mean"] == pytest.approx(-2.4e-3 / 3)
     tokens = 63 * 5e-4**2 + 64 * 1e-4**2 + 20_000 * 2e-3**2
     assert metrics["mismatch/advantage/negative/k3"] == pytest.approx(tokens / 20_127 / 2, rel=2e-3)
-    assert metrics["mismatch/budget_share"] == pytest.approx(3.2e-3 / 5 / 7e-4)
+    assert metrics["mismatch/budget_share"] == pytest.approx(3.2e-3 / 5 / WIDTH)
     assert not any("1024-4095" in name for name in metrics)
 
 
-def test_without_a_correction_or_a_sequence_ratio_those_numbers_are_absent():
-    metrics = gap_metrics(make_config(algorithm="grpo"), gap_of())
+def test_without_a_correction_or_a_clip_range_those_numbers_are_absent():
+    metrics = gap_metrics(make_config(algorithm="sapo"), gap_of())
     assert "mismatch/length/1-63/k3" in metrics
-    assert not any(name.endswith(("/clip_fraction", "/kept_fraction")) for name in metrics)
+    assert not any(name.endswith(("/clip_fraction", "/kept_fraction", "/budget_share")) for name in metrics)
+    assert not any(name.endswith("/kept_fraction") for name in gap_metrics(make_config(algorithm="grpo"), gap_of()))
 
 
 def test_only_what_was_measured_before_an_update_counts():
@@ -104,7 +106,8 @@ def test_a_passed_budget_is_said_once_and_then_rarely():
     config, summary = make_config(), {}
     (line,) = warnings(config, gap_of(), summary, 1)
     assert line.startswith("warning  the engines' log-probs differ by 0.91 of the clip range before any update")
-    assert "mismatch.budget 0.5" in line and "`gspo-mega budget run/config.resolved.yaml`" in line
+    assert "the mean |log s| is 0.91 widths of the clip range; mismatch.budget is 0.5; k3" in line
+    assert "`gspo-mega budget run/config.resolved.yaml`" in line
     assert "Its cause is not known from the step alone." in line
     assert [
         bool(warnings(config, gap_of(), summary, step)) for step in (2, WARN_AGAIN_STEPS, WARN_AGAIN_STEPS + 1)
