@@ -32,7 +32,7 @@ class Disk:
         self._is_looking = False
         self._fsync = os.fsync
         monkeypatch.setattr(os, "fsync", self._note)
-        self._monkeypatch = monkeypatch
+        self.patch = monkeypatch
         self.settle()
 
     def settle(self) -> None:
@@ -85,7 +85,7 @@ class Disk:
             before(point)
             self.look(look)
 
-        with self._monkeypatch.context() as patch:
+        with self.patch.context() as patch:
             patch.setattr(kill_points, "reached", reached)
             yield
         self.look(look)

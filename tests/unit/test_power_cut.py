@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from power_cut import Disk
 
 from gspo_mega import durable
 from gspo_mega.checkpoint import folders
+from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
 from gspo_mega.checkpoint.safetensors_stream import write_safetensors
+from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.episode_records import Episode, Node
 from gspo_mega.journal.journal import Journal
 from gspo_mega.journal.token_gaps import TokenGaps, write_token_gaps
@@ -21,6 +24,14 @@ from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.rollout_batch import Group, RolloutBatch
 from gspo_mega.run_folder import RunFolder
 from gspo_mega.weights.hf_export import copy_description
+from gspo_mega.weights.random_folder import make_random_folder
+
+SHAPE = dict(
+    architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=64, hidden_size=32, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64, max_position_embeddings=256,
+    rope_theta=1e4, rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=False, attention_bias=False,
+    eos_token_id=2, dtype="float32",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -231,3 +242,32 @@ def test_a_file_of_weights_and_a_models_description(disk, tmp_path):
         assert (left / "target" / "config.json").read_text() == '{"dtype": "bfloat16"}\n'
         assert (left / "target" / "tokenizer.json").read_text() == "{}"
         assert (left / "target" / "x.safetensors").read_bytes() == (target / "x.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("convert", [to_megatron, to_huggingface])
+def test_a_converted_checkpoint(disk, tmp_path, convert):
+    """Under its name it is whole, with every file of every library."""
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps(SHAPE))
+    model = make_random_folder(shape, tmp_path / "model", seed=0)
+    seen: list[dict[str, bytes]] = []
+
+    def look(left: Path) -> None:
+        out = left / "out"
+        seen.append({str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()})
+
+    replace = os.rename
+
+    def renamed(source, target) -> None:
+        replace(source, target)
+        disk.look(look)
+
+    disk.patch.setattr(os, "rename", renamed)
+    convert(open_checkpoint(model), disk.root / "out", progress=lambda *told: None)
+    disk.look(look)
+    out = disk.root / "out"
+    whole = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert len(whole) >= 4
+    for one in seen:
+        assert not one or [name for name in whole if one.get(name) != whole[name]] == []
+    assert seen[-2:] == [whole] * 2
