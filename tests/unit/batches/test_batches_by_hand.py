@@ -19,8 +19,10 @@ from gspo_mega.batches.held_out import summarize
 from gspo_mega.batches.journalled import JournalledSource
 from gspo_mega.batches.live import LiveSource
 from gspo_mega.batches.recorded import RecordedSource
+from gspo_mega.batches.taken_over import Records, Standard
 from gspo_mega.episode_records import Episode
 from gspo_mega.errors import RolloutError
+from gspo_mega.journal.episode_log import FileBegin
 from gspo_mega.journal.journal import Journal
 from gspo_mega.records import Prompt
 from gspo_mega.rollout.continuous import Position
@@ -276,3 +278,17 @@ def test_a_batch_that_failed_gives_its_prompts_back():
         source.take(0, 7, lambda: None)
     assert prompts.drawn == 2 and source.state_dict() == {"drawn": 2}
     assert collector.went_on == [Position({"drawn": 2}, None)]
+
+
+@pytest.mark.parametrize(("version", "is_taken"), [(5, True), (4, False)])
+def test_of_an_earlier_file_nothing_is_taken_over_that_its_own_tokens_make_too_old(tmp_path, version, is_taken):
+    """The file begins with version 5, which a bound of 2 admits in step 7; an episode in it was taken over, and older."""
+    journal, said, made = Journal(tmp_path), [], {"rewards": "r", "weights": ""}
+    nodes = [context(0, -1, [3, 1, 4]), sampled(1, 0, [21, 22], version=version)]
+    group = Group(0, PROMPT, [Episode("step000005-g00000-s000", 0, PROMPT, nodes, reward=1.0)])
+    journal.begin(5, 5, 2, {0: group}, made).close()
+    records = Records(journal, Standard(2, Freshness(2), needs_routes=False), said.append)
+    tickets = {"first": 0, "done": [], "since": 5, "weights": {}}
+    known, _ = records.open_groups(FileBegin(7, 7, made), None, tickets, lambda step, numbers: {0: PROMPT})
+    assert list(known) == [0] * is_taken
+    assert any("their weights too old" in line for line in said) != is_taken
