@@ -47,10 +47,13 @@ def sync_tree(folder: Path, at: str) -> None:
                 sync(path)
 
 
-def make_folder(path: Path, at: str) -> None:
-    """Make a folder and its parents; it may exist already."""
+def make_folder(path: Path, at: str | None = None) -> None:
+    """Make a folder and its parents; it may exist already. New ones are on the disk, by name, when this returns."""
     with operation(at):
+        new = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(new):
+            sync(folder.parent)
 
 
 def rename(source: Path, target: Path, at: str) -> None:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from gspo_mega import durable
 from gspo_mega.checkpoint.safe_pickle import FORMAT, read_index
 from gspo_mega.errors import CheckpointError
 from gspo_mega.model.spec import ModelSpec
@@ -128,7 +129,8 @@ def write_chunks(path: Path, spec: ModelSpec, parameters: Iterator[tuple[str, to
 
 
 def write_index(folder: Path, chunks: list[dict[str, Any]]) -> None:
-    """Complete a folder of written chunks: index, common part, format.
+    """Complete a folder of written chunks: index, common part, format. The files are durable on return, and their names
+    once the folder is synced.
 
     Raises CheckpointError if parts of one stored tensor differ in shape or dtype.
     """
@@ -148,6 +150,7 @@ def write_index(folder: Path, chunks: list[dict[str, Any]]) -> None:
         stored.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
         results.append(WriteResult(index, chunk.length, _StorageInfo(chunk.file, chunk.start, chunk.length)))
     torch.save({}, folder / "common.pt")
+    durable.sync(folder / "common.pt")
     FileSystemWriter(folder).finish(Metadata(state_dict_metadata=dict(tensors)), [results])
     atomic_write_json(folder / "metadata.json", FORMAT)
 

@@ -132,7 +132,7 @@ def hold(
     Raises ConfigError while another process holds the folder, FolderError where it cannot be written.
     """
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(folder.path)
         lock = folder.lock_file.open("a+", encoding="ascii")
     except OSError as error:
         raise ConfigError(f"run.dir, run.name: cannot write the run folder {folder.path}: {error.strerror}") from None

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from gspo_mega import durable
 from gspo_mega.errors import DataError, FolderError
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.metrics.prometheus import PrometheusEndpoint
@@ -57,6 +58,7 @@ class MetricsWriter:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, self.path)
+            durable.sync(self.path.parent)  # or the lines that follow would be in a file without a name
         if self._sinks is not None:
             self._sinks.keep_lines(len(kept))
 
@@ -118,12 +120,15 @@ class MetricsWriter:
     def _open(self) -> None:
         if self._file is not None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
+        durable.make_folder(self.path.parent)
+        is_new = not self.path.exists()
+        if not is_new:
             content = self.path.read_bytes()
             if content and not content.endswith(b"\n"):
                 os.truncate(self.path, content.rfind(b"\n") + 1)
         self._file = self.path.open("ab")
+        if is_new:
+            durable.sync(self.path.parent)
 
     def _whole_lines(self) -> list[tuple[int, bytes]]:
         lines = self.path.read_bytes().splitlines(keepends=True)

@@ -171,9 +171,12 @@ class Collection:
             self._num_running += 1
 
     def _staleness(self, group: Group) -> int:
-        """How many versions the oldest token of a group lags behind the committed version."""
+        """How many versions the oldest token of a group lags behind the committed version; below 0 where one of its
+        tokens is of a version that was never committed.
+        """
         versions = {v for e in group.episodes for node in e.turns for v in distinct(node.weight_versions)}
-        return max((self._pool.committed_version - version for version in versions), default=0)
+        lags = [self._pool.committed_version - version for version in versions] or [0]
+        return min(lags) if min(lags) < 0 else max(lags)
 
     def _is_in_time(self, staleness: int) -> bool:
         ahead = self._admission.latest_step() - self._admission.asked
