@@ -11,12 +11,16 @@ from typing import Any
 
 from gspo_mega.config.schema import Config, MetricsSink
 from gspo_mega.errors import ConfigError
+from gspo_mega.metrics import tensorboard_sink, wandb_sink
 from gspo_mega.metrics.sinks import SinkMaker
-from gspo_mega.metrics.tensorboard_sink import TensorBoardSink
-from gspo_mega.metrics.wandb_sink import WandbSink
 from gspo_mega.reward.user_functions import import_function
 
-BUILTINS: dict[str, type] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+BUILTINS: dict[str, type] = {"tensorboard": tensorboard_sink.TensorBoardSink, "wandb": wandb_sink.WandbSink}
+# Why a built-in one cannot be made with the packages that are installed here.
+_PROBLEMS: dict[str, Callable[[], str | None]] = {
+    "tensorboard": tensorboard_sink.problem,
+    "wandb": wandb_sink.problem,
+}
 # metrics.jsonl itself, which every run has: it may be named, and is no class.
 RECORD = "jsonl"
 
@@ -46,7 +50,8 @@ def _check(one: MetricsSink, seen: set[str]) -> None:
 
 def load_sink(settings: MetricsSink) -> Callable[..., Any]:
     """The class, with its options. Raises ConfigError: no such sink, module or class; an import that fails; a class
-    that lacks a method, or that cannot be made with these options; `wandb` where the package is not installed.
+    that lacks a method, or that cannot be made with these options; a built-in whose package is not installed, is too
+    old, or is broken.
     """
     name = settings.sink
     if ":" in name:
@@ -67,7 +72,7 @@ def load_sink(settings: MetricsSink) -> Callable[..., Any]:
         inspect.signature(made).bind("run", **settings.options)
     except TypeError as error:
         raise ConfigError(f"metrics sink {name!r}: cannot be made with a run and these options: {error}") from error
-    if name == "wandb" and importlib.util.find_spec("torch") and not importlib.util.find_spec("wandb"):
-        # Where there is no torch no rank runs: a login node may do without.
-        raise ConfigError("metrics sink 'wandb': the package is not installed here; pip install 'gspo_mega[wandb]'")
+    # Where there is no torch no rank runs: a login node may do without.
+    if name in _PROBLEMS and importlib.util.find_spec("torch") and (problem := _PROBLEMS[name]()) is not None:
+        raise ConfigError(f"metrics sink {name!r}: {problem}")
     return partial(made, **settings.options)

@@ -12,8 +12,14 @@ that the YAML names as `package.module:MySink`. Its methods run in a thread of r
 Owns how lines reach the sinks. metrics.jsonl is the queue: a thread reads the lines that its sink lacks, so nothing is
 lost while a sink fails, and training never waits for one. How far a sink has come is in `sinks/<name>.json`, written
 once it has all there is. So a killed run may give a sink its last lines again: `SinkRun.first_step` says which step
-comes first, and what a sink holds of that step and later ones is void. A sink that can tell what it holds has an
-attribute `last_step` (None: nothing); it is given later steps only. Loading of classes is `sink_loading.py`'s.
+comes first, and what a sink holds of that step and later ones is void.
+
+A sink that cannot take back what it holds says so in one of two ways, and is then given later steps only. It can tell
+what it holds: an attribute `last_step` (None: nothing). Or it cannot, because it buffers: an attribute
+`buffer_seconds`. What it was given so long ago, or before it was closed, it holds for sure; the ledger keeps that step.
+A kill may take what it was given since, so it is given again: twice is better than never.
+
+Loading of classes is `sink_loading.py`'s.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 # Time that all sinks together have at a run's end.
 CLOSE_SECONDS = 60.0
+# A sink that cannot be made is tried again after 1, 2, 4, ... steps, at most so many. One that fails again and again
+# while it is written to is made anew after 4, 16, 64, ... failures in a row. Each attempt may leave files.
+_MOST_STEPS_BETWEEN = 64
 _UNTOLD: Any = object()
 
 
@@ -121,9 +131,12 @@ class _Feed:
         label = maker.name.replace(":", ".")
         self._ledger, self._folder = run.sinks_dir / f"{label}.json", run.sinks_dir / label
         # The number of lines that the sink has, and where in the file the next one begins.
-        self._num_lines = _read_ledger(self._ledger)
+        self._num_lines, self._kept_step = _read_ledger(self._ledger)
         self._offset: int | None = None
         self._held: int | None = None
+        # (when, step) of what it was given and may have in a buffer.
+        self._buffered: deque[tuple[float, int]] = deque()
+        self._failures_in_a_row = self._num_not_made = self._to_skip = 0
         self._sink: Sink | None = None
         self._news, self._over = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -161,18 +174,26 @@ class _Feed:
 
     def _feed(self) -> None:
         """Give the sink the lines that it lacks. After a failure the next line, or the end, begins with the same."""
+        if self._sink is None and self._to_skip > 0 and not self._over.is_set():
+            self._to_skip -= 1
+            return
         try:
             if self._sink is None and not self._begin():
                 return
             assert self._sink is not None
             before = self._num_lines
-            for line, end in self._lines():
-                step, seconds = line.pop("step"), line.pop("time")
-                if self._held is None or step > self._held:
-                    self._sink.write(step, seconds, {name: value for name, value in line.items() if value is not None})
-                self._num_lines, self._offset = self._num_lines + 1, end
-            if self._num_lines > before:
-                atomic_write_json(self._ledger, {"lines": self._num_lines})
+            try:
+                for line, end in self._lines():
+                    step, seconds = line.pop("step"), line.pop("time")
+                    if self._held is None or step > self._held:
+                        given = {name: value for name, value in line.items() if value is not None}
+                        self._sink.write(step, seconds, given)
+                        self._buffered.append((time.monotonic(), step))
+                        self._failures_in_a_row = 0
+                    self._num_lines, self._offset = self._num_lines + 1, end
+            finally:
+                if self._num_lines > before:
+                    self._keep_ledger()
         except Exception as error:
             self._failed(error)
 
@@ -184,11 +205,32 @@ class _Feed:
         run = SinkRun(self.name, self._run, self._folder, self._config, first_step=first[0]["step"])
         self._ledger.parent.mkdir(parents=True, exist_ok=True)
         self._sink = self._maker.make(run)
+        self._num_not_made = self._to_skip = 0
         last_step = getattr(self._sink, "last_step", _UNTOLD)
-        if last_step is not _UNTOLD:  # it knows better: what it buffered is lost with a killed run
+        if last_step is _UNTOLD and self._buffer_seconds is not None:
+            last_step = self._kept_step
+        if last_step is not _UNTOLD:  # what it had in a buffer is lost with a killed run
             self._held = last_step
             self._num_lines, self._offset = 0, 0
         return True
+
+    @property
+    def _buffer_seconds(self) -> float | None:
+        return getattr(self._sink, "buffer_seconds", None)
+
+    def _keep_ledger(self, is_closed: bool = False) -> None:
+        """`is_closed`: the sink has ended well, and holds all that it was given."""
+        record: dict[str, int] = {"lines": self._num_lines}
+        if self._buffer_seconds is not None:
+            until = time.monotonic() - (0.0 if is_closed else self._buffer_seconds)
+            while self._buffered and self._buffered[0][0] <= until:
+                step = self._buffered.popleft()[1]
+                self._kept_step = step if self._kept_step is None else max(step, self._kept_step)
+            if self._kept_step is not None:
+                record["kept_step"] = self._kept_step
+        else:
+            self._buffered.clear()
+        atomic_write_json(self._ledger, record)
 
     def _failed(self, error: Exception) -> None:
         self.num_failures += 1
@@ -196,22 +238,31 @@ class _Feed:
         if self.num_failures == 1:
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
             self._tell(
-                f"notice   metrics sink {self.name} failed: {text}; training goes on, the sink is tried again with each"
-                " step, and further failures are counted (metrics/num_sink_failures)"
+                f"notice   metrics sink {self.name} failed: {text}; training goes on, the sink is tried again, and"
+                " further failures are counted (metrics/num_sink_failures)"
             )
-        self._close(is_broken=True)
+        if self._sink is None:
+            self._num_not_made += 1
+            self._to_skip = min(2 ** (self._num_not_made - 1), _MOST_STEPS_BETWEEN) - 1
+            return
+        self._failures_in_a_row += 1
+        if _is_power_of_four(self._failures_in_a_row):
+            self._close(is_broken=True)
 
     def _close(self, is_broken: bool = False) -> None:
-        sink, self._sink = self._sink, None
-        if sink is None:
+        if self._sink is None:
             return
         try:
-            sink.close()
+            self._sink.close()
+            if self._buffer_seconds is not None:
+                self._keep_ledger(is_closed=True)
         except Exception as error:
             if is_broken:
                 logger.warning("metrics sink %s could not be closed after its failure: %s", self.name, error)
             else:
+                self._sink = None
                 self._failed(error)
+        self._sink = None
 
     def _lines(self) -> Iterator[tuple[dict[str, Any], int]]:
         """The whole lines that the sink lacks, each with the place of the next."""
@@ -230,9 +281,17 @@ class _Feed:
                     yield json.loads(line), place
 
 
-def _read_ledger(path: Path) -> int:
-    """The number of lines that a sink has; 0 where there is no record that can be read."""
+def _is_power_of_four(number: int) -> bool:
+    return number >= 4 and number & (number - 1) == 0 and number.bit_length() % 2 == 1
+
+
+def _read_ledger(path: Path) -> tuple[int, int | None]:
+    """The number of lines that a sink has, and the last step that it holds for sure, where it buffers; 0 and None where
+    there is no record that can be read.
+    """
     try:
-        return int((read_json(path) or {"lines": 0})["lines"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+        record = read_json(path) or {"lines": 0}
+        kept = record.get("kept_step")
+        return int(record["lines"]), None if kept is None else int(kept)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return 0, None

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from gspo_mega.metrics.sinks import SinkRun
+
+
+def problem() -> str | None:
+    """Why the sink cannot be made with what is installed here, or None."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return "the package tensorboard is not installed here; pip install tensorboard, or leave the sink out"
+    return None
 
 
 class TensorBoardSink:

@@ -1,4 +1,5 @@
-"""The sink `wandb`: a run of Weights & Biases, online or offline. The package is an optional extra (`wandb`).
+"""The sink `wandb`: a run of Weights & Biases, online or offline. The package is an optional extra (`wandb`), of which
+only the public interface is used.
 
 Every start of the run continues the same W&B run. Its id is in the sink's folder; offline, each start has a folder
 there, and `wandb sync` sends them all. The API key is W&B's own business (WANDB_API_KEY, `wandb login`).
@@ -6,15 +7,21 @@ there, and `wandb sync` sends them all. The API key is W&B's own business (WANDB
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import re
 import secrets
+import shutil
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from gspo_mega.metrics.sinks import SinkRun
 from gspo_mega.run_folder import atomic_write_text
 
-logger = logging.getLogger(__name__)
+# What pyproject.toml asks for.
+LEAST_VERSION = (0, 24)
 
 Mode = Literal["online", "offline", "disabled", "shared"]
 
@@ -22,10 +29,12 @@ Mode = Literal["online", "offline", "disabled", "shared"]
 class WandbSink:
     """`mode`: when absent, WANDB_MODE or online. The other options are those of `wandb.init`.
 
-    `last_step`: the last step that W&B holds of this run: its files say so offline, its server online. W&B's own
-    process buffers rows, so a killed run's last ones are given again. Rows cannot be taken back: after a return to an
-    older checkpoint, steps that W&B holds are not given again; a continued run computes the same.
+    W&B's own process buffers rows, so a kill may take those of the last moments; `buffer_seconds` has them given again.
+    Rows cannot be taken back: after a return to an older checkpoint, steps that W&B has for sure are not given again,
+    and a continued run computes the same. Online, its server says which these are (`last_step`).
     """
+
+    buffer_seconds = 30.0
 
     def __init__(
         self,
@@ -46,24 +55,31 @@ class WandbSink:
         self._wandb = wandb
         # `console`, code and git: only what the run says of itself goes out.
         quiet = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
-        self._run = wandb.init(
-            project=project,
-            entity=entity,
-            name=name or run.run.path.name,
-            group=group,
-            tags=tags,
-            notes=notes,
-            mode=mode,
-            id=_run_id(run.folder),
-            dir=str(run.folder),
-            config=run.config,
-            resume="allow",
-            settings=quiet,
-        )
-        self.last_step: int | None = _last_offline_step(run.folder)
+        before = _starts(run.folder)
+        try:
+            self._run = wandb.init(
+                project=project,
+                entity=entity,
+                name=name or run.run.path.name,
+                group=group,
+                tags=tags,
+                notes=notes,
+                mode=mode,
+                id=_run_id(run.folder),
+                dir=str(run.folder),
+                config=run.config,
+                resume="allow",
+                settings=quiet,
+            )
+        except BaseException:
+            with contextlib.suppress(Exception):
+                wandb.teardown()
+            for folder in _starts(run.folder) - before:  # it was given nothing; the next attempt makes its own
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._given: int | None = None
         if self._run.resumed:
-            self.last_step = max(self._run.starting_step - 1, self.last_step or 0)
-        self._given = self.last_step
+            self.last_step = self._given = self._run.starting_step - 1
 
     def write(self, step: int, time: float, metrics: dict[str, float]) -> None:
         if self._given is not None and step <= self._given:
@@ -85,28 +101,25 @@ def _run_id(folder: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def _last_offline_step(folder: Path) -> int | None:
-    """The largest step in the offline files of this run; None without one. A file that a killed run left may end
-    anywhere: what comes before counts.
-    """
-    steps = [step for file in folder.glob("wandb/offline-run-*/run-*.wandb") for step, _ in offline_rows(file)]
-    return max(steps, default=None)
+def _starts(folder: Path) -> set[Path]:
+    """The folders that W&B made for single starts."""
+    return {path for path in folder.glob("wandb/*run-*") if path.is_dir() and not path.is_symlink()}
 
 
-def offline_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(step, the values' JSON texts by name) of the rows of an offline file, up to where it was cut off."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
-    store, rows = DataStore(), []
+def problem() -> str | None:
+    """Why the sink cannot be made with what is installed here, or None."""
+    least = ".".join(map(str, LEAST_VERSION))
+    if importlib.util.find_spec("wandb") is None:
+        return "the package is not installed here; pip install 'gspo_mega[wandb]'"
     try:
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
-            record: Any = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
-            record.ParseFromString(data)
-            if record.WhichOneof("record_type") == "history":
-                items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-                rows.append((record.history.step.num, items))
-    except Exception as error:  # an AssertionError, among others, where the file ends within a record
-        logger.info("%s is read up to where it was cut off: %s", file, error)
-    return rows
+        found = importlib.metadata.version("wandb")
+    except importlib.metadata.PackageNotFoundError:
+        return None  # a checkout: whoever has one knows
+    numbers = tuple(map(int, re.findall(r"[0-9]+", found)[:2]))
+    if numbers < LEAST_VERSION:
+        return f"the package is {found} here, and {least} or newer is needed; pip install 'wandb>={least}'"
+    try:
+        importlib.import_module("wandb")
+    except Exception as error:  # a broken dependency may raise anything
+        return f"wandb {found} cannot be imported here: {type(error).__name__}: {error}"
+    return None
