@@ -64,8 +64,8 @@ def check_before_job(
     if not in_ranks_python:
         return [
             "ranks have a Python or a container of their own (GSPO_TRAINER_PYTHON, GSPO_TRAINER_CONTAINER): rewards,"
-            f" data, tokenizer and weights are not tried here; `gspo-mega plan CONFIG --command {command}` inside it does"
-            " that"
+            f" data, tokenizer and weights are not tried here; `gspo-mega plan CONFIG --command {command}` inside it"
+            " does that"
         ]
     tools = check_users_functions(loaded)
     return [] if is_replay(loaded, command) else check_what_is_read(loaded, command, tools)
