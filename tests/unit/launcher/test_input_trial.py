@@ -6,6 +6,7 @@ once; that commands ask a process of its own, and end as they should, is tried o
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -224,7 +225,14 @@ def index_of_absent_tensor(i: Inputs) -> Fault:
     return Fault((), "model.path", f"model.safetensors: the index names {NORM!r} there, the file lacks it")
 
 
+def unknown_argument(i: Inputs) -> Fault:
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("sglang is not installed")
+    return Fault(("server.options={schedule_polici: lpm}",), "server.options", "did you mean 'schedule_policy'?")
+
+
 FAULTS = [
+    unknown_argument,
     no_template,
     broken_template,
     template_that_refuses,
