@@ -169,9 +169,12 @@ def _source_key(config: Config, index: int) -> str:
 def _stored_tensors(trial: Trial) -> None:
     for key, folder, is_critic in folders_of(trial):
         with trial.at(key):
+            from gspo_mega.weights.carried_layers import CarriedLayers
             from gspo_mega.weights.folder_check import check_folder
 
             check_folder(folder, *tensors_of(folder, is_critic=is_critic), values=False)
+            if not is_critic:
+                CarriedLayers(Path(folder))
 
 
 def folders_of(trial: Trial) -> list[tuple[str, str, bool]]:
