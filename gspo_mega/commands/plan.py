@@ -64,12 +64,19 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("gspo-mega plan: no configuration; for example: gspo-mega plan configs/quickstart.yaml")
     loaded = load_config(args.config, args.overrides, args.command)
     if args.search is not None:
-        _input_notices(loaded, args.command)
+        _input_notices(loaded, args.command, is_elsewhere=args.model is not None)
         spec = read_model_spec(args.model or loaded.config.model.path)
         print(render_search(search_layouts(loaded.config, spec, *parse_grid(args.search))))
         return 0
     plan = plan_run(loaded, args.device, args.model)
-    plan = replace(plan, notices=(*plan.notices, *_input_notices(loaded, args.command), *_weights_read(loaded, args)))
+    plan = replace(
+        plan,
+        notices=(
+            *plan.notices,
+            *_input_notices(loaded, args.command, is_elsewhere=args.model is not None),
+            *_weights_read(loaded, args),
+        ),
+    )
     figures = estimate(plan, loaded.where)
     if args.json or args.shell:
         print(plan_json(plan, figures) if args.json else plan_shell(plan, figures))
@@ -91,11 +98,18 @@ def _weights_read(loaded: LoadedConfig, args: argparse.Namespace) -> list[str]:
 
 
 def _input_notices(
-    loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify", "budget"] | None
+    loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify", "budget"] | None, *, is_elsewhere: bool
 ) -> list[str]:
-    """Notices on data and rewards. The checks take a moment, so they need a named command."""
+    """Notices on data and rewards. The checks take a moment, so they need a named command. `is_elsewhere`: the plan is
+    of another model than that of the configuration, which may not be here.
+    """
     if command is None:
         return []
-    from gspo_mega.launcher.inputs import check_inputs
+    from gspo_mega.launcher.inputs import check_all_inputs, check_inputs
 
-    return check_inputs(loaded, command)
+    if is_elsewhere:
+        return [
+            *check_inputs(loaded, command),
+            "--model: the tokenizer and the weights of model.path were not looked at",
+        ]
+    return check_all_inputs(loaded, command)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+CONTEXT_SLACK = 8
+"""SGLang ends a response two tokens before its context is full and refuses a prompt within six of it."""
+
 OWN = {
     "model_path": "model.path",
     "host": "server.host",

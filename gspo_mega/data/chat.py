@@ -16,6 +16,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from gspo_mega.data.messages import Message, problem_of_message, read_message
@@ -334,6 +335,8 @@ def load_tokenizer(folder: str) -> Any:
     """The Hugging Face tokenizer of a model's folder. Raises DataError where it cannot be read, or where it needs code
     from the folder.
     """
+    if not Path(folder).is_dir():  # transformers would ask the network for a model of that name
+        raise DataError(f"{folder}: no such folder; give a Hugging Face folder with a tokenizer and weights")
     from transformers import AutoTokenizer
 
     try:

@@ -11,6 +11,7 @@ there that calls the rank's function. The process imports transformers and torch
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import sys
 import time
@@ -33,6 +34,7 @@ from gspo_mega.errors import GspoMegaError
 from gspo_mega.model.end_tokens import planned_end_tokens
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.value_models import SCORE, critic_tensors, may_be_beside, read_critic_spec
+from gspo_mega.rollout.server.server_spec import argument_names, check_options_sglang
 
 # All files together are read for so many seconds, and each to so many rows at least.
 READING_SECONDS = 8.0
@@ -173,9 +175,12 @@ def _source_key(config: Config, index: int) -> str:
 def _stored_tensors(trial: Trial) -> None:
     for key, folder, is_critic in folders_of(trial):
         with trial.at(key):
+            from gspo_mega.weights.carried_layers import CarriedLayers
             from gspo_mega.weights.folder_check import check_folder
 
             check_folder(folder, *tensors_of(folder, is_critic=is_critic), values=False)
+            if not is_critic:
+                CarriedLayers(Path(folder))
 
 
 def folders_of(trial: Trial) -> list[tuple[str, str, bool]]:
@@ -209,6 +214,14 @@ def tensors_of(folder: str, *, is_critic: bool) -> tuple[Any, Any, Any]:
     )
 
 
+def _server_options(trial: Trial) -> None:
+    server = trial.config.server
+    package = importlib.util.find_spec("sglang")
+    if server.options and server.python is None and package is not None and package.origin is not None:
+        with trial.at("server.options"):
+            check_options_sglang(server.options, argument_names(Path(package.origin).parent))
+
+
 _SAMPLES = ("train", "sft", "eval", "budget")
 
 CHECKS: tuple[Check, ...] = (
@@ -218,6 +231,7 @@ CHECKS: tuple[Check, ...] = (
     Check("held-out sets", ("train", "sft", "eval"), _held_out),
     Check("prompts and answers", ("train", "sft", "eval", "budget"), _prompts),
     Check("demonstrations", ("sft",), _demonstrations),
+    Check("arguments for SGLang, where it is installed here", _SAMPLES, _server_options),
     Check("names, shapes and types of the stored tensors", ("train", "sft", "eval", "budget"), _stored_tensors),
 )
 

@@ -36,23 +36,40 @@ from gspo_mega.run_folder import RunFolder
 NUM_ROWS_CHECKED = 100
 
 
-def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", "certify", "budget"]) -> list[str]:
-    """Notices, such as where the command must run. Raises DataError, JournalError, EpisodeError, ModelError or
-    FolderError with the place of the key, or RewardError.
+Command = Literal["train", "sft", "eval", "certify", "budget"]
+
+
+def check_inputs(loaded: LoadedConfig, command: Command) -> list[str]:
+    """Check what needs no tokenizer. Returns notices, such as where the command must run. Raises DataError,
+    JournalError, EpisodeError or FolderError with the place of the key, or RewardError.
     """
+    return _checked(loaded, command)[0]
+
+
+def check_all_inputs(loaded: LoadedConfig, command: Command) -> list[str]:
+    """As `check_inputs`, and then have a process read all that the ranks read. Raises ModelError, too."""
+    notices, tools = _checked(loaded, command)
+    if command != "certify" and not is_replay(loaded, command):
+        notices = [*notices, *try_inputs(loaded, command, tools)]
+    return notices
+
+
+def _checked(loaded: LoadedConfig, command: Command) -> tuple[list[str], list[dict[str, Any]]]:
+    """(notices, schemas of the tools)"""
     if command == "certify":  # it makes its own batch, and neither samples nor scores
-        return []
+        return [], []
     check_run_folder(loaded)
     tools = check_users_functions(loaded)
     notices = []
     if not is_replay(loaded, command):
-        notices = check_what_is_read(loaded, command, tools)
+        notices = make_rows(loaded.config.data)
+        _check_data(loaded, command)
     nodes = loaded.config.cluster.num_nodes
     if nodes > 1 and command != "eval":
         notices += [
             f"{nodes} trainer nodes: `gspo-mega {command}` alone runs on one machine; submit launch/slurm/train.sbatch"
         ]
-    return notices
+    return notices, tools
 
 
 def check_before_job(

@@ -14,6 +14,7 @@ from typing import Literal
 from gspo_mega.config.episode_lengths import episode_lengths
 from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
+from gspo_mega.config.server_options import CONTEXT_SLACK
 from gspo_mega.errors import Violation
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.adapter_shares import check_adapters
@@ -220,11 +221,13 @@ def _servers(
             f" ({spec.max_position_embeddings})",
             valid if longest <= spec.max_position_embeddings else "",
         )
-    if server.max_total_tokens is not None and server.max_total_tokens < longest:
+    needed = (server.context_tokens or longest) + CONTEXT_SLACK
+    if server.max_total_tokens is not None and server.max_total_tokens < needed:
         yield Violation(
             "server.max_total_tokens",
-            f"{server.max_total_tokens} cannot hold one sequence of {longest} tokens",
-            str(longest),
+            f"{server.max_total_tokens} cannot hold one sequence of {needed - CONTEXT_SLACK} tokens, and the"
+            f" {CONTEXT_SLACK} that SGLang keeps free",
+            str(needed),
         )
     if config.publish.verify == "tensors" and is_on_gpu(config, device):
         yield Violation(

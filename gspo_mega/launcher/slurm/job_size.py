@@ -162,12 +162,12 @@ def main(arguments: Sequence[str]) -> int:
         refuse_what_does_not_fit(plan, figures, loaded.where)
         site = with_signal_time(site, figures)
         size = job_size(loaded, site)
-        for notice in check_before_job(loaded, "train", in_ranks_python=site.ranks_use_this_python):
-            sys.stderr.write(f"notice   {notice}\n")
         options = [
             *words_of(os.environ, "GSPO_SBATCH"),
             *sbatch_options(loaded.config.run.name, size, site, words_of(os.environ, "GSPO_ROLLOUT_SBATCH")),
         ]
+        for notice in check_before_job(loaded, "train", in_ranks_python=site.ranks_use_this_python):
+            sys.stderr.write(f"notice   {notice}\n")
     except GspoMegaError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

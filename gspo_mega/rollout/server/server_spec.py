@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
@@ -18,16 +19,12 @@ from typing import Any
 from gspo_mega.config.episode_lengths import episode_lengths
 from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
-from gspo_mega.config.server_options import option_problems
+from gspo_mega.config.server_options import CONTEXT_SLACK, option_problems
 from gspo_mega.config.server_precision import BLOCK, DTYPES, capability_problem, publishes, server_dtype
 from gspo_mega.config.speculative import speculative_arguments
 from gspo_mega.errors import ConfigError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.low_rank import targets_of
-
-_CONTEXT_SLACK = 8
-"""SGLang ends a response two tokens before its context is full and refuses a prompt within six of it."""
-
 
 # Values that SGLang's model code reads from config.json and transformers does not write there, by architecture. Models
 # of this package can have no other values.
@@ -114,10 +111,10 @@ def spec_from_config(
     server, rollout = config.server, config.rollout
     check_options_ours(server.options)
     context_tokens = server.context_tokens or episode_lengths(config).tokens
-    if server.max_total_tokens is not None and server.max_total_tokens < context_tokens + _CONTEXT_SLACK:
+    if server.max_total_tokens is not None and server.max_total_tokens < context_tokens + CONTEXT_SLACK:
         raise ConfigError(
             f"server.max_total_tokens: {server.max_total_tokens} cannot hold one request of {context_tokens} tokens;"
-            f" at least {context_tokens + _CONTEXT_SLACK}"
+            f" at least {context_tokens + CONTEXT_SLACK}"
         )
     adapters: dict[str, Any] = {}
     if config.lora is not None and publishes_adapters(config):
@@ -200,6 +197,16 @@ def check_options_ours(options: dict[str, Any]) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def argument_names(sglang: Path) -> set[str]:
+    """The names of ServerArgs' fields, read from the sources of an installed SGLang, its package's folder, without
+    importing it: it consists of mixins with annotated fields.
+    """
+    sources = [*(sglang / "srt" / "arg_groups" / "fields").glob("*.py"), sglang / "srt" / "server_args.py"]
+    return {
+        name for path in sources for name in re.findall(r"^    (\w+): ", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+
 def check_options_sglang(options: dict[str, Any], valid: Iterable[str]) -> None:
     """Raise ConfigError, with the nearest name, for an option the installed SGLang does not have."""
     valid = sorted(name for name in valid if not name.startswith("_"))
@@ -227,7 +234,7 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
         "dtype": spec.dtype,
         "quantization": _QUANTIZATION.get(spec.quantization),
         "kv_cache_dtype": _KV_CACHE[spec.kv_cache],
-        "context_length": spec.context_tokens + _CONTEXT_SLACK,
+        "context_length": spec.context_tokens + CONTEXT_SLACK,
         "max_total_tokens": spec.max_total_tokens,
         "mem_fraction_static": spec.memory_fraction,
         "max_running_requests": spec.max_concurrent_requests,
@@ -277,7 +284,7 @@ def sglang_arguments(spec: ServerSpec, *, on_cpu: bool, cpu_attention_backend: s
             "sleep_on_idle": True,
             # On a CPU, memory_fraction counts the whole machine's memory: use what the open requests can fill instead.
             "max_total_tokens": (
-                spec.max_total_tokens or spec.max_concurrent_requests * (spec.context_tokens + _CONTEXT_SLACK)
+                spec.max_total_tokens or spec.max_concurrent_requests * (spec.context_tokens + CONTEXT_SLACK)
             ),
         }
     return arguments | spec.options

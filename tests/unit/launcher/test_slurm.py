@@ -199,8 +199,12 @@ def test_the_size_as_shell_and_refusals_as_lines():
     assert quote.stderr.splitlines()[-1].startswith(
         "launch/slurm/site.sh: GSPO_SBATCH=--comment='a b: No closing quotation; "
     )
-    ended = subprocess.run([*command, f"model.path={SHAPE}"], capture_output=True, text=True, env=environment)
-    assert ended.returncode == 0, ended.stderr
+    nowhere = subprocess.run([*command, f"model.path={SHAPE}"], capture_output=True, text=True, env=environment)
+    assert (nowhere.returncode, nowhere.stdout) == (2, "")
+    assert "data.path: runs/quickstart/data/train.jsonl: no such file" in nowhere.stderr  # as in ranks of this Python
+    elsewhere = {**environment, "GSPO_TRAINER_PYTHON": "/in/a/container/python"}
+    ended = subprocess.run([*command, f"model.path={SHAPE}"], capture_output=True, text=True, env=elsewhere)
+    assert ended.returncode == 0 and "are not tried here; `gspo-mega plan CONFIG --command train`" in ended.stderr
     echo = 'eval "$1"; echo "$GSPO_NUM_NODES|$GSPO_RUN_FOLDER|${GSPO_SIZE[3]}"'
     assert (
         subprocess.run(["bash", "-c", echo, "sh", ended.stdout], capture_output=True, text=True).stdout

@@ -156,7 +156,7 @@ IMPOSSIBLE = [
     ),
     ("dense", ["server.context_tokens=47"], "server.context_tokens", "47 is not between", "48"),
     ("dense", ["server.context_tokens=1025"], "server.context_tokens", "1025 is not between", "1024"),
-    ("dense", ["server.max_total_tokens=47"], "server.max_total_tokens", "one sequence of 48", "48"),
+    ("dense", ["server.max_total_tokens=55"], "server.max_total_tokens", "one sequence of 48", "56"),
 ]
 
 
@@ -186,7 +186,7 @@ def test_the_impossible_is_refused_with_the_nearest_valid(load, shape, kind, ove
         ("dense", ["batch.micro_batch_tokens=48"]),
         ("dense", ["rollout.max_new_tokens=1008", "batch.micro_batch_tokens=1024"]),
         ("dense", ["server.tensor=4", "publish.verify=replicas"]),
-        ("dense", ["server={context_tokens: 1024, max_total_tokens: 48}"]),
+        ("dense", ["server={context_tokens: 1024, max_total_tokens: 1032}"]),
         ("moe", ["rollout.return_routed_experts=true"]),
     ],
 )

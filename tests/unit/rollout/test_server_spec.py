@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import pickle
-import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.rollout.secret import Secret, ensure_secret, read_secret
 from gspo_mega.rollout.server.server_spec import (
     ServerSpec,
+    argument_names,
     check_batch_invariant,
     check_checkpoint,
     check_gpu,
@@ -178,13 +178,8 @@ def test_every_refused_option_is_one_that_sglang_has():
     package = importlib.util.find_spec("sglang")
     if package is None:
         pytest.skip("sglang is not installed")
-    folder = Path(package.origin).parent / "srt"
-    text = (
-        "\n".join(path.read_text() for path in (folder / "arg_groups/fields").glob("*.py"))
-        + (folder / "server_args.py").read_text()
-    )
-    unknown = [name for name in (*OWN, *REFUSED) if not re.search(rf"^    {name}: ", text, re.MULTILINE)]
-    assert unknown == []
+    names = argument_names(Path(package.origin).parent)
+    assert {*OWN, *REFUSED} <= names and len(names) < 1000
 
 
 def test_unknown_options_are_named_with_their_neighbour():

@@ -1,0 +1,262 @@
+"""When each refusal that can come after processes started is said: {file: {function: (number, when, why)}}.
+
+A reason (`why`) belongs to RUN only: what cannot be known before.
+"""
+
+from __future__ import annotations
+
+PACKAGES = (
+    *("runtime", "batches", "data", "episodes", "rollout", "engine", "weights", "reward"),
+    *("checkpoint", "journal", "metrics"),
+)
+
+PLAN = "by the plan or the configuration's own rules, without a process"
+FUNCTIONS = "by check_users_functions, which loads rewards, episodes, tools and sinks before the start"
+TRIED = "by the trial, through this function (launcher/input_trial.py)"
+VALUES = "headers by the trial, values by `plan --read-weights`, through this function"
+START = "by the launcher, before it starts processes"
+TOOL = "by a command or a tool that starts no run"
+RUN = "in the run"
+WHEN = (PLAN, FUNCTIONS, TRIED, VALUES, START, TOOL, RUN)
+
+# Why something is known only in the run.
+_SAMPLED = "it is about what was sampled or scored"
+_NUMBERS = "it is about numbers that training computes"
+_SERVERS = "it is about what running servers answer"
+_PROCESSES = "it is about processes or a network that fail"
+_DISK = "a disk or a file changes while the run goes on"
+_DEFECT = "it would be a defect of ours: the plan and the tests exclude it"
+_HERE = "only the machine of the rank or server knows: its GPU, and what is installed there; the doctor looks before"
+_RESUME = "it compares with a checkpoint or a record that is read when the run goes on"
+
+TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
+    "runtime/critic_step.py": {"build_critic": (1, PLAN)},
+    "runtime/exchange.py": {"Exchange._announce": (1, RUN, _PROCESSES), "Exchange._await": (1, RUN, _PROCESSES)},
+    "runtime/fit_scores.py": {"ScoreFitting._packs": (1, RUN, "one example is longer than a pack; its tokens are new")},
+    "runtime/lead.py": {"Lead.check_held": (1, RUN, _PROCESSES)},
+    "runtime/reference_policy.py": {"load_reference": (1, PLAN)},
+    "runtime/session.py": {"_check_skipped": (1, RUN, _NUMBERS)},
+    "runtime/sft_loop.py": {"run_sft": (1, RUN, _NUMBERS), "_measure": (2, RUN, _SAMPLED)},
+    "runtime/shared_gpus.py": {
+        "SharedGpus._agree_on": (1, RUN, _SERVERS),
+        "SharedGpus._stop_sampling": (1, RUN, _SERVERS),
+        "SharedGpus._each": (1, RUN, _SERVERS),
+    },
+    "runtime/worker.py": {"RankEnvironment.read": (2, RUN, _PROCESSES), "_store_of_job": (1, RUN, _PROCESSES)},
+    "batches/assemble.py": {"scored_batch": (1, RUN, _SAMPLED)},
+    "batches/held_out.py": {
+        "summarize": (1, RUN, _SAMPLED),
+        "is_correct": (1, RUN, "whether a reward says `correct` is known when it has scored a response"),
+        "LoadedSet.__init__": (1, TRIED),
+    },
+    "batches/live.py": {"LiveSource._check_fresh": (1, RUN, _SAMPLED)},
+    "batches/recorded.py": {"RecordedSource._read": (1, RUN, _RESUME)},
+    "data/chat.py": {
+        "PromptEncoder.__init__": (3, TRIED),
+        "PromptEncoder._masked": (1, TRIED),
+        "PromptEncoder._render": (1, TRIED),
+        "PromptEncoder._encode_plain": (1, TRIED),
+        "load_tokenizer": (2, TRIED),
+        "check_vocabulary": (1, TRIED),
+        "_template_of": (1, TRIED),
+    },
+    "data/expert_routes.py": {"ExpertRoutes.of": (2, RUN, _SERVERS)},
+    "data/jsonl.py": {
+        "JsonlFile.__init__": (2, TRIED),
+        "JsonlFile.__getitem__": (1, RUN, _DISK),
+        "check_first_rows": (2, PLAN),
+        "_opened": (3, TRIED),
+    },
+    "data/packing.py": {"split_mini_batches": (1, RUN, _DEFECT), "plan_packs": (2, RUN, _DEFECT)},
+    "data/procedural_rows.py": {
+        "make_rows": (1, PLAN),
+        "_Maker.__init__": (2, PLAN),
+        "_Maker.rows": (1, PLAN),
+        "_lines": (1, PLAN),
+    },
+    "data/prompts.py": {"RowSource.item": (1, TRIED), "RowSource._survey": (1, TRIED)},
+    "data/stream.py": {
+        "PromptStream.load_state_dict": (4, RUN, _RESUME),
+        "PromptStream._draw": (
+            1,
+            RUN,
+            "every row that is left is too long; rows beyond the survey are encoded when drawn",
+        ),
+    },
+    "data/table_files.py": {
+        "TableFile.__init__": (2, TRIED),
+        "TableFile.__getitem__": (1, RUN, _DISK),
+        "check_first_table_rows": (2, PLAN),
+        "_parts_of": (2, TRIED),
+        "_saved_files": (2, TRIED),
+        "_pyarrow": (1, TRIED),
+        "_opened": (2, TRIED),
+        "_check_columns": (1, TRIED),
+    },
+    "data/template_suffix.py": {
+        "SuffixRule.__init__": (1, TRIED),
+        "SuffixRule.sampled_text": (3, TRIED),
+        "SuffixRule._end_before_next": (1, RUN, _SAMPLED),
+        "SuffixRule._behind_marks": (1, RUN, _SAMPLED),
+        "SuffixRule._end_of_turn": (1, TRIED),
+        "SuffixRule._check_places": (1, RUN, _SAMPLED),
+        "SuffixRule._ends_of_turns": (2, TRIED),
+    },
+    "data/templates.py": {"ChatTemplate._render": (3, TRIED)},
+    "episodes/adapters/environment_loop.py": {"pattern_of": (2, FUNCTIONS), "as_text": (1, RUN, _SAMPLED)},
+    "episodes/adapters/gym_text.py": {"check_options": (1, FUNCTIONS), "_act": (1, RUN, _SAMPLED)},
+    "episodes/adapters/openenv.py": {
+        "check_options": (2, FUNCTIONS),
+        "_Socket._ask": (1, RUN, _SAMPLED),
+        "_Requests._check_state": (2, RUN, _SAMPLED),
+        "read_body": (1, RUN, _SAMPLED),
+        "_step": (2, RUN, _SAMPLED),
+        "_parsed": (1, RUN, _SAMPLED),
+    },
+    "episodes/argument_types.py": {"type_of": (1, FUNCTIONS), "_literal": (1, FUNCTIONS)},
+    "episodes/demonstrated.py": {"DemonstrationEncoder._check_calls": (1, TRIED), "_answered": (1, TRIED)},
+    "episodes/endpoint.py": {"Endpoint.start": (1, RUN, "whether an address can be bound is known when it is bound")},
+    "episodes/episode_pool.py": {"EpisodePool._replace": (1, RUN, _PROCESSES)},
+    "episodes/episode_session.py": {"Session._new": (1, RUN, _SAMPLED)},
+    "episodes/foreign.py": {"ForeignAgents.start": (1, FUNCTIONS)},
+    "episodes/loop_watch.py": {"_OwnedTask.cancel": (1, RUN, _SAMPLED)},
+    "episodes/message_parts.py": {"_only_argument": (2, TRIED), "_format_shown": (1, TRIED)},
+    "episodes/protocol.py": {"load_episode": (4, FUNCTIONS)},
+    "episodes/recorder.py": {"Recorder.locate": (1, RUN, _SAMPLED)},
+    "episodes/tool_schema.py": {"load_tools": (1, FUNCTIONS), "load_tool": (9, FUNCTIONS)},
+    "episodes/worker_seat.py": {"Seat.turn": (1, RUN, _SAMPLED), "SeatTools.call": (1, RUN, _SAMPLED)},
+    "rollout/loop_thread.py": {"LoopThread.check": (1, RUN, _PROCESSES)},
+    "rollout/pooled_server.py": {"PooledServer.control.run": (2, RUN, _SERVERS)},
+    "rollout/registration.py": {"read_registrations": (1, RUN, _DISK)},
+    "rollout/sampled_groups.py": {"SampledGroups.check_failures": (1, RUN, _SAMPLED)},
+    "rollout/sampling.py": {"Sampler.sample": (1, RUN, _SERVERS), "Sampler._complete": (1, RUN, _SERVERS)},
+    "rollout/secret.py": {"read_secret": (3, RUN, _DISK)},
+    "rollout/server/copy_wait.py": {"CopyWait.look": (1, RUN, _DISK), "CopyWait._heard": (1, RUN, _DISK)},
+    "rollout/server/listening_port.py": {
+        "free_port": (3, RUN, "which addresses and ports a server's machine has is known there, when it starts")
+    },
+    "rollout/server/reward_server.py": {"own_model": (1, RUN, _DEFECT)},
+    "rollout/server/served_precision.py": {"served_precision": (1, RUN, _SERVERS), "_server_info": (2, RUN, _SERVERS)},
+    "rollout/server/server_entry.py": {
+        "read_model_config": (1, PLAN),
+        "import_only": (2, START),
+        "check_context": (1, PLAN),
+    },
+    "rollout/server/server_spec.py": {
+        "spec_from_config": (1, PLAN),
+        "check_gpu": (1, RUN, _HERE),
+        "check_batch_invariant": (1, PLAN),
+        "check_memory_saver": (2, RUN, _HERE),
+        "check_options_ours": (1, PLAN),
+        "check_options_sglang": (1, TRIED),
+        "check_checkpoint": (2, RUN, _DEFECT),
+    },
+    "rollout/server/start_weights.py": {"current_weights": (1, RUN, _DISK)},
+    "rollout/server/supervise_server.py": {
+        "ServerSupervisor._serve": (1, RUN, _SERVERS),
+        "ServerSupervisor._death_of": (1, RUN, _SERVERS),
+    },
+    "rollout/server_pool.py": {
+        "ServerPool.__init__": (1, RUN, _DISK),
+        "ServerPool.wait_ready": (1, RUN, _SERVERS),
+        "ServerPool.acquire": (1, RUN, _SERVERS),
+        "ServerPool._raise_if_all_failed": (1, RUN, _SERVERS),
+    },
+    "rollout/set_aside.py": {"SetAside.load": (1, RUN, _SERVERS), "SetAside.acquire": (1, RUN, _SERVERS)},
+    "engine/cpu/te_loading.py": {"load_transformer_engine": (1, RUN, _HERE)},
+    "engine/megatron_fusions.py": {"choices": (1, RUN, _HERE), "dispatcher_settings": (2, RUN, _HERE)},
+    "engine/megatron_optimizer.py": {"require_optimizer": (1, RUN, _HERE)},
+    "engine/megatron_precision.py": {"require_precision": (2, RUN, _HERE), "_require_block_scales": (2, RUN, _HERE)},
+    "engine/routing.py": {"RoutingPass.finish": (3, RUN, _NUMBERS)},
+    "weights/adapter_experts.py": {"shares_a": (1, RUN, _RESUME), "from_peft": (1, RUN, _RESUME)},
+    "weights/adapter_folder.py": {"read_adapters": (4, RUN, _RESUME)},
+    "weights/adapter_publish.py": {
+        "AdapterTransaction._try": (1, RUN, _SERVERS),
+        "write_random_adapters": (1, RUN, _DISK),
+    },
+    "weights/block_folder.py": {"read_scales": (2, VALUES)},
+    "weights/broadcast.py": {"_update": (2, RUN, _SERVERS)},
+    "weights/carried_layers.py": {"CarriedLayers.__init__": (1, TRIED)},
+    "weights/critic_tensors.py": {
+        "import_critic.wanted": (1, RUN, "the bias of a critic's head is a value in its file")
+    },
+    "weights/folder_check.py": {"check_folder": (1, VALUES)},
+    "weights/gather.py": {"PolicyTensors.__init__": (2, RUN, _DEFECT)},
+    "weights/hf_export.py": {"_Writer._write": (1, RUN, _DISK)},
+    "weights/hf_folder.py": {
+        "HuggingFaceFolder.__init__": (1, TRIED),
+        "HuggingFaceFolder._file": (1, TRIED),
+        "HuggingFaceFolder._slice": (1, TRIED),
+        "_weight_map": (2, TRIED),
+    },
+    "weights/hf_import.py": {
+        "_fill_from_tensor": (1, RUN, "a tied head that differs from the embedding is seen in the values of both")
+    },
+    "weights/link.py": {"Sending.wait": (3, RUN, _SERVERS), "GroupEnd.broadcast": (1, RUN, _SERVERS)},
+    "weights/linked_servers.py": {"Link.__init__": (1, RUN, _SERVERS), "Link.broadcast": (1, RUN, _SERVERS)},
+    "weights/names.py": {"canonical_parameters": (3, RUN, _DEFECT)},
+    "weights/publish.py": {
+        "Publisher.publish": (1, RUN, _SERVERS),
+        "Publisher.publish_again": (1, RUN, _SERVERS),
+        "Publisher._lead_or_follow": (1, RUN, _SERVERS),
+    },
+    "weights/published_versions.py": {
+        "PublishedVersions.current": (1, RUN, _DISK),
+        "PublishedVersions.commit": (2, RUN, _DISK),
+        "PublishedVersions.prune": (1, RUN, _DISK),
+    },
+    "weights/quantize_published.py": {"PublishedForm.tensors": (2, RUN, _NUMBERS)},
+    "weights/senders.py": {"OwnTensors.broadcast": (1, RUN, _SERVERS)},
+    "weights/servers.py": {"Deadline.left": (1, RUN, _SERVERS)},
+    "weights/software.py": {"ask": (1, START), "check_same": (1, START)},
+    "weights/stacked_tensors.py": {"StackedFolder._expert": (1, VALUES)},
+    "reward/fit_data.py": {"token_ids": (1, RUN, "an example without a token is seen when it is encoded")},
+    "reward/fit_reward_model.py": {"fit": (1, TOOL)},
+    "reward/functions.py": {"load_function": (1, FUNCTIONS), "_check_call": (4, FUNCTIONS)},
+    "reward/json_responses.py": {"check_json_schema": (2, FUNCTIONS), "_validator": (4, FUNCTIONS)},
+    "reward/judges.py": {"check_judge": (2, FUNCTIONS)},
+    "reward/mathematics.py": {"_package": (1, FUNCTIONS)},
+    "reward/patterns.py": {"compiled": (2, FUNCTIONS), "check_regex": (3, FUNCTIONS)},
+    "reward/procedural.py": {"Scorer.__init__": (2, FUNCTIONS)},
+    "reward/programs.py": {"check_code": (4, FUNCTIONS), "_server": (2, FUNCTIONS)},
+    "reward/remote.py": {"RemoteCalls.__init__": (2, FUNCTIONS), "_variable": (1, FUNCTIONS)},
+    "reward/scoring_pool.py": {"ScoringPool._call": (1, RUN, _PROCESSES)},
+    "reward/shapes.py": {"check_format": (2, FUNCTIONS), "check_length": (2, FUNCTIONS)},
+    "reward/weighted_sum.py": {"table_of": (1, FUNCTIONS), "_condition": (1, FUNCTIONS)},
+    "checkpoint/compare_checkpoints.py": {"_run_lines": (1, TOOL)},
+    "checkpoint/convert.py": {"_fused": (1, TOOL), "_convert": (4, TOOL), "_resume": (2, TOOL)},
+    "checkpoint/folders.py": {"candidates": (1, RUN, _RESUME), "read_record": (1, RUN, _RESUME)},
+    "checkpoint/quantize.py": {"to_blocks": (2, TOOL), "to_form": (1, TOOL), "_Finite.read": (1, TOOL)},
+    "checkpoint/safe_pickle.py": {"read_index": (2, RUN, _RESUME), "_check_format": (2, RUN, _RESUME)},
+    "checkpoint/safetensors_stream.py": {
+        "SafetensorsFile.__init__": (4, TOOL),
+        "SafetensorsFile._placed": (5, TOOL),
+        "SafetensorsFile.read": (1, TOOL),
+        "write_safetensors": (1, TOOL),
+    },
+    "checkpoint/save.py": {"Saver._waiting_inside": (1, RUN, _DISK)},
+    "checkpoint/server_start.py": {"CopyMaker.look": (1, RUN, _DISK)},
+    "checkpoint/tensor_sources.py": {
+        "open_checkpoint": (2, TOOL),
+        "HuggingFaceSource.__init__": (2, TOOL),
+        "MegatronSource.__init__": (2, TOOL),
+    },
+    "checkpoint/torch_dist.py": {
+        "write_index": (1, RUN, _DISK),
+        "TorchDistFolder.__init__": (1, RUN, _RESUME),
+        "TorchDistFolder._stored": (1, RUN, _RESUME),
+        "TorchDistFolder.read": (1, RUN, _RESUME),
+        "TorchDistFolder._load": (3, RUN, _RESUME),
+    },
+    "checkpoint/train_state.py": {"find_checkpoint": (1, RUN, _RESUME), "load_checkpoint": (4, RUN, _RESUME)},
+    "journal/episode_log.py": {"EpisodeLog._open": (1, RUN, _DISK)},
+    "journal/frames.py": {"FrameFile.frames": (2, RUN, _RESUME)},
+    "journal/step_record.py": {"read_file": (2, RUN, _RESUME), "_damage": (1, RUN, _RESUME)},
+    "journal/step_writer.py": {"StepWriter._refusal": (1, RUN, _DISK), "disk_errors": (1, RUN, _DISK)},
+    "journal/token_gaps.py": {"write_token_gaps": (1, RUN, _DISK)},
+    "metrics/sink_loading.py": {"sink_makers": (1, FUNCTIONS), "_check": (2, FUNCTIONS), "load_sink": (4, FUNCTIONS)},
+    "metrics/writer.py": {
+        "MetricsWriter._folder_errors": (1, RUN, _DISK),
+        "MetricsWriter._step_of": (1, RUN, _RESUME),
+    },
+}
