@@ -139,7 +139,9 @@ def _servers(attempt: Attempt) -> str | None:
     ]
     # They wait for the same, and its maker's registration is ahead of the others'.
     preparing = max((server for server in servers if server.is_preparing), key=lambda s: s.done_bytes, default=None)
-    notes = given_up if preparing is None else [f"waiting for {preparing.preparation}", *given_up]
+    notes = [] if preparing is None else [f"waiting for {preparing.preparation}"]
+    retries = [(server.server_id, server.retry) for server in servers if server.retry is not None]
+    notes += [retry if len(servers) == 1 else f"{name}: {retry}" for name, retry in retries] + given_up
     text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     return text + (f" ({'; '.join(notes)})" if notes else "") or None
 

@@ -21,6 +21,7 @@ from rich.text import Text
 from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, read_state
 from gspo_mega.launcher.restarts import starts_again
 from gspo_mega.metrics.console import progress_line
+from gspo_mega.printable import printable
 from gspo_mega.run_folder import Attempt, RunFolder, read_json
 
 _TAIL_BYTES = 256 * 1024
@@ -46,13 +47,14 @@ def watch(folder: RunFolder, describe: Describe, interval: float, output: TextIO
     """Show `describe`'s (name, text) pairs every `interval` seconds. `output`: standard output by default. Raises what
     `describe` raises for a folder that is not a run's.
     """
-    console = Console(file=output or sys.stdout)
+    # rich draws with escapes: it gets the terminal itself, and the texts are made printable here.
+    console = Console(file=output or getattr(sys.stdout, "foreign", sys.stdout))
     try:
         if console.is_terminal:
             _on_terminal(folder, describe, interval, console)
         else:
             for line in _plain_lines(folder, describe, interval):
-                print(line, file=output or sys.stdout, flush=True)
+                print(printable(line), file=output or sys.stdout, flush=True)
     except KeyboardInterrupt:
         pass  # the way to end it
     return 0
@@ -88,16 +90,18 @@ def screen_of(folder: RunFolder, describe: Describe) -> RenderableType:
     report = Table.grid(padding=(0, 2))
     for name, text in describe(folder, time.time()):
         # Text: nothing in a run's words is markup.
-        report.add_row(Text(name, style="bold"), Text(text, style="red" if name == "error" else ""))
+        report.add_row(Text(name, style="bold"), Text(printable(text), style="red" if name == "error" else ""))
     parts: list[RenderableType] = [report]
     attempt = folder.latest_attempt()
     if attempt is not None and (ranks := ranks_at_work(attempt)):
-        report.add_row(Text("ranks", style="bold"), Text(ranks))
+        report.add_row(Text("ranks", style="bold"), Text(printable(ranks)))
     if lines := last_lines(folder)[-_MOST_STEPS:]:
         parts.append(_steps(lines))
     if attempt is not None and (tail := _console_tail(attempt)):
         parts.append(
-            Panel(Text("\n".join(tail), overflow="ellipsis", no_wrap=True), title="console", title_align="left")
+            Panel(
+                Text(printable("\n".join(tail)), overflow="ellipsis", no_wrap=True), title="console", title_align="left"
+            )
         )
     parts.append(Text(f"{time.strftime('%H:%M:%S')}   Ctrl-C ends this view, not the run", style="dim"))
     return Group(*parts)
@@ -111,7 +115,7 @@ def _steps(lines: list[dict[str, Any]]) -> Table:
     for line in lines:
         values = (line.get(metric) for _, metric, _ in columns)
         table.add_row(
-            str(line["step"]),
+            printable(str(line["step"])),
             *("" if value is None else form.format(value) for value, (_, _, form) in zip(values, columns, strict=True)),
         )
     return table

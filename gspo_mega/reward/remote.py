@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from gspo_mega.config.remote_rules import url_problem
 from gspo_mega.config.schema import RemoteReward
 from gspo_mega.errors import RewardError
+from gspo_mega.proxies import proxy_of
 
 if TYPE_CHECKING:  # imported where it is used: commands that only read a configuration do without it
     import aiohttp
@@ -91,6 +92,10 @@ class RemoteCalls:
             self._headers["Authorization"] = f"Bearer {key}"
             self._secrets.append(key)
         self._host = urlsplit(self._url).netloc.rpartition("@")[2]
+        # The run's own servers are asked directly; a service may be outside of the cluster.
+        self._proxy = proxy_of(self._url, environment) if own is None else None
+        if self._proxy is not None and (password := urlsplit(self._proxy).password):
+            self._secrets.append(password)
         self._session: aiohttp.ClientSession | None = None
         self._num_requests = self._num_retries = 0
 
@@ -169,7 +174,9 @@ class RemoteCalls:
 
         try:
             # A redirection would take the key to another host.
-            async with self._open().post(url, data=data, headers=self._headers, allow_redirects=False) as answer:
+            async with self._open().post(
+                url, data=data, headers=self._headers, allow_redirects=False, proxy=self._proxy
+            ) as answer:
                 body = await _read(answer.content)
                 if answer.status != 200:
                     raise self._refusal(answer.status, answer.headers, body)

@@ -33,6 +33,9 @@ class Registration:
         heartbeat: when the file was last written, in Unix seconds.
         precision: what it computes in, holds and caches, in words; None before it was first ready.
         error: why the server failed, or why it was last restarted.
+        num_failures: how often the server failed since its `gspo-mega serve` began. It tells two failures apart.
+        failed_starts, most_starts: of the starts that `server.max_restarts` allows now, how many have failed, and how
+            many there are. A `most_starts` of 0 is not known.
         waits_for: what is made before this server can be started, in words; None where it is being started.
         done_bytes, total_bytes: how much of that is made; a total of 0 is not known yet.
     """
@@ -47,6 +50,9 @@ class Registration:
     tensor_parallel: int = 1
     precision: str | None = None
     error: str | None = None
+    num_failures: int = 0
+    failed_starts: int = 0
+    most_starts: int = 0
     waits_for: str | None = None
     done_bytes: int = 0
     total_bytes: int = 0
@@ -55,6 +61,16 @@ class Registration:
     def is_preparing(self) -> bool:
         """Whether the server has not been started yet, because what it starts from is still being made."""
         return self.state == "starting" and self.waits_for is not None
+
+    @property
+    def retry(self) -> str | None:
+        """Which start this is and why the last one failed, in words; None where none has failed, or it is over."""
+        if not self.num_failures or self.state not in ("waiting", "starting", "restarting"):
+            return None
+        return (
+            f"attempt {self.failed_starts + 1} of {self.most_starts}; last failure:"
+            f" {(self.error or 'not known').strip().splitlines()[0]}"
+        )
 
     @property
     def preparation(self) -> str | None:

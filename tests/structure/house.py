@@ -11,7 +11,7 @@ from typing import NamedTuple
 # A package imports from itself and from what is named here. Top-level modules count as packages.
 _BASE = {
     *("", "errors", "records", "token_columns", "episode_records", "episode_check", "rollout_batch"),
-    *("run_folder", "durable"),
+    *("run_folder", "durable", "proxies", "printable", "guarded_files"),
     *("kill_points", "process_death", "beats", "descriptors", "line_process", "importing", "background"),
 }
 _LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan", "quantization", "batch_invariant"}
@@ -32,9 +32,12 @@ LAYERS: dict[str, set[str]] = {
     "importing": {""},
     "beats": {""},
     "background": {""},
+    "proxies": {""},
+    "guarded_files": {""},
+    "printable": {""},
     "line_process": {""},
     "durable": {"", "kill_points"},
-    "run_folder": {"errors", "durable"},
+    "run_folder": {"errors", "durable", "guarded_files"},
     "config": _BASE,
     "doctor": {"", "descriptors", "durable", "sglang_release"},
     "model": _BASE | {"config"},
@@ -96,7 +99,7 @@ HOMES: dict[str, set[str]] = {
         "episodes/adapters/openenv.py",
         "report/live_page.py",
     },
-    "urllib.request": {"rollout", "launcher/alert_calls.py"},
+    "urllib.request": {"rollout", "launcher/alert_calls.py", "proxies.py"},
     "pickle": {"checkpoint/safe_pickle.py"},  # which reads what others wrote so, by a list of names
     "os.environ": {
         "launcher",
@@ -114,6 +117,7 @@ HOMES: dict[str, set[str]] = {
         "episodes/agent_worker.py",
         "episodes/owned_processes.py",
         "runtime/gpu_variables.py",
+        "proxies.py",
     },
     "os.getenv": set(),
     "os.putenv": set(),
