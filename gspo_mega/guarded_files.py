@@ -20,6 +20,8 @@ MOST_BYTES = 4 * 1024**3
 MOST_JSON_BYTES = 256 * 1024**2
 """Of a file that is one JSON value, such as a model's index or a tokenizer."""
 
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
+
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -92,7 +94,23 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it does not fit into the memory") from None
 
 
-def size_of(path: Path) -> int:
-    """Of a regular file, in bytes. Raises OSError."""
-    with open_regular(path) as file:
-        return os.fstat(file.fileno()).st_size
+def odd_file(folder: Path) -> str | None:
+    """What in a folder that a library is to read is neither a file nor a folder, or a text of more than
+    `MOST_JSON_BYTES`, with its path; None where there is nothing of the kind. The library would wait for it, or fill
+    the memory with it.
+    """
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return None  # who reads it says so
+    for entry in entries:
+        try:
+            found = entry.stat()
+        except OSError:  # a link to nothing, which no reader finds
+            continue
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
+            return f"{entry.path}: is {kind}, not a file"
+        if found.st_size > MOST_JSON_BYTES and entry.name.endswith(_TEXTS):
+            return f"{entry.path}: has {found.st_size} bytes; at most {MOST_JSON_BYTES} are read"
+    return None

@@ -8,6 +8,7 @@ speak to nobody else and get no proxy variable at all. Standard library only.
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import socket
 from collections.abc import Iterable, Mapping
@@ -52,7 +53,9 @@ def without_proxies(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_users_code(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a user's function or agent gets of the proxy variables, besides `direct`: the way out. A proxy's address with a user or a password is a credential, which only `environment` of the section hands on."""
+    """What a user's function or agent gets of the proxy variables, besides `direct`: the way out. A proxy's address
+    with a user or a password is a credential, which only the section's `environment` hands on.
+    """
     proxies = {name: environment[name] for name in VARIABLES if name in environment}
     return {name: value for name, value in proxies.items() if "@" not in value}
 
@@ -86,7 +89,7 @@ def _addresses(proc: Path) -> list[str]:
     """Of this machine's interfaces, from the kernel's tables; empty where they cannot be read."""
     found: list[str] = []
     lines = _lines(proc / "fib_trie")
-    for before, line in zip(lines, lines[1:], strict=False):
+    for before, line in itertools.pairwise(lines):
         if "/32 host LOCAL" in line:
             found.append(before.split()[-1])
     for line in _lines(proc / "if_inet6"):

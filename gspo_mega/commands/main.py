@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from gspo_mega import __version__, proxies
 from gspo_mega.commands.screen import drop_standard_output, fill_standard_descriptors, show_error
-from gspo_mega.errors import GspoMegaError
+from gspo_mega.errors import FolderError, GspoMegaError
+from gspo_mega.guarded_files import NoRegularFileError
 from gspo_mega.importing import uncollected
 from gspo_mega.printable import printable_output
 
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GspoMegaError as error:
         show_error(error)
         return error.exit_code
+    except NoRegularFileError as error:
+        show_error(f"gspo-mega {name}: {error.filename}: {error.strerror}")
+        return FolderError.exit_code
     except OSError as error:
         if name in RUNS or error.filename is not None:
             raise

@@ -77,7 +77,9 @@ class Screen:
 
 
 def write_line(stream: TextIO | None, line: str) -> None:
-    """Write a line, made printable, past Python's buffer, which would keep a failed line and fail again at exit. Raises OSError."""
+    """Write a line, made printable, past Python's buffer, which would keep a failed line and fail again at exit. Raises
+    OSError.
+    """
     if stream is None:
         return
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from gspo_mega.commands.stacks_of_run import ask_for_stacks
 from gspo_mega.errors import ConfigError, RolloutError
+from gspo_mega.guarded_files import read_text
 from gspo_mega.launcher.attempt_state import RunState, read_state
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart, starts_again
 from gspo_mega.rollout.registration import read_registrations
@@ -182,7 +183,7 @@ def _first_record(attempt: Attempt) -> str | None:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return read_text(path, errors="replace").strip()
     except FileNotFoundError:
         return None
 

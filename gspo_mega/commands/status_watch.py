@@ -5,7 +5,6 @@ Reads the run's folder alone. Ends with the run's last attempt, or with Ctrl-C, 
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from gspo_mega.guarded_files import open_regular, parse_json
 from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, read_state
 from gspo_mega.launcher.restarts import starts_again
 from gspo_mega.metrics.console import progress_line
@@ -136,19 +136,19 @@ def ranks_at_work(attempt: Attempt) -> str:
 def last_lines(folder: RunFolder) -> list[dict[str, Any]]:
     """The whole lines at the end of metrics.jsonl."""
     try:
-        with folder.metrics_file.open("rb") as file:
+        with open_regular(folder.metrics_file) as file:
             start = max(0, folder.metrics_file.stat().st_size - _TAIL_BYTES)
             file.seek(start)
             lines = file.read().splitlines(keepends=True)
     except FileNotFoundError:
         return []
     # The first may be the rest of a line.
-    return [json.loads(line) for line in lines[1 if start else 0 :] if line.endswith(b"\n")]
+    return [parse_json(line) for line in lines[1 if start else 0 :] if line.endswith(b"\n")]
 
 
 def _console_tail(attempt: Attempt) -> list[str]:
     try:
-        with attempt.console_log.open("rb") as file:
+        with open_regular(attempt.console_log) as file:
             file.seek(max(0, attempt.console_log.stat().st_size - _TAIL_BYTES))
             text = file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:

@@ -15,11 +15,13 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from gspo_mega.data.plain_json import read_plain
 from gspo_mega.data.templates import ChatTemplate
 from gspo_mega.errors import DataError
+from gspo_mega.guarded_files import odd_file
 
 Message: TypeAlias = dict[str, Any]
 Messages: TypeAlias = list[Message]
@@ -264,6 +266,8 @@ def load_tokenizer(folder: str) -> Any:
     """The Hugging Face tokenizer of a model's folder. Raises DataError where it cannot be read, or where it needs code
     from the folder.
     """
+    if (odd := odd_file(Path(folder))) is not None:
+        raise DataError(f"{odd}; the tokenizer of the folder is not loaded")
     from transformers import AutoTokenizer
 
     try:

@@ -32,8 +32,8 @@ class StepRecord:
     prompt order's state behind the batch. `made_by`: fingerprints of what made the episodes, by kind; none in a record
     of an earlier release. `checksums`: of every episode's frame as it was first written, by episode id.
     `routes_pruned`: the routed experts were recorded and have been removed. `consumed`: what the record of the batch
-    says, without its episodes. `damages`, `lost`: only of a file that was read past its damage; what is damaged, and the
-    episodes that are intact and whose prompt, tools or group is not.
+    says, without its episodes. `damages`, `lost`: only of a file that was read past its damage; what is damaged, and
+    the episodes that are intact and whose prompt, tools or group is not.
     """
 
     step: int

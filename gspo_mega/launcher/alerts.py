@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import GspoMegaError, StuckError
+from gspo_mega.guarded_files import open_regular
 from gspo_mega.launcher.alert_calls import call_command, call_url, resolved_url
 from gspo_mega.launcher.failure import one_line
 from gspo_mega.metrics.trends import trend_of
@@ -147,7 +148,7 @@ class _NewLines:
         try:
             if self._path.stat().st_size < self._offset:
                 self._offset, self.rewards, self._is_first = 0, [], True
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except OSError:

@@ -11,6 +11,7 @@ import secrets
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from gspo_mega.guarded_files import read_text
 from gspo_mega.metrics.sinks import SinkRun
 from gspo_mega.run_folder import atomic_write_text
 
@@ -82,7 +83,7 @@ def _run_id(folder: Path) -> str:
     path = folder / "run_id"
     if not path.exists():
         atomic_write_text(path, secrets.token_hex(4) + "\n")
-    return path.read_text(encoding="utf-8").strip()
+    return read_text(path).strip()
 
 
 def _last_offline_step(folder: Path) -> int | None:

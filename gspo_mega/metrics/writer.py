@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import DataError, FolderError
+from gspo_mega.guarded_files import parse_json, read_bytes
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.metrics.prometheus import PrometheusEndpoint
 from gspo_mega.metrics.sinks import Sinks
@@ -120,19 +121,19 @@ class MetricsWriter:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            content = self.path.read_bytes()
+            content = read_bytes(self.path)
             if content and not content.endswith(b"\n"):
                 os.truncate(self.path, content.rfind(b"\n") + 1)
         self._file = self.path.open("ab")
 
     def _whole_lines(self) -> list[tuple[int, bytes]]:
-        lines = self.path.read_bytes().splitlines(keepends=True)
+        lines = read_bytes(self.path).splitlines(keepends=True)
         return [(number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
 
     def _step_of(self, numbered: tuple[int, bytes]) -> int:
         number, line = numbered
         try:
-            step = json.loads(line)["step"]
+            step = parse_json(line)["step"]
         except (ValueError, KeyError, TypeError):
             step = None
         if not isinstance(step, int):
@@ -149,5 +150,5 @@ def _number(value: Any) -> float | int | None:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl` in order; a half-written last line is left out."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    lines = read_bytes(path).splitlines(keepends=True)
+    return [parse_json(line) for line in lines if line.endswith(b"\n")]

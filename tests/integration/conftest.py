@@ -22,7 +22,6 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
 
-
 # As on most clusters: whatever speaks to the job's own addresses by way of these is refused there, and does not end.
 for _name in ("http_proxy", "https_proxy", "all_proxy"):
     os.environ[_name] = os.environ[_name.upper()] = "http://127.0.0.1:9"

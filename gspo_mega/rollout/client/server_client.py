@@ -230,9 +230,7 @@ class ServerClient:
         except (ValueError, RecursionError) as error:
             raise ServerError(self.server_id, what or path, "nonsense", f"not JSON: {text[:200]!r}") from error
         if not isinstance(answer, dict):
-            raise ServerError(
-                self.server_id, what or path, "nonsense", f"an object expected, not {shown(answer)}"
-            )
+            raise ServerError(self.server_id, what or path, "nonsense", f"an object expected, not {shown(answer)}")
         return answer
 
     async def call(

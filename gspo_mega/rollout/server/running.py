@@ -18,7 +18,6 @@ from gspo_mega.rollout.server.process_tree import end_group, start_group
 from gspo_mega.rollout.server.scratch import Scratch
 from gspo_mega.rollout.server.server_spec import ServerSpec
 
-
 _MOST_TAIL_BYTES = 256 * 1024
 _MOST_WORD = 400
 # As the last line of a traceback has it: a class, perhaps of a module, and its message.

@@ -43,7 +43,7 @@ WRONG = {
     "minus huge": -(2**63),
     "null": None,
     "no digits": "seven",
-    "other digits": "٧",
+    "other digits": "\u0667",
     "digits with a line": "7\n",
     "a float's digits": "7.0",
     "many digits": "9" * 5000,
