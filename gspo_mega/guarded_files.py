@@ -8,12 +8,13 @@ Standard library only.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MOST_BYTES = 4 * 1024**3
 """Of a file that is read whole, as metrics and logs are."""
@@ -35,7 +36,7 @@ class NoRegularFileError(OSError):
     """What bears a file's name is something else, or too large. `strerror` says what it is."""
 
 
-def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) -> io.BufferedReader:
     """Open a regular file, or a link to one, for reading. Raises OSError: where there is none, NoRegularFileError.
 
     `most_bytes`: refuse a larger file; None for one that is read piece by piece.

@@ -64,18 +64,25 @@ def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | Non
     """The HTTP proxy through which a service outside of the job is asked; None where it is asked directly. SOCKS
     proxies are left out.
     """
-    from urllib.request import proxy_bypass_environment  # imports an HTTP client, which few processes need
-
     parts = urlsplit(url)
     by_scheme = _proxies_of(environment)
     found = by_scheme.get(parts.scheme) or by_scheme.get("all")
     if not found or not parts.hostname:
         return None
     no_proxy = direct(environment=environment)["no_proxy"]
-    if no_proxy == "*" or proxy_bypass_environment(parts.hostname, {"no": no_proxy}):
+    if no_proxy == "*" or _is_listed(parts.hostname, parts.netloc.rpartition("@")[2], no_proxy):
         return None
     found = found if "://" in found else f"http://{found}"
     return found if urlsplit(found).scheme in ("http", "https") else None
+
+
+def _is_listed(host: str, host_and_port: str, no_proxy: str) -> bool:
+    """As Python's own client reads the list: a name stands for itself and for what ends with it after a dot."""
+    for part in no_proxy.lower().split(","):
+        name = part.strip().lstrip(".")
+        if name and any(one == name or one.endswith(f".{name}") for one in (host.lower(), host_and_port.lower())):
+            return True
+    return False
 
 
 def _proxies_of(environment: Mapping[str, str]) -> dict[str, str]:

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import csv
-import io
+import json
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
-
-from gspo_mega.guarded_files import open_regular, parse_json
 
 COLUMNS = {
     "step": "step",
@@ -34,11 +32,11 @@ Row = dict[str, float | None]
 
 def read_curve(path: Path) -> list[Row]:
     """Rows of `COLUMNS` by step; None where a step has no such value. Raises ValueError where there is no step."""
-    with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         if path.suffix == ".csv":
             rows = [{key: float(line[key]) if line[key] else None for key in COLUMNS} for line in csv.DictReader(file)]
         else:
-            lines = [parse_json(line) for line in file]
+            lines = [json.loads(line) for line in file]
             rows = [{key: line.get(name) for key, name in COLUMNS.items()} for line in lines]
     rows = [row for row in rows if row["reward"] is not None or row["accuracy"] is not None]
     if not rows:

@@ -101,7 +101,7 @@ HOMES: dict[str, set[str]] = {
         "episodes/adapters/openenv.py",
         "report/live_page.py",
     },
-    "urllib.request": {"rollout", "launcher/alert_calls.py", "proxies.py"},
+    "urllib.request": {"rollout", "launcher/alert_calls.py"},
     "pickle": {"checkpoint/safe_pickle.py"},  # which reads what others wrote so, by a list of names
     "os.environ": {
         "launcher",
