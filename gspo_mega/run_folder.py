@@ -289,7 +289,7 @@ class RunFolder:
     def num_restarts(self) -> int:
         """The number of failed attempts after which the supervisor started the run again by itself."""
         records = (read_json(attempt.restart_file) for attempt in self.attempts())
-        return sum(record is not None and record["again"] for record in records)
+        return sum(isinstance(record, dict) and record.get("again") is True for record in records)
 
     def new_attempt(self) -> Attempt:
         """Create the next attempt (its folders and API key) and point `attempts/latest` to it.

@@ -20,7 +20,7 @@ from gspo_mega.launcher.attempt_state import RunState, read_state
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart, starts_again
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.server.reward_server import reward_folder, reward_names
-from gspo_mega.run_folder import Attempt, RunFolder, read_json
+from gspo_mega.run_folder import Attempt, DamagedFileError, RunFolder, read_json
 
 _SHOWN = (
     # name, key of the report
@@ -174,11 +174,17 @@ def _restarts(folder: RunFolder) -> str | None:
 
 
 def _first_record(attempt: Attempt) -> str | None:
-    records = [record for path in attempt.errors_dir.glob("rank_*.json") if (record := read_json(path)) is not None]
+    records = []
+    for path in attempt.errors_dir.glob("rank_*.json"):
+        if (record := read_json(path)) is None:
+            continue
+        if not isinstance(record, dict) or type(record.get("time")) not in (int, float) or "rank" not in record:
+            raise DamagedFileError(f"{path}: not the record of a rank's failure")
+        records.append(record)
     if not records:
         return None
     first = min(records, key=lambda record: record["time"])
-    return f"rank {first['rank']}: {first['text'] or first['type']}"
+    return f"rank {first['rank']}: {first.get('text') or first.get('type')}"
 
 
 def _text(path: Path) -> str | None:

@@ -22,7 +22,7 @@ from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, read_state
 from gspo_mega.launcher.restarts import starts_again
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.printable import printable
-from gspo_mega.run_folder import Attempt, RunFolder, read_json
+from gspo_mega.run_folder import Attempt, DamagedFileError, RunFolder, read_json
 
 _TAIL_BYTES = 256 * 1024
 _MOST_STEPS = 12
@@ -129,7 +129,7 @@ def ranks_at_work(attempt: Attempt) -> str:
             records.append(read_json(path))
         except (OSError, ValueError):
             continue  # it is being written: the next look reads it
-    phases = Counter(record["phase"] for record in records if record is not None)
+    phases = Counter(str(record["phase"]) for record in records if isinstance(record, dict) and "phase" in record)
     return ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
 
 
@@ -143,7 +143,11 @@ def last_lines(folder: RunFolder) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     # The first may be the rest of a line.
-    return [parse_json(line) for line in lines[1 if start else 0 :] if line.endswith(b"\n")]
+    try:
+        found = [parse_json(line) for line in lines[1 if start else 0 :] if line.endswith(b"\n")]
+    except ValueError as error:
+        raise DamagedFileError(f"{folder.metrics_file}: a line at its end is not one of metrics: {error}") from None
+    return [line for line in found if isinstance(line, dict) and type(line.get("step")) is int]
 
 
 def _console_tail(attempt: Attempt) -> list[str]:

@@ -149,6 +149,13 @@ def _number(value: Any) -> float | int | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl` in order; a half-written last line is left out."""
+    """The lines of a `metrics.jsonl` in order; a half-written last line is left out. Raises DataError."""
     lines = read_bytes(path).splitlines(keepends=True)
-    return [parse_json(line) for line in lines if line.endswith(b"\n")]
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.endswith(b"\n"):
+            try:
+                found.append(parse_json(line))
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: is not a line of metrics: {error}") from None
+    return found

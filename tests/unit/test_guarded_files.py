@@ -138,7 +138,7 @@ def test_no_file_of_a_model_holds_up_a_plan(tmp_path, capsys, kind, name):
     if name != "tokenizer.json" or kind in (pipe, endless, unix_socket, sparse):
         code = main(["plan", "configs/quickstart.yaml", f"model.path={model}"])
         assert code == 2 and str(model / name) in capsys.readouterr().err
-    if kind is not folder:  # which transformers refuses in its own words
+    if name == "tokenizer.json" and kind is not folder:  # which transformers refuses in its own words
         with pytest.raises(DataError, match="tokenizer"):
             load_tokenizer(str(model))
 
@@ -196,7 +196,8 @@ def test_a_huge_number_of_a_model_is_refused_by_its_key(tmp_path, capsys, key):
 )
 def test_a_huge_number_of_a_configuration_is_refused_by_its_key(capsys, words):
     assert main(["plan", "configs/quickstart.yaml", f"model.path={SHAPE}", *words]) == 2
-    assert any(word.partition("=")[0] in capsys.readouterr().err for word in [words[0], words[-1]])
+    said = capsys.readouterr().err
+    assert any(word.partition("=")[0] in said for word in [words[0], words[-1]])
 
 
 def test_only_regular_files_are_opened(tmp_path):
