@@ -110,6 +110,6 @@ class JournalError(GspoMegaError):
 
 
 class FolderError(GspoMegaError):
-    """The run folder, or a file in it that is neither checkpoint nor journal, cannot be written."""
+    """The run folder, or a file in it that is neither checkpoint nor journal, cannot be written, or is damaged."""
 
     exit_code = 9

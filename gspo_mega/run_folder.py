@@ -37,7 +37,6 @@ import it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -45,11 +44,14 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.durable import atomic_write_json, atomic_write_text
+from gspo_mega.errors import FolderError
+from gspo_mega.guarded_files import NoRegularFileError, read_json_file, read_text
 
 __all__ = [
     "CURRENT_WEIGHTS_NAME",
     "EXIT_STOPPED",
     "Attempt",
+    "DamagedFileError",
     "RunFolder",
     "atomic_write_json",
     "atomic_write_text",
@@ -71,15 +73,21 @@ def weight_version_folder(weights_dir: Path, weight_version: int) -> Path:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any | None:
-    """The JSON value in `path`, or None when there is no such file. A damaged file raises ValueError naming it."""
+    """The JSON value in `path`, or None when there is no such file. Raises DamagedFileError naming a file that is
+    damaged or no file, and OSError.
+    """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return read_json_file(path)
     except FileNotFoundError:
         return None
-    try:
-        return json.loads(text)
+    except NoRegularFileError as error:
+        raise DamagedFileError(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
+        raise DamagedFileError(f"{path}: not valid JSON: {error}") from None
+
+
+class DamagedFileError(FolderError, ValueError):
+    """A file of a run's folder holds something else than its writer wrote, or is no file."""
 
 
 class Attempt:
@@ -160,7 +168,7 @@ class Attempt:
     def stacks_asked(self) -> int:
         """The number of the last request for all ranks' stacks, or 0."""
         try:
-            return int(self.stacks_request_file.read_text(encoding="utf-8"))
+            return int(read_text(self.stacks_request_file))
         except (OSError, ValueError):
             return 0
 
@@ -184,7 +192,7 @@ class Attempt:
     def stop_reason(self) -> str | None:
         """Why the ranks should stop; None while nobody has asked for it."""
         try:
-            return self.stop_file.read_text(encoding="utf-8").strip() or "asked by hand"  # `touch stop` is enough
+            return read_text(self.stop_file, errors="replace").strip() or "asked by hand"  # `touch stop` is enough
         except FileNotFoundError:
             return None
 
@@ -281,7 +289,7 @@ class RunFolder:
     def num_restarts(self) -> int:
         """The number of failed attempts after which the supervisor started the run again by itself."""
         records = (read_json(attempt.restart_file) for attempt in self.attempts())
-        return sum(record is not None and record["again"] for record in records)
+        return sum(isinstance(record, dict) and record.get("again") is True for record in records)
 
     def new_attempt(self) -> Attempt:
         """Create the next attempt (its folders and API key) and point `attempts/latest` to it.

@@ -15,8 +15,10 @@ if __package__ is None or __package__ == "":
 
 from gspo_mega.certify.vectors import replay_file
 from gspo_mega.errors import DataError
+from gspo_mega.printable import printable_output
 
 
+@printable_output()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="check_vectors", description="Replay a file of reference vectors through the objective."

@@ -17,6 +17,7 @@ if __package__ is None or __package__ == "":
 
 from gspo_mega.errors import GspoMegaError
 from gspo_mega.importing import uncollected
+from gspo_mega.printable import printable_output
 
 with uncollected():
     import torch
@@ -105,6 +106,7 @@ def add_described_by(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@printable_output()
 def guarded(run: Callable[[], int]) -> int:
     """The exit code of `run`, or of its error after printing the error's text."""
     try:

@@ -12,8 +12,10 @@ from pathlib import Path
 from conversion_tool import add_described_by, guarded
 
 from gspo_mega.checkpoint.compare_checkpoints import describe
+from gspo_mega.printable import printable_output
 
 
+@printable_output()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="inspect_checkpoint", description="Describe a checkpoint.")
     parser.add_argument("folder", type=Path, metavar="DIR")

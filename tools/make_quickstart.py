@@ -38,6 +38,7 @@ from gspo_mega.data.turns_template import CHAT_TEMPLATE
 from gspo_mega.errors import DataError, GspoMegaError
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.printable import printable_output
 
 SHAPES = Path(__file__).resolve().parents[1] / "configs" / "models"
 
@@ -75,6 +76,7 @@ TASKS = {
 }
 
 
+@printable_output()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="make_quickstart", description="Make the quickstart's model, tokenizer and data."

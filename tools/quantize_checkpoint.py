@@ -19,9 +19,11 @@ from conversion_tool import ProgressBar, add_described_by, add_file_bytes, guard
 
 from gspo_mega.checkpoint.quantize import to_blocks
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
+from gspo_mega.printable import printable_output
 from gspo_mega.weights.quantize_published import Rule
 
 
+@printable_output()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="quantize_checkpoint", description="Quantise a checkpoint to FP8 blocks.")
     parser.add_argument("source", type=Path, metavar="CHECKPOINT", help="what to quantise")

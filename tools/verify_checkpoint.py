@@ -14,8 +14,10 @@ from conversion_tool import ProgressBar, add_described_by, guarded
 
 from gspo_mega.checkpoint.compare_checkpoints import differences
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
+from gspo_mega.printable import printable_output
 
 
+@printable_output()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="verify_checkpoint", description="Compare two checkpoints of any two formats, bit for bit."

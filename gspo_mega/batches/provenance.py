@@ -21,6 +21,7 @@ from pathlib import Path
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Config, OwnReward, RewardFunction
 from gspo_mega.episodes.protocol import BUILTINS as EPISODES
+from gspo_mega.guarded_files import open_regular, read_bytes
 from gspo_mega.reward.functions import BUILTINS
 from gspo_mega.rollout_batch import RolloutBatch
 
@@ -139,7 +140,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _content(path: Path) -> str:
-    with path.open("rb") as file:  # an option may name a file of any size
+    with open_regular(path) as file:  # an option may name a file of any size
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -218,7 +219,7 @@ def _imports(file: Path, package: str) -> Iterator[str]:
     if file.suffix != ".py":
         return
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = ast.parse(read_bytes(file))
     except (SyntaxError, ValueError):  # its import will fail with the reason
         return
     for node in ast.walk(tree):
@@ -232,7 +233,7 @@ def _imports(file: Path, package: str) -> Iterator[str]:
 
 def _samples(path: Path) -> str:
     size, digest = path.stat().st_size, hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
             file.seek(start)
             digest.update(file.read(_SAMPLE_BYTES))

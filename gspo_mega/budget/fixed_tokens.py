@@ -5,7 +5,6 @@ Owns the record and its form on disk. Scoring covers the prompts, too: where two
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 
 from gspo_mega.budget.attribution import Tokens
 from gspo_mega.episode_records import Episode, one_turn_row
+from gspo_mega.guarded_files import read_json_file
 from gspo_mega.records import Prompt
 from gspo_mega.rollout_batch import Group, RolloutBatch
 from gspo_mega.run_folder import atomic_write_json
@@ -72,7 +72,7 @@ class FixedTokens:
 
     @classmethod
     def load(cls, folder: Path) -> FixedTokens:
-        values: dict[str, Any] = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
+        values: dict[str, Any] = read_json_file(folder / "tokens.json")
         with np.load(folder / "routes.npz") as routes:
             arrays = tuple(routes[name] for name in routes.files)
         sequences = (

@@ -15,6 +15,7 @@ from typing import Any
 
 from gspo_mega.config.recipes import RECIPES, Aggregation, Ratio
 from gspo_mega.errors import DataError
+from gspo_mega.guarded_files import read_json_file
 
 # The recipes with a ratio of their own, and GSPO with the product of the token ratios in place of their geometric mean.
 RAW_SEQUENCE = "gspo_rawseq"
@@ -68,13 +69,15 @@ class VectorFile:
 def read_vector_file(path: Path) -> VectorFile:
     """Read and check a file of vectors. Raises DataError naming file, case and key for anything not of the schema."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_file(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 text: {error}") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}:{error.colno}: is not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: is not JSON: {error}") from error
     try:
         return _checked(content)
     except DataError as error:

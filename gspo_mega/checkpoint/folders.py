@@ -14,6 +14,7 @@ from typing import Any
 
 from gspo_mega import durable
 from gspo_mega.errors import CheckpointError
+from gspo_mega.guarded_files import open_regular, read_text
 from gspo_mega.run_folder import RunFolder, read_json
 
 # 2: `files`, the checksums, beside what 1 had.
@@ -77,7 +78,7 @@ def candidates(run_folder: RunFolder) -> list[Path]:
     Empty for a run without checkpoints. Raises CheckpointError if `latest` names something else.
     """
     try:
-        named = run_folder.checkpoints_dir / run_folder.latest_checkpoint_file.read_text().strip()
+        named = run_folder.checkpoints_dir / read_text(run_folder.latest_checkpoint_file).strip()
     except FileNotFoundError:
         return []
     if not _COMPLETE.fullmatch(named.name):
@@ -143,7 +144,7 @@ def damage(folder: Path, files: dict[str, list[Any]], share: int, num_shares: in
 
 
 def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 

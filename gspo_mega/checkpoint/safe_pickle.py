@@ -10,7 +10,6 @@ from __future__ import annotations
 import copyreg
 import enum
 import io
-import json
 import os
 import pickle
 import sys
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from gspo_mega.checkpoint.error_text import first_cause
 from gspo_mega.errors import CheckpointError
+from gspo_mega.guarded_files import open_regular, read_bytes, read_json_file
 
 _DISTRIBUTED = "torch.distributed.checkpoint"
 # Classes of plain data, and functions that look a value up or make a tensor of given bytes.
@@ -128,7 +128,7 @@ def read_index(folder: Path) -> Metadata:
     _check_format(folder)
     file = folder / ".metadata"
     try:
-        index = safe_loads(file.read_bytes())
+        index = safe_loads(read_bytes(file))
         problem = _problem_of(index)
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
@@ -150,7 +150,8 @@ def refuse_code(folder: Path, share: int = 0, num_shares: int = 1) -> list[str]:
     # Megatron 0.19 writes the common part among the entries, which are all looked at below.
     if share == 0 and (folder / "common.pt").exists():
         try:
-            torch.load(folder / "common.pt", map_location="cpu", weights_only=True)
+            with open_regular(folder / "common.pt") as common:
+                torch.load(common, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file can make torch.load raise anything
             problems.append(f"{folder / 'common.pt'} cannot be read: {first_cause(error)}")
     # The loader treats every entry that is not a tensor in the index as bytes.
@@ -162,7 +163,7 @@ def refuse_code(folder: Path, share: int = 0, num_shares: int = 1) -> list[str]:
     )
     for name, relative, offset, length in entries[share::num_shares]:
         try:
-            with (folder / relative).open("rb") as file:
+            with open_regular(folder / relative) as file:
                 file.seek(offset)
                 _look_inside(_safe_torch_load(file.read(length)))
         except Exception as error:  # a damaged file can make torch.load raise anything
@@ -205,7 +206,7 @@ def _look_inside(value: Any) -> None:
 
 def _check_format(folder: Path) -> None:
     try:
-        found = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
+        found = read_json_file(folder / "metadata.json")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder}/metadata.json cannot be read: {type(error).__name__}: {error}") from error
     # With another format Megatron would choose another loader.

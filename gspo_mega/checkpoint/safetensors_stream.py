@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gspo_mega.errors import CheckpointError
+from gspo_mega.guarded_files import open_regular
 from gspo_mega.weights.hf_export import tensor_bytes
 
 DTYPES = {
@@ -51,7 +52,7 @@ class SafetensorsFile:
         self.path = path
         self._dtypes = DTYPES | ({"U8": torch.uint8} if packed else {})
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
                 if not 0 < length <= min(size - _LENGTH_BYTES, _LONGEST_HEADER):

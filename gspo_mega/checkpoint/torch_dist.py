@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from gspo_mega import durable
 from gspo_mega.checkpoint.safe_pickle import FORMAT, read_index
 from gspo_mega.errors import CheckpointError
+from gspo_mega.guarded_files import open_regular
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.run_folder import atomic_write_json
 
@@ -260,7 +261,7 @@ class TorchDistFolder:
             raise CheckpointError(f"{self.path}/.metadata: {key}{list(chunk.offsets)} is in no file")
         path = self.path / info.relative_path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 # It reads and seeks; its annotation also wants the writing half of a file.
                 part = cast(IO[bytes], _FilePart(file, info.offset, info.length))
                 tensor = torch.load(part, map_location="cpu", weights_only=True)

@@ -22,6 +22,7 @@ from gspo_mega.commands.screen import Screen
 from gspo_mega.config import load_config
 from gspo_mega.config.prompt_sources import RESPONSES_FILE
 from gspo_mega.errors import ConfigError
+from gspo_mega.guarded_files import read_text
 from gspo_mega.launcher.local.launch_local import launch
 from gspo_mega.run_folder import RunFolder, read_json
 
@@ -150,7 +151,7 @@ def _checkpoint_version(folder: RunFolder) -> int | None:
     """The weight version of the run's latest checkpoint, or None without a checkpoint."""
     if not folder.latest_checkpoint_file.is_file():
         return None
-    name = folder.latest_checkpoint_file.read_text(encoding="utf-8").strip()
+    name = read_text(folder.latest_checkpoint_file).strip()
     record = read_json(folder.checkpoints_dir / name / "state.json") or {}
     return record.get("state", {}).get("weight_version")
 

@@ -2,7 +2,8 @@
 
 Without --step, one line per step. Steps count from 1, as in metrics.jsonl. A step that was cut short shows the
 episodes it has. An episode of several turns is shown turn by turn: its messages, the tools that it called, and which of
-its tokens are trained on in which row. A damaged record, or one of a newer version, is an error (exit code 8).
+its tokens are trained on in which row. A record of a newer version is an error (exit code 8). Of a damaged one, the
+place of the damage and what is intact before and after it are shown, and the exit code is 8, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from gspo_mega.commands.inspect_tree import describe_episode, is_plain, tree_tex
 from gspo_mega.config import load_config
 from gspo_mega.config.critic_config import least_of_group
 from gspo_mega.errors import JournalError
+from gspo_mega.journal.frames import JournalDamage
 from gspo_mega.journal.journal import Journal, PartGoneError
 from gspo_mega.journal.step_record import StepRecord
 from gspo_mega.records import Trajectory
@@ -50,17 +52,28 @@ def run(args: argparse.Namespace) -> int:
     if args.step is None:
         rows = [_row(journal, step) for step in steps]
         print(json.dumps(rows) if args.json else "\n".join(_overview_line(row) for row in rows))
-        return 0
+        return JournalError.exit_code if any(row["damages"] for row in rows) else 0
     if args.step - 1 not in steps:
         raise JournalError(
             f"{folder.path}: step {args.step} is not recorded; recorded are steps {steps[0] + 1} to {steps[-1] + 1}"
         )
-    record = journal.read(args.step - 1)
+    record = _record(journal, args.step - 1)
     if record is None:
         raise JournalError(f"{journal.file(args.step - 1)}: was cut short before its first trajectory")
     shown = describe(record, folder)
     print(json.dumps(shown) if args.json else _text(shown))
-    return 0
+    return JournalError.exit_code if record.damages else 0
+
+
+def _record(journal: Journal, step: int) -> StepRecord | None:
+    """The record of a step; of a damaged one, what is intact. Raises as `Journal.read`."""
+    try:
+        return journal.read(step)
+    except JournalDamage:
+        try:
+            return journal.read(step, past_damage=True)
+        except PartGoneError:
+            return journal.read_alone(step, past_damage=True)
 
 
 def describe(record: StepRecord, folder: RunFolder) -> dict[str, Any]:
@@ -79,6 +92,8 @@ def describe(record: StepRecord, folder: RunFolder) -> dict[str, Any]:
         "weight_version": record.weight_version,
         "complete": record.batch is not None,
         "counts": {} if record.batch is None else record.batch.counts,
+        "damages": [str(damage) for damage in record.damages],
+        "lost": record.lost,
         "groups": [
             {
                 "group_id": group.group_id,
@@ -126,7 +141,7 @@ def _versions(trajectory: Trajectory) -> list[int]:
 def _row(journal: Journal, step: int) -> dict[str, Any]:
     """The overview of a step. Where its groups were sampled ahead, `journal.keep_last` may have removed some."""
     try:
-        return _overview(journal.read(step), step) | {"part_removed": False}
+        return _overview(_record(journal, step), step) | {"part_removed": False}
     except PartGoneError:
         return _overview(journal.read_alone(step), step) | {"part_removed": True}
 
@@ -141,6 +156,7 @@ def _overview(record: StepRecord | None, step: int) -> dict[str, Any]:
             "num_reward_failures": 0,
             "num_episode_failures": 0,
             "reward_mean": None,
+            "damages": [],
         }
     batch = record.batch or RolloutBatch(step, list(record.groups.values()))
     rewards = [reward for group in batch.groups for reward in group.rewards]
@@ -153,6 +169,7 @@ def _overview(record: StepRecord | None, step: int) -> dict[str, Any]:
         "num_episode_failures": sum(one.failure is not None for one in batch.episodes),
         # Of all groups that were sampled for the step, where its record says it.
         "reward_mean": batch.sampled.get("reward/mean", math.fsum(rewards) / len(rewards) if rewards else None),
+        "damages": [str(damage) for damage in record.damages],
     }
 
 
@@ -162,6 +179,8 @@ def _overview_line(row: dict[str, Any]) -> str:
     state += f"  failed episodes {row['num_episode_failures']}" if row["num_episode_failures"] else ""
     if row["part_removed"]:
         state += "  what earlier files had of it is removed"
+    elif row["damages"]:
+        state += f"  {'; '.join(row['damages'])}"
     elif not row["complete"]:
         state += "  cut short"
     return (
@@ -173,8 +192,11 @@ def _overview_line(row: dict[str, Any]) -> str:
 def _text(shown: dict[str, Any]) -> str:
     lines = [
         f"step {shown['step']}, sampled from weight version {shown['weight_version']}"
-        + ("" if shown["complete"] else "; cut short")
+        + ("" if shown["complete"] else "; what is intact" if shown["damages"] else "; cut short"),
+        *shown["damages"],
     ]
+    if shown["lost"]:
+        lines.append(f"intact, but without their prompts or tools: {', '.join(shown['lost'])}")
     for group in shown["groups"]:
         lines += ["", f"=== {group['prompt_id']}   answer: {group['answer']!r}", group["prompt"]]
         trees = {tree["episode_id"]: tree for tree in group.get("episodes", ())}

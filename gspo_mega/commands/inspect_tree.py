@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gspo_mega.episode_records import Episode, Node
+from gspo_mega.printable import printable
 from gspo_mega.records import Trajectory
 
 WIDTH = 80
@@ -191,8 +192,8 @@ def _tool_name(tool: dict[str, Any]) -> str:
 
 
 def _wrapped(text: str, indent: int, first: str = "") -> Iterator[str]:
-    """Lines of at most `WIDTH` columns. What would act on a terminal is written as Python writes it."""
-    safe = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    """Lines of at most `WIDTH` columns."""
+    safe = printable(text)
     margin = " " * indent
     for number, line in enumerate(safe.split("\n")):
         start = first if first and number == 0 else margin

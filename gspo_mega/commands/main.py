@@ -13,10 +13,12 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from gspo_mega import __version__
+from gspo_mega import __version__, proxies
 from gspo_mega.commands.screen import drop_standard_output, fill_standard_descriptors, show_error
-from gspo_mega.errors import GspoMegaError
+from gspo_mega.errors import FolderError, GspoMegaError
+from gspo_mega.guarded_files import NoRegularFileError
 from gspo_mega.importing import uncollected
+from gspo_mega.printable import printable_output
 
 COMMANDS = {
     "plan": "show the resolved layout of a configuration, or why it cannot run",
@@ -51,15 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fill_standard_descriptors()
     # A log line that cannot be written is lost; Python would show a traceback for each.
     logging.raiseExceptions = False
+    proxies.keep_direct()
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else ""
     try:
-        code = _run(words)
+        with printable_output():
+            code = _run(words)
         _flush(name)
         return code
     except GspoMegaError as error:
         show_error(error)
         return error.exit_code
+    except NoRegularFileError as error:
+        show_error(f"gspo-mega {name}: {error.filename}: {error.strerror}")
+        return FolderError.exit_code
     except OSError as error:
         if name in RUNS or error.filename is not None:
             raise

@@ -16,6 +16,8 @@ import sys
 import threading
 from typing import Any, TextIO
 
+from gspo_mega.printable import printable
+
 # Its lines go to supervisor.log with the launcher's.
 logger = logging.getLogger("gspo_mega.launcher.screen")
 
@@ -75,16 +77,18 @@ class Screen:
 
 
 def write_line(stream: TextIO | None, line: str) -> None:
-    """Write a line past Python's buffer, which would keep a failed line and fail again at exit. Raises OSError."""
+    """Write a line, made printable, past Python's buffer, which would keep a failed line and fail again at exit. Raises
+    OSError.
+    """
     if stream is None:
         return
     try:
         descriptor = stream.fileno()
     except OSError:  # a stream without a file, as in a test
-        stream.write(line + "\n")
+        stream.write(printable(line) + "\n")
         return
     stream.flush()
-    data = memoryview((line + "\n").encode(stream.encoding or "utf-8", "backslashreplace"))
+    data = memoryview((printable(line) + "\n").encode(stream.encoding or "utf-8", "backslashreplace"))
     while data:
         try:
             data = data[os.write(descriptor, data) :]

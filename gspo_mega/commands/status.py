@@ -15,11 +15,12 @@ from typing import Any
 
 from gspo_mega.commands.stacks_of_run import ask_for_stacks
 from gspo_mega.errors import ConfigError, RolloutError
+from gspo_mega.guarded_files import read_text
 from gspo_mega.launcher.attempt_state import RunState, read_state
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart, starts_again
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.server.reward_server import reward_folder, reward_names
-from gspo_mega.run_folder import Attempt, RunFolder, read_json
+from gspo_mega.run_folder import Attempt, DamagedFileError, RunFolder, read_json
 
 _SHOWN = (
     # name, key of the report
@@ -139,7 +140,9 @@ def _servers(attempt: Attempt) -> str | None:
     ]
     # They wait for the same, and its maker's registration is ahead of the others'.
     preparing = max((server for server in servers if server.is_preparing), key=lambda s: s.done_bytes, default=None)
-    notes = given_up if preparing is None else [f"waiting for {preparing.preparation}", *given_up]
+    notes = [] if preparing is None else [f"waiting for {preparing.preparation}"]
+    retries = [(server.server_id, server.retry) for server in servers if server.retry is not None]
+    notes += [retry if len(servers) == 1 else f"{name}: {retry}" for name, retry in retries] + given_up
     text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     return text + (f" ({'; '.join(notes)})" if notes else "") or None
 
@@ -171,16 +174,22 @@ def _restarts(folder: RunFolder) -> str | None:
 
 
 def _first_record(attempt: Attempt) -> str | None:
-    records = [record for path in attempt.errors_dir.glob("rank_*.json") if (record := read_json(path)) is not None]
+    records = []
+    for path in attempt.errors_dir.glob("rank_*.json"):
+        if (record := read_json(path)) is None:
+            continue
+        if not isinstance(record, dict) or type(record.get("time")) not in (int, float) or "rank" not in record:
+            raise DamagedFileError(f"{path}: not the record of a rank's failure")
+        records.append(record)
     if not records:
         return None
     first = min(records, key=lambda record: record["time"])
-    return f"rank {first['rank']}: {first['text'] or first['type']}"
+    return f"rank {first['rank']}: {first.get('text') or first.get('type')}"
 
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return read_text(path, errors="replace").strip()
     except FileNotFoundError:
         return None
 

@@ -5,7 +5,6 @@ Reads the run's folder alone. Ends with the run's last attempt, or with Ctrl-C, 
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
@@ -18,10 +17,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from gspo_mega.guarded_files import open_regular, parse_json
 from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, read_state
 from gspo_mega.launcher.restarts import starts_again
 from gspo_mega.metrics.console import progress_line
-from gspo_mega.run_folder import Attempt, RunFolder, read_json
+from gspo_mega.printable import printable
+from gspo_mega.run_folder import Attempt, DamagedFileError, RunFolder, read_json
 
 _TAIL_BYTES = 256 * 1024
 _MOST_STEPS = 12
@@ -46,13 +47,14 @@ def watch(folder: RunFolder, describe: Describe, interval: float, output: TextIO
     """Show `describe`'s (name, text) pairs every `interval` seconds. `output`: standard output by default. Raises what
     `describe` raises for a folder that is not a run's.
     """
-    console = Console(file=output or sys.stdout)
+    # rich draws with escapes: it gets the terminal itself, and the texts are made printable here.
+    console = Console(file=output or getattr(sys.stdout, "foreign", sys.stdout))
     try:
         if console.is_terminal:
             _on_terminal(folder, describe, interval, console)
         else:
             for line in _plain_lines(folder, describe, interval):
-                print(line, file=output or sys.stdout, flush=True)
+                print(printable(line), file=output or sys.stdout, flush=True)
     except KeyboardInterrupt:
         pass  # the way to end it
     return 0
@@ -88,16 +90,18 @@ def screen_of(folder: RunFolder, describe: Describe) -> RenderableType:
     report = Table.grid(padding=(0, 2))
     for name, text in describe(folder, time.time()):
         # Text: nothing in a run's words is markup.
-        report.add_row(Text(name, style="bold"), Text(text, style="red" if name == "error" else ""))
+        report.add_row(Text(name, style="bold"), Text(printable(text), style="red" if name == "error" else ""))
     parts: list[RenderableType] = [report]
     attempt = folder.latest_attempt()
     if attempt is not None and (ranks := ranks_at_work(attempt)):
-        report.add_row(Text("ranks", style="bold"), Text(ranks))
+        report.add_row(Text("ranks", style="bold"), Text(printable(ranks)))
     if lines := last_lines(folder)[-_MOST_STEPS:]:
         parts.append(_steps(lines))
     if attempt is not None and (tail := _console_tail(attempt)):
         parts.append(
-            Panel(Text("\n".join(tail), overflow="ellipsis", no_wrap=True), title="console", title_align="left")
+            Panel(
+                Text(printable("\n".join(tail)), overflow="ellipsis", no_wrap=True), title="console", title_align="left"
+            )
         )
     parts.append(Text(f"{time.strftime('%H:%M:%S')}   Ctrl-C ends this view, not the run", style="dim"))
     return Group(*parts)
@@ -111,7 +115,7 @@ def _steps(lines: list[dict[str, Any]]) -> Table:
     for line in lines:
         values = (line.get(metric) for _, metric, _ in columns)
         table.add_row(
-            str(line["step"]),
+            printable(str(line["step"])),
             *("" if value is None else form.format(value) for value, (_, _, form) in zip(values, columns, strict=True)),
         )
     return table
@@ -125,26 +129,30 @@ def ranks_at_work(attempt: Attempt) -> str:
             records.append(read_json(path))
         except (OSError, ValueError):
             continue  # it is being written: the next look reads it
-    phases = Counter(record["phase"] for record in records if record is not None)
+    phases = Counter(str(record["phase"]) for record in records if isinstance(record, dict) and "phase" in record)
     return ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
 
 
 def last_lines(folder: RunFolder) -> list[dict[str, Any]]:
     """The whole lines at the end of metrics.jsonl."""
     try:
-        with folder.metrics_file.open("rb") as file:
+        with open_regular(folder.metrics_file) as file:
             start = max(0, folder.metrics_file.stat().st_size - _TAIL_BYTES)
             file.seek(start)
             lines = file.read().splitlines(keepends=True)
     except FileNotFoundError:
         return []
     # The first may be the rest of a line.
-    return [json.loads(line) for line in lines[1 if start else 0 :] if line.endswith(b"\n")]
+    try:
+        found = [parse_json(line) for line in lines[1 if start else 0 :] if line.endswith(b"\n")]
+    except ValueError as error:
+        raise DamagedFileError(f"{folder.metrics_file}: a line at its end is not one of metrics: {error}") from None
+    return [line for line in found if isinstance(line, dict) and type(line.get("step")) is int]
 
 
 def _console_tail(attempt: Attempt) -> list[str]:
     try:
-        with attempt.console_log.open("rb") as file:
+        with open_regular(attempt.console_log) as file:
             file.seek(max(0, attempt.console_log.stat().st_size - _TAIL_BYTES))
             text = file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:

@@ -14,6 +14,7 @@ from gspo_mega.compare.recipes_of_run import check_algorithms, range_of
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ConfigError, JournalError
+from gspo_mega.guarded_files import read_text
 from gspo_mega.journal.journal import Journal
 from gspo_mega.launcher.local.launch_local import WORKER_COMMAND, launch
 from gspo_mega.run_folder import RunFolder, read_json
@@ -90,7 +91,7 @@ def weights_folder(folder: RunFolder, config: Config, wanted: str, option: str) 
             raise ConfigError(
                 f"{option} latest: {folder.path} has no checkpoint; valid: start (the run's first weights), or a folder"
             )
-        return folder.checkpoints_dir / folder.latest_checkpoint_file.read_text(encoding="utf-8").strip()
+        return folder.checkpoints_dir / read_text(folder.latest_checkpoint_file).strip()
     path = Path(config.model.weights or config.model.path) if wanted == "start" else Path(wanted)
     if not (path / "config.json").exists() and not (path / "megatron").is_dir():
         raise ConfigError(
@@ -116,7 +117,7 @@ def find_step(folder: RunFolder, request: Request) -> int:
     else:
         most = steps[-1]
         if request.weights == "latest":
-            name = folder.latest_checkpoint_file.read_text(encoding="utf-8").strip()
+            name = read_text(folder.latest_checkpoint_file).strip()
             most = int(name.rpartition("_")[2]) - 1
         candidates = [step for step in reversed(steps) if step <= most]
     for step in candidates:

@@ -7,6 +7,7 @@ Imports neither torch nor numpy: it runs on a login node.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from gspo_mega.config.rules import check_rules
 from gspo_mega.config.schema import Config
 from gspo_mega.config.strict_yaml import KeyPath, Position, parse
 from gspo_mega.errors import ConfigError
+from gspo_mega.guarded_files import NoRegularFileError, read_bytes
 
 
 @dataclass(frozen=True)
@@ -94,17 +96,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), command: str | 
     return LoadedConfig(resolve_defaults(config), path, text, tuple(notices), origins)
 
 
+_MOST_BYTES = 16 * 1024**2
+
+
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_bytes(path, _MOST_BYTES).decode("utf-8")
     except FileNotFoundError:
         near = ""
         if path.parent.is_dir():
             here = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
             near = f"; in {path.parent}: {', '.join(here)}" if here else ""
         raise ConfigError(f"{path}: no such file{near}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: a folder; name the YAML file in it") from None
+    except NoRegularFileError as error:
+        if error.errno == errno.EISDIR:
+            raise ConfigError(f"{path}: a folder; name the YAML file in it") from None
+        raise ConfigError(f"{path}: {error.strerror}; name a YAML file") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}: not UTF-8 text") from None

@@ -26,6 +26,7 @@ from gspo_mega.config.reward_rules import reward_violations
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_nodes import server_node_violations
 from gspo_mega.config.server_options import option_problems
+from gspo_mega.config.size_rules import size_violations
 from gspo_mega.config.speculative import speculative_violations
 from gspo_mega.config.staleness_rules import staleness_violations
 from gspo_mega.config.watching_rules import watching_violations
@@ -38,6 +39,8 @@ def check_rules(config: Config, command: str | None = None) -> tuple[list[Violat
     `command`: `train`, `sft`, `eval` or `budget` adds what that command needs; `certify` needs no data; None adds
     nothing.
     """
+    if too_large := size_violations(config):
+        return too_large, []
     config = resolve_defaults(config)
     violations = [
         *objective_violations(config, command),

@@ -23,6 +23,7 @@ from gspo_mega.data.messages import Message, problem_of_message, read_message
 from gspo_mega.data.plain_json import read_plain
 from gspo_mega.data.templates import ChatTemplate
 from gspo_mega.errors import DataError
+from gspo_mega.guarded_files import odd_file
 from gspo_mega.model.spec import ModelSpec
 
 Messages: TypeAlias = list[Message]
@@ -337,6 +338,8 @@ def load_tokenizer(folder: str) -> Any:
     """
     if not Path(folder).is_dir():  # transformers would ask the network for a model of that name
         raise DataError(f"{folder}: no such folder; give a Hugging Face folder with a tokenizer and weights")
+    if (odd := odd_file(Path(folder))) is not None:
+        raise DataError(f"{odd}; the tokenizer of the folder is not loaded")
     from transformers import AutoTokenizer
 
     try:

@@ -9,6 +9,7 @@ scoring process fail much later (NaN, half of a surrogate pair, very deep nestin
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gspo_mega.errors import DataError
+from gspo_mega.guarded_files import NoRegularFileError, open_regular
 
 Row = dict[str, Any]
 # Asked after each row with the number of rows read so far: is that enough?
@@ -127,11 +129,13 @@ def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_r
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        return open_regular(path)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file (relative paths start in {Path.cwd()})") from None
-    except IsADirectoryError:
-        raise DataError(f"{path}: this is a folder; a JSONL file was expected") from None
+    except NoRegularFileError as error:
+        if error.errno == errno.EISDIR:
+            raise DataError(f"{path}: this is a folder; a JSONL file was expected") from None
+        raise DataError(f"{path}: {error.strerror}; a JSONL file was expected") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 

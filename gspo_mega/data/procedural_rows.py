@@ -17,6 +17,7 @@ from gspo_mega.config.prompt_sources import HELD_OUT_FILE
 from gspo_mega.config.schema.data_sections import Data, ReasoningGymTask
 from gspo_mega.durable import atomic_write_text
 from gspo_mega.errors import DataError
+from gspo_mega.guarded_files import read_json_file
 from gspo_mega.line_process import LineProcess
 
 _WORKER = Path(__file__).parents[1] / "reward" / "reasoning_gym_worker.py"
@@ -43,7 +44,7 @@ def make_rows(data: Data) -> list[str]:
         **{key: getattr(made, key) for key in ("num_rows", "num_held_out", "seed")},
     }
     if (folder / _MADE_BY).exists():
-        present = json.loads((folder / _MADE_BY).read_text(encoding="utf-8"))
+        present = read_json_file(folder / _MADE_BY)
         changed = [key for key in asked if present.get(key) != asked[key]]
         if changed:
             raise DataError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import hashlib
 import importlib
-import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 
 from gspo_mega.data.jsonl import MAX_DEPTH, MAX_PROBLEMS_SHOWN, Enough, Row, is_deep
 from gspo_mega.errors import DataError
+from gspo_mega.guarded_files import open_regular, read_json_file
 
 PARQUET_SUFFIX = ".parquet"
 # Decoded row groups that stay in memory; the one that was read last always does.
@@ -150,7 +150,7 @@ def _saved_files(path: Path) -> list[Path]:
     """The Arrow files of a saved data set, in the order of its rows."""
     state = path / "state.json"
     try:
-        found = json.loads(state.read_text(encoding="utf-8"))
+        found = read_json_file(state)
         files = [path / one["filename"] for one in found["_data_files"]]
         indices = found.get("_indices_data_files") or found.get("_indices_files")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -180,7 +180,7 @@ class _Kept:
 class _ParquetPart:
     def __init__(self, file: Path, kept: _Kept) -> None:
         self.file, self._kept = file, kept
-        self._parquet = _opened(file, lambda: _pyarrow(file, ".parquet").ParquetFile(file.open("rb")))
+        self._parquet = _opened(file, lambda: _pyarrow(file, ".parquet").ParquetFile(open_regular(file)))
         metadata = self._parquet.metadata
         groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         self._starts = [0, *accumulate(groups)]
@@ -291,7 +291,7 @@ def _has_no_number(value: Any) -> bool:
 def _fingerprint(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()

@@ -16,6 +16,7 @@ from pathlib import Path
 from gspo_mega.doctor import package_versions
 from gspo_mega.doctor.findings import Finding
 from gspo_mega.durable import atomic_write_json
+from gspo_mega.guarded_files import read_json_file
 
 Versions = Mapping[str, str | None]
 
@@ -84,7 +85,7 @@ def record(folder: Path, index: int, role: str, versions: Versions) -> None:
 def compare_records(folder: Path, by_nccl: bool) -> list[Finding]:
     """The recorded Pythons of all servers against that of the first machine's trainer; empty without either."""
     trainers, servers = (
-        [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{_RECORD}*-{role}.json"))]
+        [read_json_file(path) for path in sorted(folder.glob(f"{_RECORD}*-{role}.json"))]
         for role in ("trainer", "server")
     )
     found = (compare(trainers[0], server, by_nccl) for server in servers) if trainers else ()

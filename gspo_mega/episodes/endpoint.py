@@ -22,6 +22,7 @@ from aiohttp import web
 from gspo_mega.config.addresses import with_port
 from gspo_mega.config.schema import Endpoint as Settings
 from gspo_mega.episodes import openai_wire as wire
+from gspo_mega.episodes.endpoint_gate import Gate, quiet_logger
 from gspo_mega.episodes.endpoint_session import MOST_OPEN_REQUESTS, Call, Visit
 from gspo_mega.episodes.episode_session import Answer, Session
 from gspo_mega.episodes.message_parts import opens_thinking
@@ -33,6 +34,7 @@ Decode = Callable[[list[int]], str]
 
 _PATHS = "POST chat/completions and GET models"
 _CLOSE_SECONDS = 1.0
+_BACKLOG = 1024
 # How long the rest of a refused body is read and dropped, so that its client comes to read the refusal.
 _LINGER_SECONDS = 1.0
 Handler = Callable[[web.Request, Visit], Any]
@@ -60,32 +62,47 @@ class Endpoint:
         self._stop_token_ids = tuple(stop_token_ids)
         self._visits: dict[str, Visit] = {}
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self._gate: Gate | None = None
         self._address = ""
 
     async def start(self) -> None:
         """Bind the address. Raises RolloutError: it cannot be."""
-        app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[_as_openai_errors])
+        app = web.Application(
+            client_max_size=self._settings.max_body_bytes, middlewares=[self._gated, _as_openai_errors]
+        )
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._guarded(self._chat))
         app.router.add_get("/sessions/{session}/v1/models", self._guarded(self._models))
         app.router.add_get("/sessions/{session}/v1/models/{model}", self._guarded(self._model))
         app.router.add_route("*", "/sessions/{session}/v1/{rest:.*}", self._guarded(_nothing_here))
         runner = self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=_CLOSE_SECONDS, lingering_time=_LINGER_SECONDS
+            app,
+            access_log=None,
+            logger=quiet_logger(),
+            shutdown_timeout=_CLOSE_SECONDS,
+            lingering_time=_LINGER_SECONDS,
         )
         await runner.setup()
+        assert runner.server is not None
+        gate = self._gate = Gate(runner.server)
         host = self._settings.host
         try:
-            await web.TCPSite(runner, host, self._settings.port).start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                gate.protocol, host, self._settings.port, backlog=_BACKLOG
+            )
         except OSError as error:
             await self.close()
             raise RolloutError(
                 f"episodes.endpoint: {with_port(host, self._settings.port)} cannot be bound: {error.strerror or error};"
                 " valid: an address of this machine, and a free port (0 chooses one)"
             ) from error
-        self._address = f"http://{with_port(host, runner.addresses[0][1])}"
+        self._address = f"http://{with_port(host, self._listener.sockets[0].getsockname()[1])}"
 
     async def close(self) -> None:
         """Give the address up; open connections are closed."""
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+            listener.close()
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await runner.cleanup()
@@ -105,6 +122,17 @@ class Endpoint:
         finally:
             self._visits.pop(name, None)
             await visit.drop()
+
+    @web.middleware
+    async def _gated(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+        """Tell the gate when a connection has a request."""
+        assert self._gate is not None
+        connection = request.protocol
+        self._gate.begun(connection)
+        try:
+            return await handler(request)
+        finally:
+            self._gate.ended(connection)
 
     def _guarded(self, handler: Handler) -> Callable[[web.Request], Any]:
         """Only with the session's own key. The body has not been read by then."""

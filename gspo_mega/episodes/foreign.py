@@ -31,6 +31,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from gspo_mega.config.foreign_options import ForeignOptions, program_problem
 from gspo_mega.config.schema import Config
@@ -40,6 +41,7 @@ from gspo_mega.episodes.episode_session import Session
 from gspo_mega.episodes.finished import Failure, Finished
 from gspo_mega.episodes.protocol import Outcome, Task, outcome_of
 from gspo_mega.errors import EpisodeError
+from gspo_mega.proxies import direct
 from gspo_mega.reward.guarded_process import GuardedProcess, Kind, environment_of
 from gspo_mega.reward.returned_values import BadResult
 
@@ -139,6 +141,7 @@ class ForeignAgents:
             "OPENAI_API_KEY": visit.api_key,
             "OPENAI_MODEL": visit.model,
             "TMPDIR": str(folder),
+            **direct([urlsplit(visit.base_url).hostname or ""]),
             **{key: str(path) for key, path in files.items()},
         }
         setup = {

@@ -34,6 +34,15 @@ _NAME = re.compile(r"step_(\d{8})")
 _OLD = re.compile(r"step_\d{8}\.old-\d{4,}")
 
 
+@contextlib.contextmanager
+def _missing_groups(file: Path) -> Iterator[None]:
+    """Raise that the batch's record names a group that no file has, or lacks a value."""
+    try:
+        yield
+    except KeyError as error:
+        raise JournalError(f"{file}: its batch names {error}, which no record has") from error
+
+
 class PartGoneError(JournalError):
     """A part of a step's batch is in an earlier file, which is not there."""
 
@@ -61,12 +70,13 @@ class Journal:
         found = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir())
         return sorted(int(match.group(1)) for match in found if match)
 
-    def read(self, step: int) -> StepRecord | None:
+    def read(self, step: int, past_damage: bool = False) -> StepRecord | None:
         """The record of a step, without a torn end; None where it has no file, or where even the file's beginning is
         torn. Its groups are those of its file, and those of its batch from earlier files; where one of these is gone,
-        it raises PartGoneError.
+        it raises PartGoneError. Where a file is damaged, it raises JournalDamage; with `past_damage`, to show it, the
+        record has what is intact, and no batch.
         """
-        record = self.read_alone(step)
+        record = self.read_alone(step, past_damage)
         if record is not None and record.consumed is not None:
             numbers = set(record.consumed["group_ids"])
             for earlier in reversed(range(record.consumed.get("since", step), step)):
@@ -74,18 +84,22 @@ class Journal:
                     raise PartGoneError(
                         f"{self.file(step)}: a part of its batch is in {self.file(earlier).name}, which is not there"
                     )
-                if (found := self.read_alone(earlier)) is not None:
+                if (found := self.read_alone(earlier, past_damage)) is not None:
                     record.add_record(found, numbers)
-            record.make_batch()
+                    record.damages += found.damages
+                    record.lost += found.lost
+            if not record.damages:
+                with _missing_groups(self.file(step)):
+                    record.make_batch()
         return record
 
-    def read_alone(self, step: int) -> StepRecord | None:
+    def read_alone(self, step: int, past_damage: bool = False) -> StepRecord | None:
         """`read` of nothing but the step's own file: without its batch."""
-        return read_file(self.file(step)) if self.file(step).exists() else None
+        return read_file(self.file(step), past_damage) if self.file(step).exists() else None
 
     def has_pruned_routes(self, step: int) -> bool:
         """Have the routed experts of a step been removed? Reads only the beginning of its file."""
-        values = next((values for values, _ in FrameFile(self.file(step)).frames()), {})
+        values = next((values for values, _ in FrameFile(self.file(step)).frames()), {})  # damage further on: `read`
         return bool(values.get("routes_pruned", False))
 
     def begin(

@@ -16,7 +16,7 @@ from gspo_mega.episode_records import Episode
 from gspo_mega.errors import JournalError
 from gspo_mega.journal.episode_frames import Tools, decode_episode, decode_prompt
 from gspo_mega.journal.first_format import decode_trajectory
-from gspo_mega.journal.frames import FrameFile
+from gspo_mega.journal.frames import Damage, FrameFile, JournalDamage
 from gspo_mega.rollout_batch import Group, RolloutBatch
 
 FORMAT_VERSION = 2
@@ -32,7 +32,8 @@ class StepRecord:
     prompt order's state behind the batch. `made_by`: fingerprints of what made the episodes, by kind; none in a record
     of an earlier release. `checksums`: of every episode's frame as it was first written, by episode id.
     `routes_pruned`: the routed experts were recorded and have been removed. `consumed`: what the record of the batch
-    says, without its episodes.
+    says, without its episodes. `damages`, `lost`: only of a file that was read past its damage; what is damaged, and
+    the episodes that are intact and whose prompt, tools or group is not.
     """
 
     step: int
@@ -47,6 +48,8 @@ class StepRecord:
     routes_pruned: bool = False
     admitted: dict[int, int] = field(default_factory=dict)
     consumed: dict[str, Any] | None = None
+    damages: list[Damage] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
     def add_episode(self, episode: Episode, checksum: int) -> None:
         """A sample that was made once more takes the place of its first record."""
@@ -103,17 +106,30 @@ def _is_same_sample(one: Episode, other: Episode) -> bool:
     return one.episode_id == other.episode_id or _sample_of(one)[0] == _sample_of(other)[0] >= 0
 
 
-def read_file(path: Path) -> StepRecord | None:
+def read_file(path: Path, past_damage: bool = False) -> StepRecord | None:
     """The record of one file, without a torn end and without its batch; None where even its beginning is torn.
 
-    Raises JournalError for a damaged file, or one of a newer release.
+    Raises JournalDamage for a damaged file, and JournalError for one of a newer release. `past_damage`: what is intact
+    of a damaged file; only to be shown.
     """
-    file = FrameFile(path)
+    try:
+        return _read_file(FrameFile(path, past_damage), past_damage)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise JournalError(f"{path}: a record has not the form of one: {type(error).__name__}: {error}") from error
+
+
+def _read_file(file: FrameFile, past_damage: bool) -> StepRecord | None:
+    path = file.path
     record: StepRecord | None = None
     tools: dict[str, Tools] = {}
     for values, arrays in file.frames():
-        kind = values["kind"]
+        kind = values.get("kind")
+        if past_damage and record is None and kind != "begin" and file.damages:
+            step = int(path.name.rpartition("_")[2]) if path.name.rpartition("_")[2].isdecimal() else 0
+            record = StepRecord(step, -1, 0)  # what its first record said is not known
         if kind == "begin":
+            if record is not None:
+                raise JournalError(f"{path}: a second first record, where byte for byte one was written")
             if values["format_version"] > FORMAT_VERSION:
                 raise JournalError(
                     f"{path}: written by a newer gspo_mega (format {values['format_version']}; this one reads"
@@ -136,6 +152,9 @@ def read_file(path: Path) -> StepRecord | None:
         elif kind == "tools":
             tools[values["tools_id"]] = values["tools"]
         elif kind in ("episode", "trajectory"):
+            if past_damage and not _is_whole(values, record, tools):
+                record.lost.append(str(values.get("episode_id", values.get("trajectory_id"))))
+                continue
             with _damage(path, values):
                 prompt = record.groups[values["group_id"]].prompt
                 episode = (
@@ -147,8 +166,16 @@ def read_file(path: Path) -> StepRecord | None:
         elif kind == "batch":
             record.consumed = values
     if record is not None:
-        record.num_torn_bytes = file.num_torn_bytes
+        record.num_torn_bytes, record.damages = file.num_torn_bytes, file.damages
+    elif file.damages:
+        raise JournalDamage(path, file.damages[0])
     return record
+
+
+def _is_whole(values: dict[str, Any], record: StepRecord, tools: dict[str, Tools]) -> bool:
+    """Whether the records that an episode's refers to are there."""
+    name = values.get("tools_id")
+    return values.get("group_id") in record.groups and (name is None or name in tools)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ collapse is `metrics/trends.py`'s.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any, Literal
 
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import GspoMegaError, StuckError
+from gspo_mega.guarded_files import open_regular, parse_json
 from gspo_mega.launcher.alert_calls import call_command, call_url, resolved_url
 from gspo_mega.launcher.failure import one_line
 from gspo_mega.metrics.trends import trend_of
@@ -148,14 +148,14 @@ class _NewLines:
         try:
             if self._path.stat().st_size < self._offset:
                 self._offset, self.rewards, self._is_first = 0, [], True
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except OSError:
             self._is_first = False  # no file yet: whatever comes is new
             return []
         self._offset += len(whole) + len(newline)
-        lines = [json.loads(line) for line in whole.splitlines()]
+        lines = [line for text in whole.splitlines() if (line := _line(text)) is not None]
         for line in lines:
             self.step = line["step"]
             if line.get("reward/mean") is not None:
@@ -165,3 +165,12 @@ class _NewLines:
             self.last_news = time.monotonic()
         new, self._is_first = ([] if self._is_first else lines), False
         return new
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    """One line of metrics; None for a damaged one, which the run's report names."""
+    try:
+        found = parse_json(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and type(found.get("step")) is int else None

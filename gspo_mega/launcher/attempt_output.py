@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gspo_mega.guarded_files import open_regular
+
 
 class ConsoleTail:
     """Pass on the lines that rank 0 appends to console.log, each one once and whole."""
@@ -20,7 +22,7 @@ class ConsoleTail:
 
     def pump(self) -> None:
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._offset)
                 new = file.read()
         except OSError:  # the file does not exist yet, or the disk does not answer: a later call reads it

@@ -12,9 +12,9 @@ import socket
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from gspo_mega.run_folder import Attempt, atomic_write_json, read_json
+from gspo_mega.run_folder import Attempt, DamagedFileError, atomic_write_json, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,24 @@ class RunState:
 
 
 def read_state(attempt: Attempt) -> RunState | None:
-    """The record of an attempt, or None before there is one."""
+    """The record of an attempt, or None before there is one. Raises DamagedFileError for another form."""
     record = read_json(attempt.state_file)
-    return None if record is None else RunState(**record)
+    if record is None:
+        return None
+    try:
+        state = RunState(**record)
+    except TypeError as error:
+        raise DamagedFileError(f"{attempt.state_file}: not the record of an attempt: {error}") from None
+    numbers, texts = (state.started, state.heartbeat), (state.slurm_job, state.error, state.note)
+    if (
+        any(type(number) not in (int, float) or not abs(number) < 2**63 for number in numbers)
+        or not all(isinstance(text, str | None) for text in texts)
+        or state.state not in get_args(State)
+        or not isinstance(state.host, str)
+        or type(state.pid) is not int
+    ):
+        raise DamagedFileError(f"{attempt.state_file}: not the record of an attempt: a value is of another type")
+    return state
 
 
 def beats(attempt: Attempt, patience_seconds: float) -> bool:

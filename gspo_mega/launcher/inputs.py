@@ -156,7 +156,9 @@ def is_replay(loaded: LoadedConfig, command: str) -> bool:
         )
     journal = Journal(RunFolder(train.from_rollouts).journal_dir)
     present = journal.steps()
-    missing = sorted(set(range(train.num_steps)) - set(present))
+    # The first that is missing, without counting to a number of any size.
+    known = set(present)
+    missing = [step for step in range(min(train.num_steps, len(known) + 1)) if step not in known][:1]
     if missing:
         raise JournalError(
             f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no rollouts of step"

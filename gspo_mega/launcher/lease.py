@@ -29,6 +29,7 @@ from pathlib import Path
 
 from gspo_mega import durable
 from gspo_mega.errors import ConfigError, FolderError
+from gspo_mega.guarded_files import parse_json, read_bytes
 from gspo_mega.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -211,7 +212,7 @@ def _newest(folder: Path) -> int | None:
 def _read(folder: Path, number: int) -> Holder | None:
     """None where the record is gone or is just being written."""
     try:
-        return Holder(**json.loads((folder / f"{number:08d}").read_bytes()))
+        return Holder(**parse_json(read_bytes(folder / f"{number:08d}")))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 

@@ -15,6 +15,7 @@ from gspo_mega import durable
 from gspo_mega.config import Config, LoadedConfig, load_config, render_config
 from gspo_mega.config.schema.section import may_change
 from gspo_mega.errors import ConfigError, FolderError
+from gspo_mega.guarded_files import read_text
 from gspo_mega.model.low_rank import ADAPTER_FOLDER
 from gspo_mega.rollout.gpu_turn import give_turn
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
@@ -79,7 +80,7 @@ def _move_aside(folder: RunFolder, say: Callable[[str], None]) -> None:
     old = next(path for number in range(1, 10_000) if not (path := folder.path / f"old-{number:04d}").exists())
     old.mkdir()
     if folder.config_file.exists():
-        atomic_write_text(old / folder.config_file.name, folder.config_file.read_text(encoding="utf-8"))
+        atomic_write_text(old / folder.config_file.name, read_text(folder.config_file))
     for path in found:
         os.rename(path, old / path.name)
     for touched in (old, folder.path):
@@ -105,7 +106,7 @@ def _last_command(folder: RunFolder) -> str | None:
     count.
     """
     files = [attempt.command_file for attempt in folder.attempts() if attempt.command_file.exists()]
-    return files[-1].read_text(encoding="utf-8").strip() if files else None
+    return read_text(files[-1]).strip() if files else None
 
 
 def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> None:

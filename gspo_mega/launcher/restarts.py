@@ -14,7 +14,6 @@ continues from the last checkpoint, or from the start without one, and takes ear
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -35,8 +34,9 @@ from gspo_mega.errors import (
     PlanError,
     RewardError,
 )
+from gspo_mega.guarded_files import NoRegularFileError, open_regular, parse_json, read_text
 from gspo_mega.launcher.failure import one_line
-from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_json, read_json
+from gspo_mega.run_folder import Attempt, DamagedFileError, RunFolder, atomic_write_json, read_json
 
 # Older restarts do not count: a run of weeks may fail now and then.
 WINDOW_SECONDS = 24 * 3600.0
@@ -181,7 +181,7 @@ def furthest(folder: RunFolder) -> Furthest:
     """How far the run in `folder` has come, from its files."""
     last = last_line(folder.metrics_file)
     try:
-        named = _CHECKPOINT_NAME.fullmatch(folder.latest_checkpoint_file.read_text(encoding="utf-8").strip())
+        named = _CHECKPOINT_NAME.fullmatch(read_text(folder.latest_checkpoint_file, errors="replace").strip())
     except FileNotFoundError:
         named = None
     # File names count steps from 0. The newest file may hold part of its step; those before it are complete.
@@ -193,7 +193,7 @@ def furthest(folder: RunFolder) -> Furthest:
 def starts_again(attempt: Attempt) -> bool:
     """Whether the supervisor of a failed attempt decided to begin another."""
     record = read_json(attempt.restart_file)
-    return record is not None and record["again"]
+    return isinstance(record, dict) and record.get("again") is True
 
 
 def last_restart(folder: RunFolder) -> RestartRecord | None:
@@ -201,16 +201,27 @@ def last_restart(folder: RunFolder) -> RestartRecord | None:
     for attempt in reversed(folder.attempts()):
         value = read_json(attempt.restart_file)
         if value is not None:
-            return RestartRecord(**{**value, "furthest": Furthest(**value["furthest"])})
+            try:
+                return RestartRecord(**{**value, "furthest": Furthest(**value["furthest"])})
+            except (TypeError, KeyError) as error:
+                raise DamagedFileError(f"{attempt.restart_file}: not the record of a restart: {error!r}") from None
     return None
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
     """The last whole line of a file of JSON lines, read from its end."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
     except FileNotFoundError:
         return None
-    return json.loads(lines[-1]) if lines else None
+    except NoRegularFileError as error:
+        raise DamagedFileError(f"{path}: {error.strerror}") from None
+    try:
+        found = parse_json(lines[-1]) if lines else None
+        if found is not None and (not isinstance(found, dict) or type(found.get("step")) is not int):
+            raise ValueError('it is no object with a number "step"')
+    except ValueError as error:
+        raise DamagedFileError(f"{path}: its last line is not a line of metrics: {error}") from None
+    return found

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gspo_mega.guarded_files import read_text
 from gspo_mega.run_folder import Attempt, atomic_write_text
 from gspo_mega.runtime.stack_dump import poll_seconds
 
@@ -66,12 +67,12 @@ class StackRequest:
 
 def _title(file: Path) -> str:
     """ "rank 3, phase train" """
-    return ",".join(file.read_text(encoding="utf-8").split(",", 2)[:2])
+    return ",".join(read_text(file).split(",", 2)[:2])
 
 
 def _innermost(file: Path) -> str:
     """ "file:line in function" of the main thread, whose stack is the last."""
-    found = _FRAME.search(file.read_text(encoding="utf-8").rpartition("Thread 0x")[2])
+    found = _FRAME.search(read_text(file).rpartition("Thread 0x")[2])
     return "an unknown place" if found is None else f"{found[1]}:{found[2]} in {found[3]}"
 
 

@@ -7,7 +7,6 @@ password: whoever reaches the address reads the numbers.
 from __future__ import annotations
 
 import functools
-import http.server
 import logging
 import re
 import socket
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from gspo_mega.bounded_http import BoundedHandler, BoundedServer
 from gspo_mega.metrics.catalogue import CATALOGUE, Metric, find_metric
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class PrometheusEndpoint:
     def __init__(self, host: str, port: int, run: str, attempt: int, tell: Callable[[str], None]) -> None:
         self._address, self._run, self._attempt, self._tell = (host, port), run, attempt, tell
         self._text = exposition(run, attempt, None, 0.0, {})
-        self._server: http.server.ThreadingHTTPServer | None = None
+        self._server: BoundedServer | None = None
         self._is_told = False
 
     def __enter__(self) -> PrometheusEndpoint:
@@ -112,7 +112,7 @@ class PrometheusEndpoint:
         host, port = self._address
         try:
             family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            server = _server_class(family)((host, port), self._handler())
+            server = BoundedServer((host, port), self._handler(), family)
         except OSError as error:
             if not self._is_told:
                 self._is_told = True
@@ -124,13 +124,14 @@ class PrometheusEndpoint:
         self._server = server
         threading.Thread(target=server.serve_forever, name="prometheus", daemon=True).start()
 
-    def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
+    def _handler(self) -> type[BoundedHandler]:
         endpoint = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            timeout = 10.0  # of a reader that sends nothing
-
+        class Handler(BoundedHandler):
             def do_GET(self) -> None:
+                if not self.is_asked_by_its_name():
+                    self.send_error(403, "this server is not asked by that name")
+                    return
                 if self.path.partition("?")[0] != "/metrics":
                     self.send_error(404, "the metrics are at /metrics")
                     return
@@ -141,15 +142,4 @@ class PrometheusEndpoint:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *arguments: object) -> None:
-                logger.debug(format, *arguments)
-
         return Handler
-
-
-def _server_class(family: int) -> type[http.server.ThreadingHTTPServer]:
-    class Server(http.server.ThreadingHTTPServer):
-        daemon_threads = True
-        address_family = family
-
-    return Server

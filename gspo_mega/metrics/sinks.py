@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from gspo_mega.guarded_files import open_regular
 from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
 
 logger = logging.getLogger(__name__)
@@ -267,7 +268,7 @@ class _Feed:
     def _lines(self) -> Iterator[tuple[dict[str, Any], int]]:
         """The whole lines that the sink lacks, each with the place of the next."""
         try:
-            file = self._run.metrics_file.open("rb")
+            file = open_regular(self._run.metrics_file)
         except FileNotFoundError:
             return
         with file:

@@ -17,6 +17,7 @@ import shutil
 from pathlib import Path
 from typing import Literal, get_args
 
+from gspo_mega.guarded_files import read_text
 from gspo_mega.metrics.sinks import SinkRun
 from gspo_mega.run_folder import atomic_write_text
 
@@ -98,7 +99,7 @@ def _run_id(folder: Path) -> str:
     path = folder / "run_id"
     if not path.exists():
         atomic_write_text(path, secrets.token_hex(4) + "\n")
-    return path.read_text(encoding="utf-8").strip()
+    return read_text(path).strip()
 
 
 def _starts(folder: Path) -> set[Path]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from gspo_mega import durable
 from gspo_mega.errors import DataError, FolderError
+from gspo_mega.guarded_files import parse_json, read_bytes
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.metrics.prometheus import PrometheusEndpoint
 from gspo_mega.metrics.sinks import Sinks
@@ -123,7 +124,7 @@ class MetricsWriter:
         durable.make_folder(self.path.parent)
         is_new = not self.path.exists()
         if not is_new:
-            content = self.path.read_bytes()
+            content = read_bytes(self.path)
             if content and not content.endswith(b"\n"):
                 os.truncate(self.path, content.rfind(b"\n") + 1)
         self._file = self.path.open("ab")
@@ -131,13 +132,13 @@ class MetricsWriter:
             durable.sync(self.path.parent)
 
     def _whole_lines(self) -> list[tuple[int, bytes]]:
-        lines = self.path.read_bytes().splitlines(keepends=True)
+        lines = read_bytes(self.path).splitlines(keepends=True)
         return [(number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
 
     def _step_of(self, numbered: tuple[int, bytes]) -> int:
         number, line = numbered
         try:
-            step = json.loads(line)["step"]
+            step = parse_json(line)["step"]
         except (ValueError, KeyError, TypeError):
             step = None
         if not isinstance(step, int):
@@ -153,6 +154,13 @@ def _number(value: Any) -> float | int | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl` in order; a half-written last line is left out."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    """The lines of a `metrics.jsonl` in order; a half-written last line is left out. Raises DataError."""
+    lines = read_bytes(path).splitlines(keepends=True)
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.endswith(b"\n"):
+            try:
+                found.append(parse_json(line))
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: is not a line of metrics: {error}") from None
+    return found

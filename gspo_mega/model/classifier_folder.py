@@ -7,13 +7,13 @@ no torch.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import ConfigError
+from gspo_mega.guarded_files import MOST_JSON_BYTES, open_regular, parse_json, read_json_file
 
 # SGLang 0.5.23 gives the head of these a bias. Where the weights have none, it is left as memory happens to be.
 _WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
@@ -83,7 +83,7 @@ def check_head(folder: str) -> None:
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json. Raises ConfigError."""
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        raw = read_json_file(folder / "config.json")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is no Hugging Face model folder: {error}") from error
     if not isinstance(raw, dict):
@@ -99,8 +99,8 @@ def _shapes_in(folder: Path) -> dict[str, list[int]] | None:
     shapes: dict[str, list[int]] = {}
     for path in paths:
         try:
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            with open_regular(path) as file:
+                header = parse_json(file.read(min(int.from_bytes(file.read(8), "little"), MOST_JSON_BYTES)))
             shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path} is damaged or cut off: {error}") from error

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import ModelError
+from gspo_mega.guarded_files import NoRegularFileError, odd_file, read_json_file
 from gspo_mega.model.block_fp8 import read_block_fp8
-from gspo_mega.model.config_reader import ConfigReader
+from gspo_mega.model.config_reader import MOST_EXPERTS_OF_ALL_LAYERS, ConfigReader, shown
 from gspo_mega.model.deepseek import read_experts, read_latent_attention
 from gspo_mega.model.description import description_files
 from gspo_mega.model.end_tokens import stated_end
@@ -64,6 +65,8 @@ def read_model_spec(
         return spec_from_config(renamed(_read_json(folder) or {}, str(folder)), where=str(folder))
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; give a Hugging Face folder with config.json and safetensors")
+    if (odd := odd_file(folder)) is not None:
+        raise ModelError(odd)
     raw = _read_json(folder / "config.json")
     if raw is None:
         raise ModelError(f"{folder}: it has no config.json; give a Hugging Face folder")
@@ -117,11 +120,22 @@ def spec_from_config(
     raw: dict[str, Any], where: str = "config.json", generation: dict[str, Any] | None = None
 ) -> ModelSpec:
     """The ModelSpec of a parsed `config.json`. `where` names it in errors. Raises ModelError."""
+    try:
+        return _spec_from_config(raw, where, generation)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        # A list where a text should be, a text where a number should be, and so on.
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ModelError(f"{where}: a value is of another form than any model's is ({why})") from error
+
+
+def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any] | None) -> ModelSpec:
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         reason = next((_NOT_CARRIED[name] for name in _NOT_CARRIED if architectures == [name]), None)
         problem = "; it must name exactly one" if reason is None else f", which is not supported: {reason}"
-        raise ModelError(f"{where}: architectures is {architectures!r}{problem}; supported: {', '.join(ARCHITECTURES)}")
+        raise ModelError(
+            f"{where}: architectures is {shown(architectures)}{problem}; supported: {', '.join(ARCHITECTURES)}"
+        )
     name = ARCHITECTURES[architectures[0]]
     family = FAMILIES[name]
     reader = ConfigReader(raw)
@@ -177,6 +191,9 @@ def spec_from_config(
         raw=raw,
         **(read_gpt_oss(reader, num_layers) if family.gpt_oss else {}),
     )
+    if spec.moe is not None and num_layers * spec.moe.num_experts > MOST_EXPERTS_OF_ALL_LAYERS:
+        text = f"{num_layers} layers of {spec.moe.num_experts} experts; no model has more than"
+        reader.problem("num_hidden_layers", f"{text} {MOST_EXPERTS_OF_ALL_LAYERS} experts in all")
     if reader.problems:
         raise ModelError("\n".join(f"{where}: {problem}" for problem in reader.problems))
     return spec
@@ -270,13 +287,17 @@ def _moe(reader: ConfigReader, keys: ExpertKeys) -> MoeSpec:
 def _read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, None where there is no file. Raises ModelError naming file and line."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json_file(path)
     except FileNotFoundError:
         return None
     except json.JSONDecodeError as error:
         raise ModelError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
     except UnicodeDecodeError:
         raise ModelError(f"{path}: not UTF-8 text") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from None
+    except NoRegularFileError as error:
+        raise ModelError(f"{path}: {error.strerror}") from None
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     if not isinstance(value, dict):

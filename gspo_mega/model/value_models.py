@@ -7,11 +7,11 @@ import, export and conversion. Moves no data and imports no torch.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from gspo_mega.errors import ModelError
+from gspo_mega.guarded_files import read_json_file
 from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there
 from gspo_mega.model.huggingface import ARCHITECTURES, read_model_spec
 from gspo_mega.model.spec import ModelSpec
@@ -32,7 +32,7 @@ def read_critic_spec(folder: str | Path) -> ModelSpec:
 
 def is_classifier(folder: Path) -> bool:
     """Whether the folder's config.json names a class with `score.weight`."""
-    names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
+    names = read_json_file(folder / "config.json").get("architectures")
     return isinstance(names, list) and any(str(name).endswith((_SEQUENCES, _TOKENS)) for name in names)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from gspo_mega.guarded_files import open_regular
+
 
 def weights_stamp(folder: str | Path, *settings: object) -> str:
     """12 hex digits: of the folder's absolute path, its safetensors and config.json (names, sizes, times of the last
@@ -32,7 +34,7 @@ def content_stamp(folder: str | Path) -> str:
     for file in sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("megatron/*.distcp")]):
         size = file.stat().st_size
         digest.update(repr((file.name, size)).encode())
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             digest.update(opened.read(_END_BYTES))
             opened.seek(max(0, size - _END_BYTES))
             digest.update(opened.read())

@@ -5,7 +5,6 @@ The draft's folder is read for its size and shape. No torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
 from gspo_mega.config.speculative import draft_folder
 from gspo_mega.errors import Violation
+from gspo_mega.guarded_files import read_json_file
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.server_needs import DTYPE_BYTES, cache_element_bytes
@@ -56,10 +56,12 @@ def draft_needs(config: Config, spec: ModelSpec) -> DraftNeeds:
 
 def _shape(folder: Path) -> dict:
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = read_json_file(folder / "config.json")
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: value for key, value in found.items() if type(value) is int and 0 < value < 2**31}
 
 
 def check_speculative(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | None) -> Iterator[Violation]:

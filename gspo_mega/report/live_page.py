@@ -13,18 +13,16 @@ import secrets
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
+from gspo_mega.bounded_http import BoundedHandler, BoundedServer
 from gspo_mega.errors import DataError
 from gspo_mega.report.page import LIVE_SCRIPT, make_data, make_episodes, make_page
 from gspo_mega.report.run_record import read_run
 from gspo_mega.run_folder import RunFolder
 
-# A page by name instead of by address could be another site's name for this address.
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -78,15 +76,12 @@ class LiveReport:
             return {"data": data, "episodes": packed if any(sample.episodes for sample in samples) else None}
 
 
-class LiveServer(ThreadingHTTPServer):
+class LiveServer(BoundedServer):
     """Serves a LiveReport at `url` while `serve_forever` runs. Raises OSError where it cannot listen."""
-
-    daemon_threads = True
 
     def __init__(self, report: LiveReport, address: str = "127.0.0.1", port: int = 0) -> None:
         self.report, self.token = report, secrets.token_urlsafe(24)
         super().__init__((address, port), _Handler)
-        self.names = {*_LOCAL_NAMES, address}
 
     @property
     def port(self) -> int:
@@ -97,14 +92,14 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{self.server_address[0]}:{self.port}/?token={self.token}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BoundedHandler):
     def do_GET(self) -> None:
         live = cast(LiveServer, self.server)
         split = urlsplit(self.path)
         asked = {name: values[-1] for name, values in parse_qs(split.query).items()}
         if not hmac.compare_digest(asked.get("token", "").encode(), live.token.encode()):
             self._answer(HTTPStatus.FORBIDDEN, "the token is missing or wrong: open the address that was printed\n")
-        elif self.headers.get("Host", "").rpartition(":")[0] not in live.names:
+        elif not self.is_asked_by_its_name():
             self._answer(
                 HTTPStatus.FORBIDDEN, "this server is not asked by that name: use the address that was printed\n"
             )
@@ -137,6 +132,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: their URLs have the token."""

@@ -17,6 +17,7 @@ import yaml
 
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import ConfigError, DataError
+from gspo_mega.guarded_files import NoRegularFileError, parse_json, read_bytes, read_text
 from gspo_mega.launcher.attempt_state import read_state
 from gspo_mega.run_folder import Attempt, RunFolder, read_json
 
@@ -62,6 +63,9 @@ class RunRecord:
     problems: list[str] = field(default_factory=list)
 
 
+_MOST_CONFIG_BYTES = 16 * 1024**2
+
+
 def read_run(path: str | Path, now: float | None = None) -> RunRecord:
     """Raises ConfigError for a folder that is not a run's, DataError for a damaged line of metrics."""
     folder = RunFolder(path)
@@ -83,8 +87,8 @@ def read_run(path: str | Path, now: float | None = None) -> RunRecord:
     if latest is not None:
         record.versions, record.layout = _text(latest.versions_file), _text(latest.plan_file)
     try:
-        record.settings = flat(yaml.safe_load(folder.config_file.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError) as error:
+        record.settings = flat(yaml.safe_load(read_text(folder.config_file, _MOST_CONFIG_BYTES)))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         record.problems.append(f"{folder.config_file}: the configuration cannot be read: {error}")
     record.changed = differences(record.settings, schema_defaults())
     return record
@@ -111,18 +115,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     which a running or killed run has, is left out.
     """
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = read_bytes(path).splitlines(keepends=True)
     except FileNotFoundError:
         return []
+    except NoRegularFileError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
     by_step: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             break
         try:
-            value = json.loads(line)
+            value = parse_json(line)
             step = int(value["step"])
             measured = int(value.get("eval/measured_step", step))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise DataError(f'{path}:{number}: is not a line of metrics; valid: one JSON object with "step"') from None
         if measured != step:
             late = {name: value.pop(name) for name in list(value) if name.startswith("eval/")}
@@ -143,7 +149,7 @@ def _attempt(attempt: Attempt, now: float) -> AttemptRecord:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        return read_text(path, errors="replace").strip()
     except OSError:
         return ""
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gspo_mega.errors import ModelError
+from gspo_mega.guarded_files import read_json_file
 from gspo_mega.reward.fit_data import (
     Example,
     Fitted,
@@ -92,7 +93,7 @@ def fit(model: Path, examples: Sequence[Example], out: Path, how: Fitting, say: 
 
 def give_served_bias(folder: Path) -> None:
     """Add a bias of 0 to a head for which SGLang would make one up."""
-    architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    architectures = read_json_file(folder / "config.json").get("architectures") or []
     weights = folder / "model.safetensors"
     if not any(name in _WITH_SERVED_BIAS for name in architectures):
         return

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from gspo_mega.errors import GspoMegaError
+from gspo_mega.proxies import direct, for_users_code
 
 # Importing a user's module may mean importing a large library from a slow disk.
 START_DEADLINE_SECONDS = 120.0
@@ -223,7 +224,8 @@ def environment_of(kind: Kind, variables: Sequence[str]) -> dict[str, str]:
         raise kind.error(
             f"{kind.section}.environment: {', '.join(missing)} is not set in the environment of this command"
         )
-    return {name: os.environ[name] for name in (*ENVIRONMENT, *variables) if name in os.environ}
+    named = {name: os.environ[name] for name in (*ENVIRONMENT, *variables) if name in os.environ}
+    return for_users_code() | named | direct()
 
 
 async def _show(output: asyncio.StreamReader, name: str) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -19,9 +21,12 @@ from urllib.parse import urlsplit
 from gspo_mega.config.remote_rules import url_problem
 from gspo_mega.config.schema import RemoteReward
 from gspo_mega.errors import RewardError
+from gspo_mega.proxies import proxy_of
 
 if TYPE_CHECKING:  # imported where it is used: commands that only read a configuration do without it
     import aiohttp
+
+logger = logging.getLogger(__name__)
 
 # What says that the same request may succeed a little later.
 _RETRIED_STATUS = frozenset({408, 429, 500, 502, 503, 504})
@@ -91,8 +96,13 @@ class RemoteCalls:
             self._headers["Authorization"] = f"Bearer {key}"
             self._secrets.append(key)
         self._host = urlsplit(self._url).netloc.rpartition("@")[2]
+        # The run's own servers are asked directly; a service may be outside of the cluster.
+        self._proxy = proxy_of(self._url, environment) if own is None else None
+        if self._proxy is not None and (password := urlsplit(self._proxy).password):
+            self._secrets.append(password)
         self._session: aiohttp.ClientSession | None = None
         self._num_requests = self._num_retries = 0
+        self._retries_by_kind: Counter[str] = Counter()
 
     async def close(self) -> None:
         if self._session is not None:
@@ -130,12 +140,22 @@ class RemoteCalls:
                         if attempt == self._settings.retries or self._num_retries >= self._most_retries:
                             raise
                         self._num_retries += 1
+                        self._tell_of_retry(failure)
                         wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2**attempt)
                         await asyncio.sleep(max(failure.wait_seconds, wait * random.uniform(0.5, 1.0)))
         except TimeoutError:
             after = f", after: {last}" if last is not None else ""
             raise RemoteFailure("deadline", f"{self._host}: no answer within {deadline:g} s{after}") from None
         raise AssertionError("unreachable")
+
+    def _tell_of_retry(self, failure: RemoteFailure) -> None:
+        """The first retry for each kind of cause is logged, and then the tenth, hundredth and so on."""
+        self._retries_by_kind[failure.kind] += 1
+        count = self._retries_by_kind[failure.kind]
+        if count == 10 ** (len(str(count)) - 1):
+            logger.warning(
+                "reward %s: tried again (%s, time %d): %s", self._settings.name, failure.kind, count, failure
+            )
 
     @property
     def _most_retries(self) -> int:
@@ -169,7 +189,9 @@ class RemoteCalls:
 
         try:
             # A redirection would take the key to another host.
-            async with self._open().post(url, data=data, headers=self._headers, allow_redirects=False) as answer:
+            async with self._open().post(
+                url, data=data, headers=self._headers, allow_redirects=False, proxy=self._proxy
+            ) as answer:
                 body = await _read(answer.content)
                 if answer.status != 200:
                     raise self._refusal(answer.status, answer.headers, body)

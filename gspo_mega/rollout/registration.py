@@ -6,14 +6,14 @@ earlier state of the file, but never a part of one.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from gspo_mega.errors import RolloutError
+from gspo_mega.guarded_files import read_json_file
 from gspo_mega.run_folder import atomic_write_json
 
 State = Literal["waiting", "starting", "ready", "restarting", "draining", "failed", "stopped"]
@@ -33,6 +33,9 @@ class Registration:
         heartbeat: when the file was last written, in Unix seconds.
         precision: what it computes in, holds and caches, in words; None before it was first ready.
         error: why the server failed, or why it was last restarted.
+        num_failures: how often the server failed since its `gspo-mega serve` began. It tells two failures apart.
+        failed_starts, most_starts: of the starts that `server.max_restarts` allows now, how many have failed, and how
+            many there are. A `most_starts` of 0 is not known.
         waits_for: what is made before this server can be started, in words; None where it is being started.
         done_bytes, total_bytes: how much of that is made; a total of 0 is not known yet.
     """
@@ -47,14 +50,44 @@ class Registration:
     tensor_parallel: int = 1
     precision: str | None = None
     error: str | None = None
+    num_failures: int = 0
+    failed_starts: int = 0
+    most_starts: int = 0
     waits_for: str | None = None
     done_bytes: int = 0
     total_bytes: int = 0
+
+    @classmethod
+    def of(cls, found: Any) -> Registration:
+        """That of a file's JSON. Raises ValueError for another form, or a value of another type than its field's."""
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+        for name, kinds in _FIELDS.items():
+            if name in found and type(found[name]) not in kinds:
+                raise ValueError(f"{name} is of type {type(found[name]).__name__}")
+        if found.get("state") not in get_args(State):
+            raise ValueError(f"state {str(found.get('state'))[:80]!r}; valid: {', '.join(get_args(State))}")
+        if not -_MOST_TIME < found.get("heartbeat", 0.0) < _MOST_TIME:  # not NaN, either
+            raise ValueError("heartbeat is no time")
+        try:
+            return cls(**found)
+        except TypeError as error:  # a field that there is not, or one that is missing
+            raise ValueError(str(error)) from None
 
     @property
     def is_preparing(self) -> bool:
         """Whether the server has not been started yet, because what it starts from is still being made."""
         return self.state == "starting" and self.waits_for is not None
+
+    @property
+    def retry(self) -> str | None:
+        """Which start this is and why the last one failed, in words; None where none has failed, or it is over."""
+        if not self.num_failures or self.state not in ("waiting", "starting", "restarting"):
+            return None
+        return (
+            f"attempt {self.failed_starts + 1} of {self.most_starts}; last failure:"
+            f" {(self.error or 'not known').strip().splitlines()[0]}"
+        )
 
     @property
     def preparation(self) -> str | None:
@@ -64,6 +97,18 @@ class Registration:
     def write(self, servers_dir: Path) -> None:
         """Write the server's file in `servers_dir`, atomically. Raises OSError."""
         atomic_write_json(servers_dir / f"{self.server_id}.json", asdict(self))
+
+
+_NUMBERS = (int, float)
+_MOST_TIME = 2**63
+_FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("server_id", "address", "state"), (str,)),
+    **dict.fromkeys(("pid", "generation", "tensor_parallel", "done_bytes", "total_bytes"), (int,)),
+    **dict.fromkeys(("num_failures", "failed_starts", "most_starts"), (int,)),
+    **dict.fromkeys(("precision", "error", "waits_for"), (str, type(None))),
+    "weight_version": (int, type(None)),
+    "heartbeat": _NUMBERS,
+}
 
 
 def amount(done_bytes: int, total_bytes: int) -> str:
@@ -87,14 +132,14 @@ def read_registrations(
         if path.name.startswith("."):  # the temporary file of an atomic write
             continue
         try:
-            found.append(Registration(**json.loads(path.read_text(encoding="utf-8"))))
+            found.append(Registration.of(read_json_file(path)))
         except FileNotFoundError:
             continue
         except OSError as error:
             if on_error is None:
                 raise
             on_error(path, error)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise RolloutError(f"{path}: not a server's registration: {error}") from error
     return found
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from gspo_mega.printable import printable
 from gspo_mega.run_folder import Attempt
 
 logger = logging.getLogger("gspo_mega.console")
@@ -63,7 +64,7 @@ def console(attempt: Attempt) -> Callable[[str], None]:
     def show(line: str) -> None:
         try:
             with attempt.console_log.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+                file.write(printable(line) + "\n")
         except OSError as error:
             logger.warning("%s cannot be written: %s", attempt.console_log, error.strerror)
         logger.info("%s", line)

@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gspo_mega import descriptors, kill_points, process_death
+from gspo_mega import descriptors, kill_points, process_death, proxies
 from gspo_mega.config import Config, LoadedConfig, load_config
 from gspo_mega.config.addresses import is_loopback
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS, preflight_seconds
@@ -103,6 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     descriptors.raise_limit()  # rank 0 has a connection for every open request of every server
     try:
         loaded = load_config(args.config, command=args.command)
+        proxies.keep_direct([os.environ["MASTER_ADDR"], loaded.config.server.host])
         bounds = patience(loaded.config)
         StackDumps(attempt, place.rank, place.world_size)
         writer = None if bounds is None else BeatWriter(attempt, place.rank, place.world_size, bounds)

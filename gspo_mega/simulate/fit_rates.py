@@ -5,11 +5,11 @@ Owns reading the measured steps and the two factors. What is measured and known 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gspo_mega.errors import ConfigError
+from gspo_mega.guarded_files import parse_json, read_text
 from gspo_mega.simulate.job import Job
 from gspo_mega.simulate.run_events import RunEvents
 
@@ -41,9 +41,9 @@ def read_measured(path: Path) -> Measured:
     if not file.is_file():
         raise ConfigError(f"--fit {path}: no such file; valid: the folder of a run, or its metrics.jsonl")
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(file).splitlines(), 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             raise ConfigError(f"{file}:{number}: not a line of metrics.jsonl") from None
         if isinstance(row, dict) and "time/step_seconds" in row and "time/rollout_seconds" in row:

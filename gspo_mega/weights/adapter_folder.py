@@ -7,7 +7,6 @@ SGLang an A and a B for each expert's matrix, as PEFT had with transformers 4. M
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from gspo_mega import durable
 from gspo_mega.config.schema import Lora
 from gspo_mega.errors import ModelError, PublishError
+from gspo_mega.guarded_files import read_json_file
 from gspo_mega.model.low_rank import adapted, adapter_tensors, module_of
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.weights.adapter_experts import from_peft, peft_settings, peft_shapes, shares_a, to_peft
@@ -130,7 +130,7 @@ def read_adapters(folder: Path, settings: Lora, spec: ModelSpec) -> dict[str, to
     is of transformers 5 (with `target_parameters` for experts) or has an A and a B for each matrix. Raises ModelError.
     """
     try:
-        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        config = read_json_file(folder / CONFIG_NAME)
         tensors = load_file(folder / WEIGHTS_NAME)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{folder}: no PEFT folder ({CONFIG_NAME}, {WEIGHTS_NAME}) can be read: {error}") from None

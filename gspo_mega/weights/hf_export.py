@@ -7,7 +7,6 @@ Owns files, index and manifest of one folder, and that the folder appears comple
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 
 from gspo_mega import durable
 from gspo_mega.errors import ModelError, PublishError
+from gspo_mega.guarded_files import read_json_file
 from gspo_mega.model.block_fp8 import KEY as QUANTIZATION_KEY
 from gspo_mega.model.block_fp8 import quantization_config
 from gspo_mega.model.description import description_files
@@ -250,7 +250,7 @@ def _start(
     copy_description(source, staging, DTYPE_NAMES[form.plain], form.stored, edited)
     if end_token_ids:
         file = staging / "generation_config.json"
-        generation = json.loads(file.read_text()) if file.exists() else {}
+        generation = read_json_file(file) if file.exists() else {}
         durable.atomic_write_json(file, {**generation, "eos_token_id": list(end_token_ids)}, at="publish.config")
 
 
@@ -270,7 +270,7 @@ def copy_description(
     """
     for file in description_files(source):
         durable.copy_file(file, target / file.name, at="publish.copy")
-    config = json.loads((source / "config.json").read_text())
+    config = read_json_file(source / "config.json")
     # Both spellings are in use.
     for key in ("dtype", "torch_dtype"):
         if key in config:

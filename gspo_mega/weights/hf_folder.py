@@ -5,7 +5,6 @@ Owns the folder on disk, a single file or sharded with an index. Knows nothing o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gspo_mega.errors import ModelError
+from gspo_mega.guarded_files import open_regular, read_json_file
 
 # What safetensors calls the types that weights may have.
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -51,6 +51,7 @@ class HuggingFaceFolder:
     def _file(self, name: str) -> safe_open:
         if name not in self._open:
             try:
+                open_regular(self.path / name).close()  # the library itself would wait for a pipe
                 self._open[name] = safe_open(self.path / name, framework="pt")
             except (OSError, ValueError, SafetensorError) as error:
                 raise ModelError(f"{self.path / name}: cannot be read as safetensors: {error}") from error
@@ -111,7 +112,7 @@ def not_finite(values: torch.Tensor, name: str, file: str) -> str | None:
 def _weight_map(index: Path) -> dict[str, str]:
     """{tensor: file beside the index}. Raises ModelError for other paths, which a downloaded folder may name."""
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found = read_json_file(index)["weight_map"]
         if not isinstance(found, dict):
             raise TypeError(f"weight_map is of the type {type(found).__name__}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

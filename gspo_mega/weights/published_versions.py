@@ -5,7 +5,6 @@ Owns that folder's layout and which versions it keeps. `hf_export.py` writes a v
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from gspo_mega import durable
 from gspo_mega.errors import PublishError
+from gspo_mega.guarded_files import read_json_file
 from gspo_mega.run_folder import CURRENT_WEIGHTS_NAME, weight_version_folder
 
 _VERSION = re.compile(r"v(\d{8})")
@@ -39,7 +39,7 @@ class PublishedVersions:
         """The committed version, or None before the first. Raises PublishError if the file cannot be read."""
         file = self.folder / CURRENT_WEIGHTS_NAME
         try:
-            value = json.loads(file.read_text())
+            value = read_json_file(file)
             return CommittedVersion(int(value["weight_version"]), Path(value["path"]))
         except FileNotFoundError:
             return None

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from gspo_mega.guarded_files import read_text
 from gspo_mega.model.families import TensorEntry
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.stacked import checkpoint_tensors
@@ -29,7 +30,7 @@ def make_random_folder(shape_file: str | Path, folder: Path, seed: int) -> Path:
     spec = read_model_spec(shape_file)
     stamp = json.dumps({"shape": spec.raw, "seed": seed}, sort_keys=True)
     stamp_file = folder / "random.json"
-    if stamp_file.is_file() and stamp_file.read_text(encoding="utf-8") == stamp:
+    if stamp_file.is_file() and read_text(stamp_file) == stamp:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -22,6 +22,12 @@ from gspo_mega.model.spec import ModelSpec
 from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
 
+# As on most clusters: whatever speaks to the job's own addresses by way of these is refused there, and does not end.
+for _name in ("http_proxy", "https_proxy", "all_proxy"):
+    os.environ[_name] = os.environ[_name.upper()] = "http://127.0.0.1:9"
+for _name in ("no_proxy", "NO_PROXY"):
+    os.environ.pop(_name, None)
+
 
 def pytest_collection_modifyitems(items):
     if importlib.util.find_spec("sglang") is not None:

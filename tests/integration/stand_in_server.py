@@ -41,6 +41,13 @@ if "shared_memory" in behaviour:
     segment = f"/dev/shm/sglang_loads_{os.urandom(6).hex()}_0.shm"
     mapped = mmap.mmap(os.open(segment, os.O_CREAT | os.O_RDWR, 0o600), 0 if os.truncate(segment, 4096) else 4096)
     print("segment", segment, flush=True)
+if "proxied" in behaviour:
+    # SGLang's warm-up is a request of `requests` to itself, which reads the environment as this does.
+    import urllib.request
+
+    print("own address by", urllib.request.getproxies(), flush=True)
+if "traceback" in behaviour:
+    raise RuntimeError("the reason \x1b[2J of the end")
 if "exit" in behaviour:
     print("the reason of the end", flush=True)
     sys.exit(3)

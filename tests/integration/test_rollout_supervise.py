@@ -116,6 +116,21 @@ def test_a_server_becomes_ready_and_its_heart_beats(supervised):
     assert one.attempt.api_key_file.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_failed_start_is_registered_with_its_last_error_and_how_many_are_left(supervised, monkeypatch):
+    """Also: the server's processes see no proxy, though this process's environment names one."""
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    one = supervised("proxied traceback")
+    seen = one.until(lambda r: r.num_failures == 1)
+    assert seen.error.endswith(": RuntimeError: the reason \x1b[2J of the end") and "\n" not in seen.error
+    assert (seen.failed_starts, seen.most_starts) == (1, 3)
+    assert seen.state != "restarting" or seen.retry.startswith("attempt 2 of 3; last failure: SGLang exited with code")
+    one.become("proxied")
+    ready = one.until(lambda r: r.state == "ready")
+    assert ready.retry is None and ready.num_failures in (1, 2)
+    assert set(re.findall("own address by (.*)", one.log())) == {"{'no': '*'}"}
+
+
 @pytest.mark.parametrize(("behaviour", "seconds"), [("busy", (1.6, 30)), ("busy stubborn", (2, 30))])
 def test_a_busy_server_drains_before_it_ends(supervised, behaviour, seconds):
     """It registers that it does, cuts short what is left when the time is nearly over, and ends at its deadline."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 # A package imports from itself and from what is named here. Top-level modules count as packages.
 _BASE = {
     *("", "errors", "records", "token_columns", "episode_records", "episode_check", "rollout_batch"),
-    *("run_folder", "durable"),
+    *("run_folder", "durable", "proxies", "printable", "guarded_files", "bounded_http"),
     *("kill_points", "process_death", "beats", "descriptors", "line_process", "importing", "background"),
 }
 _LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan", "quantization", "batch_invariant"}
@@ -32,11 +32,15 @@ LAYERS: dict[str, set[str]] = {
     "importing": {""},
     "beats": {""},
     "background": {""},
+    "proxies": {""},
+    "guarded_files": {""},
+    "bounded_http": {"proxies"},
+    "printable": {""},
     "line_process": {""},
     "durable": {"", "kill_points"},
-    "run_folder": {"errors", "durable"},
+    "run_folder": {"errors", "durable", "guarded_files"},
     "config": _BASE,
-    "doctor": {"", "descriptors", "durable", "sglang_release"},
+    "doctor": {"", "descriptors", "durable", "sglang_release", "guarded_files"},
     "model": _BASE | {"config"},
     **{leaf: _BASE | {"config", "model"} for leaf in _LEAVES},
     "engine": _BELOW_ENGINE,
@@ -91,6 +95,7 @@ HOMES: dict[str, set[str]] = {
     "httpx": set(),
     "http": {
         "rollout",
+        "bounded_http.py",
         "metrics/prometheus.py",
         "episodes/endpoint.py",
         "episodes/adapters/openenv.py",
@@ -114,6 +119,7 @@ HOMES: dict[str, set[str]] = {
         "episodes/agent_worker.py",
         "episodes/owned_processes.py",
         "runtime/gpu_variables.py",
+        "proxies.py",
     },
     "os.getenv": set(),
     "os.putenv": set(),

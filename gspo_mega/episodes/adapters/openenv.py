@@ -31,6 +31,7 @@ import aiohttp
 from gspo_mega.episodes.adapters.environment_loop import Step, pattern_of, play
 from gspo_mega.episodes.protocol import Model, Outcome, Task, Tools, Unreachable
 from gspo_mega.errors import EpisodeError
+from gspo_mega.proxies import proxy_of
 
 _MOST_BYTES = 8 * 1024**2
 _MOST_SEED = 2**31
@@ -111,9 +112,10 @@ class _Socket:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = f"{url.rstrip('/')}/ws"
+        self._proxy = proxy_of(url)
 
     async def __aenter__(self) -> _Wire:
-        self._socket = await self._session.ws_connect(self._url, max_msg_size=_MOST_BYTES)
+        self._socket = await self._session.ws_connect(self._url, max_msg_size=_MOST_BYTES, proxy=self._proxy)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -145,6 +147,7 @@ class _Requests:
     def __init__(self, session: aiohttp.ClientSession, url: str, episode_id: str) -> None:
         self._session = session
         self._url = url.rstrip("/")
+        self._proxy = proxy_of(url)
         self._episode_id = episode_id
         self._num_steps = 0
 
@@ -180,7 +183,7 @@ class _Requests:
             )
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        async with self._session.request(method, self._url + path, json=body) as response:
+        async with self._session.request(method, self._url + path, json=body, proxy=self._proxy) as response:
             text = await read_body(response, self._url + path)
             if response.status != 200:
                 said = text[:300].decode("utf-8", "replace")

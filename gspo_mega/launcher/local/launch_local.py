@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from gspo_mega import proxies
 from gspo_mega.config import LoadedConfig
 from gspo_mega.config.schema import ModelReward
 from gspo_mega.errors import GspoMegaError, PlanError
@@ -67,6 +68,7 @@ def launch(
                 f"{loaded.where(key)}: {key}: {value}: `gspo-mega {command}` runs on one machine."
                 " For several, submit a Slurm job: launch/slurm/train.sbatch CONFIG"
             )
+    proxies.keep_direct([config.server.host])
     gpus = visible_gpus(os.environ)
     plan = plan_run(loaded, "gpu" if gpus else "cpu")
     tools = []

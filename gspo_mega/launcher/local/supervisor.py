@@ -22,9 +22,11 @@ from gspo_mega.launcher.attempt_output import ConsoleTail
 from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.failure import describe_failure
 from gspo_mega.launcher.local.remaining_servers import RemainingServers
+from gspo_mega.launcher.server_failures import ServerFailures
 from gspo_mega.launcher.stack_request import StacksOnSignal
 from gspo_mega.launcher.watchdog import Watchdog
 from gspo_mega.plan.watchdog_bounds import Patience
+from gspo_mega.rollout.server.reward_server import reward_folder
 from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 logger = logging.getLogger(__name__)
@@ -95,8 +97,11 @@ class Supervisor:
         self._remaining_servers = [
             RemainingServers(self._attempt, self._children, self._say, of) for of in (None, *models)
         ]
+        scorers = [(reward_folder(self._attempt, of), f" of reward model {of}") for of in models]
+        failures = ServerFailures([(self._attempt, ""), *scorers], self._say)
         while True:
             self._console.pump()
+            failures.look()
             family.reap()
             self._check()
             stacks.look()

@@ -22,6 +22,7 @@ from gspo_mega.launcher.slurm.site_settings import Site, words_of
 from gspo_mega.plan import Estimate, estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.server_places import RewardPlace, place_servers, reward_servers
 from gspo_mega.plan.stop_deadlines import grace_seconds, signal_seconds
+from gspo_mega.printable import printable_output
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ def with_signal_time(site: Site, figures: Estimate) -> Site:
     return replace(site, signal_seconds=site.signal_seconds or needed)
 
 
+@printable_output()
 def main(arguments: Sequence[str]) -> int:
     """Write assignments of GSPO_NUM_NODES, GSPO_RUN_FOLDER and the array GSPO_SIZE to standard output, and the plan to
     standard error.

@@ -27,6 +27,7 @@ from gspo_mega.launcher.attempt_output import ConsoleTail
 from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.failure import describe_failure, one_line
+from gspo_mega.launcher.server_failures import ServerFailures
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.lost_nodes import LostNodes
 from gspo_mega.launcher.slurm.node_preflight import preflight
@@ -106,6 +107,7 @@ class SlurmJob:
         self._console = ConsoleTail(attempt.console_log, self._say)
         self._watchdog = None if context.patience is None else Watchdog(attempt, steps.num_ranks, context.patience)
         self._stacks = StacksOnSignal(attempt, steps.num_ranks, context.stack_signals, context.say)
+        self._failures: ServerFailures | None = None
         self._watch: Child | None = None
         self._watch_again = 0.0
         self._look_again = time.monotonic() + _LOOK_SECONDS
@@ -147,6 +149,8 @@ class SlurmJob:
                 fleets.append(Servers(folder, own[name], self._nodes, starts, self._say, indices, of))
                 if not indices:
                     self.stop.ask(f"all servers{of} are lost", again=True)
+            scorers = [(reward_folder(self._attempt, name), f" of reward model {name}") for name in rewards or {}]
+            self._failures = ServerFailures([(self._attempt, ""), *scorers], self._say)
             ranks = starts.start(self._steps.ranks(command, master_port))
             for child in (*(child for fleet in fleets for child in fleet.children), ranks):
                 logger.info("%s: %s", child.name, " ".join(child.spec.command))
@@ -163,6 +167,8 @@ class SlurmJob:
     def _until_over(self, ranks: Child, fleets: Sequence[Servers], starts: Starts) -> int:
         while True:
             self._console.pump()
+            if self._failures is not None:
+                self._failures.look()
             self._check_lease()
             self._stacks.look()
             self._keep_watch(starts)

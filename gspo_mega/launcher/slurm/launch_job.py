@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from gspo_mega import proxies
 from gspo_mega.config import Config, LoadedConfig, render_config
 from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.alerts import Alerts
@@ -54,6 +55,7 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     report, site = render_report(plan, figures), with_signal_time(site, figures)
     answers = Answers(say)
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
+    proxies.keep_direct(name for node in allocation.nodes for name in (node.name, node.address))
     _check_time(allocation.job_id, site, answers)
     say(report)
     if not allocation.num_restarts:

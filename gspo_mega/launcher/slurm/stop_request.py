@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from gspo_mega.errors import RankError
+from gspo_mega.guarded_files import read_text
 from gspo_mega.launcher.attempt_state import StateKeeper, read_state
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.scontrol import Node, job_runs, requeue
@@ -156,7 +157,7 @@ class Stop:
 
     def _latest_checkpoint(self) -> str | None:
         try:
-            return self._attempt.run_folder.latest_checkpoint_file.read_text(encoding="utf-8")
+            return read_text(self._attempt.run_folder.latest_checkpoint_file)
         except FileNotFoundError:
             return None
 

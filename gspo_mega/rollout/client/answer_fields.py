@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -22,6 +23,8 @@ _LOG_PROB_ROUNDING = 1e-5
 
 
 _MOST_VERSION = 2**31
+_VERSION = re.compile(r"[0-9]{1,10}")
+_MOST_SHOWN = 200
 
 
 class NonsenseAnswer(RolloutError):
@@ -32,9 +35,35 @@ class RefusedAnswer(RolloutError):
     """A server refuses this request."""
 
 
+def shown(value: Any) -> str:
+    """The beginning of what a server sent, as Python writes it; of a value that is nested too deeply, its type."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # also an int of too many digits
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def whole_number(value: Any, what: str) -> int:
+    """An exact int from 0 on: no bool, and no float that equals one. Raises NonsenseAnswer."""
+    if type(value) is not int or value < 0:
+        raise NonsenseAnswer(f"{what} {shown(value)}; a whole number from 0 on expected")
+    return value
+
+
+def log_prob_of(value: Any, where: str) -> float:
+    """A finite number, at most 0 up to rounding; nats. Raises NonsenseAnswer."""
+    try:
+        if type(value) in (float, int) and math.isfinite(value) and value <= _LOG_PROB_ROUNDING:
+            return float(value)
+    except OverflowError:  # an int that no float holds
+        pass
+    raise NonsenseAnswer(f"log-prob {shown(value)} {where}; a finite number <= 0 expected")
+
+
 def field_of(mapping: Any, name: str, kind: type) -> Any:
     if not isinstance(mapping, dict) or not isinstance(mapping.get(name), kind):
-        raise NonsenseAnswer(f"no {name} ({kind.__name__}) in {str(mapping)[:200]!r}")
+        raise NonsenseAnswer(f"no {name} ({kind.__name__}) in {shown(mapping)}")
     return mapping[name]
 
 
@@ -44,9 +73,11 @@ def finish_reason_of(finish: Any) -> str | None:
         return None
     reason = finish.get("type") if isinstance(finish, dict) else None
     if reason not in ("stop", "length", "abort"):
-        raise NonsenseAnswer(f"finish_reason {finish!r}; stop, length or abort expected")
+        raise NonsenseAnswer(f"finish_reason {shown(finish)}; stop, length or abort expected")
     if reason == "abort" and finish.get("status_code") is not None:
-        raise RefusedAnswer(f"{finish['status_code']}: {finish.get('message')}")
+        message = finish.get("message")
+        message = message[:2000] if isinstance(message, str) else shown(message)
+        raise RefusedAnswer(f"{shown(finish['status_code'])}: {message}")
     return reason
 
 
@@ -59,7 +90,7 @@ def checked_token_ids(values: list, vocab_size: int) -> np.ndarray:
                 return array
     for position, token in enumerate(values):
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise NonsenseAnswer(f"token {token!r} at position {position}; ids are 0 to {vocab_size - 1}")
+            raise NonsenseAnswer(f"token {shown(token)} at position {position}; ids are 0 to {vocab_size - 1}")
     return np.zeros(0, np.int32)
 
 
@@ -73,14 +104,9 @@ def checked_log_probs(entries: list, token_ids: list[int]) -> np.ndarray:
             return array
     log_probs = []  # one by one, to say which is wrong
     for position, (entry, token) in enumerate(zip(entries, token_ids, strict=True)):
-        if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
-            raise NonsenseAnswer(f"log-prob entry {entry!r} at position {position} beside token {token}")
-        value = entry[0]
-        if type(value) not in (float, int) or not math.isfinite(value) or value > _LOG_PROB_ROUNDING:
-            raise NonsenseAnswer(
-                f"log-prob {value!r} of token {token} at position {position}; a finite number <= 0 expected"
-            )
-        log_probs.append(float(value))
+        if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int or entry[1] != token:
+            raise NonsenseAnswer(f"log-prob entry {shown(entry)} at position {position} beside token {token}")
+        log_probs.append(log_prob_of(entry[0], f"of token {token} at position {position}"))
     return np.array(log_probs, np.float64)
 
 
@@ -93,16 +119,19 @@ def _columns_of(entries: list, token_ids: list[int]) -> list | None:
     except (TypeError, ValueError):
         return None
     values = list(chain.from_iterable(entries))
-    return values[::width] if width >= 2 and values[1::width] == token_ids else None
+    if width < 2 or values[1::width] != token_ids or set(map(type, values[1::width])) != {int}:
+        return None
+    return values[::width]
 
 
-def version_of(value: Any) -> int:
-    try:
-        version = int(value)
-    except (TypeError, ValueError) as error:
-        raise NonsenseAnswer(f"weight_version {value!r}; a number expected") from error
-    if abs(version) >= _MOST_VERSION:
-        raise NonsenseAnswer(f"weight_version {version}; a number below 2**31 expected")
+def version_of(value: Any, what: str = "weight_version") -> int:
+    """A weight version: an int, or its digits, which is what SGLang sends. Raises NonsenseAnswer."""
+    is_text = isinstance(value, str) and _VERSION.fullmatch(value) is not None
+    if not is_text and type(value) is not int:
+        raise NonsenseAnswer(f"{what} {shown(value)}; a number expected")
+    version = int(value)
+    if not 0 <= version < _MOST_VERSION:
+        raise NonsenseAnswer(f"{what} {shown(value)}; a number from 0 to below 2**31 expected")
     return version
 
 
@@ -110,15 +139,19 @@ def versions_of(meta: dict, count: int) -> Sequence[int]:
     """The version of each of `count` tokens, from [{version, start, end}] spans, which must tile the response."""
     num = 0
     parts: list[Sequence[int]] = [constant(0, 0)]
-    for span in field_of(meta, "weight_versions", list):
+    spans = field_of(meta, "weight_versions", list)
+    for span in spans:
+        if not isinstance(span, dict) or not {"version", "start", "end"} <= span.keys():
+            raise NonsenseAnswer(f"weight version span {shown(span)}; version, start and end expected")
         try:
-            version, start, end = int(span["version"]), span["start"], span["end"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise NonsenseAnswer(f"weight version span {span!r}") from error
-        if abs(version) >= _MOST_VERSION or start != num or type(end) is not int or not start <= end <= count:
-            raise NonsenseAnswer(f"weight version spans {meta['weight_versions']!r} do not tile {count} tokens")
+            version = version_of(span["version"])
+            start, end = (whole_number(span[name], name) for name in ("start", "end"))
+        except NonsenseAnswer as error:
+            raise NonsenseAnswer(f"weight version span {shown(span)}: {error}") from None
+        if start != num or not start <= end <= count:
+            raise NonsenseAnswer(f"weight version spans {shown(spans)} do not tile {count} tokens")
         parts.append(constant(version, end - start))
         num = end
     if num != count:
-        raise NonsenseAnswer(f"weight version spans {meta['weight_versions']!r} do not tile {count} tokens")
+        raise NonsenseAnswer(f"weight version spans {shown(spans)} do not tile {count} tokens")
     return joined(parts)

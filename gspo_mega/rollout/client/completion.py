@@ -20,6 +20,7 @@ from gspo_mega.rollout.client.answer_fields import (
     checked_token_ids,
     field_of,
     finish_reason_of,
+    shown,
     version_of,
     versions_of,
 )
@@ -137,18 +138,19 @@ class Answer:
         reports. Raises RefusedAnswer with the server's own message.
         """
         if self.completion is not None:
-            raise NonsenseAnswer(f"the answer went on after its end: {str(report)[:200]!r}")
+            raise NonsenseAnswer(f"the answer went on after its end: {shown(report)}")
         if isinstance(report, dict) and "error" in report:
             raise RefusedAnswer(_error_text(report["error"]))
         meta = field_of(report, "meta_info", dict)
         if meta.get("id") != self._request_id:
-            raise NonsenseAnswer(f"the answer is to request {meta.get('id')!r}; {self._request_id!r} was sent")
+            raise NonsenseAnswer(f"the answer is to request {shown(meta.get('id'))}; {self._request_id!r} was sent")
         reason = finish_reason_of(meta.get("finish_reason"))
         # A request that is cut short while it waits in the server's queue is answered without a prompt.
-        if meta.get("prompt_tokens") != self._num_prompt_tokens and not (
+        sent = meta.get("prompt_tokens")
+        if (type(sent) is not int or sent != self._num_prompt_tokens) and not (
             reason == "abort" and "prompt_tokens" not in meta
         ):
-            raise NonsenseAnswer(f"{meta.get('prompt_tokens')} prompt tokens; {self._num_prompt_tokens} were sent")
+            raise NonsenseAnswer(f"{shown(sent)} prompt tokens; {self._num_prompt_tokens} were sent")
         count = self._take_tokens(report, meta, reason)
         if reason is not None:
             self.completion = self._end(meta, reason)
@@ -193,7 +195,7 @@ class Answer:
             count = total - before  # the last report of an aborted request repeats the token reported before it
             token_ids = token_ids[:count]
         if type(total) is not int or total != before + count:
-            raise NonsenseAnswer(f"completion_tokens {total} after {before} token ids and {count} more")
+            raise NonsenseAnswer(f"completion_tokens {shown(total)} after {before} token ids and {count} more")
         if total > self._params.max_new_tokens:
             raise NonsenseAnswer(f"{total} tokens; 1 to {self._params.max_new_tokens} were asked for")
         entries = field_of(meta, "output_token_logprobs", list) if count or reason in ("stop", "length") else []
@@ -297,4 +299,5 @@ def _routed_experts(meta: dict, num_rows: int, routing: RoutingShape) -> np.ndar
 
 
 def _error_text(error: Any) -> str:
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return message[:2000] if isinstance(message, str) else shown(message)

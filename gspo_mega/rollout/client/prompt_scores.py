@@ -5,12 +5,12 @@ Owns SGLang's prompt log-probs, which are at temperature 1 whatever the request 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from gspo_mega.rollout.client.answer_fields import log_prob_of, shown
 from gspo_mega.rollout.client.completion import NonsenseAnswer
 from gspo_mega.rollout.client.server_client import ServerClient, ServerError
 
@@ -47,22 +47,21 @@ def read_scores(answer: Any, token_ids: Sequence[int], start: int, vocab_size: i
     Raises NonsenseAnswer.
     """
     # SGLang shows the last token of the vocabulary as 0 here; its log-prob is the token's own.
-    shown = {vocab_size - 1: (vocab_size - 1, 0)}
+    named = {vocab_size - 1: (vocab_size - 1, 0)}
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
     if not isinstance(entries, list):
-        raise NonsenseAnswer(f"no input_token_logprobs in {str(answer)[:200]!r}")
-    if meta is None or meta.get("prompt_tokens") != len(token_ids):
-        raise NonsenseAnswer(f"{(meta or {}).get('prompt_tokens')} prompt tokens; {len(token_ids)} were sent")
+        raise NonsenseAnswer(f"no input_token_logprobs in {shown(answer)}")
+    sent = meta.get("prompt_tokens") if meta is not None else None
+    if type(sent) is not int or sent != len(token_ids):
+        raise NonsenseAnswer(f"{shown(sent)} prompt tokens; {len(token_ids)} were sent")
     wanted = list(token_ids[start:])
     if len(entries) != len(wanted) + 1:
         raise NonsenseAnswer(f"{len(entries)} log-probs of prompt tokens; {len(wanted) + 1} expected")
     values = np.zeros(len(wanted))
     for place, (entry, token) in enumerate(zip(entries[1:], wanted, strict=True)):
-        if not isinstance(entry, list) or len(entry) < 2 or entry[1] not in shown.get(token, (token,)):
-            raise NonsenseAnswer(f"log-prob entry {entry!r} at token {start + place}; token id {token} was sent")
-        value = entry[0]
-        if type(value) not in (float, int) or not math.isfinite(value):
-            raise NonsenseAnswer(f"log-prob {value!r} of token {token} at place {start + place}")
-        values[place] = value
+        is_entry = isinstance(entry, list) and len(entry) >= 2 and type(entry[1]) is int
+        if not is_entry or entry[1] not in named.get(token, (token,)):
+            raise NonsenseAnswer(f"log-prob entry {shown(entry)} at token {start + place}; token id {token} was sent")
+        values[place] = log_prob_of(entry[0], f"of token {token} at place {start + place}")
     return values

@@ -18,6 +18,7 @@ import aiohttp
 import orjson
 
 from gspo_mega.errors import RolloutError
+from gspo_mega.rollout.client.answer_fields import shown
 from gspo_mega.rollout.client.completion import (
     Answer,
     Completion,
@@ -181,7 +182,7 @@ class ServerClient:
                         await decode_routes_of(report, self._routing.num_experts)
                     except ValueError as error:
                         raise NonsenseAnswer(str(error)) from error
-                if (count := answer.add(report)) > 0:
+                if (count := _added(answer, report)) > 0:
                     flight.report(count)
                 if answer.completion is not None:
                     # Read on to the end of the stream, so that the connection can be used again.
@@ -210,7 +211,7 @@ class ServerClient:
         """
         answer = await self.call_object(path, body, deadline_seconds, what=what)
         if answer.get("success") is not True:
-            raise ServerError(self.server_id, what or path, "status", str(answer.get("message", answer)))
+            raise ServerError(self.server_id, what or path, "status", _said(answer.get("message", answer)))
         return answer
 
     async def call_object(
@@ -226,12 +227,10 @@ class ServerClient:
         text = await self.call(path, body, deadline_seconds, what=what, method=method)
         try:
             answer = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(self.server_id, what or path, "nonsense", f"not JSON: {text[:200]!r}") from error
         if not isinstance(answer, dict):
-            raise ServerError(
-                self.server_id, what or path, "nonsense", f"an object expected, not {str(answer)[:200]!r}"
-            )
+            raise ServerError(self.server_id, what or path, "nonsense", f"an object expected, not {shown(answer)}")
         return answer
 
     async def call(
@@ -275,6 +274,14 @@ class ServerClient:
         return self._session.request(method, self.address + path, json=body)
 
 
+def _added(answer: Answer, report: Any) -> int:
+    """`answer.add`. A report that surprises the reader is nonsense, whatever it is, and never ends the batch."""
+    try:
+        return answer.add(report)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise NonsenseAnswer(f"a report that cannot be read: {type(error).__name__}: {error}") from error
+
+
 def _silence(flight: Flight, deadline_seconds: float) -> str:
     return (
         f"no new token within {deadline_seconds:g} s, after {flight.num_tokens}"
@@ -287,9 +294,13 @@ def _message(text: str) -> str:
     """SGLang's error message, out of the several forms of its error answers."""
     try:
         answer = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text[:500]
     if isinstance(answer, dict):
         error = answer.get("error")
         answer = answer.get("message") or (error.get("message") if isinstance(error, dict) else error) or answer
-    return str(answer)[:2000]
+    return _said(answer)
+
+
+def _said(message: Any) -> str:
+    return message[:2000] if isinstance(message, str) else shown(message)

@@ -14,6 +14,7 @@ from typing import Any
 
 from gspo_mega.errors import PublishError
 from gspo_mega.model.low_rank import SERVED_NAME
+from gspo_mega.rollout.client.answer_fields import NonsenseAnswer, log_prob_of, shown, version_of
 from gspo_mega.rollout.client.server_client import ServerClient, ServerError
 from gspo_mega.rollout.registration import Registration
 
@@ -158,8 +159,9 @@ class HttpServerControl:
                 raise
         body = {"lora_name": SERVED_NAME, "lora_path": path}
         answer = self._update("/load_lora_adapter", body, until - time.monotonic())
-        if (answer.get("loaded_adapters") or {}).get(SERVED_NAME) != path:
-            raise self._nonsense("/load_lora_adapter", f"success, and it names {answer.get('loaded_adapters')}")
+        loaded = answer.get("loaded_adapters")
+        if not isinstance(loaded, dict) or loaded.get(SERVED_NAME) != path:
+            raise self._nonsense("/load_lora_adapter", f"success, and it names {shown(loaded)}")
 
     def log_probs(self, token_ids: Sequence[int], adapter: str | None, *, deadline_seconds: float) -> list[float]:
         """Of these tokens but the first, each after those before it, with or without adapters; not while paused."""
@@ -173,9 +175,10 @@ class HttpServerControl:
             body["lora_path"] = adapter
         answer = self._run(self._client.call_object("/generate", body, deadline_seconds, what="adapter scores"))
         try:
-            return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise self._nonsense("/generate", f"no log-probs: {str(answer)[:200]}") from error
+            entries = answer["meta_info"]["input_token_logprobs"][1:]
+            return [log_prob_of(entry[0], f"at place {place}") for place, entry in enumerate(entries, 1)]
+        except (KeyError, TypeError, IndexError, NonsenseAnswer) as error:
+            raise self._nonsense("/generate", f"no log-probs ({error}): {shown(answer)}") from error
 
     def set_weight_version(self, weight_version: int, *, deadline_seconds: float) -> None:
         body = {"new_version": str(weight_version), "abort_all_requests": False}
@@ -184,20 +187,22 @@ class HttpServerControl:
     def weight_version(self, *, deadline_seconds: float) -> int:
         answer = self._run(self._client.call_object("/model_info", None, deadline_seconds, method="GET"))
         try:
-            return int(answer["weight_version"])
-        except (KeyError, TypeError, ValueError) as error:
-            version = answer.get("weight_version")
-            raise self._nonsense("/model_info", f"weight_version {str(version)[:200]!r}") from error
+            return version_of(answer.get("weight_version"))
+        except NonsenseAnswer as error:
+            raise self._nonsense("/model_info", str(error)) from error
 
     def checksums(self, *, deadline_seconds: float) -> list[dict[str, str]]:
         answer = self._check_weights("checksum", deadline_seconds)
         try:  # beside adapters a server has some layers' own weights as `base_layer`
-            return [
+            found = [
                 {name.replace(".base_layer.", "."): value for name, value in rank["checksums"].items()}
                 for rank in answer["ranks"]
             ]
         except (AttributeError, KeyError, TypeError) as error:
-            raise self._nonsense("checksum", f"no ranks with checksums: {str(answer)[:200]}") from error
+            raise self._nonsense("checksum", f"no ranks with checksums: {shown(answer)}") from error
+        if any(not isinstance(value, str) for rank in found for value in rank.values()):
+            raise self._nonsense("checksum", f"checksums that are no texts: {shown(answer)}")
+        return found
 
     def snapshot(self, *, deadline_seconds: float) -> None:
         self._check_weights("snapshot", deadline_seconds)

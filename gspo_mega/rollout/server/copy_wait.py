@@ -80,7 +80,11 @@ class CopyWait:
             found = None
         if found is None:
             return 0, 0
-        maker, maker_gone = Registration(**found), None
+        try:
+            maker, maker_gone = Registration.of(found), None
+        except ValueError as error:
+            file = self._attempt.server_file(MAKER_ID)
+            raise CheckpointError(f"{file}: not a server's registration: {error}") from error
         if maker.state in ("failed", "stopped", "draining"):
             maker_gone = f"has ended: {(maker.error or maker.state).strip().splitlines()[0]}"
         elif (silent := self._maker.seconds(maker.heartbeat)) > SILENCE_SECONDS:

@@ -74,8 +74,9 @@ class ServerRequests:
         """Running and waiting, on all its data-parallel ranks."""
         try:
             loads = json.loads(self._call("GET", "/v1/loads?include=core"))["loads"]
-            return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
-        except (OSError, http.client.HTTPException, ConfigError, ValueError, KeyError, TypeError):
+            counts = [load[name] for load in loads for name in ("num_running_reqs", "num_waiting_reqs")]
+            return sum(counts) if all(type(count) is int and count >= 0 for count in counts) else None
+        except (OSError, http.client.HTTPException, ConfigError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def cut_short(self) -> None:

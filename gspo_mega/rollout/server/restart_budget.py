@@ -5,6 +5,7 @@ Owns the count and its decay, by a monotonic clock. It starts and watches nothin
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -25,6 +26,15 @@ class RestartBudget:
         self._max_restarts, self._forgiven_after_seconds, self._clock = max_restarts, forgiven_after_seconds, clock
         self._counted = 0.0
         self._healthy_since: float | None = None
+
+    @property
+    def failed_starts(self) -> int:
+        """How many of the `max_restarts + 1` starts have failed; those that were forgiven are left out."""
+        return math.ceil(self._counted)
+
+    @property
+    def most_starts(self) -> int:
+        return self._max_restarts + 1
 
     def healthy(self) -> None:
         """The server became ready now."""

@@ -6,15 +6,22 @@ Owns starting and ending it, and how its end reads. Restarts are `supervise_serv
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_mega.proxies import without_proxies
 from gspo_mega.rollout.server.process_tree import end_group, start_group
 from gspo_mega.rollout.server.scratch import Scratch
 from gspo_mega.rollout.server.server_spec import ServerSpec
+
+_MOST_TAIL_BYTES = 256 * 1024
+_MOST_WORD = 400
+# As the last line of a traceback has it: a class, perhaps of a module, and its message.
+_ERROR = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure)\b:? .*$")
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,7 @@ class Running:
     scratch: Scratch
     model_path: str
     log: Path
+    log_start: int = 0  # where in its log this start begins, in bytes
 
     @classmethod
     def start(cls, entry: Sequence[str], log: Path, make_spec: Callable[[Path], ServerSpec]) -> Running:
@@ -35,11 +43,14 @@ class Running:
             spec, spec_file = make_spec(scratch.path), scratch.path / "spec.json"
             spec.write(spec_file)
             command = [*entry, "--spec", str(spec_file), "--parent", str(os.getpid())]
-            process = start_group(command, log=log, environment={**os.environ, "TMPDIR": str(scratch.path)})
+            # SGLang asks itself whether it serves, and its parts ask each other: never through a proxy.
+            environment = without_proxies(os.environ) | {"TMPDIR": str(scratch.path)}
+            log_start = log.stat().st_size if log.exists() else 0
+            process = start_group(command, log=log, environment=environment)
         except BaseException:
             scratch.remove()
             raise
-        return cls(process, scratch, spec.model_path, log)
+        return cls(process, scratch, spec.model_path, log, log_start)
 
     def note_shared_memory(self) -> None:
         self.scratch.note(self.process.pid)
@@ -53,12 +64,31 @@ class Running:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return f"SGLang {how} (see {self.log})"
 
+    @property
+    def last_word(self) -> str | None:
+        """The line of this start's log that says best why it failed: its last error, else its last line."""
+        return last_word(self.log, self.log_start)
+
     def end(self) -> None:
         self.note_shared_memory()
         # Its requests have left, or are lost with it, and its scratch folder goes: there is nothing to do in order. At
         # SIGTERM, SGLang takes the end of its own scheduler for a crash, and sleeps before it reports that.
         end_group(self.process, grace_seconds=0)
         self.scratch.remove()
+
+
+def last_word(log: Path, start: int = 0) -> str | None:
+    """The last line from byte `start` on that names an error, else the last one; None where there is no line."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, log.stat().st_size - _MOST_TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [found[0] for line in lines if (found := _ERROR.search(line)) is not None]
+    last = named[-1] if named else lines[-1] if lines else None
+    return None if last is None else last[:_MOST_WORD]
 
 
 def log_tail(log: Path, num_lines: int = 30) -> str:

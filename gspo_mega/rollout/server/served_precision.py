@@ -56,7 +56,7 @@ def _server_info(address: str, api_key_file: Path) -> dict[str, object]:
         connection.request("GET", "/server_info", headers={"Authorization": f"Bearer {read_secret(api_key_file)}"})
         answer = connection.getresponse()
         said = json.loads(answer.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise RankError(f"the server at {address} does not say what it computes in: {error!r}") from error
     finally:
         connection.close()

@@ -11,7 +11,6 @@ import argparse
 import ctypes
 import importlib.metadata
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from typing import Any, cast
 from gspo_mega import sglang_release
 from gspo_mega.config.addresses import is_loopback
 from gspo_mega.errors import ConfigError, GspoMegaError
+from gspo_mega.guarded_files import read_json_file
 from gspo_mega.importing import uncollected
 from gspo_mega.model.classifier_folder import check_head
 from gspo_mega.rollout.secret import read_secret
@@ -101,7 +101,7 @@ def server_arguments(spec: ServerSpec):
 def read_model_config(folder: str) -> dict[str, Any]:
     """config.json of a Hugging Face folder. Raises ConfigError."""
     try:
-        return json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        return read_json_file(Path(folder, "config.json"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is no Hugging Face model folder: {error}") from error
 

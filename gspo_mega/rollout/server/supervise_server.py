@@ -75,7 +75,7 @@ class ServerSupervisor:
         self._index = index
         self._log = attempt.server_log(index)
         self._stop = threading.Event()
-        self._num_signals = 0
+        self._num_signals = self._num_failures = 0
         self._parent = os.getppid()
         self._running: Running | None = None
         self._budget = RestartBudget(config.server.max_restarts, config.server.restart_forgiven_after_seconds)
@@ -164,14 +164,27 @@ class ServerSupervisor:
         while True:
             cause = self._serve_once()
             delay = self._budget.failed(self._last_healthy)
+            self._num_failures += 1
+            if self._running is not None and (word := self._running.last_word) is not None:
+                cause = f"{cause}: {word}"
             if delay is None:
                 raise RankError(
                     f"{self._registration.server_id}: {cause}, and it was restarted {server.max_restarts} times already"
                     f" (server.max_restarts; one is forgiven after {server.restart_forgiven_after_seconds:g} s in"
                     f" health, server.restart_forgiven_after_seconds).\n{log_tail(self._log)}"
                 )
-            logger.warning("%s: %s; starting it again in %.1f s", self._registration.server_id, cause, delay)
-            self._register(state="restarting", error=cause)
+            failed, most = self._budget.failed_starts, self._budget.most_starts
+            logger.warning(
+                "%s: %s; starting it again in %.1f s, attempt %d of %d",
+                *(self._registration.server_id, cause, delay, failed + 1, most),
+            )
+            self._register(
+                state="restarting",
+                error=cause,
+                num_failures=self._num_failures,
+                failed_starts=failed,
+                most_starts=most,
+            )
             self._end()
             self._sleep(delay)
 

@@ -297,6 +297,17 @@ def test_a_cancelled_episode_ends_its_agent(tmp_path):
     assert not os.path.exists(f"/proc/{note.read_text()}")
 
 
+def test_an_agent_speaks_to_the_endpoint_directly_and_keeps_the_way_out(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "intern.example")
+    code = "assert os.environ['http_proxy'] == os.environ['HTTP_PROXY'] == 'http://127.0.0.1:9'\n"
+    code += "assert {'intern.example', '127.0.0.1'} <= set(os.environ['no_proxy'].split(','))\n"
+    finished, session, _ = run_agent(code + TWO_TURNS)
+    assert finished.failure is None and session.counts is not None
+
+
 def test_the_environment_is_the_short_list_and_what_was_named(monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_RUN", "x")
     monkeypatch.setenv("NAMED", "y")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -89,6 +90,17 @@ def test_status_names_the_servers_that_were_given_up(folder):
     )
     (attempt.servers_dir / "server-9.json").write_text("{}")
     assert "server-9.json: not a server's registration" in describe_run(folder, time.time())["servers"]
+
+
+def test_status_says_which_start_a_server_is_in_and_why_the_last_one_failed(folder):
+    attempt = folder.new_attempt()
+    failure = {"error": "X: no proxy\nlog", "num_failures": 1, "failed_starts": 1, "most_starts": 6}
+    one = Registration("server-0", "", 1, "starting", 2, None, time.time(), **failure)
+    one.write(attempt.servers_dir)
+    retry = "attempt 2 of 6; last failure: X: no proxy"
+    assert describe_run(folder, time.time())["servers"] == f"1 starting ({retry})"
+    replace(one, server_id="server-1", state="ready").write(attempt.servers_dir)
+    assert describe_run(folder, time.time())["servers"] == f"1 ready, 1 starting (server-0: {retry})"
 
 
 def test_status_names_the_servers_of_reward_models(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import urllib.error
 import urllib.request
@@ -10,6 +11,7 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gspo_mega import bounded_http
 from gspo_mega.metrics.catalogue import CATALOGUE
 from gspo_mega.metrics.prometheus import CONTENT_TYPE, PrometheusEndpoint, exposed_name, exposition
 from gspo_mega.metrics.writer import MetricsWriter
@@ -83,3 +85,43 @@ def test_a_port_that_is_taken_is_told_once_and_tried_again():
             endpoint.update(2, {"reward/mean": 0.75})
             assert samples(read(port)[1])[("gspo_mega_step", ("run", "demo"))] == 2
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:{port}", 200),
+        ("localhost", 200),
+        ("[::1]:{port}", 200),
+        ("{name}:{port}", 200),
+        ("evil.example", 403),
+        ("evil.example:{port}", 403),
+        ("127.0.0.1.evil.example:{port}", 403),
+        ("{name}.evil.example", 403),
+        ("10.255.255.254:{port}", 403),
+        ("[fe80::1]", 403),
+    ],
+)
+def test_it_answers_under_its_own_names_only(host, status):
+    port = free_port()
+    with PrometheusEndpoint("127.0.0.1", port, "demo", 1, print):
+        given = host.format(port=port, name=socket.gethostname())
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as asks:
+            asks.sendall(f"GET /metrics HTTP/1.1\r\nHost: {given}\r\nConnection: close\r\n\r\n".encode())
+            answer = asks.recv(100)
+    assert answer.startswith(f"HTTP/1.0 {status}".encode())
+
+
+def test_half_a_request_is_not_waited_for_and_keeps_nobody_out(monkeypatch):
+    monkeypatch.setattr(bounded_http, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(bounded_http, "MOST_WAITING", 20)
+    port = free_port()
+    with PrometheusEndpoint("127.0.0.1", port, "demo", 1, print):
+        half = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(100)]
+        for one in half:
+            one.sendall(b"GET /metr")
+        assert read(port)[0] == CONTENT_TYPE
+        for one in half:  # each ends, by a byte that does not come or by an error
+            with contextlib.suppress(OSError):
+                assert one.recv(1) == b""
+            one.close()

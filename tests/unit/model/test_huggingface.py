@@ -217,7 +217,7 @@ def test_folders_that_cannot_be_read(tmp_path):
         read_model_spec(tmp_path)
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(ModelError, match="config.json: cannot be read: Is a directory"):
+    with pytest.raises(ModelError, match="config.json: is a folder, not a file"):
         read_model_spec(tmp_path)
 
 

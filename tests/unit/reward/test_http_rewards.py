@@ -186,3 +186,15 @@ def test_what_is_sent_is_json():
     with service() as asked:
         score(reward_of(asked), trajectory("\ud800 é\n", answer=None))
     assert json.loads(json.dumps(asked.requests[0][1]))["responses"][0]["response"] == "\ud800 é\n"
+
+
+@pytest.mark.parametrize("where", ["outside", "here"])
+def test_a_service_outside_is_asked_through_the_proxy_and_one_here_is_not(monkeypatch, where):
+    with service() as asked:
+        monkeypatch.setenv("http_proxy", asked.url if where == "outside" else "http://127.0.0.1:9")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        url = "http://judge.example/score" if where == "outside" else asked.url
+        [found], _ = score(reward_of(asked, url=url), "abc")
+    assert found.reward == 3
+    assert asked.paths == ["http://judge.example/score" if where == "outside" else asked.paths[0]]

@@ -1,0 +1,117 @@
+"""Reads files of folders that others may have filled: a run's, a model's, a user's data.
+
+Owns what is opened: regular files only. A named pipe would be waited for without end, a device never ends, and a
+folder is no file. A file that is read whole has a bound, and JSON that is too deep is an error like any other bad JSON.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 4 * 1024**3
+"""Of a file that is read whole, as metrics and logs are."""
+MOST_JSON_BYTES = 256 * 1024**2
+"""Of a file that is one JSON value, such as a model's index or a tokenizer."""
+
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
+
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class NoRegularFileError(OSError):
+    """What bears a file's name is something else, or too large. `strerror` says what it is."""
+
+
+def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) -> io.BufferedReader:
+    """Open a regular file, or a link to one, for reading. Raises OSError: where there is none, NoRegularFileError.
+
+    `most_bytes`: refuse a larger file; None for one that is read piece by piece.
+    """
+    try:
+        # Non-blocking, or the call itself would wait for a pipe's other end.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket cannot be opened
+            raise NoRegularFileError(error.errno, "is a socket or a device, not a file", os.fspath(path)) from None
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
+            number = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
+            raise NoRegularFileError(number, f"is {kind}, not a file", os.fspath(path))
+        if most_bytes is not None and found.st_size > most_bytes:
+            size = f"has {found.st_size} bytes; at most {most_bytes} are read"
+            raise NoRegularFileError(errno.EFBIG, size, os.fspath(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
+    """The whole of a regular file. Raises OSError."""
+    with open_regular(path, most_bytes) as file:
+        data = file.read(most_bytes + 1)  # it may grow meanwhile, or say that it is empty, as those of /proc do
+    if len(data) > most_bytes:
+        raise NoRegularFileError(errno.EFBIG, f"has more than {most_bytes} bytes", os.fspath(path))
+    return data
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
+    """The whole of a regular file as UTF-8, with its line ends as newlines. Raises OSError, and UnicodeDecodeError."""
+    text = read_bytes(path, most_bytes).decode("utf-8", errors)
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def read_json_file(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """The JSON value of a regular file. Raises OSError, and ValueError with what is wrong, without the file's name."""
+    return parse_json(read_text(path, most_bytes))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """A JSON value that somebody else wrote. Raises ValueError, also where it is nested too deeply, or has a number of
+    too many digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except MemoryError:
+        raise ValueError("it does not fit into the memory") from None
+
+
+def odd_file(folder: Path) -> str | None:
+    """What in a folder that a library is to read is neither a file nor a folder, or a text of more than
+    `MOST_JSON_BYTES`, with its path; None where there is nothing of the kind. The library would wait for it, or fill
+    the memory with it.
+    """
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return None  # who reads it says so
+    for entry in entries:
+        try:
+            found = entry.stat()
+        except OSError:  # a link to nothing, which no reader finds
+            continue
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
+            return f"{entry.path}: is {kind}, not a file"
+        if found.st_size > MOST_JSON_BYTES and entry.name.endswith(_TEXTS):
+            return f"{entry.path}: has {found.st_size} bytes; at most {MOST_JSON_BYTES} are read"
+    return None

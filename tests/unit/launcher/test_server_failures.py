@@ -1,0 +1,63 @@
+"""A failed start of a server is shown when it happens, once each, with its cause, its log and how many are left."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from gspo_mega.launcher import server_failures
+from gspo_mega.launcher.server_failures import ServerFailures
+from gspo_mega.rollout.registration import Registration
+from gspo_mega.rollout.server.running import last_word
+from gspo_mega.run_folder import Attempt
+
+
+@pytest.fixture
+def attempt(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_failures, "_LOOK_SECONDS", 0.0)
+    made = Attempt(tmp_path / "0001")
+    made.servers_dir.mkdir(parents=True)
+    return made
+
+
+def test_each_failed_start_is_shown_once(attempt):
+    said = []
+    failures = ServerFailures([(attempt, ""), (Attempt(attempt.path / "none"), " of reward model style")], said.append)
+    one = Registration("server-0", "", 7, "starting", 1, None, time.time(), most_starts=6)
+    one.write(attempt.servers_dir)
+    failures.look()
+    assert said == []
+    for number in (1, 2):
+        error = f"SGLang exited with code 1 (see log): ProxyError: {number}\nmore"
+        one = replace(one, state="restarting", error=error, num_failures=number, failed_starts=number)
+        for state in ("restarting", "starting"):
+            replace(one, state=state).write(attempt.servers_dir)
+            failures.look()
+    assert said == [
+        f"warning  server-0 failed (attempt {number} of 6): SGLang exited with code 1 (see log): ProxyError: {number};"
+        f" it is started again (log: {attempt.server_log(0)})"
+        for number in (1, 2)
+    ]
+    replace(one, state="failed", num_failures=3).write(attempt.servers_dir)
+    (attempt.servers_dir / "server-1.json").write_text("{}")
+    failures.look()
+    assert len(said) == 2  # a server that is given up is reported as that
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("", None),
+        ("\n \n", None),
+        ("loading\nKilled\n", "Killed"),
+        ("Traceback (most recent call last):\n  x\nrequests.exceptions.ProxyError: no way\nbye\n", None),
+        ("[2026-01-01 TP0] Scheduler hit an exception: ValueError: bad shape\n", "ValueError: bad shape"),
+        ("OSError: first\nRuntimeError: second\n[sigquit received]\n", "RuntimeError: second"),
+    ],
+)
+def test_the_last_error_of_a_log_is_its_word(tmp_path, log, expected):
+    file = tmp_path / "log"
+    file.write_text("KeyError: of an earlier start\n" + log)
+    found = last_word(file, len("KeyError: of an earlier start\n"))
+    assert found == (expected or ("requests.exceptions.ProxyError: no way" if "Proxy" in log else None))
+    assert last_word(tmp_path / "none") is None
