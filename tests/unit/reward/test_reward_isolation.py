@@ -19,6 +19,7 @@ def test_of_the_environment_only_what_is_harmless_or_named(monkeypatch):
         monkeypatch.setenv(name, "hidden")
     monkeypatch.setenv("JUDGE_MODEL", "small")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", "/a/folder/of/the/users")
     found = (
         "Path('found').write_text(' '.join(os.environ)) and os.environ['OMP_NUM_THREADS'] == '1' and"
         " os.environ.get('JUDGE_MODEL') == "
