@@ -60,9 +60,9 @@ class Steps:
     One entry per step: `norms` before clipping; `counted` and `whole`, the squares of the clipped gradient by kind of
     parameter, as the norm counts it and of whole tensors; `skipped`; `routing`, sums over all ranks; `settings`: of
     every parameter, as JSON [lr, weight decay, betas, eps] by canonical name, or several where ranks disagree.
-    `sketches` [steps, tensors, 2 + K] float64: of the clipped gradient, by `names`, of `sizes` elements; `moments` [2, tensors, 2 + K]: of
-    Adam's, after the last step. `buffers`: digests by name. `copies`: what is not the same on ranks that should have
-    the same.
+    `sketches` [steps, tensors, 2 + K] float64: of the clipped gradient, by `names`, of `sizes` elements; `moments`
+    [2, tensors, 2 + K]: of Adam's, after the last step. `buffers`: digests by name. `copies`: what is not the same on
+    ranks that should have the same.
     """
 
     norms: list[float] = field(default_factory=list)
