@@ -46,8 +46,8 @@ SAMPLE = {
         "TP2 with EP1 and ETP1",
     ],
     "episodes": ["TP2+SP", "CP2", "DP2 uneven shards", "GSPO with advantages of turns"],
-    "families": ["gpt_oss TP2+SPxEP2", "gpt_oss EP2 distributed", "qwen2 TP2", "glm4_moe PP2", "qwen2_moe CP2xEP2"],
-    "balanced": ["TP2+SPxEP2", "CP2"],
+    "families": ["gpt_oss TP2+SPxEP2", "qwen2 TP2"],
+    "balanced": ["TP2+SPxEP2"],
     "mla": ["TP2+SPxEP2", "PP2xVPP2", "CP2", "EP2 distributed optimizer", "all in one pack"],
 }
 
