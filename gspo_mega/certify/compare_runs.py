@@ -54,7 +54,7 @@ class Tolerance:
     weights: float
     reached: float | None = None
     norm: float = 1e-5
-    steps: float = 1e-5
+    steps: float = 3e-5  # later gradients are of weights that differ, and squares differ by twice as much
     state: float = 0.0
 
 

@@ -60,9 +60,9 @@ class Steps:
     One entry per step: `norms` before clipping; `counted` and `whole`, the squares of the clipped gradient by kind of
     parameter, as the norm counts it and of whole tensors; `skipped`; `routing`, sums over all ranks; `settings`: of
     every parameter, as JSON [lr, weight decay, betas, eps] by canonical name, or several where ranks disagree.
-    `sketches` [steps, tensors, 2 + K] float64: of the clipped gradient, by `names`; `moments` [2, tensors, 2 + K]: of
-    Adam's, after the last step. `buffers`: digests by name. `copies`: what is not the same on ranks that should have
-    the same.
+    `sketches` [steps, tensors, 2 + K] float64: of the clipped gradient, by `names`, of `sizes` elements; `moments`
+    [2, tensors, 2 + K]: of Adam's, after the last step. `buffers`: digests by name. `copies`: what is not the same on
+    ranks that should have the same.
     """
 
     norms: list[float] = field(default_factory=list)
@@ -72,6 +72,7 @@ class Steps:
     routing: list[dict[str, float]] = field(default_factory=list)
     settings: list[dict[str, list[str]]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     sketches: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 2 + _SIGN_VECTORS)))
     moments: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 2 + _SIGN_VECTORS)))
     buffers: dict[str, str] = field(default_factory=dict)
@@ -153,12 +154,13 @@ class StepWatch:
 
     def _sketch(self) -> tuple[np.ndarray, dict[str, float]]:
         """([tensors, 2 + K], squares by kind) of what the gradient buffers hold; none but on rank 0."""
-        rows, names, squares = [], [], dict.fromkeys(PARAMETER_KINDS, 0.0)
+        rows, names, sizes, squares = [], [], [], dict.fromkeys(PARAMETER_KINDS, 0.0)
         for name, tensor in self._whole.stream(torch.float32):
             rows.append(sketch(name, tensor))
             names.append(name)
+            sizes.append(tensor.numel())
             squares[parameter_kind(name)] += float(rows[-1][0])
-        self.steps.names = names
+        self.steps.names, self.steps.sizes = names, sizes
         return np.stack(rows) if rows else np.zeros((0, 2 + _SIGN_VECTORS)), squares
 
 

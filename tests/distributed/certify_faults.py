@@ -18,17 +18,18 @@ def context_sums_not_shared() -> None:
 
 def norms_not_marked_for_sequence_parallelism() -> None:
     """The gradients of norms are not summed over tensor ranks."""
-    import gspo_mega.engine.packed_attention as packed_attention
+    import gspo_mega.engine.model as model
 
-    make = packed_attention.TorchNorm.__new__
+    mark = model.set_marks
 
-    def unmarked(cls, config, hidden_size, eps=1e-5, **unused):
-        norm = make(cls, config, hidden_size, eps, **unused)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = False
-        return norm
+    def unmarked(spec, groups, chunks):
+        mark(spec, groups, chunks)
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if "norm" in name:
+                    parameter.sequence_parallel = False
 
-    packed_attention.TorchNorm.__new__ = unmarked
+    model.set_marks = unmarked
 
 
 def mean_of_means() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from layout_jobs import layout_config, recorded_sequences, shard
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from optimizer_jobs import layout
@@ -19,18 +18,18 @@ from gspo_mega.weights.adapter_tensors import AdapterTensors
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_import import import_huggingface
 
-STEPS = 3
+STEPS = 2
 
 
-def norms(folder: str, layouts: dict[str, dict], **sections) -> dict | None:
+def norms(folder: str, layouts: dict[str, dict], **sections) -> dict:
     """By layout: `clipped`, the norm of each optimizer step by which gradients are clipped; `whole`, that of the whole
-    tensors of its gradient. On rank 0; None elsewhere.
+    tensors of its gradient (on rank 0; elsewhere of none); `marks`: where a parameter's mark contradicts how Megatron's
+    own checkpoint says that it is cut on this rank.
     """
-    found = {name: _norms(folder, {"expert_tensor": 1, **parallel}, sections) for name, parallel in layouts.items()}
-    return found if dist.get_rank() == 0 else None
+    return {name: _norms(folder, {"expert_tensor": 1, **parallel}, sections) for name, parallel in layouts.items()}
 
 
-def _norms(folder: str, parallel: dict, sections: dict) -> dict[str, list[float]]:
+def _norms(folder: str, parallel: dict, sections: dict) -> dict[str, list]:
     optimizer = dict(lr=1e-3, clip_grad=0.1, eps=1e-6) | sections.pop("optimizer", {})
     config = layout_config(folder, parallel, optimizer=optimizer, **sections)
     spec = read_model_spec(folder)
@@ -50,24 +49,14 @@ def _norms(folder: str, parallel: dict, sections: dict) -> dict[str, list[float]
             squares = sum(float(tensor.double().square().sum()) for _, tensor in _completed(engine, trained))
             whole.append(squares**0.5)
             clipped.append(engine._apply(report).grad_norm)
-        return dict(clipped=clipped, whole=whole)
+        marks = [] if config.lora else [text for chunk in engine.chunks for text in _contradictions(chunk, groups)]
+        return dict(clipped=clipped, whole=whole, marks=marks)
 
 
 def _completed(engine: PolicyEngine, tensors: Any):
     if engine.config.optimizer.distributed:
         complete_gradients(engine)
     return tensors.stream(torch.float32)
-
-
-def marks(folder: str, layouts: dict[str, dict], **sections) -> dict[str, list[str]]:
-    """By layout: where a parameter's mark contradicts how Megatron's own checkpoint says that it is cut."""
-    found = {}
-    for name, parallel in layouts.items():
-        parallel = {"expert_tensor": 1, **parallel}
-        with layout(parallel) as groups:
-            engine = PolicyEngine(layout_config(folder, parallel, **sections), read_model_spec(folder), groups, 1)
-            found[name] = [text for chunk in engine.chunks for text in _contradictions(chunk, groups)]
-    return found
 
 
 def _contradictions(chunk, groups) -> list[str]:

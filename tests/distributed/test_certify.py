@@ -46,8 +46,8 @@ SAMPLE = {
         "TP2 with EP1 and ETP1",
     ],
     "episodes": ["TP2+SP", "CP2", "DP2 uneven shards", "GSPO with advantages of turns"],
-    "families": ["gpt_oss TP2+SPxEP2", "gpt_oss EP2 distributed", "qwen2 TP2", "glm4_moe PP2", "qwen2_moe CP2xEP2"],
-    "balanced": ["TP2+SPxEP2", "CP2"],
+    "families": ["gpt_oss TP2+SPxEP2", "qwen2 TP2"],
+    "balanced": ["TP2+SPxEP2"],
     "mla": ["TP2+SPxEP2", "PP2xVPP2", "CP2", "EP2 distributed optimizer", "all in one pack"],
 }
 
@@ -109,7 +109,7 @@ def test_a_fault_in_the_critic_is_caught_by_its_own_numbers(tmp_path):
     assert code == 1, shown
     assert re.search(r"^case .* values +v\. grad +v\. weight ", shown, re.M), shown
     rows = {name: numbers.split() for name, numbers in re.findall(r"^(CP2|TP2\+SP) +2 (.*?)  0, 0", shown, re.M)}
-    steps = (1e-5, 1e-5, 0.0)  # norm, steps and state
+    steps = (1e-5, 3e-5, 0.0)  # norm, steps and state
     limits = (1e-5, 1e-5, 1e-5, 1e-4, *steps, 1e-5, 1e-5, 1e-4, *steps)
     within = {
         name: [float(number) <= limit for number, limit in zip(row, limits, strict=True)] for name, row in rows.items()

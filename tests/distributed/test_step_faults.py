@@ -42,10 +42,6 @@ def test_faults_of_optimizer_steps_are_found(tmp_path):
     assert missed("configs/certify_families.yaml", chosen, tmp_path) == {}
 
 
-def test_faults_of_the_expert_bias_are_found(tmp_path):
-    assert missed("configs/certify_mla.yaml", step_faults.BIAS_FAULTS, tmp_path) == {}
-
-
 def test_a_padding_mask_doubles_the_gradient_of_router_losses_and_is_found(tmp_path):
     name = "a padding mask under tensor ranks"
     chosen = {name: step_faults.BALANCED_FAULTS[name]}
