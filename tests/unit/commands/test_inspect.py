@@ -57,6 +57,15 @@ def test_a_step_as_json(run, capsys):
     assert (one["log_prob_sum"], one["log_prob_mean"], one["log_prob_min"]) == (-1.5, -0.75, -1.0)
 
 
+def test_the_reward_of_a_step_is_that_of_all_that_was_sampled(run, capsys):
+    journal = Journal(run.journal_dir)
+    group = journal.read(0).batch.groups[0]
+    with journal.begin(0, 0, 2, {0: group}) as writer:
+        writer.finish(RolloutBatch(0, [group], {}, {}, {"reward/mean": 0.125}), {})
+    assert main(["inspect", str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["reward_mean"] == 0.125
+
+
 def test_a_run_that_sampled_ahead_and_keeps_its_last_steps_is_listed(run, capsys):
     """The oldest step that is kept has a group whose record began in a file that is removed."""
     journal = Journal(run.journal_dir)
