@@ -51,7 +51,9 @@ def ones():
     yield torch.ones((), requires_grad=True)
 
 
-@pytest.mark.parametrize("value", list(ones()), ids=lambda value: f"{type(value).__name__}-{getattr(value, 'dtype', '')}")
+@pytest.mark.parametrize(
+    "value", list(ones()), ids=lambda value: f"{type(value).__name__}-{getattr(value, 'dtype', '')}"
+)
 def test_every_kind_of_one_is_1_wherever_it_stands(value):
     assert number_of(value, "x") == 1.0 and type(number_of(value, "x")) is float
     assert result_of({"reward": value, "part": value, "correct": value}) == (1.0, {"part": 1.0}, True)
