@@ -88,10 +88,8 @@ def measured(lines: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     layers = sorted({int(found[1]) for line in trained for name in line if (found := _LAYER.fullmatch(name))})
     replaced = [fmean(values(f"routing/layer/{layer}/replaced_since_old")) for layer in layers]
     windows = [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)] or [fmean(rewards)]
-    # Not of step 0, before training, which the study's committed rows do not have.
-    accuracies = [(int(line["step"]), line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
     return {
-        "area": area_under([(step, accuracy) for step, accuracy in accuracies if step > 0]),
+        "area": area_under([(int(line["step"]), line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]),
         "reward_best": max(windows),
         "reward_last": windows[-1],
         "token_clip": fmean(values("policy/token_clip_fraction")),

@@ -18,7 +18,6 @@ from gspo_mega.launcher.alerts import Alerts
 from gspo_mega.launcher.attempt_output import log_to
 from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.gpus_and_ports import free_port
-from gspo_mega.launcher.inputs import check_users_functions
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import signals_taken
@@ -55,7 +54,6 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     answers = Answers(say)
     allocation = answers.demand(lambda: read_allocation(os.environ, size.num_trainer_nodes, size.num_rollout_nodes))
     _check_time(allocation.job_id, site, answers)
-    check_users_functions(loaded)
     for notice in try_rewards(loaded, command):
         say(f"notice   {notice}")
     say(report)

@@ -256,8 +256,11 @@ class _Watch:
                 ended = "lost" if self._clock is not None and not self._own_group else "killed"
             else:
                 ended = {0: "done", 101: "raised", 102: "memory"}.get(code, "killed")
-        reply = {"ended": ended, "said": bytes(self._ends[self._output]).decode("utf-8", "replace")}
-        reply["took"] = max(computed, self._clock.own if self._clock is not None else 0.0)
+        reply = {
+            "ended": ended,
+            "said": bytes(self._ends[self._output]).decode("utf-8", "replace"),
+            "took": max(computed, self._clock.own if self._clock is not None else 0.0),
+        }
         result = bytes(self._ends[self._result])
         if result and ended == "done":
             reply["result"] = result.decode("utf-8", "replace")
