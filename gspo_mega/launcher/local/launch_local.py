@@ -26,12 +26,12 @@ from gspo_mega.launcher.local.supervisor import STOP_GRACE_SECONDS, Supervisor
 from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import stack_signals, stop_signals
 from gspo_mega.launcher.restarts import Restarts
+from gspo_mega.launcher.reward_trial import try_rewards
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.estimate import estimate
 from gspo_mega.plan.server_places import reward_servers
 from gspo_mega.plan.stop_deadlines import MARGIN
 from gspo_mega.plan.watchdog_bounds import patience
-from gspo_mega.reward.trial import try_rewards
 from gspo_mega.rollout.server.reward_server import make_reward_folder
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_json
 

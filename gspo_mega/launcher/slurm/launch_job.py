@@ -22,6 +22,7 @@ from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import signals_taken
 from gspo_mega.launcher.restarts import Decision, Restarts
+from gspo_mega.launcher.reward_trial import try_rewards
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.job_size import JobSize, job_size, with_signal_time
 from gspo_mega.launcher.slurm.job_supervisor import AttemptError, JobContext, SlurmJob
@@ -32,7 +33,6 @@ from gspo_mega.launcher.slurm.stop_request import SIGNALS
 from gspo_mega.launcher.software_versions import versions_text
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.watchdog_bounds import patience
-from gspo_mega.reward.trial import try_rewards
 from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 
