@@ -9,6 +9,11 @@
 # an environment of its own (launch/env/reasoning-gym.txt, .venv/opt/reasoning_gym), where there is a C compiler for it.
 set -euo pipefail
 
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+  exit 0
+fi
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 log=$root/.cache/setup.log

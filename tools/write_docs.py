@@ -61,7 +61,9 @@ def metrics_page() -> str:
         _GENERATED.format(source="gspo_mega/metrics/catalogue.py"),
         "Every step writes one JSON line to `metrics.jsonl` in the run folder, and to the other `metrics.sinks`:\n"
         "TensorBoard by default, Weights & Biases, a class of yours ([watching a run](watching.md)). This page lists\n"
-        "every name that can occur. A `<placeholder>` in a name stands for letters, digits, `.`, `_` and `-`.\n\n"
+        "every name that can occur. Steps count from 1. The line of step 0 has what was measured before the first\n"
+        "one: the held-out sets, where the run has any. A `<placeholder>` in a name stands for letters, digits, `.`,"
+        " `_` and `-`.\n\n"
         "The column *reduction* says how the numbers of trajectories, tokens, mini-batches or ranks become the one\n"
         "value of a step. `ratio` divides two sums once. `value` means that there is only one number.\n\n"
         "In the descriptions, d is a token's log-ratio, w a correction weight, A an advantage, J the objective, and s\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource, open_checkpoint
+from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, HuggingFaceSource, TensorSource, open_checkpoint
 from gspo_mega.checkpoint.torch_dist import TorchDistFolder
 from gspo_mega.errors import CheckpointError
 from gspo_mega.model.sizes import count_parameters
@@ -86,9 +86,31 @@ def describe(folder: Path, description: Path | None = None) -> list[str]:
             f" vocabulary {source.spec.vocab_size}"
         ),
         f"parameters  {counts.total} ({counts.active} used per token)",
-        f"tensors     {len(entries)}, {size} bytes, {', '.join(dtypes)}",
     ]
+    if isinstance(source, HuggingFaceSource) and (source.spec.stored is not None or source.spec.stored_fp4):
+        return lines + _quantized_lines(source, len(entries), size, dtypes)
+    lines.append(f"tensors     {len(entries)}, {size} bytes, {', '.join(dtypes)}")
     return lines + [f"  {entry.name}  {list(entry.shape)}  {DTYPE_NAMES[source.dtype(entry)]}" for entry in entries]
+
+
+def _quantized_lines(source: HuggingFaceSource, num_tensors: int, size: int, dtypes: list[str]) -> list[str]:
+    """What is in the files of a quantised folder, and what it is read as."""
+    stored = source.stored()
+    by_kind: dict[str, int] = {}
+    for one in stored.values():
+        kind = _kind_of(one.dtype)
+        by_kind[kind] = by_kind.get(kind, 0) + one.end - one.start
+    how = "MXFP4" if source.spec.stored is None else f"FP8 in blocks of {'x'.join(map(str, source.spec.stored.block))}"
+    parts = ", ".join(f"{kind} {count}" for kind, count in sorted(by_kind.items()))
+    return [
+        f"stored      {how}: {len(stored)} tensors with their scales, {sum(by_kind.values())} bytes ({parts})",
+        f"read as     {num_tensors} tensors, {size} bytes, {', '.join(dtypes)}",
+        *(f"  {name}  {list(one.shape)}  {_kind_of(one.dtype)}" for name, one in stored.items()),
+    ]
+
+
+def _kind_of(dtype: torch.dtype) -> str:
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _run_lines(folder: Path) -> list[str]:

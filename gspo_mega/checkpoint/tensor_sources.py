@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gspo_mega.checkpoint.safetensors_stream import SafetensorsFile
+from gspo_mega.checkpoint.safetensors_stream import Placed, SafetensorsFile
 from gspo_mega.checkpoint.torch_dist import TorchDistFolder, stored_place
 from gspo_mega.errors import CheckpointError, ModelError
 from gspo_mega.model.block_fp8 import is_quantized, scale_name
@@ -185,6 +185,10 @@ class HuggingFaceSource(_Model):
                 return getattr(torch, self.spec.torch_dtype)
             return self._open[self._file_of[name]].tensors[name].dtype
         return self._open[self._file_of[entry.name]].tensors[entry.name].dtype
+
+    def stored(self) -> dict[str, Placed]:
+        """Every tensor of the files as it lies there, by name: quantised values and their scales, too."""
+        return {name: self._open[file].tensors[name] for name, file in self._file_of.items()}
 
     def read(self, entry: TensorEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As the protocol says."""

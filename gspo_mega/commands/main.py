@@ -12,6 +12,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from gspo_mega import __version__, proxies
 from gspo_mega.commands.screen import drop_standard_output, fill_standard_descriptors, show_error
@@ -105,12 +106,39 @@ def _run(words: list[str]) -> int:
         return EXIT_USAGE
     with uncollected():
         command = importlib.import_module(module_of(name))
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"gspo-mega {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     command.add_arguments(parser)
     # Intermixed: an override may stand before or after an option.
     return command.run(parser.parse_intermixed_args(words[1:]))
+
+
+class Parser(argparse.ArgumentParser):
+    """One that says what is missing, and how an override is written, where argparse says neither."""
+
+    def error(self, message: str) -> NoReturn:
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message:  # overrides may be none, though argparse counts them
+            wanted = [name for name in missing.split(", ") if "=" not in name]
+            usage = f"{self.prog} {' '.join(wanted)} ..."
+            message = f"{' and '.join(wanted)} {'is' if len(wanted) == 1 else 'are'} missing; for example: {usage}"
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            said = []
+            for word in unknown.split():
+                name = word.partition("=")[0]
+                near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75)
+                if near:
+                    said.append(f"{word} is no option; did you mean {near[0]}?")
+                elif word.startswith("--") and "=" in word:
+                    said.append(f"{word}: keys of the configuration have no dashes; write {word.lstrip('-')}")
+                else:
+                    said.append(f"{word} is no option")
+            message = "\n".join(said)
+        show_error("\n".join(f"{self.prog}: {line}" for line in message.splitlines()))
+        show_error(f"{self.prog} --help says what it takes")
+        raise SystemExit(EXIT_USAGE)
 
 
 def module_of(command: str) -> str:

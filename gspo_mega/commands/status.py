@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.commands.stacks_of_run import ask_for_stacks
+from gspo_mega.commands.status_facts import error_of, facts_of
 from gspo_mega.errors import ConfigError, RolloutError
 from gspo_mega.guarded_files import read_text
 from gspo_mega.launcher.attempt_state import RunState, read_state
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, last_line, last_restart, starts_again
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.server.reward_server import reward_folder, reward_names
-from gspo_mega.run_folder import Attempt, DamagedFileError, RunFolder, read_json
+from gspo_mega.run_folder import Attempt, RunFolder
 
 _SHOWN = (
     # name, key of the report
@@ -40,7 +41,7 @@ _SHOWN = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: numbers, names, times")
     parser.add_argument("--watch", action="store_true", help="again and again, with the last steps, until the run ends")
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="with --watch; 2 by default")
     parser.add_argument("--stacks", action="store_true", help="where every rank is now; writes all stacks to its logs")
@@ -55,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
 
         return watch(RunFolder(args.run), shown_pairs, max(args.interval, 0.1))
     if args.json:
-        print(json.dumps(describe_run(RunFolder(args.run), time.time())))
+        folder, now = RunFolder(args.run), time.time()
+        describe_run(folder, now)  # which refuses what is no run folder
+        print(json.dumps(facts_of(folder, now)))
     else:
         print("\n".join(f"{name:<11}{text}" for name, text in shown_pairs(RunFolder(args.run), time.time())))
     return 0
@@ -154,14 +157,9 @@ def _reward_models(attempt: Attempt) -> str | None:
 
 
 def _error(folder: RunFolder) -> str | None:
-    """The error of the newest attempt that has one: its supervisor's, else that of the first rank that failed."""
-    for attempt in reversed(folder.attempts()):
-        state = read_state(attempt)
-        recorded = state.error if state is not None else None
-        text = recorded or _first_record(attempt)
-        if text is not None:
-            return f"{text.strip().splitlines()[-1]} (attempt {attempt.number})"
-    return None
+    """The error of the newest attempt that has one, in a line."""
+    found = error_of(folder)
+    return None if found is None else f"{found['summary']} (attempt {found['attempt']})"
 
 
 def _restarts(folder: RunFolder) -> str | None:
@@ -171,20 +169,6 @@ def _restarts(folder: RunFolder) -> str | None:
         return None
     times = f"{len(record.restarted_at)} in {WINDOW_SECONDS / 3600:.0f} h"
     return f"{times}; last: {record.why}; because {record.cause}" if record.restarted_at else record.why
-
-
-def _first_record(attempt: Attempt) -> str | None:
-    records = []
-    for path in attempt.errors_dir.glob("rank_*.json"):
-        if (record := read_json(path)) is None:
-            continue
-        if not isinstance(record, dict) or type(record.get("time")) not in (int, float) or "rank" not in record:
-            raise DamagedFileError(f"{path}: not the record of a rank's failure")
-        records.append(record)
-    if not records:
-        return None
-    first = min(records, key=lambda record: record["time"])
-    return f"rank {first['rank']}: {first.get('text') or first.get('type')}"
 
 
 def _text(path: Path) -> str | None:

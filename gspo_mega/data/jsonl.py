@@ -34,6 +34,42 @@ NO_ROWS = "no rows; expected is one JSON object per line"
 MAX_DEPTH = 64
 
 
+class RowProblems:
+    """What is wrong with the rows of a file. Rows with the same fault, as a wrong key gives each of them, are one line
+    with their number and the first of them.
+    """
+
+    def __init__(self, what: str = "lines") -> None:
+        self._what = what
+        self._places: dict[str, list[str]] = {}
+        self._num_not_shown = self._num = 0
+
+    def add(self, place: str, problem: str) -> None:
+        """`place`: `file:line`."""
+        self._num += 1
+        if problem in self._places or not self.are_enough:
+            self._places.setdefault(problem, []).append(place)
+        else:
+            self._num_not_shown += 1
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether as many faults are known as are shown."""
+        return len(self._places) >= MAX_PROBLEMS_SHOWN
+
+    def lines(self, num_rows: int) -> list[str]:
+        """`num_rows`: that were looked at."""
+        shown = []
+        for problem, places in self._places.items():
+            also = [place.rpartition(":")[2].removeprefix("row ") for place in places[:5]]
+            more = f"{', '.join(also)}{', ...' if len(places) > len(also) else ''}"
+            equal = f" (so {len(places)} of {num_rows} {self._what}: {more})" if len(places) > 1 else ""
+            shown.append(f"{places[0]}: {problem}{equal}")
+        if self._num_not_shown:
+            shown.append(f"... and {self._num_not_shown} more of {num_rows} {self._what}")
+        return shown
+
+
 class JsonlFile:
     """The rows of one JSONL file; blank lines are no rows. `file[k]` is row k, zero-based.
 
@@ -46,7 +82,7 @@ class JsonlFile:
 
     Raises:
         DataError: the file is missing, unreadable or without rows, or lines are malformed: one line
-            `file:line: what` per problem, at most the first 10.
+            `file:line: what` per kind of problem, at most 10.
     """
 
     def __init__(
@@ -59,8 +95,7 @@ class JsonlFile:
         starts: list[int] = []
         lengths: list[int] = []
         lines: list[int] = []
-        problems: list[str] = []
-        num_problems = 0
+        problems = RowProblems()
         digest = hashlib.sha256()
         start = 0
         for number, line in enumerate(self._file, start=1):
@@ -68,9 +103,7 @@ class JsonlFile:
             if line.strip():
                 problem = _problem_of(line, check)
                 if problem is not None:
-                    num_problems += 1
-                    if num_problems <= MAX_PROBLEMS_SHOWN:
-                        problems.append(f"{path}:{number}: {problem}")
+                    problems.add(f"{path}:{number}", problem)
                 starts.append(start)
                 lengths.append(len(line))
                 lines.append(number)
@@ -78,10 +111,8 @@ class JsonlFile:
                     self.is_whole = False
                     break
             start += len(line)
-        if num_problems > MAX_PROBLEMS_SHOWN:
-            problems.append(f"... and {num_problems - MAX_PROBLEMS_SHOWN} more of {len(starts)} lines")
-        if problems:
-            raise DataError("\n".join(problems))
+        if shown := problems.lines(len(starts)):
+            raise DataError("\n".join(shown))
         if not starts:
             raise DataError(f"{path}: {NO_ROWS}")
         self.fingerprint = digest.hexdigest()
@@ -112,17 +143,17 @@ class JsonlFile:
 
 def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_rows: int) -> None:
     """Check the file and its first `num_rows` rows as `JsonlFile` does, without reading further. Raises DataError."""
-    problems, seen = [], 0
+    problems, seen = RowProblems(), 0
     with _opened(Path(path)) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 seen += 1
                 if (problem := _problem_of(line, check)) is not None:
-                    problems.append(f"{path}:{number}: {problem}")
-            if seen == num_rows or len(problems) == MAX_PROBLEMS_SHOWN:
+                    problems.add(f"{path}:{number}", problem)
+            if seen == num_rows or problems.are_enough:
                 break
-    if problems:
-        raise DataError("\n".join(problems))
+    if shown := problems.lines(seen):
+        raise DataError("\n".join(shown))
     if not seen:
         raise DataError(f"{path}: {NO_ROWS}")
 

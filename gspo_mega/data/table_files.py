@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from gspo_mega.data.jsonl import MAX_DEPTH, MAX_PROBLEMS_SHOWN, Enough, Row, is_deep
+from gspo_mega.data.jsonl import MAX_DEPTH, Enough, Row, RowProblems, is_deep
 from gspo_mega.errors import DataError
 from gspo_mega.guarded_files import open_regular, read_json_file
 
@@ -56,20 +56,16 @@ class TableFile:
         if not self._starts[-1]:
             raise DataError(f"{path}: no rows")
         self._num_rows = self._starts[-1]
-        problems, num_problems = [], 0
+        problems = RowProblems("rows")
         for number, (where, row) in enumerate(_rows(self._parts), start=1):
             problem = _problem_of(row) or check(row)
             if problem is not None:
-                num_problems += 1
-                if num_problems <= MAX_PROBLEMS_SHOWN:
-                    problems.append(f"{where}: {problem}")
+                problems.add(where, problem)
             if enough(number):
                 self._num_rows, self.is_whole = number, False
                 break
-        if num_problems > MAX_PROBLEMS_SHOWN:
-            problems.append(f"... and {num_problems - MAX_PROBLEMS_SHOWN} more of {len(self)} rows")
-        if problems:
-            raise DataError("\n".join(problems))
+        if shown := problems.lines(len(self)):
+            raise DataError("\n".join(shown))
         self.fingerprint = _fingerprint([part.file for part in self._parts]) if self.is_whole else ""
 
     def __len__(self) -> int:
@@ -97,15 +93,15 @@ class TableFile:
 
 def check_first_table_rows(path: str | Path, check: Callable[[Row], str | None], num_rows: int) -> None:
     """Check the table and its first `num_rows` rows as `TableFile` does, without reading further. Raises DataError."""
-    problems, seen = [], 0
+    problems, seen = RowProblems("rows"), 0
     for where, row in _rows(_parts_of(Path(path))):
         seen += 1
         if (problem := _problem_of(row) or check(row)) is not None:
-            problems.append(f"{where}: {problem}")
-        if seen == num_rows or len(problems) == MAX_PROBLEMS_SHOWN:
+            problems.add(where, problem)
+        if seen == num_rows or problems.are_enough:
             break
-    if problems:
-        raise DataError("\n".join(problems))
+    if shown := problems.lines(seen):
+        raise DataError("\n".join(shown))
     if not seen:
         raise DataError(f"{path}: no rows")
 

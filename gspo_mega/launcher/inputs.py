@@ -26,11 +26,11 @@ from gspo_mega.episodes.episode_pool import check_functions
 from gspo_mega.episodes.protocol import runs_in_worker
 from gspo_mega.errors import ConfigError, DataError, EpisodeError, FolderError, JournalError
 from gspo_mega.journal.journal import Journal
+from gspo_mega.launcher.reward_trial import try_rewards
 from gspo_mega.launcher.trial_process import try_inputs
 from gspo_mega.metrics.sink_loading import sink_makers
 from gspo_mega.reward.functions import problem_of_answer
 from gspo_mega.reward.scoring_pool import check_reward
-from gspo_mega.reward.trial import try_rewards
 from gspo_mega.run_folder import RunFolder
 
 NUM_ROWS_CHECKED = 100

@@ -7,9 +7,12 @@ there. Starts nothing and deletes no record of a run. Exclusive use of the folde
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import yaml
 
 from gspo_mega import durable
 from gspo_mega.config import Config, LoadedConfig, load_config, render_config
@@ -130,11 +133,12 @@ def _check_same_run(folder: RunFolder, loaded: LoadedConfig, command: str) -> No
     differing = differing_keys(before_config, loaded.config)
     if differing:
         lines = [f"run folder {folder.path} holds checkpoints of another configuration:"]
-        lines += [
-            f"{loaded.where(key)}: {key}: {now!r} here, {before!r} in the folder"
-            for key, (before, now) in differing.items()
-        ]
-        lines.append("choose another run.name, or continue this run with the folder's values of these keys")
+        for key, (before, now) in differing.items():
+            lines += [
+                f"{loaded.where(key)}: {inner}: now {_yaml(one)}, the run has {_yaml(two)}"
+                for inner, (one, two) in _parts(key, now, before).items()
+            ]
+        lines.append("choose another run.name, or continue this run with its values of these keys")
         raise ConfigError("\n".join(lines))
 
 
@@ -147,6 +151,36 @@ def differing_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
         for key in keys
         if flat_before.get(key) != flat_now.get(key) and not may_change(Config, key)
     }
+
+
+def _parts(key: str, now: Any, before: Any) -> dict[str, tuple[Any, Any]]:
+    """(now, before) of what differs in two values, by key: of lists and sections, only their entries that do."""
+    if isinstance(now, (list, tuple)) and isinstance(before, (list, tuple)):
+        found = {}
+        for place in range(max(len(now), len(before))):
+            one, two = (value[place] if place < len(value) else _ABSENT for value in (now, before))
+            if one != two:
+                found |= _parts(f"{key}.{place}", one, two)
+        return found
+    if isinstance(now, dict) and isinstance(before, dict):
+        keys = [name for name in {**now, **before} if now.get(name, _ABSENT) != before.get(name, _ABSENT)]
+        parts = [_parts(f"{key}.{name}", now.get(name, _ABSENT), before.get(name, _ABSENT)) for name in keys]
+        return {name: both for part in parts for name, both in part.items()}
+    return {key: (now, before)}
+
+
+_ABSENT: Any = object()
+
+
+def _yaml(value: Any) -> str:
+    """A value as a configuration has it, in one line."""
+    if value is _ABSENT:
+        return "nothing"
+    plain = json.loads(json.dumps(value, default=str))  # tuples are lists there
+    if isinstance(plain, dict) and "function" in plain:  # of a reward, what is not at its default
+        plain = {name: one for name, one in plain.items() if one not in (None, [], {}, 1.0)}
+    text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,10 +7,10 @@ there, and `wandb sync` sends them all. The API key is W&B's own business (WANDB
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import re
 import secrets
 import shutil
@@ -20,6 +20,8 @@ from typing import Literal, get_args
 from gspo_mega.guarded_files import read_text
 from gspo_mega.metrics.sinks import SinkRun
 from gspo_mega.run_folder import atomic_write_text
+
+logger = logging.getLogger(__name__)
 
 # What pyproject.toml asks for.
 LEAST_VERSION = (0, 24)
@@ -73,8 +75,10 @@ class WandbSink:
                 settings=quiet,
             )
         except BaseException:
-            with contextlib.suppress(Exception):
+            try:
                 wandb.teardown()
+            except Exception as error:  # whatever W&B raises: the first failure is the one to be told
+                logger.info("W&B's process could not be ended after a start that failed: %s", error)
             for folder in _starts(run.folder) - before:  # it was given nothing; the next attempt makes its own
                 shutil.rmtree(folder, ignore_errors=True)
             raise

@@ -75,12 +75,13 @@ def moved_first(record: RunRecord, until: int) -> list[Moved]:
 
 
 def learning_verdicts(record: RunRecord) -> Iterable[Verdict]:
-    if not record.steps:
+    if not any(step > 0 for step in record.steps):  # 0: what was measured before the first
         yield Verdict("note", "Learning", "no step is complete yet")
     elif REWARD in record.series:
         yield from _of_reward(record)
     elif losses := present(record.series.get("sft/loss", [])):
-        text = f"supervised: loss {losses[0]:.3g} at step {record.steps[0]}, {losses[-1]:.3g} now"
+        first = next(step for step, loss in zip(record.steps, record.series["sft/loss"]) if loss is not None)
+        text = f"supervised: loss {losses[0]:.3g} at step {first}, {losses[-1]:.3g} now"
         yield Verdict("note", "Learning", text, "sft/loss")
     yield from _held_out(record)
 
@@ -106,7 +107,7 @@ def _of_reward(record: RunRecord) -> Iterable[Verdict]:
     moves = f"reward {trend.start:.3f} at the start ({start}), {trend.end:.3f} now ({end})"
     level = f"; no clear rise since step {trend.level_since}" if trend.level_since is not None else ""
     if trend.kind == "short":
-        yield Verdict("note", "Learning", f"{len(record.steps)} steps are too few to judge", REWARD)
+        yield Verdict("note", "Learning", f"{len(present(record.series[REWARD]))} steps are too few to judge", REWARD)
     elif trend.kind == "learns":
         yield Verdict("good", "Learning", f"learns: {moves}; above its start since step {trend.since}{level}", REWARD)
     elif trend.kind == "flat":
@@ -223,6 +224,7 @@ def _held_out(record: RunRecord) -> Iterable[Verdict]:
         return
     change, error = after - before, math.hypot(wide, width)
     level = "note" if abs(change) <= 2 * error else "good" if change > 0 else "warning"
-    text = f"{before:.3f} ± {wide:.3f} at step {first}, {after:.3f} ± {width:.3f} at step {last}"
+    when = f"at step {first}" if first > 0 else "before the first step"
+    text = f"{before:.3f} ± {wide:.3f} {when}, {after:.3f} ± {width:.3f} at step {last}"
     within = "; the difference is within two standard errors" if level == "note" else ""
     yield Verdict(level, "Held-out accuracy", f"{text}{within}", "eval/accuracy")

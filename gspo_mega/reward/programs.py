@@ -25,6 +25,8 @@ WALLS = ("auto", "namespaces", "landlock")
 _WAIT = 1.0
 # A test may take so many times its own time where the machine is busy; then the scoring is tried again.
 _BUSY = 4
+# What a test costs the sandbox beside the program's own time, on a machine that is free.
+_EACH_SECONDS = 0.005
 # How a test ended that took what it may not have, by the name of its share among the parts of the reward.
 _ENDS = {"timed_out": "time", "out_of_memory": "memory", "over_output": "output", "killed": "killed"}
 _SERVER = Path(__file__).parent / "sandbox" / "sandbox_server.py"
@@ -108,7 +110,7 @@ def code(
         outcome, took = _run({"program": test.whole(program)} | test.asked | limits, settings, python or sys.executable)
         if outcome["ended"] in ("held_up", "lost"):
             raise HeldUp(_HELD_UP[outcome["ended"]])
-        spent += took
+        spent += took + _EACH_SECONDS
         won = test.passes(outcome, tolerance)
         passed += won
         ends[outcome["ended"]] += 1

@@ -61,9 +61,13 @@ def run_table(session: Session) -> tuple[str, dict[str, Any]]:
         f"result   {session.run_folder.huggingface_dir}  (Hugging Face format)",
         f"curves   {session.run_folder.metrics_file}"
         + (f", tensorboard --logdir {session.run_folder.tensorboard_dir}" if has_tensorboard else ""),
-        f"next     gspo-mega eval {session.run_folder.path}   measures it again;",
-        "         gspo-mega train CONFIG train.num_steps=N   with a larger N goes on from here",
     ]
+    again = "gspo-mega train CONFIG train.num_steps=N   with a larger N goes on from here"
+    if session.config.eval is not None:
+        text += [f"next     gspo-mega eval {session.run_folder.path}   measures it again;", f"         {again}"]
+    else:  # there is nothing to measure it on
+        text.append(f"next     {again}")
+
     result = {
         "step": state.step,
         "weight_version": state.weight_version,

@@ -94,7 +94,8 @@ class Lead:
         metrics do not fit it.
         """
         self.source.restore(state)
-        self.writer.resume_from(state.step)
+        # A run that begins again from its start measures that again, too.
+        self.writer.resume_from(state.step if state.step > 0 else -1)
 
     def check_stop(self) -> None:
         """Raises StopRequested where a stop was asked for."""

@@ -1,4 +1,5 @@
-"""When held-out sets are measured in a run: before the first step, after steps by their cadence, after the last one.
+"""When held-out sets are measured in a run: before the first step (step 0 of the record), after steps by their
+cadence, after the last one.
 
 Owns what waits for what, with `eval.blocking` and without it. Collective; how a set is measured is the session's and
 `beside.py`'s.
@@ -29,7 +30,10 @@ def measure_start(session: Session) -> None:
     is_due = session.beside is not None and 0 in session.beside.steps_due
     if session.evaluates_beside and (session.ranks.agree(is_due) or session.begin_evaluation(names)):
         return
-    for name, evaluation in (session.evaluate(names) or {}).items():
+    found = session.evaluate(names) or {}
+    if found and session.lead is not None:
+        session.lead.writer.write(0, evaluation_metrics(found, names[0]))
+    for name, evaluation in found.items():
         failed = f", {evaluation.num_reward_failures} of them not scored" if evaluation.num_reward_failures else ""
         before = _accuracy(evaluation)
         if name == names[0]:
@@ -78,9 +82,7 @@ def _write(session: Session, metrics: dict[str, float]) -> None:
 
 
 def _ended(session: Session) -> list[dict[str, float]]:
-    """Rank 0: the metrics of the evaluations beside training that have ended, which are shown. That of the start has a
-    place in the summary alone.
-    """
+    """Rank 0: the metrics of the evaluations beside training that have ended, which are shown."""
     if session.beside is None:
         return []
     session.beside.poll()
@@ -95,9 +97,8 @@ def _ended(session: Session) -> list[dict[str, float]]:
                 f" {measured.seconds:.1f} s beside training, on {measured.num_servers} of"
                 f" {session.config.server.num_servers} servers)"
             )
-        if measured.step > 0:
-            lines.append(evaluation_metrics(measured.found, names[0]) | _how(measured, session.state.step))
-        elif names[0] in measured.found:
+        lines.append(evaluation_metrics(measured.found, names[0]) | _how(measured, session.state.step))
+        if measured.step == 0 and names[0] in measured.found:
             session.state.summary["accuracy_before"] = _accuracy(measured.found[names[0]])
     return lines
 

@@ -306,8 +306,9 @@ def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_token
             totals[name + "/count"] = totals.get(name + "/count", 0) + 1
     largest = metrics.get("mismatch/abs_log_ratio_max", 0.0)
     totals["mismatch/abs_log_ratio_max"] = max(totals.get("mismatch/abs_log_ratio_max", 0.0), largest)
-    if "eval/accuracy" in metrics:
-        summary["evaluated_step"] = int(metrics.get("eval/measured_step", step))
+    measured = int(metrics.get("eval/measured_step", step))
+    if "eval/accuracy" in metrics and measured > 0:  # that of the start is `accuracy_before`
+        summary["evaluated_step"] = measured
         summary["accuracy_after"] = [metrics["eval/accuracy"], metrics["eval/accuracy_standard_error"]]
 
 

@@ -9,10 +9,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from launcher_runs import Launched, write_config
+
+from gspo_mega.commands.status import shown_pairs
 
 KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
 WORKER = Path(__file__).with_name("launcher_worker.py")
@@ -101,11 +104,11 @@ def test_a_failed_run_is_started_again_and_says_so(start, tmp_path):
     assert out.count("rank 1 was killed by SIGKILL") == 2
     assert "started again from the checkpoint of step 2 (restart 2 of 3, train.max_restarts)" in out
     shown = status(run)
-    assert shown["state"].startswith("finished")
-    assert (
-        shown["restarts"].startswith("2 in 24 h; last: started again from the checkpoint of step 2")
-        and "rank 1 was killed by SIGKILL" in shown["restarts"]
-    )
+    assert (shown["state"], shown["num_restarts"]) == ("finished", 2)
+    assert shown["last_restart"]["why"].startswith("started again from the checkpoint of step 2")
+    assert "rank 1 was killed by SIGKILL" in shown["last_restart"]["cause"] and shown["last_restart"]["again"] is True
+    said = dict(shown_pairs(run.folder, time.time()))["restarts"]
+    assert said.startswith("2 in 24 h; last: started again from the checkpoint of step 2")
     assert run.folder.num_restarts() == 2
     for attempt in run.folder.attempts()[:2]:  # who finds it failed finds the decision on it
         assert attempt.restart_file.stat().st_mtime_ns <= attempt.state_file.stat().st_mtime_ns
@@ -122,14 +125,14 @@ def test_not_again_from_where_it_failed_before(start):
     code, _, err = run.finish()
     assert code == 7 and err.startswith("rank 1 was killed by SIGKILL")
     assert len(run.folder.attempts()) == 2
-    assert "the run came no further than the start before" in status(run)["restarts"]
+    assert "the run came no further than the start before" in status(run)["last_restart"]["why"]
 
 
 def test_not_more_often_than_allowed(start):
     run = start({"rank 0": "finish", "rank 1": "killed_further_each_time"}, train={"max_restarts": 1})
     assert run.finish()[0] == 7
     assert len(run.folder.attempts()) == 2
-    assert "1 restarts in 24 h (train.max_restarts)" in status(run)["restarts"]
+    assert "1 restarts in 24 h (train.max_restarts)" in status(run)["last_restart"]["why"]
 
 
 def test_whoever_asks_for_a_stop_is_not_answered_with_a_restart(start):

@@ -43,7 +43,7 @@ def test_steps_are_trained_while_one_is_measured_and_a_kill_loses_neither(tmp_pa
     attempt = run.latest_attempt()
     assert attempt is not None and attempt.number == 2
     lines = read_lines(run.metrics_file)
-    assert [(one["step"], one.get("eval/num_samples")) for one in lines] == [(1, None), (2, 2), (3, 2)]
-    assert (lines[1]["eval/measured_step"], lines[1]["eval/beside/num_servers"]) == (2, 1)
+    assert [(one["step"], one.get("eval/num_samples")) for one in lines] == [(0, 2), (1, None), (2, 2), (3, 2)]
+    assert (lines[2]["eval/measured_step"], lines[2]["eval/beside/num_servers"]) == (2, 1)
     result = json.loads(attempt.result_file.read_text())
     assert result["accuracy_before"] == result["accuracy_after"] == [0.0, 0.0]

@@ -68,7 +68,7 @@ def trained(folder, cold_start):
         folder, "train", "calculator.yaml", *places(folder, "train", "sft/hf"), f"train.num_steps={NUM_STEPS}"
     )
     run = RunFolder(folder / "train")
-    return command, run, read_metrics(run.metrics_file)
+    return command, run, [line for line in read_metrics(run.metrics_file) if line["step"] > 0]
 
 
 def test_the_cold_start_learns_conversations(cold_start):

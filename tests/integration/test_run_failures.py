@@ -246,7 +246,8 @@ def test_distributed_publish_filter_and_unreliable_rewards_and_a_server_killed_t
     assert command.left_running(run.folder.path) == []
     assert run.registration().generation == 3
 
-    lines = read_metrics(run.folder.metrics_file)
+    before, *lines = read_metrics(run.folder.metrics_file)
+    assert before["step"] == 0 and before["eval/num_samples"] == 8
     assert [(line["step"], line["publish/weight_version"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
     asked = [int(line["rollout/num_prompts_sampled"]) for line in lines]
     drawn = run.prompts_of(range(sum(asked)))

@@ -12,6 +12,7 @@ import torch
 from reward_services import service
 from router_ties import differ_by_rounding
 from run_support import PASSES_MARKER, REPOSITORY, Command, ScoreLog, small_overrides
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gspo_mega.config import load_config
 from gspo_mega.journal.journal import Journal
@@ -19,6 +20,8 @@ from gspo_mega.journal.token_gaps import TokenGaps
 from gspo_mega.metrics.catalogue import CATALOGUE, PHASES, find_metric
 from gspo_mega.metrics.training_names import CRITIC
 from gspo_mega.metrics.writer import read_metrics
+from gspo_mega.report.learning_verdicts import learning_verdicts
+from gspo_mega.report.run_record import read_run
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.secret import read_secret
 from gspo_mega.run_folder import RunFolder, read_json
@@ -69,7 +72,8 @@ def whole_run(tmp_path_factory, quickstart_files, lengths):
 
 @pytest.fixture(scope="module")
 def lines(whole_run):
-    return read_metrics(whole_run[1].metrics_file)
+    """Of the steps; what was measured before the first is a line of its own."""
+    return [line for line in read_metrics(whole_run[1].metrics_file) if line["step"] > 0]
 
 
 def test_it_ends_well_and_leaves_nothing_running(whole_run):
@@ -118,6 +122,24 @@ def test_a_line_of_metrics_a_step_each_name_in_the_catalogue(lines):
     for line in lines:
         for name in line.keys() - {"step", "time"}:
             find_metric(name)
+
+
+def test_where_the_run_begins_is_step_0_of_its_record_and_of_tensorboard(whole_run):
+    _, run, _ = whole_run
+    first, *others = read_metrics(run.metrics_file)
+    assert first["step"] == 0 and 0 not in [line["step"] for line in others]
+    result = read_json(run.latest_attempt().result_file)
+    assert [first["eval/accuracy"], first["eval/accuracy_standard_error"]] == result["accuracy_before"]
+    assert first["eval/num_samples"] == 8 and not [name for name in first if name.startswith(("reward/", "time/"))]
+    events = EventAccumulator(str(run.tensorboard_dir)).Reload()
+    shown = {event.step: event.value for event in events.Scalars("eval/accuracy")}
+    assert (
+        shown[0] == pytest.approx(first["eval/accuracy"])
+        and min(event.step for event in events.Scalars("reward/mean")) == 1
+    )
+    before, after = result["accuracy_before"][0], result["accuracy_after"][0]
+    (said,) = [one.text for one in learning_verdicts(read_run(run.path)) if one.topic == "Held-out accuracy"]
+    assert said.startswith(f"{before:.3f} ± ") and f" before the first step, {after:.3f} ± " in said
 
 
 def test_every_value_is_finite(lines):

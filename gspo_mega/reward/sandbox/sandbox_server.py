@@ -248,7 +248,8 @@ class _Watch:
     def outcome(self):
         ended = self._read() if self._clock is not None else "lost"
         if ended is None and not self._has_ended():
-            ended = "killed"  # it closed its ends of the pipes and goes on
+            # It closed its ends of the pipes and goes on.
+            ended = "held_up" if time.monotonic() > self._deadline else "killed"
         os.kill(self._child, signal.SIGKILL)
         if self._own_group:  # without walls it may have started others
             with contextlib.suppress(ProcessLookupError):
@@ -276,10 +277,15 @@ class _Watch:
         return reply
 
     def _has_ended(self):
-        """Whether the process ends within a second, now that its pipes have ended."""
+        """Whether the process ends within a second of its own time, now that its pipes have ended."""
         watched = os.pidfd_open(self._child)
+        until = self._clock.own + 1.0
         try:
-            return bool(select.select([watched], [], [], 1.0)[0])
+            while not select.select([watched], [], [], sandbox_clock.LOOK_SECONDS)[0]:
+                self._clock.look()
+                if self._clock.own > until or time.monotonic() > self._deadline:
+                    return False
+            return True
         finally:
             os.close(watched)
 

@@ -16,6 +16,7 @@ import megatron_to_hf
 import quantize_checkpoint
 from test_block_folder import CONFIG, EXPERT, QUERY
 
+from gspo_mega.checkpoint.compare_checkpoints import describe
 from gspo_mega.checkpoint.quantize import to_blocks
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
 from gspo_mega.model.block_fp8 import is_quantizable
@@ -153,3 +154,17 @@ def test_a_weight_that_is_not_finite_is_named(plain, tmp_path, capsys):
     save_file(tensors, plain / "model.safetensors")
     assert quantize_checkpoint.main([str(plain), str(tmp_path / "out")]) == 6
     assert f"{EXPERT}: has a value that is not finite" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_quantised_folder_is_described_as_it_lies_on_the_disk(plain, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert quantize_checkpoint.main([str(plain), str(out)]) == 0
+    lines = describe(out)
+    stored = everything(out)
+    size = sum(tensor.nbytes for tensor in stored.values())
+    (said,) = [line for line in lines if line.startswith("stored ")]
+    assert f"FP8 in blocks of 128x128: {len(stored)} tensors with their scales, {size} bytes (" in said
+    assert "float8_e4m3fn" in said and size < sum(tensor.nbytes for tensor in everything(plain).values())
+    assert sum(line.startswith("  ") for line in lines) == len(stored)
+    assert any(line.startswith("read as     ") and "bfloat16" in line for line in lines)
+    assert any(line.startswith("tensors     ") for line in describe(plain))

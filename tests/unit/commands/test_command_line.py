@@ -94,3 +94,31 @@ def test_as_a_module_it_imports_nothing_slow_and_takes_a_closed_pipe():
     assert "gspo_mega" in imported and not imported & {"torch", "transformers", "megatron", "sglang"}
     piped = subprocess.run(f"{' '.join(command)} | true", shell=True, capture_output=True, text=True, cwd=ROOT)
     assert piped.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train"], "gspo-mega train: CONFIG is missing; for example: gspo-mega train CONFIG ..."),
+        (
+            ["train", "c.yaml", "--run.name=x"],
+            "--run.name=x: keys of the configuration have no dashes; write run.name=x",
+        ),
+        (["plan", "c.yaml", "--train.num_steps=3", "--comand", "x"], "write train.num_steps=3"),
+        (["plan", "c.yaml", "--devise=gpu"], "--devise=gpu is no option; did you mean --device?"),
+        (["status", "r", "--jsn"], "--jsn is no option; did you mean --json?"),
+    ],
+)
+def test_what_argparse_would_leave_unexplained(words, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    told = capsys.readouterr().err
+    assert left.value.code == 2 and said in told and "key=value" not in told, told
+
+
+@pytest.mark.parametrize("script", ["launch/setup.sh", "tests/run.sh"])
+def test_the_scripts_of_the_readme_say_what_they_are_for(script):
+    for word in ("--help", "-h"):
+        run = subprocess.run([script, word], capture_output=True, text=True, cwd=Path(__file__).parents[3], timeout=60)
+        assert (run.returncode, run.stderr) == (0, "")
+        assert f"  {script} [" in run.stdout and "#" not in run.stdout and "set -" not in run.stdout

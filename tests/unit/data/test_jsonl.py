@@ -48,11 +48,23 @@ def test_every_malformed_line_is_named_with_its_number(write_jsonl):
 
 
 def test_ten_problems_are_shown_and_the_others_counted(write_jsonl):
-    path = write_jsonl([{"b": 1}] * 25)
+    path = write_jsonl([{"b": number} for number in range(25)])
     with pytest.raises(DataError) as caught:
-        JsonlFile(path, needs_a)
+        JsonlFile(path, lambda row: f"b is {row['b']}")
     lines = str(caught.value).split("\n")
     assert len(lines) == 11 and lines[-1] == "... and 15 more of 25 lines"
+
+
+def test_equal_problems_are_one_line_with_their_number(write_jsonl):
+    """One wrong key is wrong in each row."""
+    path = write_jsonl([{"b": 1}] * 25 + [{"a": 1}, {"c": 1}])
+    for read in (lambda: JsonlFile(path, needs_a), lambda: check_first_rows(path, needs_a, 100)):
+        with pytest.raises(DataError) as caught:
+            read()
+        assert str(caught.value) == f"{path}:1: no a (so 26 of 27 lines: 1, 2, 3, 4, 5, ...)"
+    two = write_jsonl([{"b": 1}, {"a": 1}, {"b": 1}])
+    with pytest.raises(DataError, match=r":1: no a \(so 2 of 3 lines: 1, 3\)$"):
+        JsonlFile(two, needs_a)
 
 
 def test_a_pretty_printed_array_is_recognised(write_jsonl):

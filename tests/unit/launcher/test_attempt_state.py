@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from gspo_mega.commands.main import main
 from gspo_mega.commands.status import describe_run, shown_pairs
 from gspo_mega.errors import ConfigError
 from gspo_mega.launcher import attempt_state as state_module
@@ -121,3 +122,47 @@ def test_status_before_the_job_started_and_of_no_run(folder):
         describe_run(folder, 0.0)
     (folder.path / "slurm-12.log").touch()
     assert describe_run(folder, 0.0)["state"].startswith("no attempt yet")
+
+
+def test_status_for_programs_has_numbers_names_and_times(folder, capsys):
+    """Nothing that has to be read out of a sentence, and the whole of an error with its cause."""
+    first, second = folder.new_attempt(), folder.new_attempt()
+    text = "rank 0: 4 of 4 scorings failed, and reward.max_failed_fraction is 0.1. The first:\n  s000: KeyError: 'x'"
+    atomic_write_json(first.error_file(0), {"rank": 0, "text": text.removeprefix("rank 0: "), "type": "E", "time": 8.0})
+    line = {"step": 2, "time": 5.0, "reward/mean": 0.25, "speed/tokens_per_second": 812.4, "time/step_seconds": 3.04}
+    folder.metrics_file.write_text(json.dumps(line) + "\n")
+    with StateKeeper(second, slurm_job="7"):
+        assert main(["status", str(folder.path), "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        state = read_state(second)
+    assert said | {"time": 0, "last_sign_of_life_time": 0} == {
+        "run": str(folder.path),
+        "time": 0,
+        "state": "running",
+        "note": None,
+        "another_attempt_begins": False,
+        "attempt": 2,
+        "slurm_job": "7",
+        "host": state.host,
+        "started_time": state.started,
+        "last_sign_of_life_time": 0,
+        "ended_time": None,
+        "step": 2,
+        "step_time": 5.0,
+        "reward_mean": 0.25,
+        "tokens_per_second": 812.4,
+        "step_seconds": 3.04,
+        "servers": {"by_state": {}, "errors": {}, "preparing": None, "problem": None},
+        "reward_models": {},
+        "checkpoint": None,
+        "checkpoint_step": None,
+        "error": {
+            "attempt": 1,
+            "summary": f"{text.splitlines()[0]} s000: KeyError: 'x'",
+            "text": text,
+        },
+        "num_restarts": 0,
+        "last_restart": None,
+        "logs": str(second.logs_dir),
+    }
+    assert "4 of 4 scorings failed" in dict(shown_pairs(folder, 9.0))["error"]

@@ -74,11 +74,28 @@ def test_another_configuration_is_refused_by_key_and_place_and_changes_nothing(f
     with pytest.raises(ConfigError) as caught:
         new_attempt(folder, other, "train")
     text = str(caught.value)
-    assert "override 'batch.group_size=16': batch.group_size: 16 here, 8 in the folder" in text
-    assert "optimizer.lr: 0.0002 here, 0.0001 in the folder" in text
+    assert "override 'batch.group_size=16': batch.group_size: now 16, the run has 8" in text
+    assert "optimizer.lr: now 0.0002, the run has 0.0001" in text
     assert "num_steps" not in text
     assert folder.config_file.read_bytes() == before
     assert len(folder.attempts()) == 1
+
+
+def test_lists_and_sections_that_differ_are_told_by_their_parts(folder):
+    """As a YAML file has them: no tuple and no dictionary of Python."""
+    with_checkpoint(folder)
+    base = load_config(CONFIG, [], "train").config.reward.functions[0].function
+    changes = [
+        f"reward.functions=[{{function: {base}, weight: 2.0}}, {{function: length, options: {{longest: 9, soft: 3}}}}]",
+        "data.answer_keys=[a, b]",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        new_attempt(folder, load_config(CONFIG, changes, "train"), "train")
+    text = str(caught.value)
+    assert "reward.functions.0.weight: now 2.0, the run has 1.0\n" in text
+    new = "reward.functions.1: now {function: length, options: {longest: 9, soft: 3}}, the run has nothing\n"
+    assert new in text and "data.answer_keys.1: now b, the run has nothing\n" in text
+    assert not any(mark in text for mark in ("('", "{'", "()", "None")), text
 
 
 def test_another_command_is_refused(folder):

@@ -190,6 +190,14 @@ def test_no_program_chooses_to_have_no_reward(no_process_is_left):
     assert parts["a flood"]["code/over_output"] == 1 and parts["right"]["code/killed"] == 0
 
 
+def test_a_program_that_closes_its_pipes_in_each_test_uses_up_its_time(no_process_is_left):
+    """Each costs a second of waiting for its end; all of them cost no more than the tests may."""
+    text = "```python\nimport os, time\nos.closerange(0, 60)\ntime.sleep(50)\n```"
+    one = trajectory(text, answer=[{"input": "", "output": "5"}] * 40)
+    score(settings(RewardFunction(function="code", options={"total_seconds": 2.5}), deadline_seconds=6.0), one)
+    assert (one.reward, one.reward_error) == (0.0, None) and one.reward_parts["code/timed_out"] > 0.8
+
+
 def test_deep_results_are_compared():
     deep = json.loads("[" * 900 + "1" + "]" * 900)
     [right, wrong], _ = score(
