@@ -6,6 +6,7 @@ itself reports errors in later rows when it opens its files.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,7 +44,7 @@ def check_inputs(loaded: LoadedConfig, command: Literal["train", "sft", "eval", 
     notices = []
     if not is_replay(loaded, command):
         notices = make_rows(loaded.config.data)
-        _check_data(loaded, command)
+        notices += _check_data(loaded, command)
     nodes = loaded.config.cluster.num_nodes
     if nodes > 1 and command != "eval":
         notices += [
@@ -115,35 +116,52 @@ def is_replay(loaded: LoadedConfig, command: str) -> bool:
     return True
 
 
-def _check_data(loaded: LoadedConfig, command: str) -> None:
-    problems = []
-    for key, path, check in _files(loaded, command):
+def _check_data(loaded: LoadedConfig, command: str) -> list[str]:
+    """Notices about the first rows of each file. Raises DataError."""
+    problems, notices = [], []
+    for key, path, check, left_out in _files(loaded, command):
         try:
             check_first_rows(path, check, NUM_ROWS_CHECKED)
+            if left_out:
+                notices.append(
+                    f"{path}: {len(left_out)} of the first {NUM_ROWS_CHECKED} rows have answers that cannot be read and"
+                    f" are left out (data.unreadable_answers: drop): {left_out[0]}"
+                )
         except DataError as error:
             problems += [f"{loaded.where(key)}: {key}: {line}" for line in str(error).splitlines()]
     if problems:
         raise DataError("\n".join(problems))
+    return notices
 
 
-def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Callable[[Row], str | None]]]:
-    """(its key, the file, a check that returns what is wrong with a row) of each file that the command reads."""
+def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Callable[[Row], str | None], list[str]]]:
+    """(its key, the file, a check that returns what is wrong with a row, what that check has left out) of each file
+    that the command reads.
+    """
     config = loaded.config
     data = config.data
 
-    def prompts(own_reward: OwnReward | None, held_out: HeldOutSet | None = None) -> Callable[[Row], str | None]:
+    def prompts(
+        own_reward: OwnReward | None, left_out: list[str], held_out: HeldOutSet | None = None
+    ) -> Callable[[Row], str | None]:
         names = reward_names(config, own_reward)
         keys = data if held_out is None else held_out.data
         place = "data" if held_out is None or held_out.place == "eval" else held_out.place
         needed = [(f"{place}.prompt_key", keys.prompt_key), *answer_keys(keys, place)]
         shown = " and ".join(repr(key) for _, key in answer_keys(keys))
 
+        numbers = itertools.count(1)
+
         def check(row: Row) -> str | None:
+            number = next(numbers)
             problem = problem_of_keys(row, needed)
             if problem is None and held_out is not None:
                 problem = problem_of_templated(row, keys.prompt_key, held_out.template, held_out.template_keys)
             if problem is None and (unusable := problem_of_answer(answer_of(row, keys), names)) is not None:
-                problem = f"{shown}: {unusable}"
+                if data.unreadable_answers == "drop":
+                    left_out.append(f"row {number}: {shown}: {unusable}")
+                else:
+                    problem = f"{shown}: {unusable} (data.unreadable_answers: drop leaves such rows out)"
             return problem
 
         return check
@@ -156,7 +174,8 @@ def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Calla
             return problem or problem_of_response(row, data, has_turns=has_turns)
 
         for index, source in enumerate(data_sources(config)):
-            rows = demonstrations if command == "sft" else prompts(source.reward)
+            left_out: list[str] = []
+            rows = demonstrations if command == "sft" else prompts(source.reward, left_out)
             yield (
                 "data.path"
                 if data.path is not None
@@ -165,6 +184,8 @@ def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Calla
                 else "data.reasoning_gym",
                 source.path,
                 rows,
+                left_out,
             )
     for one in eval_sets(config):
-        yield f"{one.place}.path", one.path, prompts(one.reward, one)
+        left_out = []
+        yield f"{one.place}.path", one.path, prompts(one.reward, left_out, one), left_out
