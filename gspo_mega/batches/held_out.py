@@ -166,7 +166,8 @@ class LoadedSet:
         if settings.num_prompts is not None and source.is_whole and len(self.prompts) < settings.num_prompts:
             raise DataError(
                 f"{settings.path}: {place}.num_prompts asks for {settings.num_prompts} prompts; {len(self.prompts)}"
-                f" are there ({source.num_overlong} left out as longer than data.max_prompt_tokens)"
+                f" are there ({source.num_overlong} left out as longer than data.max_prompt_tokens,"
+                f" {source.num_unreadable} for their answers)"
             )
         self.rows = [int(prompt.prompt_id.rpartition(":")[2]) for prompt in self.prompts]
         self.words = [texts[row] for row in self.rows]
@@ -186,6 +187,8 @@ class LoadedSet:
         path = self.settings.path
         left_out = f"; {self.num_left_out} longer than data.max_prompt_tokens and left out" if self.num_left_out else ""
         lines = [f"held out {path}: {len(self.prompts)} prompts{left_out}"]
+        if (unreadable := self.source.unreadable_line()) is not None:
+            lines.append(f"notice   {unreadable}")
         if same := self._same.get(TRAINING):
             lines.append(
                 f"notice   {len(same)} of {len(self.prompts)} held-out prompts are also trained on (the first is row"

@@ -124,7 +124,9 @@ class Rollouts:
                 if source.num_overlong
                 else ""
             )
-            lines.append(f"data     {source.path}: {len(source)} prompts{left_out}")
+            lines.append(f"data     {source.path}: {len(source) - source.num_unreadable} prompts{left_out}")
+            if (unreadable := source.unreadable_line()) is not None:
+                lines.append(f"notice   {unreadable}")
         return lines + self.held_out.report()
 
     def describe_ends(self) -> list[str]:

@@ -7,6 +7,7 @@ Owns what a prompt row must hold, how it becomes a `Prompt`, and which rows are 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,8 @@ from gspo_mega.records import Prompt
 # they are drawn.
 NUM_ROWS_SURVEYED = 10_000
 
-_FITS, _TOO_LONG = 1, 2  # 0: not known yet
+_FITS, _TOO_LONG, _UNREADABLE = 1, 2, 3  # 0: not known yet
+_NUM_NAMED = 3  # rows left out for their answers that a message names
 
 # What stands for a row's prompt in a template.
 PROMPT_MARK = "{prompt}"
@@ -62,10 +64,13 @@ class RowSource(ABC, Generic[Item]):
         self.path = str(path)
         self._data = data
         self._encoder = encoder
+        self._unreadable: list[tuple[int, str]] = []
         self._file = open_rows(path, self._problem_of, enough)
         self.is_whole = self._file.is_whole
         self.fingerprint = self._file.fingerprint
         self._length_class = np.zeros(len(self._file), dtype=np.uint8)
+        for row, _ in self._unreadable:
+            self._length_class[row] = _UNREADABLE
         self._survey(enough)
 
     @abstractmethod
@@ -95,14 +100,35 @@ class RowSource(ABC, Generic[Item]):
     @property
     def num_examined(self) -> int:
         """Rows whose length is known so far; the over-long ones are among these."""
-        return int(np.count_nonzero(self._length_class))
+        return int(np.count_nonzero(self._length_class)) - self.num_unreadable
+
+    @property
+    def num_unreadable(self) -> int:
+        """Rows left out because no reward can read their answers (`data.unreadable_answers: drop`)."""
+        return len(self._unreadable)
+
+    @property
+    def unreadable_digest(self) -> str:
+        """SHA-256 of which rows these are; hexadecimal."""
+        return hashlib.sha256(",".join(str(row) for row, _ in self._unreadable).encode()).hexdigest()
+
+    def unreadable_line(self) -> str | None:
+        """What is left out for its answers, in words, with the first of them; None where nothing is."""
+        if not self._unreadable:
+            return None
+        named = "; ".join(f"{self._file.line(row)}: {problem}" for row, problem in self._unreadable[:_NUM_NAMED])
+        more = self.num_unreadable - _NUM_NAMED
+        return (
+            f"{self.path}: {self.num_unreadable} of {len(self)} rows have answers that cannot be read and are left out"
+            f" (data.unreadable_answers: drop): {named}{f'; and {more} more' if more > 0 else ''}"
+        )
 
     def item(self, row: int) -> Item | None:
         """The item of a row, or None where it is too long.
 
         Raises DataError if the row cannot be encoded (a chat template that refuses it) or the file was written over.
         """
-        if self._length_class[row] == _TOO_LONG:
+        if self._length_class[row] in (_TOO_LONG, _UNREADABLE):
             return None
         try:
             item = self._make(row, self._file[row])
@@ -129,6 +155,12 @@ class RowSource(ABC, Generic[Item]):
             if (row >= self._num_surveyed() and any_fits) or enough(row):
                 return
             any_fits |= self.item(row) is not None
+        if not any_fits and self._unreadable:
+            raise DataError(
+                f"{self.path}: none of its {len(self)} rows can be used: {self.num_unreadable} have answers that cannot"
+                f" be read, such as {self._file.line(self._unreadable[0][0])}: {self._unreadable[0][1]}; the others are"
+                f" too long ({self._limits()})"
+            )
         if not any_fits:
             raise DataError(
                 f"{self.path}: every one of its {len(self)} rows is too long ({self._limits()}); raise the limit, or"
@@ -151,22 +183,29 @@ class PromptSource(RowSource[Prompt]):
         enough: Enough = lambda num_rows: False,
         needs_answers: bool = True,
     ) -> None:
-        """As a `RowSource`. `check(row)` says what else is wrong with a row that has a prompt and an answer; it is
-        called once per row, in order. `template`: text in which `{prompt}` stands for a row's prompt, and
-        `{key}` for its value of each of `template_keys`. Without `needs_answers` a row may have none; it is None.
+        """As a `RowSource`. `check(row)` says why the rewards cannot use the answer of a row that has a prompt and an
+        answer; it is called once per row, in order. `data.unreadable_answers` says what becomes of such a row.
+        `template`: text in which `{prompt}` stands for a row's prompt, and `{key}` for its value of each of
+        `template_keys`. Without `needs_answers` a row may have none; it is None.
         """
         self._check = check
+        self._num_checked = 0
         self._template, self._template_keys = template, template_keys
         self._needs_answers = needs_answers
         super().__init__(name, path, data, encoder, enough)
 
     def _problem_of(self, values: Row) -> str | None:
-        return (
+        row, self._num_checked = self._num_checked, self._num_checked + 1
+        problem = (
             problem_of_prompt(values, self._data, self._encoder)
             or problem_of_templated(values, self._data.prompt_key, self._template, self._template_keys)
             or (problem_of_keys(values, answer_keys(self._data)) if self._needs_answers else None)
-            or self._check(values)
         )
+        if problem is None and (unreadable := self._check(values)) is not None:
+            if self._data.unreadable_answers == "refuse":
+                return f"{unreadable} (data.unreadable_answers: drop leaves such rows out)"
+            self._unreadable.append((row, unreadable))
+        return problem
 
     def _make(self, row: int, values: Row) -> Prompt | None:
         data = self._data

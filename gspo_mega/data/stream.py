@@ -23,6 +23,16 @@ Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
 
 
+# What a saved state says of rows that are left out for their answers; absent where there are none.
+_LEFT_OUT = ("num_unreadable", "unreadable_digest")
+
+
+def _left_out(source: Any) -> dict[str, Any]:
+    if not getattr(source, "num_unreadable", 0):
+        return {}
+    return {key: getattr(source, key) for key in _LEFT_OUT}
+
+
 class ItemSource(Protocol[Item_co]):
     """What a stream draws from. `path` is for messages; `fingerprint` tells whether the content is the same."""
 
@@ -118,6 +128,7 @@ class PromptStream(Generic[Item]):
                     "position": cursor.position,
                     "progress": cursor.progress,
                 }
+                | _left_out(source)
                 for source, cursor in zip(self._sources, self._cursors)
             },
         }
@@ -157,6 +168,15 @@ class PromptStream(Generic[Item]):
                     " not. If that is a repair, continue with"
                     f" 'data.accept_changed={json.dumps([*self._accept_changed, source.fingerprint[:12]])}'"
                 )
+            # Of the same file: a version that reads other answers would draw other rows.
+            was = {key: value for key, value in then.items() if key in _LEFT_OUT}
+            now = _left_out(source)
+            if then["fingerprint"] == source.fingerprint and was != now:
+                raise DataError(
+                    f"{source.path}: other rows are left out for their answers (data.unreadable_answers: drop) than"
+                    f" when the run was saved: {was.get('num_unreadable', 0)} were, {now.get('num_unreadable', 0)} are."
+                    " Continue with the version and the rewards that the run began with"
+                )
         self._cursors = [
             _Cursor(epoch=then["epoch"], position=then["position"], progress=then["progress"])
             for then in (saved[name] for name in names)
@@ -173,7 +193,7 @@ class PromptStream(Generic[Item]):
             item = source.item(row)
             if item is not None:
                 return item
-        raise DataError(f"{source.path}: all {len(source)} rows are left out (too long); nothing is left to draw")
+        raise DataError(f"{source.path}: all {len(source)} rows are left out; nothing is left to draw")
 
     def _order(self, index: int) -> np.ndarray:
         source, epoch = self._sources[index], self._cursors[index].epoch

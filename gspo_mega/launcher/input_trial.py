@@ -73,7 +73,10 @@ class Trial:
         end = time.monotonic() + self.seconds_per_file
         return lambda num_rows: num_rows >= FEWEST_ROWS and time.monotonic() > end
 
-    def note_length(self, source: RowSource[Any]) -> None:
+    def note_rows(self, source: RowSource[Any]) -> None:
+        """Say which rows of a file were not checked, and which are left out."""
+        if (left_out := source.unreadable_line()) is not None:
+            self.notices.append(left_out)
         if not source.is_whole:
             self.notices.append(
                 f"{source.path}: its first {len(source)} rows were checked; the run checks the others when it starts"
@@ -120,7 +123,7 @@ def _episodes(trial: Trial) -> None:
 def _held_out(trial: Trial) -> None:
     for one in eval_sets(trial.config) if trial.can_encode else ():
         with trial.at(f"{one.place}.path"):
-            trial.note_length(LoadedSet(one, trial.config, trial.tokenizer, trial.enough()).source)
+            trial.note_rows(LoadedSet(one, trial.config, trial.tokenizer, trial.enough()).source)
 
 
 def _prompts(trial: Trial) -> None:
@@ -132,7 +135,7 @@ def _prompts(trial: Trial) -> None:
     for index, source in enumerate(sources_of(config.data)):
         with trial.at(_source_key(config, index)):
             check = row_check(config, source.reward, config.data)
-            trial.note_length(
+            trial.note_rows(
                 PromptSource(
                     source.name,
                     source.path,

@@ -6,6 +6,7 @@ of its own reads everything as the ranks will (`trial_process.py`).
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -43,33 +44,34 @@ def check_inputs(loaded: LoadedConfig, command: Command) -> list[str]:
     """Check what needs no tokenizer. Returns notices, such as where the command must run. Raises DataError,
     JournalError, EpisodeError or FolderError with the place of the key, or RewardError.
     """
-    return _checked(loaded, command)[0]
+    notices, _, left_out = _checked(loaded, command)
+    return [*notices, *left_out]
 
 
 def check_all_inputs(loaded: LoadedConfig, command: Command) -> list[str]:
     """As `check_inputs`, and then have a process read all that the ranks read. Raises ModelError, too."""
-    notices, tools = _checked(loaded, command)
+    notices, tools, _ = _checked(loaded, command)
     if command != "certify" and not is_replay(loaded, command):
-        notices = [*notices, *try_inputs(loaded, command, tools)]
+        notices = [*notices, *try_rewards(loaded, command), *try_inputs(loaded, command, tools)]
     return notices
 
 
-def _checked(loaded: LoadedConfig, command: Command) -> tuple[list[str], list[dict[str, Any]]]:
-    """(notices, schemas of the tools)"""
+def _checked(loaded: LoadedConfig, command: Command) -> tuple[list[str], list[dict[str, Any]], list[str]]:
+    """(notices, schemas of the tools, notices of rows left out among the first ones)"""
     if command == "certify":  # it makes its own batch, and neither samples nor scores
-        return [], []
+        return [], [], []
     check_run_folder(loaded)
     tools = check_users_functions(loaded)
-    notices = []
+    notices, left_out = [], []
     if not is_replay(loaded, command):
         notices = make_rows(loaded.config.data)
-        _check_data(loaded, command)
+        left_out = _check_data(loaded, command)
     nodes = loaded.config.cluster.num_nodes
     if nodes > 1 and command != "eval":
         notices += [
             f"{nodes} trainer nodes: `gspo-mega {command}` alone runs on one machine; submit launch/slurm/train.sbatch"
         ]
-    return notices, tools
+    return notices, tools, left_out
 
 
 def check_before_job(
@@ -178,35 +180,52 @@ def is_replay(loaded: LoadedConfig, command: str) -> bool:
     return True
 
 
-def _check_data(loaded: LoadedConfig, command: str) -> None:
-    problems = []
-    for key, path, check in _files(loaded, command):
+def _check_data(loaded: LoadedConfig, command: str) -> list[str]:
+    """Check the first rows of each file. Returns notices of those that are left out. Raises DataError."""
+    problems, notices = [], []
+    for key, path, check, left_out in _files(loaded, command):
         try:
             check_first_rows(path, check, NUM_ROWS_CHECKED)
+            if left_out:
+                notices.append(
+                    f"{path}: {len(left_out)} of the first {NUM_ROWS_CHECKED} rows have answers that cannot be read and"
+                    f" are left out (data.unreadable_answers: drop): {left_out[0]}"
+                )
         except DataError as error:
             problems += [f"{loaded.where(key)}: {key}: {line}" for line in str(error).splitlines()]
     if problems:
         raise DataError("\n".join(problems))
+    return notices
 
 
-def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Callable[[Row], str | None]]]:
-    """(its key, the file, a check that returns what is wrong with a row) of each file that the command reads."""
+def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Callable[[Row], str | None], list[str]]]:
+    """(its key, the file, a check that returns what is wrong with a row, what that check has left out) of each file
+    that the command reads.
+    """
     config = loaded.config
     data = config.data
 
-    def prompts(own_reward: OwnReward | None, held_out: HeldOutSet | None = None) -> Callable[[Row], str | None]:
+    def prompts(
+        own_reward: OwnReward | None, left_out: list[str], held_out: HeldOutSet | None = None
+    ) -> Callable[[Row], str | None]:
         names = reward_names(config, own_reward)
         keys = data if held_out is None else held_out.data
         place = "data" if held_out is None or held_out.place == "eval" else held_out.place
         needed = [(f"{place}.prompt_key", keys.prompt_key), *answer_keys(keys, place)]
         shown = " and ".join(repr(key) for _, key in answer_keys(keys))
 
+        numbers = itertools.count(1)
+
         def check(row: Row) -> str | None:
+            number = next(numbers)
             problem = problem_of_keys(row, needed)
             if problem is None and held_out is not None:
                 problem = problem_of_templated(row, keys.prompt_key, held_out.template, held_out.template_keys)
             if problem is None and (unusable := problem_of_answer(answer_of(row, keys), names)) is not None:
-                problem = f"{shown}: {unusable}"
+                if data.unreadable_answers == "drop":
+                    left_out.append(f"row {number}: {shown}: {unusable}")
+                else:
+                    problem = f"{shown}: {unusable} (data.unreadable_answers: drop leaves such rows out)"
             return problem
 
         return check
@@ -219,7 +238,8 @@ def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Calla
             return problem or problem_of_response(row, data, has_turns=has_turns)
 
         for index, source in enumerate(data_sources(config)):
-            rows = demonstrations if command == "sft" else prompts(source.reward)
+            left_out: list[str] = []
+            rows = demonstrations if command == "sft" else prompts(source.reward, left_out)
             yield (
                 "data.path"
                 if data.path is not None
@@ -228,6 +248,8 @@ def _files(loaded: LoadedConfig, command: str) -> Iterator[tuple[str, str, Calla
                 else "data.reasoning_gym",
                 source.path,
                 rows,
+                left_out,
             )
     for one in eval_sets(config):
-        yield f"{one.place}.path", one.path, prompts(one.reward, one)
+        left_out = []
+        yield f"{one.place}.path", one.path, prompts(one.reward, left_out, one), left_out

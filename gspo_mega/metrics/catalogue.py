@@ -334,6 +334,12 @@ def _entries() -> list[Metric]:
         Metric("sft/num_tokens", "tokens", "sum", "demonstration tokens learnt from"),
         Metric("data/epoch", "epochs", "value", "passes over the prompts, by prompts drawn"),
         Metric(
+            "data/num_unreadable_answers",
+            "rows",
+            "value",
+            "training rows left out because no reward can read their answers (`data.unreadable_answers: drop`)",
+        ),
+        Metric(
             "run/num_restarts",
             "restarts",
             "value",

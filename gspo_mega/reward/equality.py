@@ -243,11 +243,15 @@ def _same_collections(gold: Any, given: Any) -> bool:
     if gold == given:
         return True
     gold, given = _united(gold), _united(given)
+    if _are_relations(gold) != _are_relations(given):
+        gold, given = (_union(one) if _are_relations(one) else one for one in (gold, given))
     ours, theirs = elements(gold), elements(given)
     if ours is not None and theirs is not None:
         if len(ours) != len(theirs) or len(ours) > _MOST_ELEMENTS:
             return False
-        if isinstance(gold, sympy.Tuple):
+        # Of x = 1, y = 2 and 1, 2, the order says which is which.
+        named = (_num_names(ours) > 1) != (_num_names(theirs) > 1)
+        if isinstance(gold, sympy.Tuple) or named:
             return all(same(a, b) for a, b in zip(ours, theirs, strict=True))
         return _matched(ours, theirs, same)
     if isinstance(gold, sympy.Interval) and isinstance(given, sympy.Interval):
@@ -276,6 +280,24 @@ def _same_collections(gold: Any, given: Any) -> bool:
         ):
             return True
     return _no_difference(gold, given)
+
+
+def _are_relations(one: Any) -> bool:
+    return isinstance(one, sympy.FiniteSet) and all(_is_relation(part) and not _is_equation(part) for part in one.args)
+
+
+def _union(relations: Any) -> Any:
+    """The numbers for which one of several inequalities holds; where they overlap, for which all of them do."""
+    sets = [_as_set(one) for one in relations.args]
+    if not all(isinstance(one, sympy.Set) for one in sets):
+        return relations
+    common = sympy.Intersection(*sets)
+    return sympy.Union(*sets) if common is sympy.S.EmptySet else common
+
+
+def _num_names(elements: list[Any]) -> int:
+    """Of how many different names a list says what they are."""
+    return len({one.lhs for one in elements if isinstance(one, sympy.Eq) and _names_only(one.lhs)})
 
 
 def _united(one: Any) -> Any:
@@ -484,6 +506,19 @@ def _points(*expressions: Any) -> list[dict[Any, Any]]:
     return points
 
 
+def _whole_points(*expressions: Any) -> list[dict[Any, Any]]:
+    """Whole numbers for all symbols, point by point."""
+    names = sorted(set().union(*(one.free_symbols for one in expressions)), key=str)
+    starts = (1, 2, 3, 6, 7, 11)
+    return [{name: sympy.Integer(start + 3 * at) for at, name in enumerate(names)} for start in starts]
+
+
+def _alternates(expression: Any) -> bool:
+    """Whether an expression is one of whole numbers: it has (-1)^n."""
+    powers = (one.args for one in expression.atoms(sympy.Pow))
+    return any(base.is_number and base.is_negative and exponent.free_symbols for base, exponent in powers)
+
+
 def _same_functions(ours: Any, theirs: Any) -> bool:
     """Whether two expressions with symbols agree at every point at which both are defined."""
     difference = ours - theirs
@@ -491,7 +526,7 @@ def _same_functions(ours: Any, theirs: Any) -> bool:
         return True
     seen = 0
     outside = []
-    for point in _points(ours, theirs):
+    for point in _whole_points(ours, theirs) if _alternates(ours) or _alternates(theirs) else _points(ours, theirs):
         if not (_is_inside(ours, point) and _is_inside(theirs, point)):
             outside.append(point)
             continue

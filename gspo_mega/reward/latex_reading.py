@@ -82,6 +82,10 @@ _NAMES = (
         r"\\\1 ",
     ),
     (re.compile(r"\\lg(?![A-Za-z])"), r"\\log_{10}"),
+    (
+        re.compile(r"(?:\\text\s*\{\s*\(\s*mod\s*\}|\(\s*\\text\s*\{\s*mod\s*\}|\(\s*mod(?![a-z]))\s*([^()]{1,40})\)"),
+        r"\\pmod{\1}",
+    ),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"\^\s*(-\s*[0-9]+)"), r"^{\1}"),
     (re.compile(r"\\frac\s*([0-9A-Za-z])\s+([0-9A-Za-z])"), r"\\frac{\1}{\2}"),
@@ -99,6 +103,7 @@ _DEGREES = re.compile(
 _SCIENTIFIC = re.compile(
     r"(?:(?<=[(\[{,=<>]\s)|(?<=[(\[{,=<>]))([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,4})(?=\s*(?:[)\]},]|\\}|$))"
 )
+_PLUS_MINUS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
 _ELLIPSIS = "D_{dots}"
 _BARE_SET = re.compile(r"\{([^{}]*(?:,|\||\\mid)[^{}]*)\}")
 _BUILDER = re.compile(
@@ -169,6 +174,8 @@ def read(latex: str | Fraction) -> Any:
     if _depth(text) > _MOST_DEPTH or text.count("|") > _MOST_BARS:
         return None
     text = text.replace(r"\ldots", _ELLIPSIS)
+    if _PLUS_MINUS.search(text):
+        return _both(text)
     if (found := _MODULUS.search(text)) is not None:
         return _congruence(text[: found.start()], found[1] or found[2] or found[3])
     if (found := _CASES.search(text)) is not None:
@@ -178,6 +185,20 @@ def read(latex: str | Fraction) -> Any:
         inner = re.sub(rf"{re.escape(found[1])}\s*\\in\s*\\mathbb\s*\{{?R\}}?,?", "", conditions).strip(" ,")
         return read(inner) if inner else _parsed(text)
     return _parsed(text)
+
+
+def _both(text: str) -> Any:
+    """Both numbers that a formula with plus-minus is; `\\pmod` is none."""
+    import sympy
+    from latex2sympy2_extended.sets import FiniteSet
+
+    read_ones: list[Any] = []
+    for upper, lower in (("+", "-"), ("-", "+")):
+        one = read(_PLUS_MINUS.sub(lambda found, a=upper, b=lower: a if found[1] == "pm" else b, text))
+        if not isinstance(one, sympy.Basic):
+            return None
+        read_ones += getattr(one, "_unsorted_args", one.args) if isinstance(one, sympy.FiniteSet) else [one]
+    return FiniteSet(*read_ones)
 
 
 def _without(text: str, found: re.Match[str]) -> bool:

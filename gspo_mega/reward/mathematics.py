@@ -152,6 +152,8 @@ def _same(gold: str, given: str | Fraction) -> bool:
         return bool(ours.text) and ours.text == theirs.text
     if isinstance(ours, Quantities) or isinstance(theirs, Quantities):
         return _same_amounts(ours, theirs)
+    if re.fullmatch("[A-E]", ours.latex) and theirs.latex == ours.latex.lower():
+        return True  # a choice
     one, two = _value(ours.latex), _value(given if isinstance(given, Fraction) else theirs.latex)
     if one is None or two is None or _is_beyond(two.it) or _is_beyond(one.it):
         return False

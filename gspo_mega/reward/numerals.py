@@ -12,21 +12,28 @@ one of more than 400 digits. Every pattern takes time linear in its input.
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 
 MARK = "####"
-_BOX = "\\boxed{"
+_BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
 _MOST_DIGITS = 400
 _CONTEXT = 40  # characters before a number in which an operator is looked for
 
+# All scripts' digits, and the fractions that are one character.
+_DIGITS = [code for code in range(0x80, 0x1FC00) if unicodedata.decimal(chr(code), None) is not None]
+_FRACTIONS = [0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F), 0x2189]
 _CHARACTERS = str.maketrans(
     {
-        **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
+        **{chr(code): str(unicodedata.decimal(chr(code))) for code in _DIGITS},
+        **{chr(code): f" {unicodedata.normalize('NFKC', chr(code)).replace(chr(0x2044), '/')}" for code in _FRACTIONS},
         **dict.fromkeys("\u2212\uff0d\ufe63\u2010\u2011\u2013", "-"),  # minus signs, hyphens, en dash
         **dict.fromkeys(
             "\u00a0\u2006\u2007\u2008\u2009\u200a\u202f", "\u00a0"
         ),  # spaces that do not break, or are thin
         **dict.fromkeys("\u200b\u2060\ufeff", ""),
+        "\u066b": ".",
+        "\u066c": ",",
         "\uff0b": "+",
         "\uff0e": ".",
         "\uff0c": ",",
@@ -36,12 +43,6 @@ _CHARACTERS = str.maketrans(
         "\uff05": "%",
         "\uff04": "$",
         "\uff03": "#",
-        "\u00bc": " 1/4",
-        "\u00bd": " 1/2",
-        "\u00be": " 3/4",
-        "\u2153": " 1/3",
-        "\u2154": " 2/3",
-        "\u215b": " 1/8",
         "\u00b0": "",
     }
 )
@@ -212,10 +213,12 @@ def _rational(digits: str) -> Fraction | None:
 
 def last_box(text: str) -> str | None:
     """What is inside the last `\\boxed{...}`, up to its closing brace or the end of the text."""
-    start = text.rfind(_BOX)
-    if start < 0:
+    found = None
+    for found in _BOX.finditer(text):  # noqa: B007  the last one
+        pass
+    if found is None:
         return None
-    start += len(_BOX)
+    start = found.end()
     depth = 1
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)

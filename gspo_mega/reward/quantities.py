@@ -52,6 +52,11 @@ _SCALES = {
     "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "hundreds": 2, "thousands": 3,
     "millions": 6, "billions": 9,
 }  # fmt: skip
+_CURRENCY_WORDS = frozenset({"rs", "usd", "eur", "gbp", "inr", "cny", "rmb", "jpy"})
+_BOUND = re.compile(
+    "\ue000(?:or|and)\ue001\\s*\ue000(?:more|less|fewer|greater|higher|lower|larger|smaller|above|below|up|older|younger)\ue001"
+)
+_BEFORE_UNIT = ("}\\cdot", "} \\cdot", "\\,", "\\ ", "\\;", "\\:")
 _SEPARATORS = {"and", "or"}
 # Words that are no part of what is said.
 _EMPTY = _words("""
@@ -149,7 +154,7 @@ def reading_of(latex: str) -> Reading:
     """What kind of answer a cleaned text is. Takes time linear in its length."""
     if (clock := _clock(latex)) is not None and clock.half:
         return clock
-    if "\\begin" in latex:
+    if "\\begin" in latex or "\\pmod" in latex:
         return Formula(latex, letters_of(latex))
     if (degrees := _DEGREES.fullmatch(latex.strip())) is not None:
         return Quantities((Part(degrees[1], unit_named("degree"), ("degree",)),), text=letters_of(latex))
@@ -162,6 +167,7 @@ def reading_of(latex: str) -> Reading:
     if "\ue000" in marked or _SYMBOLS.fullmatch(marked):
         marked = _AFTER_NUMBER.sub(lambda found: f"\ue000{found[1]}\ue001", marked)
         marked = _MINUTES.sub(lambda found: f"{found[1]}min\ue001", marked)
+    marked = re.sub("\ue001\\s*\\\\cdot\\s*\ue000", "\ue001*\ue000", marked)
     currency = re.search(r"\\?([$\u20ac\u00a3\u00a5\u20b9])\s*(?=[-+]?[0-9.])", marked)
     if "\ue000" not in marked and currency is None:
         return Formula(latex, letters_of(latex))
@@ -246,9 +252,7 @@ def _marked_text(found: re.Match[str]) -> str:
     """The words in \\text{...} between marks; digits and signs in it stay what they are."""
     inner = found[1]
     before = found.string[: found.start()].rstrip()
-    is_after_number = bool(before) and (
-        before[-1].isdigit() or before[-1] in "})" or before.endswith(("\\,", "\\ ", "\\;", "\\:"))
-    )
+    is_after_number = bool(before) and (before[-1].isdigit() or before[-1] in "})" or before.endswith(_BEFORE_UNIT))
     letter = inner.strip()
     if len(letter) == 1 and letter.isalpha():
         if not before and not found.string[found.end() :].strip():
@@ -302,7 +306,7 @@ def _quantities(marked: str, latex: str) -> Quantities | Formula | None:
     def close() -> None:
         nonlocal value, words, before
         text = value.strip().strip(",;").strip()
-        text = re.sub(r"^(?:=|:)\s*", "", text)
+        text = re.sub(r"^(?:=|:|\.(?=\s))\s*", "", text)
         currency = re.match(r"([-+]?)\\?([$\u20ac\u00a3\u00a5\u20b9])\s*([-+]?[0-9.].*)", text, re.DOTALL)
         kept = [word for word in words if word.lower() not in _EMPTY or word in ("/", "*")]
         if words == ["in"]:
@@ -322,7 +326,7 @@ def _quantities(marked: str, latex: str) -> Quantities | Formula | None:
                 text = rf"{text}\%"
                 kept.remove(word)
         if text and re.search(r"[0-9A-Za-z\\]", text):
-            unit = unit_of(kept) if kept else None
+            unit = unit_of(kept or [word for word in before if word.lower() in _CURRENCY_WORDS])
             if unit is None and len(kept) > 1 and kept[0] != "/":
                 unit = next(
                     (found for at in range(len(kept) - 1, 0, -1) if (found := unit_of(kept[:at])) is not None), None
@@ -343,7 +347,10 @@ def _quantities(marked: str, latex: str) -> Quantities | Formula | None:
             word = token["word"]
             if depth > 0:
                 return None  # words inside of brackets: a sentence, not a value
-            if word.lower() in _SEPARATORS:
+            if value.rstrip().endswith((",", ";")) and not words and word.lower() not in _SEPARATORS:
+                close()
+                before.append(word)
+            elif word.lower() in _SEPARATORS:
                 close()
                 is_list = is_list or word.lower() == "or"
                 if word.lower() == "or":
@@ -378,6 +385,8 @@ def _quantities(marked: str, latex: str) -> Quantities | Formula | None:
         changes.update(word.lower() for word in before if word.lower() in _CHANGES)
     if not parts:
         return None
+    if _BOUND.search(marked):
+        changes.add("or more")
     if not changes and not any(part.unit or part.words for part in parts):
         return Formula(", ".join(part.value for part in parts), letters_of(latex))
     sides = tuple(_side(marked, group) for group in _OPPOSITES)

@@ -112,7 +112,7 @@ _OTHERS = (
     ("pence", "0.01", "sterling"),
     ("gbp", "1", "sterling"),
     ("yen jpy", "1", "yen"),
-    ("rupee inr", "1", "rupee"),
+    ("rupee inr rs Rs", "1", "rupee"),
     ("paise", "0.01", "rupee"),
     ("yuan rmb cny", "1", "yuan"),
 )

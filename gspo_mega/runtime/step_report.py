@@ -115,7 +115,8 @@ class StepReport:
             "speed/tokens_per_second": tokens / step_seconds,
             "speed/tokens_per_second_per_rank": tokens / step_seconds / session.layout.world_size,
             "run/num_restarts": session.lead.num_restarts,
-            "data/epoch": _epochs(session.lead.source.state_dict()),
+            "data/epoch": _epochs(stream := session.lead.source.state_dict()),
+            "data/num_unreadable_answers": _num_unreadable(stream),
             **session.servers.metrics(),
         }
         if session.preparation is not None:
@@ -310,6 +311,10 @@ def add_to_summary(summary: dict[str, Any], metrics: dict[str, float], num_token
     if "eval/accuracy" in metrics and measured > 0:  # that of the start is `accuracy_before`
         summary["evaluated_step"] = measured
         summary["accuracy_after"] = [metrics["eval/accuracy"], metrics["eval/accuracy_standard_error"]]
+
+
+def _num_unreadable(stream: dict[str, Any]) -> int:
+    return sum(source.get("num_unreadable", 0) for source in stream.get("sources", {}).values())
 
 
 def _epochs(stream: dict[str, Any]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -96,6 +96,14 @@ class Data(Section):
         default=None, description="System message put before every prompt; needs chat_template."
     )
     max_prompt_tokens: int = Field(ge=1, description="Longer prompts are left out and counted.")
+    unreadable_answers: Literal["refuse", "drop"] = Field(
+        default="refuse",
+        description=(
+            "What becomes of a row whose answer its reward cannot compare with anything, held-out sets' rows included:"
+            " refuse the file and name the rows, or drop the rows. The start says how many are dropped, and names the"
+            " first."
+        ),
+    )
     shuffle: bool = Field(default=True, description="A new order every epoch, from the run's seed.")
     accept_changed: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")], ...] = Field(
         default=(),

@@ -21,6 +21,7 @@ from gspo_mega.data.stream import PromptStream
 from gspo_mega.episode_records import one_turn_row
 from gspo_mega.errors import DataError
 from gspo_mega.journal.journal import Journal
+from gspo_mega.reward.functions import problem_of_answer
 from gspo_mega.rollout_batch import Group, RolloutBatch
 
 # Any characters, half surrogate pairs among them, as Python's own writer escapes them.
@@ -108,3 +109,48 @@ def test_a_run_continues_on_its_repaired_file_when_it_is_told_so_and_only_then(t
         stream([{**row, "answer": 7} for row in rows], accepted).load_state_dict(state)
     with pytest.raises(DataError, match="had 8 rows and has 7 now"):
         stream(repaired[:7], accepted).load_state_dict(state)
+
+
+def test_rows_with_unreadable_answers_are_refused_or_left_out_and_a_continued_run_leaves_out_the_same(
+    tokenizer, write_jsonl
+):
+    rows = [{"prompt": f"{k}+{k}=", "answer": "no number" if k in (2, 5) else str(2 * k)} for k in range(8)]
+    path = write_jsonl(rows)
+
+    def source(choice, check=gsm8k_check):
+        data = Data(max_prompt_tokens=64, chat_template=False, unreadable_answers=choice)
+        return PromptSource("train", path, data, PromptEncoder(tokenizer, chat_template=False), check)
+
+    def stream(one):
+        return PromptStream([one], [1.0], seed=1, shuffle=True)
+
+    with pytest.raises(
+        DataError, match=r":3: no number in the answer.*\(data.unreadable_answers: drop leaves such"
+    ) as caught:
+        source("refuse")
+    assert str(caught.value).count("\n") == 1
+    kept = source("drop")
+    assert (kept.num_unreadable, kept.num_overlong, kept.num_examined, len(list(kept.items()))) == (2, 0, 6, 6)
+    assert kept.item(2) is None and kept.item(5) is None and kept.item(3) is not None
+    line = kept.unreadable_line()
+    assert "2 of 8 rows have answers that cannot be read and are left out (data.unreadable_answers: drop)" in line
+    assert f"{path}:3: no number" in line and f"{path}:6: no number" in line
+    before = stream(kept)
+    drawn = [before.next().prompt_id for _ in range(4)]
+    state = json.loads(json.dumps(before.state_dict()))
+    assert state["sources"]["train"]["num_unreadable"] == 2
+    rest = [before.next().prompt_id for _ in range(8)]
+    after = stream(source("drop"))
+    after.load_state_dict(state)
+    assert [after.next().prompt_id for _ in range(8)] == rest
+    assert {"train:2", "train:5"}.isdisjoint(drawn + rest) and len(set(drawn + rest)) == 6
+
+    other = stream(source("drop", lambda row: "no" if row["answer"] == "0" else gsm8k_check(row)))
+    with pytest.raises(DataError, match="other rows are left out for their answers .* 2 were, 3 are"):
+        other.load_state_dict(state)
+    with pytest.raises(DataError, match="none of its 8 rows can be used: 8 have answers that cannot be read"):
+        source("drop", lambda row: "unreadable")
+
+
+def gsm8k_check(row):
+    return problem_of_answer(row["answer"], ["gsm8k"])

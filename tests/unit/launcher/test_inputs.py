@@ -164,6 +164,23 @@ def test_plan_says_it(files, capsys):
     assert "data.path: " in capsys.readouterr().err
 
 
+def test_rows_with_unreadable_answers_can_be_left_out_and_the_plan_names_them(files, capsys):
+    load, train, held_out = files
+    unreadable = json.dumps(ROW | {"answer": "it is prose, and a lemma"}) + "\n"
+    train.write_text(json.dumps(ROW) + "\n" + unreadable)
+    held_out.write_text(unreadable + json.dumps(ROW) + "\n")
+    arguments = ["plan", str(load().path), "--model", SHAPE, "--command", "train", "reward=math"]
+    assert main(arguments) == DataError.exit_code
+    assert "train.jsonl:2: 'answer': " in (said := capsys.readouterr().err) and "held_out.jsonl:1: " in said
+    assert "(data.unreadable_answers: drop leaves such rows out)" in said
+    assert main([*arguments, "data.unreadable_answers=drop"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for path, row in ((train, 2), (held_out, 1)):
+        assert f"{path}: 1 of the first 100 rows have answers that cannot be read and are left out" in said
+        assert f"(data.unreadable_answers: drop): row {row}: 'answer': " in said
+    assert main([*arguments, "data.unreadable_answers=skip"]) != 0
+
+
 def test_no_torch_for_it(files):
     script = (
         "import sys; from gspo_mega.commands.main import main; code = main(sys.argv[1:]); print(code, 'torch' in"

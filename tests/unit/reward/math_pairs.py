@@ -95,6 +95,8 @@ ANSWERS = [
             ">\\[ \\boxed{42} \\]",
             ">$\\boxed{\\dfrac{84}{2}}$",
             ">\\fbox{1} \\boxed{42",
+            ">so \\fbox{42}",
+            ">so \\boxed {42}",
         ],
         [
             ">",
