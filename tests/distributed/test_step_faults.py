@@ -14,7 +14,7 @@ from gspo_mega.certify.program import certify
 from gspo_mega.config import load_config
 
 FAULTS = Path(step_faults.__file__)
-# One of each way to be wrong; tests/soak/step_faults.py runs all of them.
+# One of each way to be wrong; tests/soak/every_step_fault.py runs all of them.
 SAMPLE = (
     *("sinks without a mark", "biases of experts counted by the tensor group", "norms marked as cut"),
     *("clipped by another norm", "one gradient scaled after clipping", "a rate of one group", "a copy that drifts"),

@@ -1,6 +1,6 @@
 """Every fault of tests/distributed/step_faults.py, each in a case of `gspo-mega certify`; a sample is in the tier.
 
-    .venv/bin/python tests/soak/step_faults.py
+    .venv/bin/python tests/soak/every_step_fault.py
 
 Prints what was shown of each fault that was not found, and ends with 1 where there is one.
 """
