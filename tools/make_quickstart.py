@@ -36,6 +36,7 @@ from gspo_mega.data.arithmetic import Split
 from gspo_mega.data.tokenizer import END_OF_TEXT, TURN_END, write_tokenizer
 from gspo_mega.data.turns_template import CHAT_TEMPLATE
 from gspo_mega.errors import DataError, GspoMegaError
+from gspo_mega.guarded_files import read_json_file
 from gspo_mega.model.families import hf_tensors
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.printable import printable_output
@@ -117,7 +118,7 @@ def write_model(folder: Path, shape: Path, seed: int, chat_template: str) -> Non
     folder.mkdir()
     tokenizer = write_tokenizer(folder, chat_template)
     ends = {"eos_token_id": tokenizer.token_to_id(TURN_END), "pad_token_id": tokenizer.token_to_id(END_OF_TEXT)}
-    config = json.loads(shape.read_text(encoding="utf-8")) | ends
+    config = read_json_file(shape) | ends
     if config["vocab_size"] != tokenizer.get_vocab_size():
         raise DataError(
             f"{shape}: vocab_size is {config['vocab_size']}; the tokenizer has {tokenizer.get_vocab_size()} tokens"

@@ -34,7 +34,6 @@ Decode = Callable[[list[int]], str]
 
 _PATHS = "POST chat/completions and GET models"
 _CLOSE_SECONDS = 1.0
-_BACKLOG = 1024
 # How long the rest of a refused body is read and dropped, so that its client comes to read the refusal.
 _LINGER_SECONDS = 1.0
 Handler = Callable[[web.Request, Visit], Any]
@@ -87,9 +86,7 @@ class Endpoint:
         gate = self._gate = Gate(runner.server)
         host = self._settings.host
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                gate.protocol, host, self._settings.port, backlog=_BACKLOG
-            )
+            self._listener = await asyncio.get_running_loop().create_server(gate.protocol, host, self._settings.port)
         except OSError as error:
             await self.close()
             raise RolloutError(

@@ -1,9 +1,8 @@
 """Which connections the agents' endpoint keeps: as many as its process has room for, and none that sends no request.
 
-Owns the bounds and the deadline of a request's head. A connection from which no request is being answered waits for
-one: a new one may do so for `HEAD_SECONDS`, one that was answered before for `IDLE_SECONDS`. Where too many wait, the
-one that has waited longest is ended, which an honest client is not: it sends its head at once. Everything here runs on
-the endpoint's event loop.
+Owns the bounds and the deadline of a request's head. A new connection may wait `HEAD_SECONDS` for its first request,
+one that was answered before `IDLE_SECONDS` for the next. Where too many new ones wait, the one that has waited longest
+is ended, which an honest client is not: it sends its head at once. Everything here runs on the endpoint's event loop.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 HEAD_SECONDS = 10.0
-IDLE_SECONDS = 75.0
-# Without a request, of all peers and of one. Agents on this machine are one peer.
+GRACE_SECONDS = 1.0
+IDLE_SECONDS = 300.0
+# That have sent no request yet, of all peers and of one. Agents on this machine are one peer.
 MOST_WAITING, MOST_WAITING_OF_PEER = 512, 256
 _MOST_CONNECTIONS = 16_384
 
@@ -57,7 +58,7 @@ class Gate:
         self._most = most if most is not None else min(_MOST_CONNECTIONS, max(64, soft // 2))
         self._open: Counter[Any] = Counter()
         self._by_handler: dict[Any, _Connection] = {}
-        self.waiting: dict[_Connection, None] = {}  # in the order in which they began to wait
+        self.waiting: dict[_Connection, None] = {}  # for their first request, in the order in which they came
 
     def protocol(self) -> asyncio.Protocol:
         return _Connection(self, self._handler())
@@ -81,11 +82,16 @@ class Gate:
             return False
         self._open[peer] += 1
         self._by_handler[connection.handler] = connection
-        of_peer = [one for one in self.waiting if one.peer == peer]
-        if len(of_peer) >= MOST_WAITING_OF_PEER:
-            of_peer[0].end()
-        elif len(self.waiting) >= MOST_WAITING:
-            next(iter(self.waiting)).end()
+        late: list[_Connection] = []
+        if len(self.waiting) >= MOST_WAITING:
+            late = [next(iter(self.waiting))]
+        elif len(self.waiting) >= MOST_WAITING_OF_PEER:
+            of_peer = [one for one in self.waiting if one.peer == peer]
+            late = of_peer[:1] if len(of_peer) >= MOST_WAITING_OF_PEER else []
+        for one in late:
+            # Of many that come at once, no head has been read yet.
+            if time.monotonic() - one.since >= GRACE_SECONDS:
+                one.end()
         return True
 
     def left(self, connection: _Connection) -> None:
@@ -104,6 +110,7 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._is_in = False
         self.peer: Any = None
+        self.since = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -115,6 +122,7 @@ class _Connection(asyncio.Protocol):
             transport.abort()
             return
         self.handler.connection_made(transport)
+        self._gate.waiting[self] = None
         self.wait(HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -139,9 +147,9 @@ class _Connection(asyncio.Protocol):
 
     def wait(self, seconds: float) -> None:
         """For a request, from now on."""
-        self.stop_waiting()
         if self._is_in:
-            self._gate.waiting[self] = None
+            if self._timer is not None:
+                self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_later(seconds, self.end)
 
     def stop_waiting(self) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from gspo_mega import durable
@@ -96,6 +96,17 @@ class Journal:
     def read_alone(self, step: int, past_damage: bool = False) -> StepRecord | None:
         """`read` of nothing but the step's own file: without its batch."""
         return read_file(self.file(step), past_damage) if self.file(step).exists() else None
+
+    def check(self, steps: Iterable[int], most_bytes: int) -> None:
+        """Raise JournalDamage for the first damaged file of `steps`; of large files those that come within `most_bytes`
+        in all are looked at.
+        """
+        for step in steps:
+            most_bytes -= self.file(step).stat().st_size
+            if most_bytes < 0:
+                return
+            for _ in FrameFile(self.file(step)).frames():
+                pass
 
     def has_pruned_routes(self, step: int) -> bool:
         """Have the routed experts of a step been removed? Reads only the beginning of its file."""

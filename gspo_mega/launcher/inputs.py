@@ -143,6 +143,9 @@ def check_users_functions(loaded: LoadedConfig) -> list[dict[str, Any]]:
     return []
 
 
+_MOST_CHECKED_BYTES = 2**30
+
+
 def is_replay(loaded: LoadedConfig, command: str) -> bool:
     """Whether the run trains on recorded rollouts and so has no servers.
 
@@ -166,6 +169,8 @@ def is_replay(loaded: LoadedConfig, command: str) -> bool:
             f"{loaded.where('train.from_rollouts')}: train.from_rollouts: {train.from_rollouts} has no rollouts of step"
             f" {missing[0] + 1}; train.num_steps asks for {train.num_steps}, {len(present)} are recorded"
         )
+    # A rank reads them all, one by one; what it would refuse is refused now, where that takes seconds.
+    journal.check(range(train.num_steps), _MOST_CHECKED_BYTES)
     pruned = (
         [step for step in range(train.num_steps) if journal.has_pruned_routes(step)]
         if loaded.config.moe.routing_replay == "R3"

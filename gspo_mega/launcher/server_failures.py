@@ -40,17 +40,15 @@ class ServerFailures:
                     self._look_at(server, attempt, of)
 
     def _look_at(self, server: Registration, attempt: Attempt, of: str) -> None:
-        now = (server.pid, server.num_failures)
-        if not server.num_failures or self._seen.get((of, server.server_id)) == now:
-            return
-        self._seen[of, server.server_id] = now
-        if server.state == "failed":  # which is reported as that
-            return
+        pid, seen = self._seen.get((of, server.server_id), (server.pid, 0))
+        seen = seen if pid == server.pid else 0  # another `serve` counts anew
+        self._seen[of, server.server_id] = server.pid, server.num_failures
         number = server.server_id.rpartition("-")[2]
         log = attempt.server_log(int(number)) if number.isdecimal() else attempt.logs_dir
-        text = (
-            f"{server.server_id}{of} failed (attempt {server.failed_starts} of {server.most_starts}):"
-            f" {(server.error or 'not known').strip().splitlines()[0]}; it is started again (log: {log})"
-        )
-        logger.warning("%s", text)
-        self._say(f"warning  {text}")
+        new = min(server.num_failures - seen, len(server.recent_failures))
+        for before, cause in zip(range(new - 1, -1, -1), server.recent_failures[len(server.recent_failures) - new :]):
+            where = "" if str(log) in cause else f" (log: {log})"
+            attempts = f"attempt {max(1, server.failed_starts - before)} of {server.most_starts}"
+            text = f"{server.server_id}{of} failed ({attempts}): {cause}; it is started again{where}"
+            logger.warning("%s", text)
+            self._say(f"warning  {text}")

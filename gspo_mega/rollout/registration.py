@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -36,6 +36,8 @@ class Registration:
         num_failures: how often the server failed since its `gspo-mega serve` began. It tells two failures apart.
         failed_starts, most_starts: of the starts that `server.max_restarts` allows now, how many have failed, and how
             many there are. A `most_starts` of 0 is not known.
+        recent_failures: the causes of the last failures, in a line each, the newest last: they may follow each other
+            faster than a reader looks.
         waits_for: what is made before this server can be started, in words; None where it is being started.
         done_bytes, total_bytes: how much of that is made; a total of 0 is not known yet.
     """
@@ -56,6 +58,7 @@ class Registration:
     waits_for: str | None = None
     done_bytes: int = 0
     total_bytes: int = 0
+    recent_failures: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, found: Any) -> Registration:
@@ -108,6 +111,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("precision", "error", "waits_for"), (str, type(None))),
     "weight_version": (int, type(None)),
     "heartbeat": _NUMBERS,
+    "recent_failures": (list,),
 }
 
 

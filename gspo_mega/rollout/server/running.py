@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_mega.guarded_files import open_regular, read_text
 from gspo_mega.proxies import without_proxies
 from gspo_mega.rollout.server.process_tree import end_group, start_group
 from gspo_mega.rollout.server.scratch import Scratch
@@ -80,7 +81,7 @@ class Running:
 def last_word(log: Path, start: int = 0) -> str | None:
     """The last line from byte `start` on that names an error, else the last one; None where there is no line."""
     try:
-        with log.open("rb") as file:
+        with open_regular(log) as file:
             file.seek(max(start, log.stat().st_size - _MOST_TAIL_BYTES))
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
@@ -94,7 +95,7 @@ def last_word(log: Path, start: int = 0) -> str | None:
 def log_tail(log: Path, num_lines: int = 30) -> str:
     """The last lines of a log; empty where there is none."""
     try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_text(log, errors="replace").splitlines()
     except FileNotFoundError:
         return ""
     return "\n".join(lines[-num_lines:])

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25
 _HEARTBEAT_SECONDS = 2.0
 _PROBE_SECONDS = 15.0
+_MOST_CAUSES = 5
 _SCHEDULER_ANSWERS = "/server_info"
 
 
@@ -184,6 +185,7 @@ class ServerSupervisor:
                 num_failures=self._num_failures,
                 failed_starts=failed,
                 most_starts=most,
+                recent_failures=[*self._registration.recent_failures, cause.strip().splitlines()[0]][-_MOST_CAUSES:],
             )
             self._end()
             self._sleep(delay)

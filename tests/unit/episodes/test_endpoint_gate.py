@@ -58,6 +58,7 @@ def test_half_a_head_is_waited_for_and_no_longer(served, monkeypatch):
 
 def test_a_flood_keeps_nobody_out(served, monkeypatch):
     monkeypatch.setattr(endpoint_gate, "MOST_WAITING_OF_PEER", 50)
+    monkeypatch.setattr(endpoint_gate, "GRACE_SECONDS", 0.0)
     half = [connect(served, HALF) for _ in range(200)]
     with served.visit(["4"]) as (_, visit):
         status, _, answer = raw(visit, post_body())
@@ -103,3 +104,17 @@ def test_what_is_no_http_leaves_no_key_in_a_log(served, caplog, capfd, data):
     said = caplog.text + "".join(capfd.readouterr())
     assert "sk-secret" not in said and "Traceback" not in said
     assert all("Authorization" not in str(record.__dict__) for record in caplog.records)
+
+
+def test_connections_that_were_answered_are_kept_however_many(served, monkeypatch):
+    monkeypatch.setattr(endpoint_gate, "MOST_WAITING_OF_PEER", 5)
+    monkeypatch.setattr(endpoint_gate, "HEAD_SECONDS", 0.5)
+    # At once: more than may wait, and none has waited long.
+    kept = [connect(served, b"GET /nothing HTTP/1.1\r\nHost: a\r\n\r\n") for _ in range(20)]
+    for one in kept:
+        one.settimeout(30)
+        assert b" 404 " in one.recv(65536)
+    time.sleep(0.7)
+    assert num_ended(kept) == 0 and not served.endpoint._gate.waiting
+    for one in kept:
+        one.close()

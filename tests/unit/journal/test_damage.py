@@ -10,13 +10,17 @@ import sys
 import zlib
 
 import pytest
+from report_runs import make_run
 from test_journal import make_group, same, write
 
+from gspo_mega.batches.taken_over import Records, Standard
 from gspo_mega.commands.main import main
 from gspo_mega.errors import JournalError
+from gspo_mega.journal.episode_log import FileBegin
 from gspo_mega.journal.frames import _FRAME, MAGIC, JournalDamage
 from gspo_mega.journal.journal import Journal
 from gspo_mega.journal.step_record import read_file
+from gspo_mega.rollout.freshness import Freshness
 
 GROUPS = [make_group(0), make_group(1)]
 
@@ -172,14 +176,28 @@ def test_a_damaged_beginning_costs_the_beginning_only(journal, capsys, first):
     assert [same(record.groups[n], GROUPS[n]) for n in (0, 1)] == [True, True]
 
 
-def test_a_run_that_goes_on_or_replays_says_what_to_do(journal):
+def test_a_run_that_goes_on_says_what_to_do_and_moves_nothing(journal):
     whole = bytearray(journal.file(4).read_bytes())
     whole[-20] ^= 1
     journal.file(4).write_bytes(whole)
+    records = Records(journal, Standard(2, Freshness(0), False), print)
     with pytest.raises(JournalDamage) as told:
-        journal.read(4)
+        records.of_step(FileBegin(4, 4, {}), lambda step, numbers: {})
     for words in ("damaged at byte", "nothing intact follows", "inspect RUN", "Restore the file from a copy; or move"):
         assert words in str(told.value)
+    assert journal.file(4).read_bytes() == whole and told.value.exit_code == 8
+
+
+def test_a_replay_of_a_damaged_record_is_refused_before_anything_starts(tmp_path, capsys):
+    recorded = make_run(tmp_path / "recorded")
+    file = Journal(recorded / "journal").file(1)
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    file.write_bytes(whole)
+    shape = "configs/models/quickstart_moe.json"
+    words = [f"run.dir={tmp_path}", f"model.path={shape}", f"train.from_rollouts={recorded}", "train.num_steps=2"]
+    assert main(["train", "configs/quickstart.yaml", *words]) == 8
+    assert f"{file}: damaged at byte" in capsys.readouterr().err and not (tmp_path / "quickstart").exists()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "endless"])

@@ -27,21 +27,25 @@ def test_each_failed_start_is_shown_once(attempt):
     one.write(attempt.servers_dir)
     failures.look()
     assert said == []
-    for number in (1, 2):
-        error = f"SGLang exited with code 1 (see log): ProxyError: {number}\nmore"
-        one = replace(one, state="restarting", error=error, num_failures=number, failed_starts=number)
+    causes = [f"SGLang exited with code 1 (see log): ProxyError: {number}" for number in (1, 2, 3)]
+    for number in (1, 3):  # the second and the third follow each other faster than anybody looks
+        one = replace(one, num_failures=number, failed_starts=number, recent_failures=causes[:number])
         for state in ("restarting", "starting"):
             replace(one, state=state).write(attempt.servers_dir)
             failures.look()
     assert said == [
-        f"warning  server-0 failed (attempt {number} of 6): SGLang exited with code 1 (see log): ProxyError: {number};"
-        f" it is started again (log: {attempt.server_log(0)})"
-        for number in (1, 2)
+        f"warning  server-0 failed (attempt {number} of 6): {cause}; it is started again (log: {attempt.server_log(0)})"
+        for number, cause in enumerate(causes, 1)
     ]
-    replace(one, state="failed", num_failures=3).write(attempt.servers_dir)
+    replace(one, state="failed").write(attempt.servers_dir)
     (attempt.servers_dir / "server-1.json").write_text("{}")
     failures.look()
-    assert len(said) == 2  # a server that is given up is reported as that
+    assert len(said) == 3  # a server that is given up is reported as that
+    again = replace(one, pid=8, num_failures=1, failed_starts=1, recent_failures=[f"see {attempt.server_log(0)}"])
+    again.write(attempt.servers_dir)
+    (attempt.servers_dir / "server-1.json").unlink()
+    failures.look()
+    assert said[3] == f"warning  server-0 failed (attempt 1 of 6): see {attempt.server_log(0)}; it is started again"
 
 
 @pytest.mark.parametrize(
