@@ -41,10 +41,10 @@ FEWEST_ROWS = 1_000
 
 @dataclass
 class Trial:
-    """What has been read so far. `tools`: schemas of the run's tools. `keeps_weights`: the run goes on from a
-    checkpoint, so that the weights of model.path are not read. `problems`: {"key", "kind", "text"} each, `kind` the
-    name of an error's class. `tokenizer`: None where it cannot be loaded; `can_encode`: whether prompts can be encoded
-    with it.
+    """What has been read so far. `command`: whose ranks read, or "replay" for a `train` on recorded rollouts. `tools`:
+    schemas of the run's tools. `keeps_weights`: the run goes on from a checkpoint, so that the weights of model.path
+    are not read. `problems`: {"key", "kind", "text"} each, `kind` the name of an error's class. `tokenizer`: None where
+    it cannot be loaded; `can_encode`: whether prompts can be encoded with it.
     """
 
     config: Config
@@ -182,7 +182,7 @@ def folders_of(trial: Trial) -> list[tuple[str, str, bool]]:
     config, found = trial.config, []
     if not trial.keeps_weights and config.model.weights is None and Path(config.model.path).is_dir():
         found.append(("model.path", config.model.path, False))
-    trains = trial.command == "train"
+    trains = trial.command in ("train", "replay")
     if trains and (config.kl.coefficient > 0 or penalises_kl(config)) and config.kl.reference_path is not None:
         found.append(("kl.reference_path", config.kl.reference_path, False))
     critic = critic_of(config)
@@ -226,7 +226,7 @@ CHECKS: tuple[Check, ...] = (
     Check("prompts and answers", ("train", "sft", "eval", "budget"), _prompts),
     Check("demonstrations", ("sft",), _demonstrations),
     Check("arguments for SGLang, where it is installed here", _SAMPLES, _server_options),
-    Check("names, shapes and types of the stored tensors", ("train", "sft", "eval", "budget"), _stored_tensors),
+    Check("names, shapes and types of the stored tensors", (*_SAMPLES, "replay"), _stored_tensors),
 )
 
 
@@ -253,10 +253,11 @@ def read_weights(trial: Trial) -> dict[str, Any]:
 
 def main() -> None:
     asked = json.loads(sys.stdin.readline())
-    loaded = load_config(asked["config"], command=asked["command"])
+    command = asked["command"]
+    loaded = load_config(asked["config"], command="train" if command == "replay" else command)
     answer_to = sys.stdout
     sys.stdout = sys.stderr  # libraries and tokenizers print
-    trial = Trial(loaded.config, asked["command"] or "train", asked["tools"], asked["keeps_weights"])
+    trial = Trial(loaded.config, command or "train", asked["tools"], asked["keeps_weights"])
     answer = read_weights(trial) if asked["read_weights"] else run_checks(trial)
     answer_to.write(json.dumps(answer) + "\n")
     answer_to.flush()

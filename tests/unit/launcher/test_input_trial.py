@@ -302,6 +302,12 @@ def test_a_run_that_goes_on_from_a_checkpoint_needs_no_weights_of_its_model(inpu
     assert tried(inputs, keeps_weights=True)["problems"] == []
 
 
+def test_a_run_on_recorded_rollouts_reads_weights_alone(inputs):
+    no_held_out(inputs), empty_file(inputs), missing_tensor(inputs)
+    loaded = load_config(CONFIG, inputs.words(), "train")
+    assert [one["key"] for one in run_checks(Trial(loaded.config, "replay"))["problems"]] == ["model.path"]
+
+
 def test_a_long_file_is_read_for_some_seconds_and_the_notice_says_how_far(inputs, monkeypatch):
     monkeypatch.setattr(input_trial, "READING_SECONDS", 0.0)
     inputs.rows(*[{"prompt": "1+1=", "answer": "2"}] * 1005, {"prompt": 3})
