@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from gspo_mega.batches.episode_parts import episode_driver
 from gspo_mega.batches.held_out import LoadedSet, row_check
 from gspo_mega.config import Config, load_config
+from gspo_mega.config.episode_lengths import is_one_turn
 from gspo_mega.config.critic_config import critic_of, penalises_kl
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, sources_of
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
@@ -43,10 +44,11 @@ FEWEST_ROWS = 1_000
 
 @dataclass
 class Trial:
-    """What has been read so far. `tools`: schemas of the run's tools. `keeps_weights`: the run goes on from a
-    checkpoint, so that the weights of model.path are not read. `problems`: {"key", "kind", "text"} each, `kind` the
-    name of an error's class. `tokenizer`: None where it cannot be loaded; `can_encode`: whether prompts can be encoded
-    with it; `end_token_ids`: every one ends a response.
+    """What has been read so far. `command`: whose ranks read, or "replay" for a `train` on recorded rollouts. `tools`:
+    schemas of the run's tools. `keeps_weights`: the run goes on from a checkpoint, so that the weights of model.path
+    are not read. `problems`: {"key", "kind", "text"} each, `kind` the name of an error's class. `tokenizer`: None where
+    it cannot be loaded; `can_encode`: whether prompts can be encoded with it;
+    `end_token_ids`: every one ends a response.
     """
 
     config: Config
@@ -103,7 +105,13 @@ def _template(trial: Trial) -> None:
     data, path = trial.config.data, trial.config.model.path
     with trial.at("data.chat_template" if data.chat_template else "model.path"):
         spec = read_model_spec(path)
-        ends = run_end_tokens(encoder_of(data, trial.tokenizer), trial.tokenizer, spec.eos_token_ids, spec.vocab_size)
+        ends = run_end_tokens(
+            encoder_of(data, trial.tokenizer),
+            trial.tokenizer,
+            spec.eos_token_ids,
+            spec.vocab_size,
+            calls=not is_one_turn(trial.config),
+        )
         planned = planned_end_tokens(Path(path), spec.eos_token_ids, spec.vocab_size)
         trial.end_token_ids = ends.ids
         trial.notices += [notice for notice in ends.notices if notice not in planned.notices]
@@ -191,7 +199,7 @@ def folders_of(trial: Trial) -> list[tuple[str, str, bool]]:
     config, found = trial.config, []
     if not trial.keeps_weights and config.model.weights is None and Path(config.model.path).is_dir():
         found.append(("model.path", config.model.path, False))
-    trains = trial.command == "train"
+    trains = trial.command in ("train", "replay")
     if trains and (config.kl.coefficient > 0 or penalises_kl(config)) and config.kl.reference_path is not None:
         found.append(("kl.reference_path", config.kl.reference_path, False))
     critic = critic_of(config)
@@ -235,7 +243,7 @@ CHECKS: tuple[Check, ...] = (
     Check("prompts and answers", ("train", "sft", "eval", "budget"), _prompts),
     Check("demonstrations", ("sft",), _demonstrations),
     Check("arguments for SGLang, where it is installed here", _SAMPLES, _server_options),
-    Check("names, shapes and types of the stored tensors", ("train", "sft", "eval", "budget"), _stored_tensors),
+    Check("names, shapes and types of the stored tensors", (*_SAMPLES, "replay"), _stored_tensors),
 )
 
 
@@ -262,10 +270,11 @@ def read_weights(trial: Trial) -> dict[str, Any]:
 
 def main() -> None:
     asked = json.loads(sys.stdin.readline())
-    loaded = load_config(asked["config"], command=asked["command"])
+    command = asked["command"]
+    loaded = load_config(asked["config"], command="train" if command == "replay" else command)
     answer_to = sys.stdout
     sys.stdout = sys.stderr  # libraries and tokenizers print
-    trial = Trial(loaded.config, asked["command"] or "train", asked["tools"], asked["keeps_weights"])
+    trial = Trial(loaded.config, command or "train", asked["tools"], asked["keeps_weights"])
     answer = read_weights(trial) if asked["read_weights"] else run_checks(trial)
     answer_to.write(json.dumps(answer) + "\n")
     answer_to.flush()

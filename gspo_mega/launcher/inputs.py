@@ -51,9 +51,11 @@ def check_inputs(loaded: LoadedConfig, command: Command) -> list[str]:
 def check_all_inputs(loaded: LoadedConfig, command: Command) -> list[str]:
     """As `check_inputs`, and then have a process read all that the ranks read. Raises ModelError, too."""
     notices, tools, _ = _checked(loaded, command)
-    if command != "certify" and not is_replay(loaded, command):
-        notices = [*notices, *try_rewards(loaded, command), *try_inputs(loaded, command, tools)]
-    return notices
+    if command == "certify":
+        return notices
+    if is_replay(loaded, command):
+        return [*notices, *try_inputs(loaded, "replay", tools)]
+    return [*notices, *try_rewards(loaded, command), *try_inputs(loaded, command, tools)]
 
 
 def _checked(loaded: LoadedConfig, command: Command) -> tuple[list[str], list[dict[str, Any]], list[str]]:

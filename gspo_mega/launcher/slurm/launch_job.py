@@ -19,7 +19,6 @@ from gspo_mega.launcher.alerts import Alerts
 from gspo_mega.launcher.attempt_output import log_to
 from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.gpus_and_ports import free_port
-from gspo_mega.launcher.inputs import check_before_job
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import new_attempt
 from gspo_mega.launcher.received_signals import signals_taken
@@ -58,9 +57,6 @@ def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Ca
     proxies.keep_direct(name for node in allocation.nodes for name in (node.name, node.address))
     _check_time(allocation.job_id, site, answers)
     say(report)
-    if not allocation.num_restarts:
-        for notice in check_before_job(loaded, command, in_ranks_python=site.ranks_use_this_python):
-            say(f"notice   {notice}")
     folder = RunFolder(Path(loaded.config.run.dir) / loaded.config.run.name)
     with hold(folder, say) as lease:
         context = JobContext(

@@ -261,8 +261,7 @@ FAULTS = [
 @pytest.mark.parametrize("make", FAULTS, ids=lambda make: make.__name__)
 def test_a_fault_of_the_inputs_is_refused_with_its_key(inputs, make):
     fault = make(inputs)
-    more = {"tools": [CALCULATOR]} if fault.words == TURNS else {}
-    problems = tried(inputs, *fault.words, **more)["problems"]
+    problems = tried(inputs, *fault.words, tools=[CALCULATOR] if fault.words == TURNS else [])["problems"]
     found = [problem for problem in problems if problem["key"] == fault.key]
     assert found and any(fault.said in problem["text"] for problem in found), problems
 
@@ -292,7 +291,8 @@ def test_demonstrations_are_tried_as_the_cold_start_reads_them(inputs):
 
 
 def test_several_faults_are_told_at_once_and_each_check_has_its_say(inputs):
-    no_held_out(inputs), empty_file(inputs), missing_tensor(inputs)
+    for make in (no_held_out, empty_file, missing_tensor):
+        make(inputs)
     assert [problem["key"] for problem in tried(inputs)["problems"]] == ["eval.path", "data.path", "model.path"]
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
@@ -300,6 +300,13 @@ def test_several_faults_are_told_at_once_and_each_check_has_its_say(inputs):
 def test_a_run_that_goes_on_from_a_checkpoint_needs_no_weights_of_its_model(inputs):
     pickled_weights(inputs)
     assert tried(inputs, keeps_weights=True)["problems"] == []
+
+
+def test_a_run_on_recorded_rollouts_reads_weights_alone(inputs):
+    for make in (no_held_out, empty_file, missing_tensor):
+        make(inputs)
+    loaded = load_config(CONFIG, inputs.words(), "train")
+    assert [one["key"] for one in run_checks(Trial(loaded.config, "replay"))["problems"]] == ["model.path"]
 
 
 def test_a_long_file_is_read_for_some_seconds_and_the_notice_says_how_far(inputs, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 
 from fake_answers import EOS, VOCAB
@@ -51,6 +52,8 @@ SPEC = ModelSpec(
     eos_token_ids=(EOS,),
     moe=MoeSpec(4, 2, 8),
 )
+# The same for a run with the quickstart's tokenizer, whose ids the model has to know.
+SPEC_OF_TOKENIZER = dataclasses.replace(SPEC, vocab_size=512)
 
 
 class Stream:

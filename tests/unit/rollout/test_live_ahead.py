@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from collector_support import SPEC, collector_config
+from collector_support import SPEC_OF_TOKENIZER, collector_config
 
 from gspo_mega.batches.journalled import journalled_source
 from gspo_mega.batches.live import LiveSource
@@ -48,7 +48,7 @@ class Run:
         server = self.fakes("server-0", attempt)
         server.token_seconds, server.fault, server.version = 0.01, slow, self.state.weight_version
         server.register("ready")
-        with Rollouts(self.config, SPEC, attempt) as rollouts:
+        with Rollouts(self.config, SPEC_OF_TOKENIZER, attempt) as rollouts:
             rollouts.pool.wait_ready(1, 30.0)
             journal = Journal(self.folder.journal_dir)
             source = journalled_source(

@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from collector_support import SPEC, collector_config
+from collector_support import SPEC_OF_TOKENIZER, collector_config
 
 from gspo_mega.batches.assemble import fill_advantages, scored_batch
 from gspo_mega.batches.journalled import journalled_source
@@ -56,7 +56,7 @@ def config(fakes, tmp_path, monkeypatch):
 
 @pytest.fixture
 def side(config, attempt):
-    with Rollouts(config, SPEC, attempt) as rollouts:
+    with Rollouts(config, SPEC_OF_TOKENIZER, attempt) as rollouts:
         rollouts.pool.wait_ready(1, 30.0)
         journal = Journal(attempt.run_folder.journal_dir)
         source = journalled_source(config, journal, LiveSource(rollouts, made_by(config)), lambda line: None)
@@ -89,7 +89,7 @@ def test_an_evaluation_needs_no_training_data_and_measures_the_sets_that_are_ask
     sets = ({"name": "a", "path": "held_out.jsonl"}, {"name": "b", "path": "train.jsonl", "samples_per_prompt": 1})
     changed = {"data": config.model_dump()["data"] | {"path": None}, "eval": {"samples_per_prompt": 2, "sets": sets}}
     kept = []
-    with Rollouts(Config.model_validate(config.model_dump() | changed), SPEC, attempt) as rollouts:
+    with Rollouts(Config.model_validate(config.model_dump() | changed), SPEC_OF_TOKENIZER, attempt) as rollouts:
         rollouts.pool.wait_ready(1, 30.0)
         *_, double, nothing = rollouts.held_out.report()
         found = rollouts.evaluate(lambda: None, keep=lambda asked, groups: kept.append((asked.name, len(groups))))
