@@ -146,3 +146,20 @@ def test_a_stopped_process_of_this_machine_is_called_stopped(tmp_path, has_beats
     finally:
         process.kill()
         process.wait()
+
+
+def test_of_two_phases_the_more_patient_one_counts(tmp_path):
+    ranks = Ranks(tmp_path)
+    ranks.where = [("train", 3), ("checkpoint", 3)]
+    assert ranks.go(1795) is None, "of 900 s and 1800 s"
+    assert "nothing got done for 1805 s" in str(ranks.go(20))
+
+
+def test_most_looks_read_nothing(tmp_path, monkeypatch):
+    ranks, read = Ranks(tmp_path), []
+    interval = Patience(BOUNDS, 300.0).interval(2)
+    monkeypatch.setattr("gspo_mega.launcher.watchdog.read_json", lambda path: read.append(path))
+    for _ in range(40):
+        ranks.now += interval / 4
+        assert ranks.dog.look() is None
+    assert len(read) == 20, "two ranks at every fourth look"
