@@ -122,3 +122,15 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n  
 )
 def test_a_failure_in_one_line(text, line):
     assert one_line(GspoMegaError(text)) == line
+
+
+def test_a_killed_task_that_left_a_record_says_itself_what_was_wrong(attempt):
+    """A rank that reports an error and then takes long to end is killed with the others; the cause is its report."""
+    log = "srun: error: n1: task 1: Killed\nsrun: error: n1: task 0: Exited with exit code 7\n"
+    record(attempt, 1, 1.0, text="the cause")
+    error = describe_failure([child(attempt, "ranks", 0, 1, log)], attempt)
+    assert "rank 1 failed" in str(error) and "Traceback: the cause" in str(error)
+    attempt.error_file(1).unlink()
+    record(attempt, 0, 1.0, text="connection closed")
+    error = describe_failure([child(attempt, "ranks", 0, 1, log)], attempt)
+    assert str(error).startswith("rank 1 on n1 ended without an error report: Killed")

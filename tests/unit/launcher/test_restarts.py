@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gspo_mega.errors import DataError, NumericsError, RankError, RolloutError
+from gspo_mega.errors import ConfigError, DataError, NumericsError, RankError, RolloutError
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, Furthest, Restarts, furthest, last_restart
 from gspo_mega.run_folder import RunFolder
 
@@ -97,3 +97,11 @@ def test_without_a_record_there_is_no_restart(tmp_path):
     attempt.restart_file.mkdir()  # stands for a full disk
     decision = Restarts(3, Furthest()).settle(attempt, RankError("x"))
     assert not decision.again and decision.why.startswith(f"no automatic restart: {attempt.restart_file} cannot be")
+
+
+def test_the_error_of_a_rank_has_the_code_of_its_cause():
+    """What the launcher raises is a RankError, whatever the rank raised."""
+    for cause, again in ((NumericsError, False), (ConfigError, False), (RolloutError, True)):
+        error = RankError("rank 1 failed")
+        error.exit_code = cause.exit_code
+        assert Restarts(3, Furthest()).decide(error, Furthest(trained=1), 0.0).again == again

@@ -163,3 +163,20 @@ def test_most_looks_read_nothing(tmp_path, monkeypatch):
         ranks.now += interval / 4
         assert ranks.dog.look() is None
     assert len(read) == 20, "two ranks at every fourth look"
+
+
+def test_a_new_phase_is_progress_whatever_the_count(tmp_path):
+    ranks = Ranks(tmp_path)
+    assert ranks.go(895) is None
+    ranks.where = [("publish", 0), ("publish", 0)]
+    assert ranks.go(895) is None and "in phase publish" in str(ranks.go(50))
+
+
+def test_where_all_ranks_wait_the_one_with_the_least_progress_is_named(tmp_path):
+    ranks = Ranks(tmp_path)
+    ranks.where = [("train", 7), ("train", 5)]
+    for rank in (0, 1):
+        waits = stack(("/env/torch/distributed/distributed_c10d.py", 2810, "all_reduce"), ("/x/loop.py", 3, "run"))
+        ranks.attempt.stacks_file(rank).write_text(waits)
+    said = str(ranks.go(1000))
+    assert said.startswith("rank 1 (process 101 on n1) is stuck") and "\nrank 0 waits for it\n" in said
