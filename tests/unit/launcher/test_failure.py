@@ -134,3 +134,10 @@ def test_a_killed_task_that_left_a_record_says_itself_what_was_wrong(attempt):
     record(attempt, 0, 1.0, text="connection closed")
     error = describe_failure([child(attempt, "ranks", 0, 1, log)], attempt)
     assert str(error).startswith("rank 1 on n1 ended without an error report: Killed")
+
+
+def test_a_rank_that_reported_its_error_and_was_killed_then_is_no_killed_rank(attempt):
+    record(attempt, 1, 1.0, text="the cause")
+    record(attempt, 0, 2.0, text="echo")
+    error = describe_failure([child(attempt, "rank", 0, 7), child(attempt, "rank", 1, -9)], attempt)
+    assert "rank 1 failed" in str(error) and "Traceback: the cause" in str(error)

@@ -180,3 +180,12 @@ def test_where_all_ranks_wait_the_one_with_the_least_progress_is_named(tmp_path)
         ranks.attempt.stacks_file(rank).write_text(waits)
     said = str(ranks.go(1000))
     assert said.startswith("rank 1 (process 101 on n1) is stuck") and "\nrank 0 waits for it\n" in said
+
+
+def test_a_process_that_has_ended_is_not_waited_for_though_nobody_has_collected_it(tmp_path):
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays in the table of processes
+    ranks = Ranks(tmp_path, 1, pids={0: process.pid})
+    ranks.alive = [False]
+    assert ranks.go(2000) is None
+    process.wait()
