@@ -13,10 +13,12 @@ import torch
 from gspo_mega.algorithm.correction import CorrectionRule, weigh
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS, band_fractions, policy_metrics, policy_sums
 from gspo_mega.algorithm.gae import whitened
-from gspo_mega.algorithm.mismatch import MAXIMUM_NAMES, mismatch_metrics, mismatch_sums
+from gspo_mega.algorithm.kl import reference_kl
+from gspo_mega.algorithm.mismatch import MAXIMUM_NAMES, mismatch_metrics, mismatch_sums, sequence_mean_log_ratio
 from gspo_mega.algorithm.objective import policy_objective
 from gspo_mega.algorithm.objective_settings import ObjectiveSettings
-from gspo_mega.algorithm.segment_correction import LEAST_SEGMENTS, segment_centres
+from gspo_mega.algorithm.segment_correction import LEAST_SEGMENTS, correct_segments, segment_centres
+from gspo_mega.algorithm.value_loss import value_loss
 
 F64 = torch.float64
 E = math.exp
@@ -249,3 +251,90 @@ def test_a_version_has_a_centre_of_its_own_from_its_eighth_segment_on(num_segmen
 def test_one_token_is_whitened_to_nothing_with_either_divisor():
     for std_ddof in (0, 1):
         assert whitened(torch.tensor([5.0], dtype=F64), std_ddof=std_ddof).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("d", [-40.0, -1.0, -0.25, 0.25])
+def test_a_ratio_far_below_one_keeps_its_digits(d):
+    value, gradient, *_ = summed("clip", [d], 1.0, 0.2, 0.5)
+    assert value == pytest.approx(E(d), rel=1e-12, abs=0) and gradient == [pytest.approx(E(d), rel=1e-12, abs=0)]
+
+
+def test_masked_tokens_of_a_clipped_response_are_no_clipped_tokens():
+    arguments = dict(
+        mask=torch.tensor([1, 0, 1, 1]),
+        segment_ids=torch.tensor([0, 0, 0, 1]),
+        advantages=torch.tensor([1.0, -1.0]),
+        lengths=torch.tensor([2, 1]),
+    )
+    output = policy_objective(
+        ObjectiveSettings("sequence", 0.2, 0.2),
+        log_probs=torch.tensor([1.0, 5.0, 1.0, -1.0], dtype=F64, requires_grad=True),
+        old_log_probs=torch.zeros(4, dtype=F64),
+        num_sequences=2,
+        denominator=2,
+        **arguments,
+    )
+    found = policy_metrics(policy_sums(output, **arguments))
+    wanted = {"token_clip_fraction": 1.0, "token_clip_fraction_high": 2 / 3, "token_clip_fraction_low": 1 / 3}
+    wanted |= {"clip_fraction_high": 1 / 2, "clip_fraction_low": 1 / 2, "num_tokens": 3}
+    assert {name: found[name] for name in wanted} == near(wanted)
+
+
+def test_the_mean_gap_of_a_response_is_over_its_own_tokens():
+    trainer = torch.tensor([0.25, 0.5, 9.0, 1.0], dtype=F64)
+    mask, ids = torch.tensor([1, 1, 0, 1]), torch.tensor([0, 0, 0, 1])
+    sums, _ = mismatch_sums(trainer, torch.zeros(4, dtype=F64), mask, ids, 3)
+    assert sequence_mean_log_ratio(sums).tolist() == [0.375, 1.0, 0.0]
+
+
+def test_masked_tokens_count_in_no_kl():
+    log_probs = torch.tensor([-1.0, -2.0, -3.0], dtype=F64, requires_grad=True)
+    found = reference_kl(
+        ObjectiveSettings(),
+        "k1",
+        log_probs=log_probs,
+        reference_log_probs=torch.tensor([-1.5, -9.0, -3.25], dtype=F64),
+        mask=torch.tensor([1, 0, 1]),
+        segment_ids=torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
+        lengths=torch.tensor([2]),
+        denominator=1,
+    )
+    assert found.sums.tolist() == [0.75, 2.0] and float(found.value) == 0.375
+
+
+def test_values_are_clipped_in_both_directions():
+    """From 0 to -1 where the return is -2, and from 0 to 1 where it is 2: half of 1.8^2 each, without a gradient."""
+    values = torch.tensor([-1.0, 1.0, -1.0], dtype=F64, requires_grad=True)
+    loss = value_loss(
+        values,
+        torch.zeros(3),
+        torch.tensor([-2.0, 2.0, 0.0]),
+        sequence_ids=torch.arange(3),
+        lengths=torch.ones(3),
+        coefficients=torch.ones(3, dtype=F64),
+        clip_range=0.2,
+    )
+    loss.loss.backward()
+    assert values.grad is not None
+    assert float(loss.loss) == near(1.8**2 + 0.5) and values.grad.tolist() == [0.0, 0.0, -1.0]
+    assert loss.clipped.tolist() == [True, True, False]
+
+
+def test_a_segment_too_short_to_be_judged_is_not_cut():
+    """Beside 20 responses without a gap, one of a segment of 2 tokens, sum 3, and one of 8, sum 0, cut at a bound of 1:
+    3 / 10 is less than 1 / sqrt 10.
+    """
+    lengths, sums = torch.tensor([[4, 4]] * 20 + [[2, 8]]), torch.zeros(21, 2, dtype=F64)
+    sums[20, 0] = 3.0
+    rule = CorrectionRule("truncate", 1.0, segment_tokens=4)
+    result = correct_segments(rule, sums, lengths, torch.zeros(21)).result
+    assert result.weights[20].item() == near(E(0.3)) and result.weights[:20].tolist() == near([1.0] * 20)
+
+
+def test_a_version_of_few_segments_takes_the_centre_of_segments_and_not_of_responses():
+    """The lone segment of the second version lies outside, though its response as a whole would not: 2.4 / sqrt 8."""
+    lengths, sums = torch.zeros(21, 2), torch.zeros(21, 2, dtype=F64)
+    lengths[:, 0] = 4
+    lengths[20, 1], sums[20, 1] = 4, 2.4
+    assert segment_centres(sums, lengths, bound=1.0).tolist() == [0.0, 0.0]

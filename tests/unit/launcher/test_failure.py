@@ -122,3 +122,22 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n  
 )
 def test_a_failure_in_one_line(text, line):
     assert one_line(GspoMegaError(text)) == line
+
+
+def test_a_killed_task_that_left_a_record_says_itself_what_was_wrong(attempt):
+    """A rank that reports an error and then takes long to end is killed with the others; the cause is its report."""
+    log = "srun: error: n1: task 1: Killed\nsrun: error: n1: task 0: Exited with exit code 7\n"
+    record(attempt, 1, 1.0, text="the cause")
+    error = describe_failure([child(attempt, "ranks", 0, 1, log)], attempt)
+    assert "rank 1 failed" in str(error) and "Traceback: the cause" in str(error)
+    attempt.error_file(1).unlink()
+    record(attempt, 0, 1.0, text="connection closed")
+    error = describe_failure([child(attempt, "ranks", 0, 1, log)], attempt)
+    assert str(error).startswith("rank 1 on n1 ended without an error report: Killed")
+
+
+def test_a_rank_that_reported_its_error_and_was_killed_then_is_no_killed_rank(attempt):
+    record(attempt, 1, 1.0, text="the cause")
+    record(attempt, 0, 2.0, text="echo")
+    error = describe_failure([child(attempt, "rank", 0, 7), child(attempt, "rank", 1, -9)], attempt)
+    assert "rank 1 failed" in str(error) and "Traceback: the cause" in str(error)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gspo_mega.errors import DataError, NumericsError, RankError, RolloutError
+from gspo_mega.errors import ConfigError, DataError, NumericsError, RankError, RolloutError
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, Furthest, Restarts, furthest, last_restart
 from gspo_mega.run_folder import RunFolder
 
@@ -97,3 +97,26 @@ def test_without_a_record_there_is_no_restart(tmp_path):
     attempt.restart_file.mkdir()  # stands for a full disk
     decision = Restarts(3, Furthest()).settle(attempt, RankError("x"))
     assert not decision.again and decision.why.startswith(f"no automatic restart: {attempt.restart_file} cannot be")
+
+
+def test_the_error_of_a_rank_has_the_code_of_its_cause():
+    """What the launcher raises is a RankError, whatever the rank raised."""
+    for cause, again in ((NumericsError, False), (ConfigError, False), (RolloutError, True)):
+        error = RankError("rank 1 failed")
+        error.exit_code = cause.exit_code
+        assert Restarts(3, Furthest()).decide(error, Furthest(trained=1), 0.0).again == again
+
+
+def test_progress_of_each_kind_counts_and_none_is_forgotten_for_anothers_sake():
+    for one in (Furthest(saved=1), Furthest(trained=1), Furthest(sampled=1)):
+        assert Restarts(3, Furthest()).decide(RankError("x"), one, 0.0).again
+    restarts = Restarts(9, Furthest(saved=4, trained=6))
+    assert restarts.decide(RankError("x"), Furthest(saved=5, trained=5), 0.0).again
+    assert not restarts.decide(RankError("x"), Furthest(saved=5, trained=6), 1.0).again, "step 6 was trained before"
+
+
+def test_a_run_that_was_given_up_has_a_whole_budget_when_it_is_queued_again(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    used = Restarts(1, Furthest(), [time.time()])
+    assert not used.settle(folder.new_attempt(), RankError("x")).again
+    assert last_restart(folder).restarted_at and Restarts.carry_on(folder, 1).count == 0

@@ -146,3 +146,46 @@ def test_a_stopped_process_of_this_machine_is_called_stopped(tmp_path, has_beats
     finally:
         process.kill()
         process.wait()
+
+
+def test_of_two_phases_the_more_patient_one_counts(tmp_path):
+    ranks = Ranks(tmp_path)
+    ranks.where = [("train", 3), ("checkpoint", 3)]
+    assert ranks.go(1795) is None, "of 900 s and 1800 s"
+    assert "nothing got done for 1805 s" in str(ranks.go(20))
+
+
+def test_most_looks_read_nothing(tmp_path, monkeypatch):
+    ranks, read = Ranks(tmp_path), []
+    interval = Patience(BOUNDS, 300.0).interval(2)
+    monkeypatch.setattr("gspo_mega.launcher.watchdog.read_json", lambda path: read.append(path))
+    for _ in range(40):
+        ranks.now += interval / 4
+        assert ranks.dog.look() is None
+    assert len(read) == 20, "two ranks at every fourth look"
+
+
+def test_a_new_phase_is_progress_whatever_the_count(tmp_path):
+    ranks = Ranks(tmp_path)
+    assert ranks.go(895) is None
+    ranks.where = [("publish", 0), ("publish", 0)]
+    assert ranks.go(895) is None and "in phase publish" in str(ranks.go(50))
+
+
+def test_where_all_ranks_wait_the_one_with_the_least_progress_is_named(tmp_path):
+    ranks = Ranks(tmp_path)
+    ranks.where = [("train", 7), ("train", 5)]
+    for rank in (0, 1):
+        waits = stack(("/env/torch/distributed/distributed_c10d.py", 2810, "all_reduce"), ("/x/loop.py", 3, "run"))
+        ranks.attempt.stacks_file(rank).write_text(waits)
+    said = str(ranks.go(1000))
+    assert said.startswith("rank 1 (process 101 on n1) is stuck") and "\nrank 0 waits for it\n" in said
+
+
+def test_a_process_that_has_ended_is_not_waited_for_though_nobody_has_collected_it(tmp_path):
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays in the table of processes
+    ranks = Ranks(tmp_path, 1, pids={0: process.pid})
+    ranks.alive = [False]
+    assert ranks.go(2000) is None
+    process.wait()

@@ -162,3 +162,27 @@ async def _answered(one: PooledServer) -> str:
         return "answer"
 
     return await one.run(call())
+
+
+@pytest.mark.parametrize(("turns", "num_filtered"), [("return_to_go", 0.0), ("episode", 2.0)])
+def test_the_filter_keeps_groups_of_equal_sums_where_turns_have_rewards(monkeypatch, turns, num_filtered):
+    monkeypatch.setattr("gspo_mega.rollout.sampling._BACKOFF_SECONDS", 0.0)
+
+    async def score(episode) -> None:
+        episode.turns[0].reward = 0.25
+        episode.reward = 1.0
+
+    settings = dict(
+        group_size=2, prompts_per_step=1, filter_constant_groups=True, max_oversampling=2.0, max_attempts=60
+    )
+    config = collector_config(**settings).model_copy(update={"train": Train(num_steps=40)})
+    config = config.model_copy(update={"advantage": config.advantage.model_copy(update={"turns": turns})})
+    pool = Pool()
+    pool.freshness = Freshness(0)
+    collector = Collector(config, pool, Prompts(), EpisodeDriver(Conversation(str), Limits(1, 40)), score, [EOS])
+    try:
+        batch = collector.take(0)
+        assert batch.counts["num_groups_filtered"] == num_filtered and len(batch.groups) == 1
+    finally:
+        collector.close()
+        pool.loop.close()

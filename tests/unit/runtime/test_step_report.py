@@ -12,6 +12,7 @@ from run_configs import make_config
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
 from gspo_mega.algorithm.kl import KL_SUMS
 from gspo_mega.algorithm.mismatch import MAXIMUM_NAMES, SUM_NAMES
+from gspo_mega.batches.held_out import Evaluation
 from gspo_mega.checkpoint.train_state import TrainState
 from gspo_mega.engine.megatron_optimizer import StepResult
 from gspo_mega.engine.pass_report import PassReport
@@ -21,6 +22,7 @@ from gspo_mega.records import Prompt
 from gspo_mega.rollout_batch import Group, RolloutBatch
 from gspo_mega.run_folder import RunFolder
 from gspo_mega.runtime.final_table import run_table
+from gspo_mega.runtime.held_out_report import due_sets
 from gspo_mega.runtime.step_report import StepReport, add_to_summary
 
 # Of four responses: tokens, sum of d = trainer - server, of d^2, of the policy's entropy, and log s in the training pass.
@@ -216,6 +218,27 @@ def test_evaluations_that_ended_late_have_lines_of_their_own_but_one(tmp_path):
     assert [(step, line["eval/accuracy"]) for step, line in session.lines] == [(4, 0.1), (4, 0.2), (5, 0.3)]
     summary = session.state.summary
     assert summary["evaluated_step"] == 3 and summary["accuracy_after"] == [0.3, 0.01]
+
+
+def test_a_late_evaluation_counts_where_the_steps_own_is_of_another_set(tmp_path):
+    """The first set was measured after step 3, beside training; after step 5 the second one is."""
+    other = [dict(old=vars(old), train=vars(train)) for old, train in (passes(1, 0.0), passes(3, 0.0))]
+    session = Session(tmp_path, other, kl=dict(coefficient=0.1))
+    session.eval_sets = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
+    report = StepReport(session, batch_of(), num_positions=0)
+    report.late = [evaluation(3, 0.3)]
+    report.evaluations = {"b": Evaluation(0.9, 0.02, 0.5, 4, 4, 0.0, 3.0, 0)}
+    report.write()
+    (_, late), (_, own) = session.lines
+    assert late["eval/accuracy"] == 0.3 and "eval/accuracy" not in own and own["eval/set/b/accuracy"] == 0.9
+    assert session.state.summary["evaluated_step"] == 3 and session.state.summary["accuracy_after"] == [0.3, 0.01]
+
+
+def test_sets_are_due_by_their_own_cadence_and_all_after_the_last_step():
+    sets = [SimpleNamespace(name="a", is_due=lambda step: step % 2 == 0), SimpleNamespace(name="b", is_due=lambda _: 0)]
+    session = SimpleNamespace(eval_sets=sets)
+    assert [due_sets(session, step, is_last=False) for step in (3, 4)] == [[], ["a"]]
+    assert due_sets(session, 3, is_last=True) == ["a", "b"]
 
 
 def test_the_summary_adds_up_over_steps():
