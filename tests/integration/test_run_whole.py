@@ -266,6 +266,7 @@ NOT_OF_A_PLAIN_RUN = {
     # test_run_foreign.py.
     "rollout/num_branches_<cause>",
     "rollout/num_episode_failures_<kind>",
+    "rollout/num_response_faults_<cause>",  # tests/unit/reward/test_who_caused_it.py
     "rollout/num_episodes_redrawn_<kind>",
     "rollout/num_episodes_restarted",
     "rollout/num_endpoint_retries",
