@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from gspo_mega.batches.episode_parts import episode_driver
 from gspo_mega.batches.held_out import LoadedSet, row_check
 from gspo_mega.config import Config, load_config
-from gspo_mega.config.episode_lengths import is_one_turn
 from gspo_mega.config.critic_config import critic_of, penalises_kl
+from gspo_mega.config.episode_lengths import is_one_turn
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, sources_of
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
 from gspo_mega.data.demonstrations import DemonstrationSource
