@@ -33,7 +33,7 @@ from gspo_mega.engine.optimizer_reads import (
     put_in_gradient_buffers,
     step_gradient,
 )
-from gspo_mega.engine.parameter_names import canonical_name, canonical_parameters, table_by_parameter, tensor_group
+from gspo_mega.parameter_names import canonical_name, canonical_parameters, table_by_parameter, tensor_group
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.weights.collectives import all_gather_json
 from gspo_mega.weights.quantized import plain_values

@@ -69,6 +69,8 @@ class Trial:
             yield
         except GspoMegaError as error:
             self.problems.append({"key": key, "kind": type(error).__name__, "text": str(error)})
+        except OSError as error:  # a file that may not be read, a folder that is gone
+            self.problems.append({"key": key, "kind": "DataError", "text": str(error)})
 
     def enough(self) -> Callable[[int], bool]:
         """When to stop reading one file."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gspo_mega.config.schema import Lora
-from gspo_mega.engine.parameter_names import tensor_group
+from gspo_mega.parameter_names import tensor_group
 from gspo_mega.model.families import TensorEntry, parameter_blocks
 from gspo_mega.model.low_rank import adapter_tensors
 from gspo_mega.model.spec import ModelSpec

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from gspo_mega.engine.parameter_names import by_parameter, canonical_parameters
+from gspo_mega.parameter_names import by_parameter, canonical_parameters
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry
 from gspo_mega.model.spec import ModelSpec

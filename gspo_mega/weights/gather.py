@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gspo_mega import beats
-from gspo_mega.engine.parameter_names import canonical_parameters, replica_group, table_by_parameter, tensor_group
+from gspo_mega.parameter_names import canonical_parameters, replica_group, table_by_parameter, tensor_group
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, parameter_blocks
 from gspo_mega.model.spec import ModelSpec

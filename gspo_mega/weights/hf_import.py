@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gspo_mega import beats
-from gspo_mega.engine.parameter_names import by_parameter, canonical_parameters, tensor_group
+from gspo_mega.parameter_names import by_parameter, canonical_parameters, tensor_group
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks
 from gspo_mega.model.spec import ModelSpec

@@ -111,7 +111,7 @@ def test_a_disk_that_fills_up_ends_the_server_with_that_reason(tmp_path):
         [*IN_A_NAME_SPACE, "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True, check=False
     ).returncode:
         pytest.skip("a small file system can be mounted neither by this user nor in a name space of its own")
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), str(HERE.parent / "support")])
+    path = os.pathsep.join([str(HERE), str(HERE.parent / "support")])
     done = subprocess.run(
         [*IN_A_NAME_SPACE, sys.executable, str(HERE / "copy_faults.py"), str(tmp_path)],
         capture_output=True,

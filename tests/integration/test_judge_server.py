@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,7 +16,6 @@ from run_configs import make_config
 from servers import START_SECONDS
 from tiny_models import EOS_TOKEN_ID, make_model
 
-import gspo_mega
 from gspo_mega.config.schema import JudgeReward, Reward, RewardFunction
 from gspo_mega.episode_records import one_turn_episode
 from gspo_mega.launcher.gpus_and_ports import free_port
@@ -81,7 +79,7 @@ def judge_url(judge_model, tmp_path_factory):
     spec.options["skip_tokenizer_init"] = False
     spec.write(folder / "spec.json")
     entry = [sys.executable, "-m", "gspo_mega.rollout.server.server_entry", "--spec", str(folder / "spec.json")]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(gspo_mega.__file__).parents[1])}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen([*entry, "--parent", str(os.getpid())], stdout=log, stderr=log, env=variables)
     os.environ["JUDGE_KEY"] = str(key)

@@ -25,7 +25,7 @@ def test_a_full_folder_ends_the_run_with_its_reason_and_more_room_continues_it(t
     ).returncode:
         pytest.skip("a small file system can be mounted neither by this user nor in a name space of its own")
     command = [*IN_A_NAME_SPACE, sys.executable, str(Path(__file__).with_name("full_disk.py")), str(tmp_path)]
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests/support")])
+    path = str(REPOSITORY / "tests/support")
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

@@ -10,8 +10,6 @@ import time
 import uuid
 from pathlib import Path
 
-from recovery_support import REPOSITORY
-
 from gspo_mega import process_death
 
 PATIENCE_SECONDS = 300.0
@@ -45,7 +43,7 @@ def test_a_killed_supervisor_leaves_no_writer_behind(ranks, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WAITING_WRITERS)
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}",
+        "PYTHONPATH": str(tmp_path),
         "GSPO_TEST_WRITERS": str(writers),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",

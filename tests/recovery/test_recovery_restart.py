@@ -15,7 +15,7 @@ from http.client import HTTPException
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from recovery_support import NUM_STEPS, REPOSITORY, leftovers, outcome
+from recovery_support import NUM_STEPS, leftovers, outcome
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import offline_files, offline_rows
 
@@ -46,7 +46,6 @@ def test_a_run_that_loses_its_rank_twice_ends_by_itself_where_an_uninterrupted_o
     # Every start is killed at its second publish: two of three steps need a start of their own.
     environment = {
         **os.environ,
-        "PYTHONPATH": str(REPOSITORY),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         kill_points.VARIABLE: "point=step.published,hit=2",

@@ -15,7 +15,7 @@ _BASE = {
     *("kill_points", "process_death", "beats", "descriptors", "line_process", "importing", "background"),
 }
 _LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan", "quantization", "batch_invariant"}
-_BELOW_ENGINE = _BASE | {"config", "model"} | _LEAVES
+_BELOW_ENGINE = _BASE | {"config", "model", "parameter_names"} | _LEAVES
 _BELOW_BATCHES = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout", "episodes"}
 _BELOW_RUNTIME = _BELOW_BATCHES | {"batches"}
 LAYERS: dict[str, set[str]] = {
@@ -42,6 +42,7 @@ LAYERS: dict[str, set[str]] = {
     "config": _BASE,
     "doctor": {"", "descriptors", "durable", "sglang_release", "guarded_files"},
     "model": _BASE | {"config"},
+    "parameter_names": {"errors", "model"},
     **{leaf: _BASE | {"config", "model"} for leaf in _LEAVES},
     "engine": _BELOW_ENGINE,
     "weights": _BELOW_ENGINE | {"engine"},

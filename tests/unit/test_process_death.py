@@ -8,13 +8,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
 from gspo_mega import process_death
 
-REPOSITORY = Path(__file__).parents[2]
 LONGEST_SECONDS = 20.0
 
 
@@ -28,7 +26,6 @@ def program(body: str) -> subprocess.Popen:
         [sys.executable, "-c", text],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
 
 

@@ -38,15 +38,14 @@ if __name__ == "__main__":
 
 def test_the_maker_ends_with_the_process_that_started_it(tmp_path):
     """It would otherwise go on writing, and hold its memory, when the launcher is killed."""
-    model, script = tmp_path / "model", tmp_path / "make.py"
-    model.mkdir()
-    (model / "model.safetensors").touch()
-    os.mkfifo(model / "config.json")  # reading it never ends
+    model, script, weights = plain_folder(tmp_path / "model", 1), tmp_path / "make.py", tmp_path / "weights"
     script.write_text(MAKE)
     words = [str(ROOT / "configs/quickstart.yaml"), f"model.path={model}", "server.quantization=fp8_block"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), *words, str(tmp_path / "weights" / "start-x")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as parent:
+    command = [sys.executable, str(script), *words, str(weights / "start-x")]
+    with (
+        module._only_maker(weights, lambda: None),  # for which the maker waits
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as parent,
+    ):
         assert parent.stderr is not None and "in the form that servers hold" in parent.stderr.readline()
         lists = [(task / "children").read_text() for task in Path(f"/proc/{parent.pid}/task").iterdir()]
         started = [Path("/proc", pid) for found in lists for pid in found.split()]

@@ -29,6 +29,7 @@ MAY_CHANGE = {
     "engine.fuse_permutation",
     "engine.fuse_weight_gradient",
     "watchdog",
+    "plan",
     "budget",
     "server",
     "publish",

@@ -108,7 +108,7 @@ def test_an_answer_is_scored_by_the_packages_own_scorer(tmp_path, package):
     assert scored(row, f" {row['answer']}\n") == right
     assert scored(row, f"<answer>1</answer> no, <answer> {row['answer']} </answer>.") == right
     assert scored(row, "x") == {"reward": 0.01, "correct": False}
-    with pytest.raises(RuntimeError, match="ValueError: no"):
+    with pytest.raises(ValueError, match="ValueError: no"):
         scored(rows_in(tmp_path / "made/raises.train.jsonl")[0], "x")
     assert scored(row, row["answer"]) == right, "one failure is one scoring's"
 
@@ -140,7 +140,7 @@ def test_an_item_that_the_package_makes_otherwise_now_is_not_scored(tmp_path, pa
     make_rows(data_of(tmp_path))
     row = rows_in(tmp_path / "made/sums.train.jsonl")[0]
     row["reasoning_gym"]["digest"] = "0" * 16
-    with pytest.raises(RuntimeError, match="sums 0: this reasoning-gym makes another item of that place"):
+    with pytest.raises(ValueError, match="sums 0: this reasoning-gym makes another item of that place"):
         scored(row, row["answer"])
     with pytest.raises(ValueError, match=r"is for prompts of data\.reasoning_gym"):
         scored({"prompt": "", "answer": ""}, "x")

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 HOLDER = Path(__file__).with_name("lease_holder.py")
-REPOSITORY = Path(__file__).parents[3]
 # Far longer than the beats; how long nobody waits that needs not.
 NEVER_SECONDS = 600.0
 BEAT_SECONDS = 0.1
@@ -42,7 +41,6 @@ def start(tmp_path):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             )
         )
         return started[-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 import signal
 import subprocess
@@ -170,10 +169,7 @@ os.killpg(0, 9)
 
 def test_wandb_has_every_step_once_after_a_kill_that_took_its_process_too(tmp_path):
     pytest.importorskip("wandb")
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], env=environment, capture_output=True, start_new_session=True
-    )
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, start_new_session=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     said = []
     sinks = sinks_of(tmp_path, lambda run: WandbSink(run, **OFFLINE), said, "wandb")

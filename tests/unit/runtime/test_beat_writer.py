@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 from gspo_mega.launcher.watchdog import _main_stack
 from gspo_mega.run_folder import RunFolder
-
-REPOSITORY = Path(__file__).parents[3]
 
 START = """
 import ctypes, pathlib, sys, threading, time
@@ -55,7 +52,7 @@ def run(tmp_path, script: str, seconds: float, silence: float) -> list[str]:
     ended = subprocess.run(
         [sys.executable, str(program), str(attempt.path)],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(REPOSITORY)},
+        env={},
         capture_output=True,
         text=True,
     )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
-
-REPOSITORY = Path(__file__).parents[3]
 
 RANK = """
 import faulthandler, logging, sys
@@ -32,10 +29,7 @@ sys.stdout.flush()
 
 
 def run_rank(folder: Path, log: Path) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        [sys.executable, "-c", RANK, str(folder / "run"), str(log)], capture_output=True, text=True, env=environment
-    )
+    return subprocess.run([sys.executable, "-c", RANK, str(folder / "run"), str(log)], capture_output=True, text=True)
 
 
 def test_no_line_is_worth_a_rank(tmp_path):

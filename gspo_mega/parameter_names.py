@@ -1,24 +1,21 @@
 """From a model chunk's own parameter names to canonical ones.
 
 Owns the differences between layer specs (plain and Transformer Engine) and between layouts (local layer and expert
-numbers). `model/families.py` declares the names themselves.
+numbers). `model/families.py` declares the names themselves. Imports nothing of Megatron, because tools that convert
+checkpoints need the names only.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_shape
 from gspo_mega.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from gspo_mega.engine.model import PolicyModel
-    from gspo_mega.engine.process_groups import Group, ParallelGroups
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
@@ -49,23 +46,21 @@ def by_parameter(entries: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]
     return table
 
 
-def tensor_group(groups: ParallelGroups, entry: TensorEntry) -> Group:
-    """The group over which the tensor is sharded."""
+def tensor_group(groups: Any, entry: TensorEntry) -> Any:
+    """The `Group` of `groups` (ParallelGroups) over which the tensor is sharded."""
     return groups.tensor if entry.expert is None else groups.expert_tensor
 
 
-def replica_group(groups: ParallelGroups, entry: TensorEntry) -> Group:
-    """The group whose ranks all hold the same share of the tensor."""
+def replica_group(groups: Any, entry: TensorEntry) -> Any:
+    """The `Group` of `groups` (ParallelGroups) whose ranks all hold the same share of the tensor."""
     return groups.data_context if entry.expert is None else groups.expert_data
 
 
-def canonical_parameters(
-    spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel]
-) -> dict[str, torch.Tensor]:
+def canonical_parameters(spec: ModelSpec, groups: Any, chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
     """This rank's parameters, and the buffers that are weights, by canonical name, checked against the family table.
 
-    Each has this rank's local shape `parameter_shape(...)` and the model's dtype (buffers fp32). `chunks` are unwrapped
-    GPT chunks whose layers know their global `layer_number` (from 1). Raises ModelError if a parameter is in no table
+    Each has this rank's local shape `parameter_shape(...)` and the model's dtype (buffers fp32). `groups` are the
+    rank's ParallelGroups, `chunks` unwrapped GPT chunks whose layers know their global `layer_number` (from 1). Raises ModelError if a parameter is in no table
     or has another shape than in the table, because weights would be lost silently.
     """
     table = table_by_parameter(spec)
@@ -95,7 +90,7 @@ def canonical_parameters(
     return found
 
 
-def canonical_name(spec: ModelSpec, groups: ParallelGroups, chunk: PolicyModel, name: str) -> str:
+def canonical_name(spec: ModelSpec, groups: Any, chunk: Any, name: str) -> str:
     """The canonical name of what the chunk calls `name`; outside the layers it is the name itself."""
     in_layer = _LAYER.fullmatch(name)
     if in_layer is None:
