@@ -13,8 +13,8 @@ import numpy as np
 from gspo_mega.metrics.falls import find_falls, noise_until
 
 FEWEST_STEPS = 8
-# Of a difference between the start and the end, to count: measured, so that at most 1 % of runs in which nothing
-# happened are said to learn, and as many to fall.
+# A difference between the start and the end counts from so many standard errors on. Measured: at most 1 % of runs in
+# which nothing happened are said to learn, and as many to fall.
 LEAST_ERRORS = 2.4
 
 
