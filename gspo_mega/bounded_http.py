@@ -45,15 +45,17 @@ class BoundedServer(ThreadingHTTPServer):
         if is_full:
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started; the caller closes the connection
+            self._left(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self._guard:
-                self._num -= 1
-                self._since.pop(request, None)
+            self._left(request)
 
     def service_actions(self) -> None:
         """Called twice a second: no head may take longer than `HEAD_SECONDS`, however it comes."""
@@ -61,6 +63,11 @@ class BoundedServer(ThreadingHTTPServer):
         with self._guard:
             late = [one for one, since in self._since.items() if now - since > HEAD_SECONDS]
         self._end(late)
+
+    def _left(self, request: Any) -> None:
+        with self._guard:
+            self._num -= 1
+            self._since.pop(request, None)
 
     def has_come(self, request: Any) -> None:
         with self._guard:

@@ -60,8 +60,9 @@ def canonical_parameters(spec: ModelSpec, groups: Any, chunks: Sequence[Any]) ->
     """This rank's parameters, and the buffers that are weights, by canonical name, checked against the family table.
 
     Each has this rank's local shape `parameter_shape(...)` and the model's dtype (buffers fp32). `groups` are the
-    rank's ParallelGroups, `chunks` unwrapped GPT chunks whose layers know their global `layer_number` (from 1). Raises ModelError if a parameter is in no table
-    or has another shape than in the table, because weights would be lost silently.
+    rank's ParallelGroups, `chunks` unwrapped GPT chunks whose layers know their global `layer_number` (from 1). Raises
+    ModelError if a parameter is in no table or has another shape than in the table, because weights would be lost
+    silently.
     """
     table = table_by_parameter(spec)
     expected = {parameter: entries[0] for parameter, entries in table.items()}

@@ -50,10 +50,12 @@ class PrintableStream:
 
 @contextlib.contextmanager
 def printable_output() -> Iterator[None]:
-    """Inside of this, `print` and everything else that writes to standard output or error writes printable text."""
+    """Inside of this, `print` and everything else that writes to standard output or error writes printable text. It may
+    be nested.
+    """
     before = sys.stdout, sys.stderr
     for name, stream in zip(("stdout", "stderr"), before, strict=True):
-        if stream is not None:
+        if stream is not None and not isinstance(stream, PrintableStream):
             setattr(sys, name, PrintableStream(stream))
     try:
         yield

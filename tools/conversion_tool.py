@@ -17,7 +17,7 @@ if __package__ is None or __package__ == "":
 
 from gspo_mega.errors import GspoMegaError
 from gspo_mega.importing import uncollected
-from gspo_mega.printable import printable_output
+from gspo_mega.printable import printable, printable_output
 
 with uncollected():
     import torch
@@ -32,7 +32,9 @@ class ProgressBar:
     """Called after every tensor with bytes done, bytes in total and the tensor's name."""
 
     def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
+        # It draws with escapes: it gets the terminal itself, and makes the names printable.
+        self._stream = getattr(sys.stderr, "foreign", sys.stderr)
+        self._terminal = self._stream.isatty()
         self._shown = 0.0
 
     def __call__(self, done: int, total: int, name: str) -> None:
@@ -43,11 +45,11 @@ class ProgressBar:
         filled = 30 * done // max(total, 1)
         unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
         amount = f"{100 * done // max(total, 1):3d}%  {done / size:.2f} of {total / size:.2f} {unit}"
-        line = f"[{'#' * filled}{'.' * (30 - filled)}] {amount}  {name}"
+        line = f"[{'#' * filled}{'.' * (30 - filled)}] {amount}  {printable(name)}"
         print(
             f"\r\033[K{line[:150]}" if self._terminal else line,
             end="\n" if done >= total or not self._terminal else "",
-            file=sys.stderr,
+            file=self._stream,
             flush=True,
         )
 

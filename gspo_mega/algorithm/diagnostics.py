@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from gspo_mega.algorithm.objective import ObjectiveOutput
-from gspo_mega.algorithm.objective_settings import ObjectiveSettings
 from gspo_mega.algorithm.ratio import active_values, exp_minus_linear
-from gspo_mega.algorithm.surrogates import clipped_terms
 
 POLICY_SUMS = (
     "objective",
@@ -173,18 +171,6 @@ def _quantile(values: Tensor, q: float) -> float:
     position = q * (ordered.numel() - 1)
     below, above = ordered[math.floor(position)], ordered[math.ceil(position)]
     return float(below + (above - below) * (position - math.floor(position)))
-
-
-def clip_fraction_of(settings: ObjectiveSettings, log_ratios: Tensor, advantages: Tensor) -> float:
-    """Share of sequences that the objective with a sequence ratio clips at these ratios; 0 of none.
-
-    `log_ratios`: log s_i, [S] nats of any float dtype; `advantages`: [S].
-    """
-    if log_ratios.numel() == 0:
-        return 0.0
-    values, counts = log_ratios.double(), torch.ones_like(log_ratios, dtype=torch.bool)
-    terms = clipped_terms(settings, values, values, advantages.double(), counts)
-    return float((terms.high | terms.low | terms.dual).double().mean())
 
 
 def band_fractions(log_ratios: Tensor, clip_low: float, clip_high: float) -> tuple[float, float]:

@@ -99,7 +99,7 @@ class Measurement:
         take_weights: Take | None,
     ) -> tuple[Numbers, Steps]:
         """All numbers with the recorded old log-probs [sum R]. `take_*` are given every Hugging Face tensor of the
-        gradient (with `lora` of the adapters' alone), and of the weights after `num_steps` optimizer steps, on rank 0;
+        gradient (with `lora` only of the adapters'), and of the weights after `num_steps` optimizer steps, on rank 0;
         elsewhere an empty stream.
         """
         engine = self.engine

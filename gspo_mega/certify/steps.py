@@ -33,8 +33,8 @@ from gspo_mega.engine.optimizer_reads import (
     put_in_gradient_buffers,
     step_gradient,
 )
-from gspo_mega.parameter_names import canonical_name, canonical_parameters, table_by_parameter, tensor_group
 from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.parameter_names import canonical_name, canonical_parameters, table_by_parameter, tensor_group
 from gspo_mega.weights.collectives import all_gather_json
 from gspo_mega.weights.quantized import plain_values
 
@@ -166,7 +166,7 @@ class StepWatch:
 
 def sketch(name: str, tensor: torch.Tensor) -> np.ndarray:
     """[2 + K] float64 of a tensor: the sum of its squares, the number of its zeros, and r^T X c for K pairs of vectors
-    of signs that depend on `name` alone, where X has the tensor's last dimension as its columns.
+    of signs that depend only on `name`, where X has the tensor's last dimension as its columns.
 
     The mean square of such a product of a difference is the difference's square, whatever it looks like. Computed where
     the tensor is, in pieces.

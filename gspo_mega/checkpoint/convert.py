@@ -23,10 +23,10 @@ import torch
 from gspo_mega.checkpoint.safetensors_stream import write_safetensors
 from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, TensorSource
 from gspo_mega.checkpoint.torch_dist import write_chunks, write_index
-from gspo_mega.parameter_names import by_parameter
 from gspo_mega.errors import CheckpointError
 from gspo_mega.model.block_fp8 import quantization_config
 from gspo_mega.model.families import TensorEntry, parameter_blocks, parameter_shape
+from gspo_mega.parameter_names import by_parameter
 from gspo_mega.run_folder import atomic_write_json
 from gspo_mega.weights.carried_layers import carried_config, carried_modules
 from gspo_mega.weights.gather import entry_dtype

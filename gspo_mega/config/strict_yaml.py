@@ -20,6 +20,8 @@ KeyPath = tuple[str | int, ...]
 
 _TAG = "tag:yaml.org,2002:"
 _MAX_NODES = 100_000  # aliases of aliases can make a small file grow without bound
+# Of a whole number. Python writes no more than 4300 out, in messages and files.
+_MOST_DIGITS = 1000
 
 # YAML 1.2, core schema, chapter 10.3.2.
 SCALARS: tuple[tuple[str, re.Pattern[str], str], ...] = (
@@ -209,6 +211,11 @@ class _Builder:
         try:
             if tag == "bool" and text.lower() in ("true", "false"):
                 return text.lower() == "true"
+            if tag == "int" and len(text) > _MOST_DIGITS:
+                self._problem(
+                    node, path, f"a number of {len(text)} characters, {text[:20]}...; no key takes such a one"
+                )
+                return 0
             if tag == "int":
                 return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
             if tag == "float":

@@ -199,7 +199,7 @@ class PromptEncoder:
 
     @functools.cached_property
     def turn_end_token_id(self) -> int | None:
-        """The special token that the chat template writes right behind an assistant's last message; None where it
+        """The special token that the chat template writes right after an assistant's last message; None where it
         writes other text or nothing there, and without a template.
         """
         if not self.chat_template:

@@ -223,7 +223,7 @@ def gradient_norm(optimizer: ChainedOptimizer, groups: ParallelGroups) -> tuple[
     Waits for the device once. Collective over all ranks.
 
     Each parameter counts once in the norm (`is_counted`). The finiteness check covers the copies that do not count,
-    too: Megatron's own norm would miss one that is non-finite alone.
+    too: Megatron's own norm would miss a copy that is the only one that is not finite.
     """
     device = torch.cuda.current_device()
     squares: dict[int, torch.Tensor] = {}

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gspo_mega import errors
 from gspo_mega.batches.episode_parts import episode_driver
 from gspo_mega.batches.held_out import LoadedSet, row_check
 from gspo_mega.config import Config, load_config
@@ -46,9 +47,9 @@ FEWEST_ROWS = 1_000
 class Trial:
     """What has been read so far. `command`: whose ranks read, or "replay" for a `train` on recorded rollouts. `tools`:
     schemas of the run's tools. `keeps_weights`: the run goes on from a checkpoint, so that the weights of model.path
-    are not read. `problems`: {"key", "kind", "text"} each, `kind` the name of an error's class. `tokenizer`: None where
-    it cannot be loaded; `can_encode`: whether prompts can be encoded with it;
-    `end_token_ids`: every one ends a response.
+    are not read. `problems`: {"key", "kind", "text"} each, `kind` the name of a class of `errors.py`. `tokenizer`: None
+    where it cannot be loaded; `can_encode`: whether prompts can be encoded with it; `end_token_ids`: every one ends a
+    response.
     """
 
     config: Config
@@ -68,7 +69,7 @@ class Trial:
         try:
             yield
         except GspoMegaError as error:
-            self.problems.append({"key": key, "kind": type(error).__name__, "text": str(error)})
+            self.problems.append({"key": key, "kind": _kind_of(error), "text": str(error)})
         except OSError as error:  # a file that may not be read, a folder that is gone
             self.problems.append({"key": key, "kind": "DataError", "text": str(error)})
 
@@ -85,6 +86,11 @@ class Trial:
             self.notices.append(
                 f"{source.path}: its first {len(source)} rows were checked; the run checks the others when it starts"
             )
+
+
+def _kind_of(error: GspoMegaError) -> str:
+    """The class of `errors.py` that an error is of, or derives from."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
 
 
 class Check(NamedTuple):
@@ -242,7 +248,7 @@ CHECKS: tuple[Check, ...] = (
     Check("the chat template and the end token", _SAMPLES, _template),
     Check("turns and tool calls in the template", _SAMPLES, _episodes),
     Check("held-out sets", ("train", "sft", "eval"), _held_out),
-    Check("prompts and answers", ("train", "sft", "eval", "budget"), _prompts),
+    Check("prompts and answers", _SAMPLES, _prompts),
     Check("demonstrations", ("sft",), _demonstrations),
     Check("arguments for SGLang, where it is installed here", _SAMPLES, _server_options),
     Check("names, shapes and types of the stored tensors", (*_SAMPLES, "replay"), _stored_tensors),

@@ -1,8 +1,8 @@
 """Users' reward functions, tried on a row of the data before a run starts anything.
 
-`try_rewards` is the one call for whoever checks a configuration: `gspo-mega plan --command train` and the start of
-`train`. It runs the functions in a scoring process, as the run does. Services, judges and reward models are not asked,
-because their servers may not be up yet; nor is a function of the user's own, where `reward.try_first` is false.
+`gspo-mega plan --command train` and the start of `train` call `try_rewards`. A scoring process runs the functions, as
+in the run. Services, judges and reward models are not asked, because their servers may not be up yet; nor is a function
+of the user's own, where `reward.try_first` is false.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ async def _call(
     )
     most = max(_LEAST_SECONDS, config.reward.deadline_seconds)
     hint = (
-        " It has to score any response. Where it needs something that is there in the run alone, such as a service, set"
+        " It has to score any response. If it needs something that exists only in the run, such as a service, set"
         " reward.try_first: false"
     )
     try:

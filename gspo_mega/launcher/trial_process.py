@@ -65,7 +65,9 @@ def _ask(loaded: LoadedConfig, question: dict[str, Any], deadline: float | None)
         file.write_text(render_config(loaded.config), encoding="utf-8")
         asked = json.dumps({"read_weights": False, **question, "config": str(file)}) + "\n"
         try:
-            ended = subprocess.run(_COMMAND, input=asked, capture_output=True, text=True, timeout=deadline)
+            ended = subprocess.run(
+                _COMMAND, input=asked, capture_output=True, encoding="utf-8", errors="replace", timeout=deadline
+            )
         except subprocess.TimeoutExpired:
             return None
     try:
@@ -91,5 +93,5 @@ def _told(loaded: LoadedConfig, answer: dict[str, Any]) -> list[str]:
 
 
 def _placed(place: str, text: str) -> list[str]:
-    """The lines of a text, each behind its place; an indented one belongs to the line before it."""
+    """The lines of a text, each after its place; an indented one belongs to the line before it."""
     return [line if line.startswith(" ") else place + line for line in text.splitlines()]

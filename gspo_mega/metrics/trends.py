@@ -13,8 +13,8 @@ import numpy as np
 from gspo_mega.metrics.falls import find_falls, noise_until
 
 FEWEST_STEPS = 8
-# Of a difference between the start and the end, to count: measured, so that at most 1 % of runs in which nothing
-# happened are said to learn, and as many to fall.
+# A difference between the start and the end counts from so many standard errors on. Measured: at most 1 % of runs in
+# which nothing happened are said to learn, and as many to fall.
 LEAST_ERRORS = 2.4
 
 
@@ -50,9 +50,12 @@ class Setback(NamedTuple):
 
 def rolling(values: Sequence[float], width: int) -> list[float]:
     """Means of windows that end at each place; shorter ones at the beginning."""
-    return [
-        math.fsum(part) / len(part) for end in range(1, len(values) + 1) if (part := values[max(0, end - width) : end])
-    ]
+    shorter = [math.fsum(values[:end]) / end for end in range(1, min(width, len(values) + 1))]
+    if len(values) < width:
+        return shorter
+    # By NumPy, because a long run has thousands of windows of thousands of steps. Equal windows have equal means.
+    whole = np.lib.stride_tricks.sliding_window_view(np.asarray(values, dtype=float), width).mean(axis=-1)
+    return [*shorter, *whole.tolist()]
 
 
 def trend_of(
@@ -172,10 +175,11 @@ def setbacks_of(
         return []
     noise = noise_until(np.asarray(values)) * (1.0 / few + 1.0 / width)
     squares = np.zeros(len(values)) if known is None else known**2
+    means = rolling(values, width)
     found: list[Setback] = []
     place = width
     while place + few <= len(values):
-        before = math.fsum(values[place - width : place]) / width
+        before = means[place - 1]
         lost = before - math.fsum(values[place : place + few]) / few
         variance = max(float(noise[place - 1]), float(squares[place : place + few].sum()) / few**2)
         if lost > max(5.0 * math.sqrt(variance), abs(before) / 3):

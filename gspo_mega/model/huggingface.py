@@ -97,7 +97,7 @@ def folder_needs_plain_copy(folder: str | Path, dtype: str) -> bool:
 
 def read_end_tokens(folder: str | Path) -> tuple[int, ...]:
     """The ids that generation_config.json and config.json of a folder name as ends of a response: `eos_token_ids` of a
-    run with it. None of them where the tokenizer's files alone name an end token.
+    run with it. Empty where only the tokenizer's files name an end token.
 
     Raises ModelError: no such folder, an id that is none, or no file names one.
     """

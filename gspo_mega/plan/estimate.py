@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_mega.config.critic_config import critic_config
+from gspo_mega.config.schema import Config
 from gspo_mega.errors import FitError
 from gspo_mega.model.sizes import ParameterCounts, count_parameters, forward_flops_per_token
 from gspo_mega.plan.colocated_memory import rank_host_bytes, run_memory, servers_host_bytes
@@ -80,6 +81,11 @@ class Estimate:
         return None if self.memory is None or self.limit is None else self.memory.peak <= self.limit
 
 
+def only_evaluates(config: Config) -> bool:
+    """Whether a configuration trains nothing, so that what training would need does not matter."""
+    return config.train is None and config.sft is None and config.eval is not None
+
+
 def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuration") -> Estimate:
     """Raises, with the key's place, FitError where weights, gradients and optimizer state alone exceed the GPU, what is
     kept on a node's host exceeds its memory, or a server has no room for one response; PlanError where the servers'
@@ -100,8 +106,7 @@ def estimate(plan: Plan, where: Callable[[str], str] = lambda key: "configuratio
     limit = gpu_bytes(config)
     memory = run_memory(config, layout, shares, counts.total, limit) if limit is not None else None
     key = "cluster.gpu_memory_gib" if config.cluster.gpu_memory_gib is not None else "cluster.gpu"
-    only_evaluates = config.train is None and config.sft is None and config.eval is not None
-    if memory is not None and limit is not None and memory.exact > limit and not only_evaluates:
+    if memory is not None and limit is not None and memory.exact > limit and not only_evaluates(config):
         besides = f", {memory.always['critic'] / GIB:.1f} GiB of it the critic's," if critic_states else ""
         raise FitError(
             f"{where(key)}: {key}: weights, gradients and optimizer state take {memory.exact / GIB:.1f} GiB{besides} of"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import FitError
-from gspo_mega.plan.estimate import Estimate
+from gspo_mega.plan.estimate import Estimate, only_evaluates
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.server_places import check_shared_nodes
@@ -22,13 +22,15 @@ _WORTH = 0.1
 def refuse_what_does_not_fit(plan: Plan, figures: Estimate, where: Callable[[str], str]) -> None:
     """Raises, with the key's place, PlanError where ranks and servers need more GPUs than their nodes have; FitError
     where the estimate of a rank's peak is more than its GPU has and `plan.over_memory` is refuse. On a machine without
-    GPUs neither matters.
+    GPUs neither matters, and the peak does not where nothing is trained.
     """
     config, memory, limit = plan.config, figures.memory, figures.limit
     if plan.device == "cpu":
         return
     check_shared_nodes(config, where)
-    if figures.fits is not False or config.plan.over_memory == "warn" or memory is None or limit is None:
+    if figures.fits is not False or config.plan.over_memory == "warn" or only_evaluates(config):
+        return
+    if memory is None or limit is None:
         return
     key = "cluster.gpu_memory_gib" if config.cluster.gpu_memory_gib is not None else "cluster.gpu"
     largest = sorted(memory.parts, key=lambda part: -memory.parts[part])

@@ -23,7 +23,7 @@ _LABEL = re.compile(
 )
 _MARK = re.compile(r"\b(?i:answer|choice|option)\b[ ]?(?i:is[ ]?:?|:)[ ]?")
 _MOST = 2000  # characters of what is a letter or a choice
-_LINE = 1000  # characters behind `answer is` in which a choice's text is looked for
+_LINE = 1000  # characters after `answer is` in which a choice's text is looked for
 # It begins with a word and repeats nothing, so that a search takes time linear in the text.
 _NAMED = re.compile(
     r"\b(?i:answer|choice|option)\b[ ]?(?i:is[ ]?:?|:)[ ]?(?i:option[ ]|choice[ ])?[(\[]?([A-Z])(?![A-Za-z0-9'\u2019])"

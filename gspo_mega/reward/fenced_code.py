@@ -1,8 +1,8 @@
 """Blocks of code in a response, as CommonMark reads them, and which of them is the program.
 
 A fence is three or more backticks or tildes; it is closed by the same sign at least as often, and an open block runs to
-the end. Beyond CommonMark, models' habits are read: a fence behind text on its line, a block that a new one interrupts,
-a closing fence behind the last line of code or before other text. No fence is paired by counting, so that an odd one
+the end. Beyond CommonMark, models' habits are read: a fence after text on its line, a block that a new one interrupts,
+a closing fence after the last line of code or before other text. No fence is paired by counting, so that an odd one
 costs the block that it is in, and no other. Every search takes time linear in the text.
 """
 
@@ -30,7 +30,7 @@ _MOST_PARSED = 8  # blocks whose syntax is looked at, from the last one
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code. `language`: the first word behind its fence, in small letters, or an empty text."""
+    """A block of code. `language`: the first word after its fence, in small letters, or an empty text."""
 
     language: str
     text: str
@@ -83,7 +83,7 @@ def blocks(text: str) -> list[Block]:
             found.append(now.closed(True))
             now = None
         elif not rest.strip() and now.sign == "`" and not before.lstrip().startswith("#"):
-            now.lines.append(before)  # behind the last line of code
+            now.lines.append(before)  # after the last line of code
             found.append(now.closed(True))
             now = None
         else:
@@ -153,7 +153,7 @@ def last_block(response: str, accepts: Callable[[str], bool]) -> str | None:
 
 
 def _inner(block: Block) -> list[Block]:
-    """A block; where it is a text with blocks of its own in it, behind shorter fences, these."""
+    """A block; where it is a text with blocks of its own in it, between shorter fences, these."""
     if block.language in ("", "markdown", "md", "text") and _tree(block.text) is None and blocks(block.text):
         return blocks(block.text)
     return [block]

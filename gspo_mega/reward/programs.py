@@ -25,7 +25,7 @@ WALLS = ("auto", "namespaces", "landlock")
 _WAIT = 1.0
 # A test may take so many times its own time where the machine is busy; then the scoring is tried again.
 _BUSY = 4
-# What a test costs the sandbox beside the program's own time, on a machine that is free.
+# What a test costs the sandbox in addition to the program's own time, on a machine that is free.
 _EACH_SECONDS = 0.005
 # How a test ended that took what it may not have, by the name of its share among the parts of the reward.
 _ENDS = {"timed_out": "time", "out_of_memory": "memory", "over_output": "output", "killed": "killed"}

@@ -344,7 +344,7 @@ class ScoringPool:
         _resolve(job, reply)
 
     async def _give_up(self, slot: _Slot, kind: str, why: str, cause: str | None = None, again: bool = False) -> None:
-        """End what a process was working on, queue the jobs behind it again, and replace the process.
+        """End what a process was working on, queue the jobs after it again, and replace the process.
 
         `cause`: of a response's own making, for which one of our functions gives 0. `again`: to be tried again.
         """

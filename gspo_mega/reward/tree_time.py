@@ -64,5 +64,5 @@ def _now(pid: int) -> tuple[int, set[str]]:
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields behind "pid (command)", of which the command may hold anything."""
+    """The fields after "pid (command)", of which the command may hold anything."""
     return path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()

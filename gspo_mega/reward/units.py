@@ -118,7 +118,6 @@ _OTHERS = (
 )
 CURRENCIES = {"$": "dollar", "\u20ac": "euro", "\u00a3": "gbp", "\u00a5": "yen", "\u20b9": "rupee"}
 _POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
-_SINGLE = re.compile(r"[a-zA-Z]")
 
 
 def _dimension(text: str) -> Dimension:

@@ -68,6 +68,8 @@ class Registration:
         for name, kinds in _FIELDS.items():
             if name in found and type(found[name]) not in kinds:
                 raise ValueError(f"{name} is of type {type(found[name]).__name__}")
+        if any(type(cause) is not str for cause in found.get("recent_failures", ())):
+            raise ValueError("recent_failures is no list of texts")
         if found.get("state") not in get_args(State):
             raise ValueError(f"state {str(found.get('state'))[:80]!r}; valid: {', '.join(get_args(State))}")
         if not -_MOST_TIME < found.get("heartbeat", 0.0) < _MOST_TIME:  # not NaN, either

@@ -82,7 +82,7 @@ def _write(session: Session, metrics: dict[str, float]) -> None:
 
 
 def _ended(session: Session) -> list[dict[str, float]]:
-    """Rank 0: the metrics of the evaluations beside training that have ended, which are shown."""
+    """Rank 0: show the evaluations that ran next to training and have ended; returns their metrics."""
     if session.beside is None:
         return []
     session.beside.poll()

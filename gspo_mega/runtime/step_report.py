@@ -188,7 +188,7 @@ class StepReport:
         generated = batch.counts.get("num_generated_tokens", float(lengths.sum()))
         seconds = batch.phase_seconds["generate"]
         speed = generated / seconds if seconds > 0 else 0.0
-        sampled = batch.sampled or sampled_metrics(batch.groups, config)  # an old record tells what was trained alone
+        sampled = batch.sampled or sampled_metrics(batch.groups, config)  # older records: only what was trained on
         return {**sampled, **reduced(numbers), "speed/generated_tokens_per_second": speed}
 
     def _optimizer_metrics(self) -> dict[str, float]:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from gspo_mega.config.schema import Lora
-from gspo_mega.parameter_names import tensor_group
 from gspo_mega.model.families import TensorEntry, parameter_blocks
 from gspo_mega.model.low_rank import adapter_tensors
 from gspo_mega.model.spec import ModelSpec
+from gspo_mega.parameter_names import tensor_group
 from gspo_mega.weights.gather import PolicyTensors
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from gspo_mega.parameter_names import by_parameter, canonical_parameters
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry
 from gspo_mega.model.spec import ModelSpec
@@ -25,6 +24,7 @@ from gspo_mega.model.value_models import (
     may_be_beside,
     zero_bias,
 )
+from gspo_mega.parameter_names import by_parameter, canonical_parameters
 from gspo_mega.weights.gather import PolicyTensors
 from gspo_mega.weights.hf_export import export_policy
 from gspo_mega.weights.hf_folder import HuggingFaceFolder

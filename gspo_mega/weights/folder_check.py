@@ -37,7 +37,7 @@ def check_folder(
         entries = wanted(source)
         shapes = {entry.name: entry.shape for entry in as_stored(entries)}
         problems = check_names_and_shapes(source, shapes, lambda name: is_beside(spec, name))
-        bad = {name for name in shapes if any(f" {name} " in f"{problem} " for problem in problems)}
+        bad = shapes.keys() & {word for problem in problems for word in problem.split()} if values else set()
         for entry in entries if values else ():
             stored = entry.stack.name if entry.stack is not None else entry.name
             if stored in bad or stored not in source.files:

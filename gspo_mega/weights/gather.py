@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from gspo_mega import beats
-from gspo_mega.parameter_names import canonical_parameters, replica_group, table_by_parameter, tensor_group
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, parameter_blocks
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.model.stacked import Stacking, stackings
+from gspo_mega.parameter_names import canonical_parameters, replica_group, table_by_parameter, tensor_group
 from gspo_mega.weights.collectives import all_gather_json, raise_together
 from gspo_mega.weights.quantized import plain_values
 from gspo_mega.weights.stacked_tensors import stacked

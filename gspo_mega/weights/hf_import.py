@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from gspo_mega import beats
-from gspo_mega.parameter_names import by_parameter, canonical_parameters, tensor_group
 from gspo_mega.errors import ModelError
 from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.model.stacked import as_stored
+from gspo_mega.parameter_names import by_parameter, canonical_parameters, tensor_group
 from gspo_mega.weights.block_folder import open_folder
 from gspo_mega.weights.collectives import raise_together
 from gspo_mega.weights.hf_folder import HuggingFaceFolder, check_names_and_shapes, not_finite

@@ -51,7 +51,9 @@ def marked(ends: tuple[str, ...], **marks: Any) -> Callable[[], Patch]:
     """Parameters whose canonical name ends so have these marks, whatever the table says."""
 
     def make() -> Patch:
-        model, own = engine("model"), importlib.import_module("gspo_mega.parameter_names")
+        from gspo_mega import parameter_names as own
+
+        model = engine("model")
 
         def set_marks(spec, groups, chunks, real=model.set_marks):
             real(spec, groups, chunks)

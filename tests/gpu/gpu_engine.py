@@ -33,11 +33,11 @@ from gspo_mega.config.schema import Config
 from gspo_mega.data.packing import build_micro_batch
 from gspo_mega.doctor import two_pythons
 from gspo_mega.engine.megatron_precision import describe_backends, transformer_engine_version
-from gspo_mega.parameter_names import canonical_parameters
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destroy_groups
 from gspo_mega.launcher.gpus_and_ports import free_port
 from gspo_mega.model.spec import ModelSpec, MoeSpec
+from gspo_mega.parameter_names import canonical_parameters
 from gspo_mega.plan.alignment import alignment_tokens
 from gspo_mega.plan.precision_needs import check_precision
 from gspo_mega.records import MicroBatch

@@ -1,8 +1,10 @@
 """No text of a model, a server, a file or an error acts on the terminal of a command."""
 
+import io
 import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from report_runs import make_run
@@ -67,3 +69,20 @@ def test_what_is_written_out_and_what_is_kept(capsys):
         sys.stdout.writelines(["\x07", "\n"])
     assert sys.stdout is before
     assert capsys.readouterr().out == "\\x1b x\\r\n\\x07\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_progress_bar_of_a_tool_draws_on_the_terminal_itself(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    from conversion_tool import ProgressBar
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with printable_output(), printable_output():  # a tool's main, and what guards it
+        bar = ProgressBar()
+        bar(1, 1, "name\x1b[2J")
+    assert terminal.getvalue().startswith("\r\x1b[K[####") and terminal.getvalue().endswith("name\\x1b[2J\n")

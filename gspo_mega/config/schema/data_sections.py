@@ -99,9 +99,9 @@ class Data(Section):
     unreadable_answers: Literal["refuse", "drop"] = Field(
         default="refuse",
         description=(
-            "What becomes of a row whose answer its reward cannot compare with anything, held-out sets' rows included:"
-            " refuse the file and name the rows, or drop the rows. The start says how many are dropped, and names the"
-            " first."
+            "What happens to a row whose answer its reward cannot read, in held-out sets too. refuse: the file is"
+            " refused, and the rows are named. drop: the rows are left out, and the start says how many there are and"
+            " names the first of them."
         ),
     )
     shuffle: bool = Field(default=True, description="A new order every epoch, from the run's seed.")

@@ -213,8 +213,8 @@ class Reward(Section):
         default=True,
         json_schema_extra=MAY_CHANGE,
         description=(
-            "Call each function of your own on a row of the data before anything starts (docs/rewards.md). False: for"
-            " one that needs what is there in the run alone."
+            "Call each of your own functions on a row of the data before anything starts (docs/rewards.md). Set it to"
+            " false for a function that needs something that exists only in the run."
         ),
     )
     environment: tuple[str, ...] = Field(

@@ -123,15 +123,15 @@ class Recompute(Section):
 
 
 class PlanRules(Section):
-    """What follows from the plan."""
+    """Says what happens when the plan's figures do not fit the machine."""
 
     over_memory: Literal["refuse", "warn"] = Field(
         default="refuse",
         description=(
-            "Where the estimate of a rank's peak memory is more than its GPU has. refuse: `plan`, `train`, `sft` and"
-            " the submission of a job say what to change and end with exit code 10. warn: they say it and go on; no GPU"
-            " has checked the estimate's formulas yet. What does not fit exactly (weights, gradients and optimizer"
-            " state alone) is always refused."
+            "What happens when a rank's estimated peak memory exceeds its GPU's. refuse: `plan`, `train`, `sft` and"
+            " the submission of a job say what to change and end with exit code 10. warn: they go on, and the report"
+            " shows it; the estimate's formulas have not been checked on a GPU yet. What certainly does not fit"
+            " (weights, gradients and optimizer state) is always refused."
         ),
     )
 

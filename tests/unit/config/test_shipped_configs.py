@@ -14,15 +14,7 @@ COMMANDS = {
     "quickstart_fp8_sft.yaml": "sft",
     "quickstart_ppo_sft.yaml": "sft",
     "calculator_sft.yaml": "sft",
-    "certify_dense.yaml": "certify",
-    "certify_episodes.yaml": "certify",
-    "certify_fp8.yaml": "certify",
-    "certify_te_bf16.yaml": "certify",
-    "certify_lora.yaml": "certify",
-    "certify_mla.yaml": "certify",
-    "certify_moe.yaml": "certify",
-    "certify_objectives.yaml": "certify",
-    "certify_ppo.yaml": "certify",
+    **{path.name: "certify" for path in SHIPPED if path.name.startswith("certify_")},
 }
 
 

@@ -20,8 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from gspo_mega.commands.main import main
 from gspo_mega.config import load_config
+from gspo_mega.errors import RankError
 from gspo_mega.launcher import input_trial, trial_process
 from gspo_mega.launcher.input_trial import CHECKS, Trial, read_weights, run_checks
+from gspo_mega.run_folder import DamagedFileError
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -387,3 +389,17 @@ def test_a_run_folder_that_cannot_be_made_is_said_by_the_plan(inputs, capsys, bl
     assert f"run.dir: {inputs.run_dir / 'train'} cannot be written: {inputs.run_dir} is no folder" in (
         capsys.readouterr().err
     )
+
+
+def test_an_error_of_another_module_is_told_as_the_class_of_errors_that_it_is(made):
+    trial = Trial(load_config(CONFIG, [f"model.path={made}/model"], command="train").config, "train")
+    with trial.at("run.dir"):
+        raise DamagedFileError("damaged")
+    assert [problem["kind"] for problem in trial.problems] == ["FolderError"]
+
+
+def test_a_process_that_says_what_is_no_text_is_shown_all_the_same(monkeypatch):
+    says = "import sys; sys.stderr.buffer.write(b'bad \\xff byte'); sys.exit(3)"
+    monkeypatch.setattr(trial_process, "_COMMAND", (sys.executable, "-c", says))
+    with pytest.raises(RankError, match="exit code 3 and no answer:\nbad \ufffd byte"):
+        trial_process.read_weights(load_config(CONFIG, command="train"), "train")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -125,3 +126,21 @@ def test_half_a_request_is_not_waited_for_and_keeps_nobody_out(monkeypatch):
             with contextlib.suppress(OSError):
                 assert one.recv(1) == b""
             one.close()
+
+
+def test_connections_for_which_no_thread_could_start_leave_room_for_others(monkeypatch):
+    monkeypatch.setattr(bounded_http, "MOST_CONNECTIONS", 4)
+    port, start, refused = free_port(), threading.Thread.start, []
+
+    def refuse_some(thread):
+        if "process_request_thread" in thread.name and len(refused) < 8:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with PrometheusEndpoint("127.0.0.1", port, "demo", 1, print):
+        monkeypatch.setattr(threading.Thread, "start", refuse_some)
+        for _ in range(8):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as one, contextlib.suppress(OSError):
+                assert one.recv(1) == b""
+        assert len(refused) == 8 and read(port)[0] == CONTENT_TYPE

@@ -38,6 +38,10 @@ def test_the_user_may_start_it_all_the_same(load, shape):
     judge(load, shape, *LARGE, "batch.micro_batch_tokens=2048", **BIG)
 
 
+def test_a_configuration_that_only_evaluates_needs_no_memory_for_training(load, shape):
+    judge(load, shape, *LARGE, "train=null", "eval.path=held_out.jsonl", **BIG)
+
+
 def test_what_exceeds_exactly_has_the_same_code_whatever_is_asked(load, shape):
     with pytest.raises(FitError, match="weights, gradients and optimizer state take"):
         judge(load, shape, *LARGE, "plan.over_memory=warn", "cluster.gpu_memory_gib=0.5", **BIG)

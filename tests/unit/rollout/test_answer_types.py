@@ -246,3 +246,9 @@ def test_a_registration_of_other_types_is_none(field, name):
         return
     with pytest.raises(ValueError):
         Registration.of(whole | {field: value})
+
+
+def test_a_registration_with_a_failure_that_is_no_text_is_none():
+    whole = {"server_id": "s", "address": "", "pid": 1, "state": "ready", "generation": 1, "weight_version": None}
+    with pytest.raises(ValueError, match="recent_failures is no list of texts"):
+        Registration.of(whole | {"heartbeat": 1.0, "recent_failures": ["died", 7]})

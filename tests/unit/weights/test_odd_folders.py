@@ -5,7 +5,9 @@ wrong.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from safetensors.torch import save_file
 
 from gspo_mega.checkpoint.safetensors_stream import SafetensorsFile
 from gspo_mega.errors import CheckpointError, ModelError
+from gspo_mega.weights import folder_check
 from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME, HuggingFaceFolder
 
 
@@ -122,3 +125,16 @@ def test_an_index_names_files_beside_it_alone(tmp_path, name):
         ModelError, match="weight_map: 'a' has the file .*; it must be the name of a file beside the index"
     ):
         HuggingFaceFolder(folder).shape("a")
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_a_folder_in_which_every_name_is_another_is_refused_in_a_moment(tmp_path, monkeypatch, values):
+    count, spec = 30_000, SimpleNamespace(family="qwen3_moe")
+    entries = [SimpleNamespace(name=f"layers.{n}.weight", shape=(2, 2), stack=None) for n in range(count)]
+    save_file({"other": torch.zeros(2)}, tmp_path / SINGLE_NAME)
+    monkeypatch.setattr(folder_check, "open_folder", lambda folder, spec: HuggingFaceFolder(folder))
+    monkeypatch.setattr(folder_check, "as_stored", lambda entries: entries)
+    begun = time.process_time()
+    with pytest.raises(ModelError, match=f"{count + 1 - 20} more"):
+        folder_check.check_folder(tmp_path, spec, lambda source: entries, lambda spec, name: False, values=values)
+    assert time.process_time() - begun < 20  # each name against each problem took minutes
