@@ -42,6 +42,7 @@ MAY_CHANGE = {
     "reward.http",
     "reward.num_workers",
     "reward.recycle_after",
+    "reward.try_first",
     "reward.memory_bytes",
     "mismatch.budget",
     "data.accept_changed",

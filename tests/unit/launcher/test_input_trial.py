@@ -121,8 +121,11 @@ def template_that_refuses(i: Inputs) -> Fault:
 
 
 def no_end_token(i: Inputs) -> Fault:
+    """One of its sources is enough; here none names one."""
     i.edit_json("tokenizer_config.json", eos_token=None)
-    return Fault((), "model.path", "the tokenizer names no end token")
+    for file in ("config.json", "generation_config.json"):
+        i.edit_json(file, eos_token_id=None)
+    return Fault((), "model.path", "No end token is named")
 
 
 def no_tokenizer(i: Inputs) -> Fault:
@@ -217,7 +220,7 @@ def missing_shard(i: Inputs) -> Fault:
     (i.model / "model.safetensors").rename(i.model / "model-00001-of-00002.safetensors")
     of = {name: f"model-0000{1 + (name == NORM)}-of-00002.safetensors" for name in names}
     (i.model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of}))
-    return Fault((), "model.path", "model-00002-of-00002.safetensors: cannot be read as safetensors: No such file")
+    return Fault((), "model.path", "No such file or directory: ")
 
 
 def index_of_absent_tensor(i: Inputs) -> Fault:

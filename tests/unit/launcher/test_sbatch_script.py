@@ -74,6 +74,9 @@ def config(home):
     folder.mkdir()
     shutil.copy(REPOSITORY / "configs/quickstart.yaml", folder / "a run.yaml")
     shape = REPOSITORY / "configs/models/quickstart_moe.json"
+    (data := home.parent / "runs/quickstart/data").mkdir(parents=True)
+    for name in ("train", "heldout"):
+        (data / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     return [
         "my configs/a run.yaml",
         f"model.path={shape}",
