@@ -43,8 +43,8 @@ _KILL_CALL, _TGKILL = 62, 234
 _FOREIGN = (9, 19, 20, 21, 22)
 # These succeed and do nothing: its folder is thrown away, and time that a disk takes would count as the machine's.
 _SYNCS = (26, 74, 75)  # msync, fsync, fdatasync
-# Nothing may wait in the kernel at a program's wish as for a disk: that would count as the machine's time, and a response
-# could have no reward where it deserves 0. So no membarrier, no parent that waits for a thread as for vfork, no file
+# Nothing may wait in the kernel at a program's wish as for a disk: that would count as the machine's time, and a
+# response could have no reward where it deserves 0. So no membarrier, no parent that waits for a thread as for vfork, no file
 # past the page cache or synchronous, and no page that is thrown out.
 _OPEN, _OPENAT, _OPENAT2, _PREADV2, _PWRITEV2, _MADVISE = 2, 257, 437, 327, 328, 28
 _O_DIRECT, _O_SYNC = 0x4000, 0x101000  # the latter with O_DSYNC
