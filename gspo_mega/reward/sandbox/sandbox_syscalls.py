@@ -44,8 +44,8 @@ _FOREIGN = (9, 19, 20, 21, 22)
 # These succeed and do nothing: its folder is thrown away, and time that a disk takes would count as the machine's.
 _SYNCS = (26, 74, 75)  # msync, fsync, fdatasync
 # Nothing may wait in the kernel at a program's wish as for a disk: that would count as the machine's time, and a
-# response could have no reward where it deserves 0. So no membarrier, no parent that waits for a thread as for vfork, no file
-# past the page cache or synchronous, and no page that is thrown out.
+# response could have no reward where it deserves 0. So no membarrier, no parent that waits for a thread as for vfork,
+# no file past the page cache or synchronous, and no page that is thrown out.
 _OPEN, _OPENAT, _OPENAT2, _PREADV2, _PWRITEV2, _MADVISE = 2, 257, 437, 327, 328, 28
 _O_DIRECT, _O_SYNC = 0x4000, 0x101000  # the latter with O_DSYNC
 _ADVICE = (0, 1, 2, 3, 4, 8, 10, 11, 14, 15, 16, 17)  # how it will be read, DONTNEED, FREE, (NO)FORK, HUGEPAGE, DUMP
