@@ -6,7 +6,7 @@ collapse is `metrics/trends.py`'s.
 
     failure    the attempt failed; `restarts` says whether the supervisor starts it again
     stall      the watchdog found no progress, or no line of metrics came for alerts.stall_seconds
-    collapse   the reward lost a third of its highest mean, and half of what had been learnt, by more than chance:
+    collapse   the reward lost a third of its highest mean, and of what had been learnt, by more than chance:
                at most 1 % of runs of 2000 steps in which nothing happened are told so
     budget     the engines' log-probs differ by more than mismatch.budget
 """

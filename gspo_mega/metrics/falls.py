@@ -3,7 +3,7 @@
 Asked 2000 times of a run in which nothing happened, it says so wrongly in at most 1 % of runs: rewards of 64 or 512
 responses, rare ones too, noise of which half stays until the next step, a rise before a plateau, groups of
 different difficulty (`tests/soak/false_alarms.py` measures it). It finds a fall from .5 to .3 of 64 responses within 50
-steps in 95 % of runs that were level for 50 steps before.
+steps in 95 % of runs that were level for 50 steps before, or for 10 after a rise of 100 steps from .05.
 
 How: of every window of steps a bound is computed that its true mean is certainly above (`lower`) and one that it is
 certainly below (`upper`). The curve has fallen where an earlier window's lower bound is above the last window's upper
@@ -16,7 +16,8 @@ The noise of a window's mean comes from the curve itself:
   and over all steps so far, whichever is largest, so that a noise that grows, or that rests for a while, is seen;
 - it is multiplied by what correlation of neighbouring steps adds to the variance of long means. For x_t = rho x_(t-1)
   + noise that is (1 + rho) / (1 - rho)^2, which the cube of D4 / D1 follows within 12 % up to rho = .6, D_k being the
-  mean square of differences over k steps. Slower waves are measured by the means of neighbouring blocks;
+  mean square of differences over k steps. Slower waves are measured by how far the mean of a block is from the line
+  between its neighbours': a steady rise is none;
 - it is never less than the standard errors that a caller knows, such as that of a step's reward.
 
 What is known of the last window's noise is what had been known before it, or more if it has more itself.
@@ -96,7 +97,7 @@ def find_falls(values: np.ndarray, errors: np.ndarray | None = None) -> Falls:
         # A level that was seen with too little noise, such as a reward of exactly 1, may have had that of this window.
         lower = np.minimum(before.lower, before.mean - reach / np.sqrt(np.maximum(before.width, 1)))
         gap = lower - (mean + reach / math.sqrt(width))
-        is_collapse = (gap > 0) & (lost > np.abs(before.mean) / 3) & (lost > before.learnt / 2)
+        is_collapse = (gap > 0) & (lost > np.abs(before.mean) / 3) & (lost > before.learnt / 3)
         fallen[..., here] |= is_collapse
         better = is_collapse & (gap > clearest[..., here])
         for array, value in (
@@ -199,11 +200,12 @@ def _noise_of(values: np.ndarray) -> _Noise:
     factor = ratio**3
     sums = _sums(values)
     for block in _BLOCKS:
-        if count > 2 * block:
+        if count > 3 * block:
             means = _trailing(sums, block) / block
-            waves = _half_squares(means, block) * block
-            waves[..., : 2 * block - 1] = 0.0  # means of fewer values
-            waves = _sums(waves)[..., 1:] / np.maximum(number - 2 * block + 1, 1)
+            waves = np.zeros_like(means)
+            off = means[..., 2 * block :] - 2 * means[..., block:-block] + means[..., : -2 * block]
+            waves[..., 3 * block - 1 :] = off[..., block - 1 :] ** 2 / 6 * block
+            waves = _sums(waves)[..., 1:] / np.maximum(number - 3 * block + 1, 1)
             factor = np.maximum(factor, waves / divisor)
     return _Noise(squares, np.maximum(near, whole), np.minimum(factor, _LARGEST_FACTOR), np.minimum(ratio, 2.0) ** 2)
 

@@ -145,8 +145,8 @@ def _collapse(at: Sequence[int], values: np.ndarray, errors: np.ndarray | None) 
 
 
 def _is_collapse(peak: float, end: float, start: float) -> bool:
-    """Whether `end` has lost a third of `peak`, and half of what had been learnt since `start`."""
-    return peak - end > abs(peak) / 3 and peak - end > (peak - start) / 2
+    """Whether `end` has lost a third of `peak`, and of what had been learnt since `start`."""
+    return peak - end > abs(peak) / 3 and peak - end > (peak - start) / 3
 
 
 def _mean(values: np.ndarray) -> float:

@@ -36,7 +36,7 @@ _DRIFTS = (
     ),
     _Drift(*("optimizer/grad_norm", "Gradient norm", 10.0, None, 0.0), "lower optimizer.lr, or see what is sampled"),
     _Drift(*("policy/k3", "Size of updates", 10.0, None, 1e-2), "smaller updates: lower optimizer.lr"),
-    _Drift(*("policy/kl_reference", "Distance to the reference", 100.0, None, 1.0), "raise kl.coefficient"),
+    _Drift(*("policy/kl_reference", "Distance to the reference", 100.0, None, 0.5), "raise kl.coefficient"),
     _Drift(
         *("mismatch/k3", "Growth of the mismatch", 10.0, None, 1e-3),
         "`gspo-mega budget` on the newest weights says which cause grew",
@@ -46,12 +46,73 @@ _DRIFTS = (
 )
 
 
+class _Bound(NamedTuple):
+    """A metric whose mean over the last tenth is wrong above `most` or below `least`, wherever it began."""
+
+    metric: str
+    topic: str
+    least: float | None
+    most: float | None
+    hint: str
+
+
+_BOUNDS = (
+    _Bound(*("policy/entropy", "Entropy", 1e-3, 7.0), "read its responses under Trajectories"),
+    _Bound(*("policy/k3", "Size of updates", None, 0.1), "smaller updates: lower optimizer.lr"),
+    _Bound(*("policy/kl_reference", "Distance to the reference", None, 5.0), "raise kl.coefficient"),
+    _Bound(*("policy/ess", "Weights of sequences", 0.5, None), "few of them decide an update: lower optimizer.lr"),
+    _Bound(
+        *("critic/explained_variance", "Critic's error", -0.5, None),
+        "its values are worse than the mean return; lower critic.optimizer.lr or raise critic.warmup_steps",
+    ),
+)
+
+
+class _Share(NamedTuple):
+    """What happens to more than a tenth of the `of` that are counted in each step."""
+
+    metric: str
+    of: str
+    topic: str
+    what: str
+
+
+_SHARES = (
+    _Share(
+        *("rollout/num_request_failures", "rollout/num_turns", "Requests to servers"),
+        "requests fail in a step: see the servers' logs",
+    ),
+    _Share(
+        *("rollout/num_response_faults", "rollout/num_trajectories", "Responses that cannot be scored"),
+        "scorings in a step were not possible for what the response is, and count as 0",
+    ),
+)
+MOST_SHARE = 0.1
+# Of the rate that is configured, which a schedule passes only in its very last steps.
+LEAST_RATE = 1e-4
+# Gradients that are so many times what clipping leaves differ from those of a run that learns.
+MOST_CLIPPED = 1000.0
+
+
 def health_verdicts(record: RunRecord) -> Iterable[Verdict]:
     yield from _groups(record)
     yield from _dropped(record)
     for drift in _DRIFTS:
-        yield from _of_drift(record, drift)
+        drifted = [*_of_drift(record, drift)]
+        yield from drifted or [
+            one for bound in _BOUNDS if bound.metric == drift.metric for one in _beyond(record, bound)
+        ]
+    for bound in _BOUNDS:
+        if all(drift.metric != bound.metric for drift in _DRIFTS):
+            yield from _beyond(record, bound)
+    for share in _SHARES:
+        yield from _of_share(record, share)
+    yield from _rate(record)
     norm = recent(record, "optimizer/grad_norm")
+    clip = record.settings.get("optimizer.clip_grad")
+    if norm is not None and isinstance(clip, (int, float)) and 0 < clip < norm.mean / MOST_CLIPPED:
+        text = f"{norm.mean:.3g}, of which clipping leaves {clip:g} ({said_of(norm.first, norm.last)})"
+        yield Verdict("warning", "Clipped gradients", text, "optimizer/grad_norm")
     signal = recent(record, "groups/trained_constant_fraction") or recent(record, "groups/constant_fraction")
     if norm is not None and norm.mean == 0.0 and (signal is None or signal.mean < 1.0):
         text = f"is 0 ({said_of(norm.first, norm.last)}): nothing is learnt"
@@ -94,6 +155,32 @@ def _dropped(record: RunRecord) -> Iterable[Verdict]:
     yield Verdict(
         "warning", "Correction", f"{text} nothing; `gspo-mega budget` says why they differ", "policy/kept_fraction"
     )
+
+
+def _beyond(record: RunRecord, bound: _Bound) -> Iterable[Verdict]:
+    found = recent(record, bound.metric)
+    if found is None or found.last <= 0:  # 0: what was measured before the first step
+        return
+    low, high = bound.least is not None and found.mean < bound.least, bound.most is not None and found.mean > bound.most
+    if low or high:
+        limit = f"below {bound.least:g}" if low else f"above {bound.most:g}"
+        text = f"{found.mean:.3g}, {limit} ({said_of(found.first, found.last)}): {bound.hint}"
+        yield Verdict("warning", bound.topic, text, bound.metric)
+
+
+def _of_share(record: RunRecord, share: _Share) -> Iterable[Verdict]:
+    number, of = recent(record, share.metric), recent(record, share.of)
+    if number is not None and of is not None and number.mean > MOST_SHARE * of.mean:
+        text = f"{number.mean:.3g} {share.what}, beside {of.mean:.3g} {share.of.partition('num_')[2]}"
+        yield Verdict("warning", share.topic, f"{text} ({said_of(number.first, number.last)})", share.metric)
+
+
+def _rate(record: RunRecord) -> Iterable[Verdict]:
+    rate, wanted = recent(record, "optimizer/lr"), record.settings.get("optimizer.lr")
+    if rate is None or rate.mean > LEAST_RATE * (wanted if isinstance(wanted, (int, float)) else 0.0):
+        return
+    text = f"{rate.mean:.3g} ({said_of(rate.first, rate.last)}): nothing is learnt"
+    yield Verdict("warning", "Learning rate", text, "optimizer/lr")
 
 
 def _of_drift(record: RunRecord, drift: _Drift) -> Iterable[Verdict]:

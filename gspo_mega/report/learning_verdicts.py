@@ -228,3 +228,10 @@ def _held_out(record: RunRecord) -> Iterable[Verdict]:
     text = f"{before:.3f} ± {wide:.3f} {when}, {after:.3f} ± {width:.3f} at step {last}"
     within = "; the difference is within two standard errors" if level == "note" else ""
     yield Verdict(level, "Held-out accuracy", f"{text}{within}", "eval/accuracy")
+    best, highest, around = max(found, key=lambda one: one[1])
+    # The best of many is too high by chance, hence more than two standard errors.
+    if level != "warning" and around > 0 and width > 0 and highest - after > 4 * math.hypot(around, width):
+        text = f"{after:.3f} ± {width:.3f} at step {last}, {highest:.3f} ± {around:.3f} at step {best}"
+        yield Verdict(
+            "warning", "Held-out accuracy since its best", f"{text}: that checkpoint is better", "eval/accuracy"
+        )

@@ -196,7 +196,10 @@ def _same_word(given: str, expected: str, tolerance: float) -> bool:
         return True
     if not (set(expected + given) & set(".eE") and _NUMBER.fullmatch(given) and _NUMBER.fullmatch(expected)):
         return False
-    return math.isclose(float(given), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+    one, two = float(given), float(expected)
+    if math.isinf(one) or math.isinf(two):  # beyond every float, where all are alike
+        return _same_decimals(given, expected)
+    return math.isclose(one, two, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def same_value(given: Any, expected: Any, tolerance: float) -> bool:

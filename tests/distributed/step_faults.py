@@ -124,6 +124,69 @@ def one_gradient_scaled() -> Patch:
     return mock.patch.object(optimizer, "clip_grad_by_total_norm_fp32", clip)
 
 
+def a_copy_steps_otherwise() -> Patch:
+    """After clipping one rank's copies of norms have twice the gradient, which Adam divides by again: all that is left
+    are its moments.
+    """
+    import torch.distributed as dist
+
+    optimizer = engine("megatron_optimizer")
+
+    def clip(parameters, *rest, real=optimizer.clip_grad_by_total_norm_fp32):
+        real(parameters, *rest)
+        if dist.get_rank() == 1:
+            for parameter in parameters:
+                if parameter.dim() == 1 and parameter.grad is not None:
+                    parameter.grad.mul_(2.0)
+
+    return mock.patch.object(optimizer, "clip_grad_by_total_norm_fp32", clip)
+
+
+def norm_of_one_rank() -> Patch:
+    """Each rank clips by the norm of its own part."""
+    import torch
+
+    optimizer = engine("megatron_optimizer")
+
+    def norm(chained, groups, real=optimizer.gradient_norm):
+        found = real(chained, groups)
+        own = [optimizer.read_gradient(part, p) for part in chained.chained_optimizers for p in part.get_parameters()]
+        return float(torch.stack([g.norm() for g in own if g is not None]).norm()), found[1]
+
+    return mock.patch.object(optimizer, "gradient_norm", norm)
+
+
+def within_the_step(change: Callable[[list[Any], list[Any]], None]) -> Callable[[], Patch]:
+    """`change(parameters, before)` after the numbers of a step, of the vectors that this rank steps: what is read before
+    it is right.
+    """
+
+    def make() -> Patch:
+        import torch
+        from megatron.core.optimizer import ChainedOptimizer
+
+        def step(self, real=ChainedOptimizer.step_with_ready_grads):
+            held = [p for part in self.chained_optimizers for p in part.get_parameters() if p.dim() == 1]
+            before = [p.detach().clone() for p in held]
+            result = real(self)
+            with torch.no_grad():
+                change(held, before)
+            return result
+
+        return mock.patch.object(ChainedOptimizer, "step_with_ready_grads", step)
+
+    return make
+
+
+def longer_steps(parameters: list[Any], before: list[Any]) -> None:
+    for parameter, old in zip(parameters, before, strict=True):
+        parameter.add_(parameter - old, alpha=0.05)
+
+
+def one_step_lost(parameters: list[Any], before: list[Any]) -> None:
+    parameters[0].copy_(before[0])
+
+
 def second_step_skipped() -> Patch:
     optimizer, calls = engine("megatron_optimizer"), []
 
@@ -332,6 +395,11 @@ FAULTS: dict[str, Fault] = {
     "a rate of one group": Fault(stepped(group_has("lr", 1.01)), DENSE, TP, ("state",), ""),
     "a decay of one group": Fault(stepped(group_has("weight_decay", 2.0)), DENSE, TP, ("state",), ""),
     "betas of one group": Fault(moments_decay_otherwise, DENSE, TP, ("state", "steps"), ""),
+    "eps of one group": Fault(stepped(group_has("eps", 2.0)), DENSE, TP, ("state",), ""),
+    "norm of one rank": Fault(norm_of_one_rank, DENSE, TP, ("norm",), ""),
+    "copies that step otherwise": Fault(a_copy_steps_otherwise, DENSE, TP, ("state",), ""),
+    "steps of vectors are longer": Fault(within_the_step(longer_steps), DENSE, {}, ("weights",), ""),
+    "one vector is not stepped": Fault(within_the_step(one_step_lost), DENSE, {}, ("weights",), ""),
     "a skipped step": Fault(second_step_skipped, DENSE, TP, ("state", "norm"), ""),
     "a copy that drifts": Fault(a_copy_drifts, DENSE, TP, ("state",), ""),
     "a buffer of one rank": Fault(rotary_differs, DENSE, TP, ("state",), ""),

@@ -16,13 +16,13 @@ _X32 = 0x40000000
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
-_CLONE_THREAD = 0x10000
+_CLONE_THREAD, _CLONE_VFORK = 0x10000, 0x4000
 
 # x86_64, which is the only architecture that is known here.
 _CALLS = """
-    read=0 write=1 open=2 close=3 stat=4 fstat=5 lstat=6 poll=7 lseek=8 mmap=9 mprotect=10 munmap=11 brk=12
+    read=0 write=1 close=3 stat=4 fstat=5 lstat=6 poll=7 lseek=8 mmap=9 mprotect=10 munmap=11 brk=12
     rt_sigaction=13 rt_sigprocmask=14 rt_sigreturn=15 pread64=17 pwrite64=18 readv=19 writev=20 access=21 pipe=22
-    select=23 sched_yield=24 mremap=25 mincore=27 madvise=28 dup=32 dup2=33 pause=34 nanosleep=35 getitimer=36
+    select=23 sched_yield=24 mremap=25 mincore=27 dup=32 dup2=33 pause=34 nanosleep=35 getitimer=36
     alarm=37 setitimer=38 getpid=39 sendfile=40 exit=60 wait4=61 uname=63 flock=73 truncate=76 ftruncate=77
     getcwd=79 chdir=80 fchdir=81 rename=82 mkdir=83 rmdir=84 link=86 unlink=87 symlink=88 readlink=89 umask=95
     gettimeofday=96 getrlimit=97 getrusage=98 sysinfo=99 times=100 getuid=102 getgid=104 geteuid=107 getegid=108
@@ -30,11 +30,10 @@ _CALLS = """
     rt_sigtimedwait=128 rt_sigsuspend=130 sigaltstack=131 statfs=137 fstatfs=138 arch_prctl=158 gettid=186 time=201
     futex=202 sched_getaffinity=204 epoll_create=213 getdents64=217 set_tid_address=218 restart_syscall=219
     clock_gettime=228 clock_getres=229 clock_nanosleep=230 exit_group=231 epoll_wait=232 epoll_ctl=233 waitid=247
-    openat=257 mkdirat=258 newfstatat=262 unlinkat=263 renameat=264 linkat=265 symlinkat=266 readlinkat=267
+    mkdirat=258 newfstatat=262 unlinkat=263 renameat=264 linkat=265 symlinkat=266 readlinkat=267
     faccessat=269 pselect6=270 ppoll=271 set_robust_list=273 get_robust_list=274 epoll_pwait=281 eventfd2=290
     epoll_create1=291 dup3=292 pipe2=293 preadv=295 pwritev=296 getcpu=309 renameat2=316 getrandom=318
-    membarrier=324 copy_file_range=326 preadv2=327 pwritev2=328 statx=332 rseq=334 close_range=436 openat2=437
-    faccessat2=439
+    copy_file_range=326 statx=332 rseq=334 close_range=436 faccessat2=439
 """
 # Signals to itself: the first argument is a process, which has to be the caller, and the last the signal. Process
 # groups reach beyond process name spaces, process 1 in one is the server, and tkill names a thread of any process.
@@ -44,10 +43,17 @@ _KILL_CALL, _TGKILL = 62, 234
 _FOREIGN = (9, 19, 20, 21, 22)
 # These succeed and do nothing: its folder is thrown away, and time that a disk takes would count as the machine's.
 _SYNCS = (26, 74, 75)  # msync, fsync, fdatasync
+# Nothing may wait in the kernel at a program's wish as for a disk: that would count as the machine's time, and a
+# response could have no reward where it deserves 0. So no membarrier, no parent that waits for a thread as for vfork,
+# no file past the page cache or synchronous, and no page that is thrown out.
+_OPEN, _OPENAT, _OPENAT2, _PREADV2, _PWRITEV2, _MADVISE = 2, 257, 437, 327, 328, 28
+_O_DIRECT, _O_SYNC = 0x4000, 0x101000  # the latter with O_DSYNC
+_ADVICE = (0, 1, 2, 3, 4, 8, 10, 11, 14, 15, 16, 17)  # how it will be read, DONTNEED, FREE, (NO)FORK, HUGEPAGE, DUMP
+_SET_FLAGS = 4
 _CLONE, _CLONE3, _IOCTL, _FCNTL, _PRCTL, _PRLIMIT = 56, 435, 16, 72, 157, 302
 _IOCTLS = (0x5401, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 # Descriptors, flags, locks, and a pipe's size; not F_SETOWN, by which the kernel would signal other processes.
-_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
+_FCNTLS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032)
 _PRCTLS = (15, 0x53564D41)  # PR_SET_NAME, PR_SET_VMA (names of malloc's arenas)
 
 
@@ -98,6 +104,11 @@ def _instructions(own_pid):
         inner.append(allow)
         return [step(_EQUAL, call, 0, len(inner)), *inner]
 
+    def without(call, argument, bits, error):
+        """Allow a call whose argument's low word has none of the bits."""
+        inner = [step(_LOAD, _ARGUMENTS + 8 * argument), step(_ANY_BIT, bits, 0, 1), give(error), allow]
+        return [step(_EQUAL, call, 0, len(inner)), *inner]
+
     yield step(_LOAD, _ARCH)
     yield step(_EQUAL, _ARCHITECTURE, 1, 0)
     yield step(_RETURN, _KILL)
@@ -112,8 +123,17 @@ def _instructions(own_pid):
         yield from [step(_EQUAL, number, 0, 1), give(0)]
     # glibc falls back to clone, whose flags a filter can read.
     yield from [step(_EQUAL, _CLONE3, 0, 1), give(errno.ENOSYS)]
-    yield from [step(_EQUAL, _CLONE, 0, 4), step(_LOAD, _ARGUMENTS), step(_ANY_BIT, _CLONE_THREAD, 0, 1), allow]
-    yield give(errno.EPERM)
+    yield from [step(_EQUAL, _CLONE, 0, 5), step(_LOAD, _ARGUMENTS), step(_ANY_BIT, _CLONE_THREAD, 0, 2)]
+    yield from [step(_ANY_BIT, _CLONE_VFORK, 1, 0), allow, give(errno.EPERM)]
+    yield from [step(_EQUAL, _OPENAT2, 0, 1), give(errno.ENOSYS)]  # its flags are in memory, where no filter reads
+    yield from without(_OPEN, 1, _O_DIRECT | _O_SYNC, errno.EINVAL)
+    yield from without(_OPENAT, 2, _O_DIRECT | _O_SYNC, errno.EINVAL)
+    yield from without(_PREADV2, 5, 0xFFFFFFFF, errno.EOPNOTSUPP)
+    yield from without(_PWRITEV2, 5, 0xFFFFFFFF, errno.EOPNOTSUPP)
+    yield from only(_MADVISE, 2, _ADVICE, errno.EINVAL)
+    inner = [step(_LOAD, _ARGUMENTS + 8), step(_EQUAL, _SET_FLAGS, 0, 4), step(_LOAD, _ARGUMENTS + 16)]
+    inner += [step(_ANY_BIT, _O_DIRECT, 0, 1), give(errno.EPERM), allow]
+    yield from [step(_EQUAL, _FCNTL, 0, len(inner)), *inner, step(_LOAD, _NUMBER)]
     yield from to_itself(_KILL_CALL, 1)
     yield from to_itself(_TGKILL, 2)
     yield from only(_IOCTL, 1, _IOCTLS, errno.ENOTTY)

@@ -80,6 +80,18 @@ def test_a_fall_is_found_within_50_steps(responses, before, rho):
     assert found[:, before:].any(axis=1).mean() >= (0.95 if rho == 0.0 or before > 50 else 0.85)
 
 
+@pytest.mark.parametrize("falling", [1, 10])
+@pytest.mark.parametrize(("rise", "level"), [(100, 10), (100, 50), (200, 20), (400, 0)])
+def test_a_fall_after_a_rise_is_found_within_50_steps(rise, level, falling):
+    """A rise is neither noise nor a reason to wait until half of what it brought is lost."""
+    chance, before = np.random.default_rng(rise + level), rise + level
+    probability = 0.05 + 0.45 * np.minimum(np.arange(before + 50) / rise, 1.0)
+    probability -= 0.2 * np.clip((np.arange(before + 50) - before + 1) / falling, 0.0, 1.0)
+    found = find_falls(shares(chance, probability, runs=400)).fallen
+    assert found[:, before:].any(axis=1).mean() >= 0.95
+    assert found[:, :before].any(axis=1).sum() <= 4
+
+
 def test_a_place_is_judged_by_what_was_before_it():
     """What an alert sees after a step is what the whole run's record says of it."""
     values = shares(np.random.default_rng(3), np.where(np.arange(200) < 120, 0.5, 0.2), runs=5)

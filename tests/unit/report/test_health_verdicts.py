@@ -19,6 +19,7 @@ SETTINGS = {
     "objective.clip_low": 3e-4,
     "objective.clip_high": 4e-4,
     "optimizer.clip_grad": 1.0,
+    "optimizer.lr": 1e-6,
 }
 HEALTHY = {
     "reward/mean": 0.3,
@@ -82,6 +83,22 @@ def test_a_healthy_run_has_nothing_that_stands_out():
         (dict(response__length_mean=(300.0, 12.0)), "Response length", "Trajectories"),
         (dict(rollout__num_servers_given_up=1.0), "Servers given up", "not started again"),
         (dict(critic__num_skipped=1.0), "Critic's gradients", "non-finite"),
+        (dict(optimizer__lr=0.0), "Learning rate", "nothing is learnt"),
+        (dict(optimizer__lr=(1e-6, 1e-12)), "Learning rate", "nothing is learnt"),
+        (dict(optimizer__grad_norm=1e4), "Clipped gradients", "clipping leaves 1"),
+        (dict(policy__entropy=1e-4), "Entropy", "below 0.001"),
+        (dict(policy__entropy=11.0), "Entropy", "above 7"),
+        (dict(policy__k3=1.0), "Size of updates", "above 0.1"),
+        (dict(policy__kl_reference=50.0), "Distance to the reference", "above 5"),
+        (dict(policy__kl_reference=(1e-3, 0.9)), "Distance to the reference", "at the start"),
+        (dict(policy__ess=0.05), "Weights of sequences", "below 0.5"),
+        (dict(critic__explained_variance=-3.0), "Critic's error", "worse than the mean"),
+        (dict(rollout__num_request_failures=128.0, rollout__num_turns=256.0), "Requests to servers", "logs"),
+        (
+            dict(rollout__num_response_faults=100.0, rollout__num_trajectories=256.0),
+            "Responses that cannot be scored",
+            "count as 0",
+        ),
     ],
 )
 def test_what_stands_out(changed, topic, said):
@@ -89,6 +106,20 @@ def test_what_stands_out(changed, topic, said):
     assert found["Learning"].level == "good", "although the reward rises"
     assert found[topic].level == "warning" and said in found[topic].text, found[topic]
     assert look.level == "warning" and found[topic].metric in look.text
+
+
+def test_a_schedule_that_ends_at_0_does_not_stand_out():
+    assert lines(optimizer__lr=(1e-6, 1e-8))[1].text == "nothing stands out"
+
+
+def test_a_held_out_accuracy_that_rose_and_fell_stands_out_although_the_reward_rises():
+    run = RunRecord(Path("/runs/one"), "one", "train", steps=list(range(5)))
+    run.series = {"eval/accuracy": [0.3, 0.5, 0.7, 0.5, 0.35], "eval/accuracy_standard_error": [0.02] * 5}
+    found = {verdict.topic: verdict for verdict in verdicts_of(run)}
+    assert found["Held-out accuracy"].level == "note" or found["Held-out accuracy"].level == "good"
+    assert "0.700 ± 0.020 at step 2" in found["Held-out accuracy since its best"].text
+    run.series["eval/accuracy"] = [0.3, 0.5, 0.62, 0.6, 0.58]
+    assert "Held-out accuracy since its best" not in {verdict.topic for verdict in verdicts_of(run)}
 
 
 def test_a_single_spike_of_the_norm_is_no_drift():

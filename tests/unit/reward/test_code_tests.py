@@ -77,6 +77,10 @@ def test_answers_without_tests_are_refused(answer, said):
         ("nan", "nan", True),
         ("1.0e", "1.0", False),
         ("", "", True),
+        ("1e999", "1" + "0" * 400, False),
+        ("1e400", "1" + "0" * 400, True),
+        ("1" + "0" * 400, "9e999", False),
+        ("-1e999", "-9e999999", False),
     ],
 )
 def test_outputs(given, expected, same):

@@ -106,6 +106,48 @@ def test_what_takes_too_much_ends_alone(jail, program, ended):
     assert len(outcome["said"]) < 3 * MIB
 
 
+# A thread that runs `pause`, and one that waits for its end, as a parent of vfork does.
+_AS_VFORK = """
+import ctypes, mmap
+code = bytes.fromhex("b8380000000f0585c07401c3b8220000000f05ebf7")
+page = mmap.mmap(-1, 4096, prot=7)
+page.write(code)
+start = ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_long] * 5)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+stack = ctypes.create_string_buffer(65536)
+print(start(0x14F00, ctypes.addressof(stack) + 60000, 0, 0, 0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "ended"),
+    [
+        ("import ctypes\ncall = ctypes.CDLL(None).syscall\nwhile call(324, 1, 0, 0) >= 0: pass", "done"),
+        (_AS_VFORK, "done"),
+        ("import os\nos.open('x', os.O_RDWR | os.O_CREAT | os.O_SYNC)", "raised"),
+        ("import os\nos.open('x', os.O_RDWR | os.O_CREAT | os.O_DSYNC)", "raised"),
+        ("import os, sys\nos.open(sys.executable, os.O_RDONLY | os.O_DIRECT)", "raised"),
+        ("import fcntl, os\nfcntl.fcntl(os.open('x', os.O_RDWR | os.O_CREAT), fcntl.F_SETFL, os.O_DIRECT)", "raised"),
+        ("import os\nos.pwritev(os.open('x', os.O_RDWR | os.O_CREAT), [b'x'], 0, os.RWF_SYNC)", "raised"),
+        ("import mmap\nmmap.mmap(-1, 4096).madvise(21)", "raised"),  # MADV_PAGEOUT
+    ],
+)
+def test_nothing_waits_in_the_kernel_at_a_programs_wish(jail, program, ended):
+    """Such a wait would count as the machine's, and the response would have no reward."""
+    outcome = jail(program, seconds=1, wall_seconds=2, most_seconds=8)
+    assert outcome["ended"] == ended, outcome
+
+
+def test_files_are_opened_and_changed_as_usual(jail):
+    program = """
+import fcntl, mmap, os
+file = os.open("x", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+fcntl.fcntl(file, fcntl.F_SETFL, os.O_NONBLOCK)
+print(os.pwritev(file, [b"abc"], 0), os.preadv(file, [bytearray(2)], 1), fcntl.fcntl(file, fcntl.F_GETFL) & os.O_NONBLOCK > 0)
+mmap.mmap(-1, 4096).madvise(mmap.MADV_DONTNEED)
+"""
+    assert jail(program)["said"] == "3 2 True\n"
+
+
 def test_its_folder_has_a_bound_and_is_empty_the_next_time(jail):
     fill = "import os\nfor i in range(4000): open(f'f{i}', 'wb').write(bytes(2**20))"
     assert jail(fill)["ended"] in ("raised", "output", "killed")
