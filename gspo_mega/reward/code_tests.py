@@ -199,7 +199,12 @@ def _same_word(given: str, expected: str, tolerance: float) -> bool:
     one, two = float(given), float(expected)
     if math.isinf(one) or math.isinf(two):  # beyond every float, where all are alike
         return _same_decimals(given, expected)
-    return math.isclose(one, two, rel_tol=tolerance, abs_tol=tolerance)
+    return _is_close(one, two, tolerance)
+
+
+def _is_close(given: float, expected: float, tolerance: float) -> bool:
+    """Whether two numbers differ by at most `tolerance`: of their size, or, where 0 is expected, of 1."""
+    return math.isclose(given, expected, rel_tol=tolerance, abs_tol=0.0 if expected else tolerance)
 
 
 def same_value(given: Any, expected: Any, tolerance: float) -> bool:
@@ -227,7 +232,7 @@ def _is_same_scalar(given: Any, expected: Any, tolerance: float) -> bool:
         if isinstance(given, int) and isinstance(expected, int):
             return given == expected
         try:
-            return math.isclose(given, expected, rel_tol=tolerance, abs_tol=tolerance)
+            return _is_close(given, expected, tolerance)
         except OverflowError:  # a whole number beyond every float
             return False
     return given == expected
