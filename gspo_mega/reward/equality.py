@@ -164,7 +164,7 @@ def _is_graph(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether one equation names the values of a function f(x), and the other one calls them y."""
     if not isinstance(one[0], AppliedUndef) or not isinstance(other[0], sympy.Symbol) or other[0].name != "y":
         return False
-    return not any(part.name == "y" for side in (one[0], one[-1], other[-1]) for part in side.free_symbols)
+    return not any(str(part) == "y" for side in (one[0], one[-1], other[-1]) for part in side.free_symbols)
 
 
 def _difference(members: Sequence[Any]) -> Any:

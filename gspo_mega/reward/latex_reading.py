@@ -56,6 +56,7 @@ _NAMES = (
         " ",
     ),
     (re.compile(r"\\(?:text)?color\s*\{[A-Za-z]+\}|\\[hv]?phantom\s*\{[^{}]*\}|\\#\s*(?=[A-Z])"), ""),
+    (re.compile(r"\\underline\s*\{([^{}]*)\}"), r"\1"),
     (re.compile(r"\\colon(?![A-Za-z])"), ":"),
     (re.compile(r"\\Pr(?![A-Za-z])"), "P"),
     (re.compile(r"\\frac\s*(\\(?:pi|alpha|beta|gamma|theta|lambda|mu|sigma|phi|omega))\s*([0-9])"), r"\\frac{\1}{\2}"),

@@ -454,6 +454,8 @@ def _bits(expression: Any) -> float:
         if expression.args[0].free_symbols and times > (_MOST_SUM_DEGREE if expression.args[0].args else _MOST_DEGREE):
             return maths.inf
         return max(most, inner[0] * times)
+    if isinstance(expression, sympy.exp):
+        return max(most, 1.5 * _magnitude(expression.args[0]))
     if isinstance(expression, sympy.factorial | sympy.gamma):
         times = _magnitude(expression.args[0])
         return maths.inf if times > _MOST_BITS else max(most, times * maths.log2(times + 2))
@@ -480,5 +482,7 @@ def _magnitude(expression: Any) -> float:
         return 1.0
     if expression.is_Integer and expression.p.bit_length() < 1000:
         return float(abs(expression.p))
+    if expression.is_NumberSymbol:
+        return float(expression)
     bits = _bits(expression)
     return 2.0**bits if bits < 1000 else maths.inf

@@ -98,7 +98,7 @@ _CHANGES = _words("""
     minus negative plus times twice double triple half halves third thirds quarter quarters divided over out
     neither nor below under above beyond within until every any all some infinite infinitely impossible
     undefined dozen dozens score scores root inverse opposite reciprocal lcm gcd either both fewer greater
-    wrong incorrect smaller larger bigger positive different distinct unknown maybe perhaps possibly false true
+    wrong incorrect cannot divisible multiple multiples smaller larger bigger positive different distinct unknown maybe perhaps possibly false true
 """)
 _OPPOSITES = (
     {"north": 0, "south": 1, "east": 2, "west": 3, "northeast": 4, "northwest": 5, "southeast": 6, "southwest": 7},
@@ -356,7 +356,12 @@ def _quantities(marked: str, latex: str) -> Quantities | Formula | None:
         is_points = re.search(r"percent(?:age)? points?$", " ".join(kept).lower()) is not None
         if is_points:
             kept = []
+        is_power = {"squared", "cubed"} if len(kept) == 1 else set[str]()
+        if (power := re.search(r"(?:^| )(square|cube) of", " ".join(before).lower())) is not None:
+            changes.add(power[1])
         for word in [*kept, *before]:
+            if word in is_power:
+                changes.add(word)
             if word.lower() in _CHANGES:
                 changes.add(word.lower())
             elif word[:1].isupper() and word.lower() in _MONTHS:

@@ -503,7 +503,19 @@ KINDS = {
         (r"\text{no solution}", [r"\emptyset", "No solutions"], ["0", "one solution"]),
         (r"\text{DNE}", [r"\text{does not exist}"], ["exists"]),
     ],
+    "stars": [
+        ("25", [r"\text{the area of the square is }25"], [r"\text{the square of }25"]),
+        ("8", ["2**3", "**8**"], ["2*3", "**9**"]),
+        ("23", ["23"], ["2**3"]),
+        ("3x^2", ["3x**2"], ["3x2", "3x*2"]),
+    ],
     "other ways to write it": [
+        ("e^{e}", ["e^{e}"], ["e^{e^{e^{e^{e}}}}", "e"]),
+        (
+            "5",
+            [r"\underline{5}", r"\approx 5", "=5"],
+            [r"\text{cannot be }5", r"\text{multiples of }5", r"\text{5 squared}", r"\text{the square of }5"],
+        ),
         ("[1,3)", ["[1,3["], ["[1,3]", "]1,3]", "(1,3)"]),
         ("(1,3)", ["]1,3["], ["[1,3["]),
         (r"\frac13", [r"0.333\ldots", "0.333…"], ["0.33", "0.343434..."]),
