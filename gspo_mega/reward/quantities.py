@@ -98,9 +98,8 @@ _CHANGES = _words("""
     minus negative plus times twice double triple half halves third thirds quarter quarters divided over out
     neither nor below under above beyond within until every any all some infinite infinitely impossible
     undefined dozen dozens score scores root inverse opposite reciprocal lcm gcd either both fewer greater
-   
-    wrong incorrect cannot divisible multiple
-    multiples smaller larger bigger positive different distinct unknown maybe perhaps possibly false true
+    wrong incorrect cannot divisible multiple multiples smaller larger bigger positive
+    different distinct unknown maybe perhaps possibly false true
 """)
 _OPPOSITES = (
     {"north": 0, "south": 1, "east": 2, "west": 3, "northeast": 4, "northwest": 5, "southeast": 6, "southwest": 7},
