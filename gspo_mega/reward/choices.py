@@ -21,12 +21,26 @@ _BEFORE_TEXT = re.compile(r"\s*(?:[(\[]([A-Z])[)\]][.:]?|([A-Z])(?:[.:)]|\s[-\u2
 _LABEL = re.compile(
     r"\s*(?:the\s)?(?:correct\s|right\s|final\s)?(?:answer|option|choice)(?:\sis)?\s?:?\s?(?:option\s|choice\s)?", re.I
 )
-_MARK = re.compile(r"\b(?i:answer|choice|option)\b[ ]?(?i:is[ ]?:?|:)[ ]?")
+_SAID = (
+    r"\b(?i:answer|choice|option)\b[ ]?(?:(?i:(?:is|must be|should be)[ ]?(?:therefore|thus|hence|clearly)?[ ]?:?|:)"
+    r"|\n)\s{0,3}"
+)
+_MARK = re.compile(_SAID)
+# A second letter beside the first: `B or C`.
+_SEVERAL = re.compile(
+    r"[)\]\"\u201d]?(?:,?[ ](?:or|and|nor|and/or)[ ]|[ ]?[,/&+][ ]?)(?i:option[ ]|choice[ ])?"
+    r"[(\[]?[A-Z](?![A-Za-z0-9'\u2019])"
+)
+# `A` and `I` are words where one in small letters follows that begins no reason.
+_PROSE = re.compile(
+    r"[ ](?!(?:because|since|as|for|which|that|with|due|not|instead|rather|given|when|where|and|but|so|by|in|is|or|"
+    r"here|from|if)\b)[a-z]"
+)
 _MOST = 2000  # characters of what is a letter or a choice
 _LINE = 1000  # characters after `answer is` in which a choice's text is looked for
 # It begins with a word and repeats nothing, so that a search takes time linear in the text.
 _NAMED = re.compile(
-    r"\b(?i:answer|choice|option)\b[ ]?(?i:is[ ]?:?|:)[ ]?(?i:option[ ]|choice[ ])?[(\[]?([A-Z])(?![A-Za-z0-9'\u2019])"
+    _SAID + r"(?i:option[ ]|choice[ ])?[\"'\u201c\u2018]?[(\[]?([A-Z])(?![A-Za-z0-9]|['\u2019][A-Za-z])"
 )
 
 
@@ -74,13 +88,16 @@ def _named(response: str, texts: list[Any]) -> str | None:
         return _letter(tail.partition("</answer>")[0], texts)
     plain = _bare(response)
     named = marked = None
-    for named in _NAMED.finditer(plain):  # noqa: B007  the last one
-        pass
+    for found in _NAMED.finditer(plain):
+        if found[1] not in "AI" or _PROSE.match(plain, found.end()) is None:
+            named = found
     for marked in _MARK.finditer(plain):  # noqa: B007  the last one
         pass
     if marked is not None and (letter := _begins(plain[marked.end() :][:_LINE], texts)) is not None:
         return letter
-    return named[1] if named is not None else _letter(response, texts)
+    if named is None:
+        return _letter(response, texts)
+    return None if _SEVERAL.match(plain, named.end()) else named[1]
 
 
 def _bare(text: str) -> str:

@@ -148,6 +148,8 @@ def _same_relations(gold: Any, given: Any) -> bool:
             return same(ours[-1], theirs[-1])
         if ours[0] == theirs[-1] and _names_only(ours[0]):
             return same(ours[-1], theirs[0])
+        if any(_is_graph(one, other) for one, other in ((ours, theirs), (theirs, ours))):
+            return same(ours[-1], theirs[-1])
         return _proportional(_difference(ours), _difference(theirs), lambda ratio: ratio != 0)
     ours, theirs = _inequalities(gold), _inequalities(given)
     if len(ours) == len(theirs) and _matched(ours, theirs, _same_inequality):
@@ -156,6 +158,13 @@ def _same_relations(gold: Any, given: Any) -> bool:
         one, other = _as_set(gold), _as_set(given)
         return isinstance(one, sympy.Set) and isinstance(other, sympy.Set) and _same_collections(one, other)
     return False
+
+
+def _is_graph(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether one equation names the values of a function f(x), and the other one calls them y."""
+    if not isinstance(one[0], AppliedUndef) or not isinstance(other[0], sympy.Symbol) or other[0].name != "y":
+        return False
+    return not any(str(part) == "y" for side in (one[0], one[-1], other[-1]) for part in side.free_symbols)
 
 
 def _difference(members: Sequence[Any]) -> Any:
@@ -237,6 +246,22 @@ def elements(one: Any) -> list[Any] | None:
     if isinstance(one, sympy.Tuple):
         return list(one)
     return None
+
+
+def num_written(one: Any) -> int:
+    """How many elements a list was written with, each as often as it stands there; 0 of what is no list."""
+    return len(getattr(one, "_unsorted_args", one.args)) if isinstance(one, sympy.FiniteSet) else 0
+
+
+def repeats(one: Any) -> bool:
+    """Whether a list names one of its elements several times."""
+    return num_written(one) > len(one.args) if isinstance(one, sympy.FiniteSet) else False
+
+
+def same_lists(gold: Any, given: Any) -> bool:
+    """Whether two lists have the same elements in any order, each as often."""
+    ours, theirs = (list(getattr(one, "_unsorted_args", getattr(one, "args", ()))) for one in (gold, given))
+    return _matched(ours, theirs, same)
 
 
 def _same_collections(gold: Any, given: Any) -> bool:

@@ -9,14 +9,15 @@ costs the block that it is in, and no other. Every search takes time linear in t
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import textwrap
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_PYTHON = frozenset(["python", "python3", "python2", "py", "py3", "pypy", "pypy3", "ipython", "cpython"])
-_THINKING = re.compile(r"</(?:think|thinking|thought|reasoning)>")
+_PYTHON = re.compile(r"(?:i|c)?python[0-9.]*|py[0-9.]*|pypy[0-9.]*")
+_THINKING = re.compile(r"</(?:think|thinking|thought|reasoning)>|\u25c1/think\u25b7|\[/THINK\]", re.IGNORECASE)
 _FENCE = re.compile(r"(?P<quote>(?:[ \t]{0,3}>[ ]?)*)(?P<before>[^`~]*?)(?P<fence>`{3,}|~{3,})(?P<rest>[^\n]*)")
 _ITEM = re.compile(r"[ \t]*(?:[-*+]|[0-9]{1,9}[.)])[ \t]+")
 _QUOTE = re.compile(r"[ \t]{0,3}>[ ]?")
@@ -25,6 +26,7 @@ _INFO = re.compile(
     r"(?:[:,;={(\[].*|\}.*|[A-Za-z_-]+[ \t]*=.*|\.[A-Za-z].*|[^\s`]+[ \t]*)?$"
 )
 _ONE_LINE = re.compile(r"(`{3,})[ \t]*(?:python3?|py)?[ \t]+([^`\n]+?)[ \t]*\1")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _MOST_PARSED = 8  # blocks whose syntax is looked at, from the last one
 
 
@@ -38,7 +40,7 @@ class Block:
 
     @property
     def is_python(self) -> bool:
-        return self.language in _PYTHON
+        return _PYTHON.fullmatch(self.language) is not None
 
 
 @dataclass
@@ -59,7 +61,7 @@ def blocks(text: str) -> list[Block]:
     """The blocks of code in a text, in order; the last may be unclosed."""
     found: list[Block] = []
     now: _Open | None = None
-    for line in text.replace("\r\n", "\n").split("\n"):
+    for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n"):
         if now is not None and now.quote:
             if _QUOTE.match(line) is None:  # the quotation ends, and with it the block
                 found.append(now.closed(True))
@@ -103,11 +105,12 @@ def _opened(fence: re.Match[str] | None) -> _Open | None:
     if sign == "`" and "`" in rest:
         return None  # code within a line
     info = _INFO.match(rest)
-    language = "" if info is None else info[1].lower().removesuffix(".py")
+    language = "" if info is None else info[1].lower()
+    language = "python" if language.endswith(".py") else language
     item = _ITEM.match(before)
     if item is not None:
         before = " " * len(before) if item.end() == len(before) else before[item.end() :]
-    if before.strip() and (language not in _PYTHON or sign != "`"):
+    if before.strip() and (_PYTHON.fullmatch(language) is None or sign != "`"):
         return None
     if rest.strip() and info is None and rest.strip()[0] not in "{.<":
         language = rest.split()[0].lower()
@@ -130,14 +133,19 @@ def _unindented(line: str, width: int) -> str:
 def program_of(response: str) -> str | None:
     """The program of a response: its last complete one, or None without a block of code.
 
-    What follows the thinking comes first. Of its blocks, the last of Python that is Python; else the last of no named
+    What follows the thinking comes first. A block that only uses what one before it defines is an example of its use,
+    and no program. Of the others, the last of Python that is Python; else the last of no named
     language that is a program, and not output; else the last closed one of either; else an unclosed one.
     """
     *_, after = _THINKING.split(response) if len(response) < 10**7 else (response,)
     for text in dict.fromkeys((after, response)):
         found = [one for outer in blocks(text) for one in _inner(outer) if one.is_python or not one.language]
         for accepts in _ACCEPTED:
-            program = next((one for one in reversed(found[-_MOST_PARSED * 4 :]) if accepts(one)), None)
+            last = found[-_MOST_PARSED * 4 :]
+            accepted = (
+                one for at, one in reversed(list(enumerate(last))) if accepts(one) and not _is_usage(one, last[:at])
+            )
+            program = next(accepted, None)
             if program is not None:
                 return _dedented(program.text)
         *_, line = _ONE_LINE.findall(text) or [None]
@@ -173,6 +181,22 @@ def _is_program(block: Block) -> bool:
     return any(
         not isinstance(one, ast.Expr) or any(isinstance(part, ast.Call) for part in ast.walk(one)) for one in tree.body
     )
+
+
+def _is_usage(block: Block, before: list[Block]) -> bool:
+    """Whether a block defines no function and no class, and needs a name that a block before it defines."""
+    tree = _tree(block.text) or _tree(textwrap.dedent(block.text))
+    if tree is None or any(isinstance(one, _DEFINITIONS) for one in tree.body):
+        return False
+    names = [one for one in ast.walk(tree) if isinstance(one, ast.Name)]
+    needed = {one.id for one in names if isinstance(one.ctx, ast.Load)} - set(dir(builtins))
+    needed -= {one.id for one in names if isinstance(one.ctx, ast.Store)}
+    for one in reversed(before[-_MOST_PARSED:]):
+        defining = _tree(one.text) or _tree(textwrap.dedent(one.text))
+        body = [] if defining is None else defining.body
+        if any(isinstance(part, _DEFINITIONS) and part.name in needed for part in body):
+            return True
+    return False
 
 
 def _tree(text: str) -> ast.Module | None:

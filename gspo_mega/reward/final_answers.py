@@ -18,7 +18,10 @@ _LINE = 4000  # characters of one line that are looked at
 # The end of what is said to be the answer: a sentence's, or a reason.
 _END = re.compile(r"[.;](?=\s|$)|,?\s(?:because|since|as|so|which|where|when)\s")
 _MOST_CLEANED = 100_000
-_MATHS_SIGNS = re.compile(r"(?<!\\)\$|(?<!\\)\\[()\[\]]|\*\*")
+_MATHS_SIGNS = re.compile(r"(?<!\\)\$|(?<!\\)\\[()\[\]]|^\s*\*\*|\*\*(?=\s*$|[.,;:]|\s+[A-Za-z]{2})")
+_LEADING = re.compile(r"(?:=|\\(?:approx|therefore)(?![A-Za-z]))\s*")
+# Bold type; `2**3` is a power.
+_BOLD = re.compile(r"(?<![\w)}\]*])\*\*([^*]+)\*\*(?![\w({\\*])")
 
 
 def final_answer(response: str) -> str | Fraction | None:
@@ -46,7 +49,8 @@ def gold_answer(text: str) -> str:
 def cleaned(latex: str) -> str:
     """The same in ASCII and with one name for each thing, without signs of mathematics mode."""
     text = latex_of(latex[:_MOST_CLEANED])
-    text = plain(_MATHS_SIGNS.sub("", text).strip())
+    text = plain(_MATHS_SIGNS.sub("", _BOLD.sub(r"\1", text.strip())).strip())
+    text = text[leading.end() :] if (leading := _LEADING.match(text)) is not None else text
     while True:
         shorter = text.rstrip(".,;: ").removesuffix("\\").strip()
         if shorter == text:

@@ -19,6 +19,30 @@ _MOST_DEPTH = 8  # of brackets in brackets: reading takes a time that grows fast
 _MOST_BARS = 12  # |: each may open or close
 _MOST_PARTS = 50  # of a list that is read part by part
 
+_BASES = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+    "twelve": 12,
+    "sixteen": 16,
+}
+
+
+def _matrix(found: re.Match[str]) -> str:
+    return rf"\begin{{pmatrix}}{found[1]}\end{{pmatrix}}"
+
+
+def _in_base(found: re.Match[str]) -> str:
+    base = _BASES.get(found[1].lower())
+    return found[0] if base is None else f"_{{{base}}}"
+
+
 # Other names of the same thing. Every pattern takes linear time.
 _NAMES = (
     (re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?(?=[\s()\[\]{}|\\/.]|$)"), ""),
@@ -31,6 +55,18 @@ _NAMES = (
         re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:q?quad|enspace|thinspace|medspace|thickspace|nobreakspace)(?![A-Za-z]))|~"),
         " ",
     ),
+    (re.compile(r"\\(?:text)?color\s*\{[A-Za-z]+\}|\\[hv]?phantom\s*\{[^{}]*\}|\\#\s*(?=[A-Z])"), ""),
+    (re.compile(r"\\underline\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\colon(?![A-Za-z])"), ":"),
+    (re.compile(r"\\Pr(?![A-Za-z])"), "P"),
+    (re.compile(r"\\frac\s*(\\(?:pi|alpha|beta|gamma|theta|lambda|mu|sigma|phi|omega))\s*([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\\(?:pi|alpha|beta|gamma|theta|lambda|mu|sigma|phi|omega))\s*(?=\{)"), r"\\frac{\1}"),
+    (re.compile(r"(\\\\)\s*\[\s*[0-9.]+\s*(?:pt|em|ex|mm|cm)\s*\]"), r"\1"),
+    (re.compile(r"\\sqrt\s*(\[[^\[\]]*\])\s*([0-9A-Za-z])"), r"\\sqrt\1{\2}"),
+    (re.compile(r"\\(?:vec|hat|overrightarrow)\s*(?:\{\s*\\?([ijk])(?:math)?\s*\}|\s([ijk])(?![A-Za-z]))"), r" \1\2"),
+    (re.compile(r"[(\[]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]", re.DOTALL), _matrix),
+    (re.compile(r"\(([0-9A-F]+)\)\s*_(?=\s*\{?[0-9\\])"), r"\1_"),
+    (re.compile(r"(?<=[0-9A-F])_\s*\{\s*\\text\s*\{\s*(\w+)\s*\}\s*\}"), _in_base),
     (re.compile(r"\\(?:lvert|rvert|vert)(?![A-Za-z])"), "|"),
     (re.compile(r"\\(?:lVert|rVert|Vert|parallel)(?![A-Za-z])"), r"\\|"),
     (re.compile(r"\\(?:lparen)(?![A-Za-z])"), "("),
@@ -70,6 +106,7 @@ _NAMES = (
         r"\\\1 ",
     ),
     (re.compile(r"\\OP(?:pi)(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"\\text\s*\{\s*[Ii]nfinity\s*\}"), r"\\infty "),
     (re.compile(r"\\OP([A-Za-z]+) ?"), r"\\text{\1}"),
     (re.compile(r"\\(?:mathit|mathbf|boldsymbol|bm|mathnormal)\s*\{\s*([A-Za-z])\s*\}"), r" \1"),
     (re.compile(r"\\(?:mathrm|text|mathbf|mathit|boldsymbol|bm)\s*\{\s*([-+]?[0-9.,/]+)\s*\}"), r"\1"),
@@ -104,7 +141,13 @@ _SCIENTIFIC = re.compile(
     r"(?:(?<=[(\[{,=<>]\s)|(?<=[(\[{,=<>]))([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,4})(?=\s*(?:[)\]},]|\\}|$))"
 )
 _PLUS_MINUS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
+_FACTORIALS = re.compile(r"!\s*!\s*!")  # factorials of factorials
 _ELLIPSIS = "D_{dots}"
+_FRENCH = re.compile(r"([\[\]])([^\[\](),;]+[,;][^\[\](),;]+)([\[\]])")
+# 0.333... and 0.1212..., where what is written repeats: one digit three times, or several of them twice.
+_ENDLESS = re.compile(
+    r"(?<![0-9.])([0-9]{0,20})\.([0-9]{0,8}?)(?:([0-9])\3{2,20}|([0-9]{2,8}?)\4{1,8})\s*\\ldots(?![A-Za-z])"
+)
 _BARE_SET = re.compile(r"\{([^{}]*(?:,|\||\\mid)[^{}]*)\}")
 _BUILDER = re.compile(
     r"\\\{\s*\(?\s*([A-Za-z]|\\[a-z]+)\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\mid(?![A-Za-z])|\||:|;)(.+)\\\}"
@@ -155,6 +198,8 @@ def plain(latex: str) -> str:
     text = latex
     for pattern, name in _NAMES:
         text = pattern.sub(name, text)
+    text = _FRENCH.sub(_interval, text.strip())
+    text = _ENDLESS.sub(_endless, text)
     text = _REPEATING_DOTS.sub(_dotted, text)
     text = _REPEATING.sub(_repeating, text)
     if (found := _BARE_SET.fullmatch(text.strip())) is not None:
@@ -171,7 +216,7 @@ def read(latex: str | Fraction) -> Any:
     text = _DEGREES.sub(r"\1\2{\\frac{\3\\pi}{180}}", text)
     text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
     text = re.sub(r"\\langle(?![A-Za-z])", "(", re.sub(r"\\rangle(?![A-Za-z])", ")", text))
-    if _depth(text) > _MOST_DEPTH or text.count("|") > _MOST_BARS:
+    if _FACTORIALS.search(text) or _depth(text) > _MOST_DEPTH or text.count("|") > _MOST_BARS:
         return None
     text = text.replace(r"\ldots", _ELLIPSIS)
     if _PLUS_MINUS.search(text):
@@ -266,6 +311,18 @@ def _dotted(found: re.Match[str]) -> str:
     """`0.1\\dot{2}3\\dot{4}`: what stands from the first dot to the last one repeats."""
     digits = _DOTTED.sub(r"\1", found[3])
     return _as_fraction(found[1], found[2], digits) or found[0]
+
+
+def _interval(found: re.Match[str]) -> str:
+    """`]a,b[` is (a,b), and `[a,b[` is [a,b)."""
+    opening, inside, closing = found.groups()
+    if (opening, closing) == ("[", "]"):
+        return found[0]
+    return f"{'[' if opening == '[' else '('}{inside}{']' if closing == ']' else ')'}"
+
+
+def _endless(found: re.Match[str]) -> str:
+    return _as_fraction(found[1], found[2], found[3] or found[4]) or found[0]
 
 
 def _repeating(found: re.Match[str]) -> str:

@@ -29,11 +29,20 @@ _MOST_BITS = 1e5  # of a number that is computed out
 _MOST_DEGREE = 10_000  # of a symbol
 _MOST_SUM_DEGREE = 60  # of anything else with a symbol in it
 _MOST_TERMS = 10_000  # of a sum or a product
+_MOST_SUM_BITS = 1e7  # of all its terms together
 _MOST_WORDS = 3  # outside of \text{...}: more are prose
 _BASE = re.compile(r"[0-9A-Z]+_\{?([0-9]+)\}?")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mbox|operatorname)\s?\{([^{}]*)\}")
 _SPACE = re.compile(r"(?<=[0-9A-Za-z])\s+(?=[0-9A-Za-z])")
+_SYNONYMS = {
+    "\\emptyset": "nosolution", "nosolutions": "nosolution", "thereisnosolution": "nosolution",
+    "therearenosolutions": "nosolution", "nosolutionexists": "nosolution", "nosolutionsexist": "nosolution",
+    "norealsolutions": "norealsolution", "doesnotexist": "dne", "limitdoesnotexist": "dne",
+}  # fmt: skip
+_PRIMED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]\s*('+|\^\s*\{?(?:\s*\\prime)+)")
+_INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
+_TUPLE = re.compile(r"\s*\([^()=<>]*,[^()=<>]*\)\s*")
 # A name that stands for every whole number, at the end of an answer: `k\pi, k \in \mathbb{Z}`.
 _IN_SET = re.compile(
     r"[,;(]?\s*(?:(?:where|for|with|and)\s+)?(?:(?:any|all|every|some|each)\s+)?([A-Za-z])\s*\\in\s*\\mathbb\s*\{?\s*([ZN])"
@@ -146,10 +155,13 @@ def _gold(text: str) -> None:
 def _same(gold: str, given: str | Fraction) -> bool:
     ours = _reading(gold)
     theirs = _reading(given) if isinstance(given, str) else Formula(str(given), str(given))
+    if (ratio := _ratio(gold)) is not None and not isinstance(theirs, Clock):
+        return ratio == _ratio(str(given))
     if isinstance(ours, Clock) or isinstance(theirs, Clock):
         return _same_times(gold, str(given), ours, theirs)
     if isinstance(ours, Words) or isinstance(theirs, Words):
-        return bool(ours.text) and ours.text == theirs.text
+        one, two = (_SYNONYMS.get(text, text) for text in (ours.text, theirs.text))
+        return bool(one) and one == two
     if isinstance(ours, Quantities) or isinstance(theirs, Quantities):
         return _same_amounts(ours, theirs)
     if re.fullmatch("[A-E]", ours.latex) and theirs.latex == ours.latex.lower():
@@ -157,9 +169,55 @@ def _same(gold: str, given: str | Fraction) -> bool:
     one, two = _value(ours.latex), _value(given if isinstance(given, Fraction) else theirs.latex)
     if one is None or two is None or _is_beyond(two.it) or _is_beyond(one.it):
         return False
+    if isinstance(given, str) and not _same_signs(gold, given):
+        return False
+    if isinstance(given, str) and not _same_brackets(ours.latex, theirs.latex, one.it, two.it):
+        return False
     if _speaks_of_matrices(ours.latex, theirs.latex):
         return _without_signs(ours.latex) == _without_signs(theirs.latex)
     return _alike(one, two)
+
+
+def _ratio(text: str) -> list[Fraction] | None:
+    """The terms of a ratio of three or more numbers, divided by the first one; None of anything else."""
+    terms = [number_alone(term) for term in text.split(":")] if text.count(":") > 1 else []
+    if not terms or None in terms or not terms[0]:
+        return None
+    return [term / terms[0] for term in terms if term is not None]
+
+
+def _same_signs(gold: str, given: str) -> bool:
+    """Whether two formulas have as many primes after the letters of what they say (f' is not f), and do not join
+    inequalities by `and` on one side and by `or` on the other.
+    """
+    ours, theirs = (
+        [one.count("'") + one.count("prime") for one in _PRIMED.findall(text.rpartition("=")[2])]
+        for text in (gold, given)
+    )
+    if sorted(ours) != sorted(theirs):
+        return False
+    joined = [
+        {word for word in ("and", "or") if re.search(rf"(?<![A-Za-z]){word}(?![A-Za-z])", text)}
+        for text in (gold, given)
+    ]
+    return not all(joined) or joined[0] == joined[1] or not _INEQUALITY.search(gold)
+
+
+def _same_brackets(gold: str, given: str, ours: Any, theirs: Any) -> bool:
+    """Whether neither is a set in braces where the other is a tuple in brackets, and, where neither has braces, what
+    is listed several times is listed as often in the other: 1, 1, 2 is not 1, 2.
+    """
+    braces = [text.lstrip().startswith("\\{") for text in (gold, given)]
+    if any(sign in text for sign in ("|", ":", "\\mid") for text in (gold, given)):
+        return True
+    if (braces[0] and _TUPLE.fullmatch(given)) or (braces[1] and _TUPLE.fullmatch(gold)):
+        return False
+    if "\\{" in gold or "\\{" in given or "\\pm" in gold + given or "\\mp" in gold + given:
+        return True
+    one, two = equality.num_written(ours), equality.num_written(theirs)
+    if one == two == 0 or not (equality.repeats(ours) or equality.repeats(theirs)):
+        return True
+    return max(one, 1) == max(two, 1) and equality.same_lists(ours, theirs)
 
 
 def _reading(text: str) -> quantities.Reading:
@@ -396,6 +454,8 @@ def _bits(expression: Any) -> float:
         if expression.args[0].free_symbols and times > (_MOST_SUM_DEGREE if expression.args[0].args else _MOST_DEGREE):
             return maths.inf
         return max(most, inner[0] * times)
+    if isinstance(expression, sympy.exp):
+        return max(most, 1.5 * _magnitude(expression.args[0]))
     if isinstance(expression, sympy.factorial | sympy.gamma):
         times = _magnitude(expression.args[0])
         return maths.inf if times > _MOST_BITS else max(most, times * maths.log2(times + 2))
@@ -403,9 +463,14 @@ def _bits(expression: Any) -> float:
         return min(_magnitude(part) for part in expression.args) * most
     if isinstance(expression, sympy.Sum | sympy.Product):
         terms = 1.0
-        for _, low, high in (limit for limit in expression.limits if len(limit) == 3):
+        largest = expression.function
+        for name, low, high in (limit for limit in expression.limits if len(limit) == 3):
             terms *= _magnitude(high - low) + 1
-        return maths.inf if terms > _MOST_TERMS else most * (terms if isinstance(expression, sympy.Product) else 1)
+            with sympy.evaluate(False):
+                largest = largest.xreplace({name: high})
+        if terms > _MOST_TERMS or terms * _bits(largest) > _MOST_SUM_BITS:
+            return maths.inf
+        return most * (terms if isinstance(expression, sympy.Product) else 1)
     if isinstance(expression, sympy.Add | sympy.Mul):
         return sum(inner)
     return most
@@ -417,5 +482,7 @@ def _magnitude(expression: Any) -> float:
         return 1.0
     if expression.is_Integer and expression.p.bit_length() < 1000:
         return float(abs(expression.p))
+    if expression.is_NumberSymbol:
+        return float(expression)
     bits = _bits(expression)
     return 2.0**bits if bits < 1000 else maths.inf

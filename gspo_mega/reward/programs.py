@@ -83,8 +83,8 @@ def code(
     isolation: str = "auto",
     unsafe: bool = False,
 ) -> dict[str, float | bool]:
-    """The share of the row's tests that the response's last block of code passes; with `partial: false` 1 where it
-    passes all. Its parts: `passed`, the share, and the shares of tests that the program made end otherwise:
+    """The share of the row's tests that the program in the response passes; with `partial: false` 1
+    where it passes all. Its parts: `passed`, the share, and the shares of tests that the program made end otherwise:
     `timed_out`, `out_of_memory`, `over_output`, and `killed`, by a signal of its own or a system call that is refused.
 
     A test may compute for `seconds`; all of them together take `total_seconds`, and what is left then has timed out.

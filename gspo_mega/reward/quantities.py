@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -44,6 +44,20 @@ _TEMPERATURE = re.compile(
 )
 
 
+_REMAINDER = re.compile(r"([0-9]+)\s*(?:\\text\s*\{\s*[Rr]\.?\s*\}|[Rr])\s*([0-9]+)")
+_PRIME = re.compile(r"(-?[0-9.]+)\s*(?:('')|'|\^\s*\{?\s*\\prime\s*\}?)")
+_UNITS_OVER = re.compile(
+    r"\\frac\s*\{\s*(\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?[0-9]\}?)?)\s*\}"
+    r"\s*\{\s*(\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?[0-9]\}?)?)\s*\}"
+)
+_ORDINAL = re.compile(r"([0-9])\s*(?:\^\s*\{?\s*)?(?:\\(?:text|mathrm)\s*\{\s*)?(?:st|nd|rd|th)(?![A-Za-z])\s*\}{0,2}")
+
+
+def _number_of(found: re.Match[str]) -> str:
+    """An ordinal's number; a brace that belongs to what is around it stays."""
+    return found[1] + "}" * max(0, found[0].count("}") - found[0].count("{"))
+
+
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -53,6 +67,20 @@ _SCALES = {
     "millions": 6, "billions": 9,
 }  # fmt: skip
 _CURRENCY_WORDS = frozenset({"rs", "usd", "eur", "gbp", "inr", "cny", "rmb", "jpy"})
+# Months, by all that they are called: a day without its month is another answer.
+_MONTHS = {
+    called: month
+    for month in ("january", "february", "march", "april", "june", "july", "august", "september", "october", "november",
+                  "december")
+    for called in (month, month[:3])
+} | {"may": "may", "sept": "september"}  # fmt: skip
+_CAPITAL_MONTHS = frozenset(called.capitalize() for called in _MONTHS)
+_MONTH = re.compile(
+    r"(?<![A-Za-z])(?:" + "|".join(sorted(_MONTHS, key=len, reverse=True)) + r")(?![a-z])", re.IGNORECASE
+)
+# Where one of these stands between two values, their order is a part of what is said.
+_ORDERED = frozenset({"remainder", "to", "from", "over", "out", "divided", "minus", "than", "mod", "modulo", "before"})
+_POINTS = Unit(Fraction(1), (("percentage points", 1),))
 _BOUND = re.compile(
     "\ue000(?:or|and)\ue001\\s*\ue000(?:more|less|fewer|greater|higher|lower|larger|smaller|above|below|up|older|younger)\ue001"
 )
@@ -62,7 +90,7 @@ _SEPARATORS = {"and", "or"}
 _EMPTY = _words("""
     the a an is are was be equals equal answer answers final result value values total about approximately
     approx roughly exactly around precisely so thus therefore hence we get have has it its there of respectively
-    also only just i t e that this which where with for in on at by as units unit
+    also only just i t e old that this which where with for in on at by as units unit
 """)
 # Words that change what is said: both answers have them, or none.
 _CHANGES = _words("""
@@ -70,7 +98,8 @@ _CHANGES = _words("""
     minus negative plus times twice double triple half halves third thirds quarter quarters divided over out
     neither nor below under above beyond within until every any all some infinite infinitely impossible
     undefined dozen dozens score scores root inverse opposite reciprocal lcm gcd either both fewer greater
-    smaller larger bigger positive different distinct unknown maybe perhaps possibly false true
+    wrong incorrect cannot divisible multiple multiples smaller larger bigger positive
+    different distinct unknown maybe perhaps possibly false true
 """)
 _OPPOSITES = (
     {"north": 0, "south": 1, "east": 2, "west": 3, "northeast": 4, "northwest": 5, "southeast": 6, "southwest": 7},
@@ -162,6 +191,15 @@ def reading_of(latex: str) -> Reading:
         return _sum(("degrees", "minutes", "seconds"), ("degree", "arcmin", "arcsec"), angle, angle["sign"])
     if (length := _FEET.fullmatch(latex.strip())) is not None:
         return _sum(("feet", "inches"), ("foot", "inch"), length, "")
+    if (remainder := _REMAINDER.fullmatch(latex.strip())) is not None:
+        latex = rf"{remainder[1]}\text{{ remainder }}{remainder[2]}"
+    if (prime := _PRIME.fullmatch(latex.strip())) is not None:
+        return Quantities(
+            (Part(prime[1], unit_named("inch" if prime[2] else "foot"), ("foot",)),), text=letters_of(latex)
+        )
+    latex = _UNITS_OVER.sub(r"\1/\2", latex)
+    if _MONTH.search(latex) or _ORDINAL.fullmatch(re.sub("^[0-9]+(?=[0-9])", "", latex.strip())):
+        latex = _ORDINAL.sub(_number_of, latex)
     marked = _PLAIN_WORD.sub(_marked_word, _TEXT.sub(_marked_text, latex))
     marked = _TEMPERATURE.sub(lambda found: f"\ue000{'celsius' if found[1][0] in 'Cc' else 'fahrenheit'}\ue001", marked)
     if "\ue000" in marked or _SYMBOLS.fullmatch(marked):
@@ -272,6 +310,8 @@ def _marked_word(found: re.Match[str]) -> str:
     after_number = re.search(r"[0-9})]\s*$", found.string[max(0, found.start() - 20) : found.start()]) is not None
     if word in _SHORT_WORDS and (word != "in" or after_number):
         return f"\ue000{word}\ue001"
+    if word in _CAPITAL_MONTHS:
+        return f"\ue000{word}\ue001"
     if after_number and (word in _SHORT_UNITS or unit_named(word) is not None):
         return f"\ue000{word}\ue001"
     if len(word) >= 4 and re.search("[aeiouyAEIOUY]", word) and "".join(sorted(word)) != word:
@@ -314,9 +354,19 @@ def _quantities(marked: str, latex: str) -> Quantities | Formula | None:
         if currency is not None:
             text = currency[1] + currency[3]
             kept = [CURRENCIES[currency[2]], *kept]
+        is_points = re.search(r"percent(?:age)? points?$", " ".join(kept).lower()) is not None
+        if is_points:
+            kept = []
+        is_power = {"squared", "cubed"} if len(kept) == 1 else set[str]()
+        if (power := re.search(r"(?:^| )(square|cube) of", " ".join(before).lower())) is not None:
+            changes.add(power[1])
         for word in [*kept, *before]:
+            if word in is_power:
+                changes.add(word)
             if word.lower() in _CHANGES:
                 changes.add(word.lower())
+            elif word[:1].isupper() and word.lower() in _MONTHS:
+                changes.add(_MONTHS[word.lower()])
         kept = [word for word in kept if word.lower() not in _CHANGES]
         for word in list(kept):
             if word.lower() in _SCALES:
@@ -326,7 +376,9 @@ def _quantities(marked: str, latex: str) -> Quantities | Formula | None:
                 text = rf"{text}\%"
                 kept.remove(word)
         if text and re.search(r"[0-9A-Za-z\\]", text):
-            unit = unit_of(kept or [word for word in before if word.lower() in _CURRENCY_WORDS])
+            unit = (
+                _POINTS if is_points else unit_of(kept or [word for word in before if word.lower() in _CURRENCY_WORDS])
+            )
             if unit is None and len(kept) > 1 and kept[0] != "/":
                 unit = next(
                     (found for at in range(len(kept) - 1, 0, -1) if (found := unit_of(kept[:at])) is not None), None
@@ -390,6 +442,9 @@ def _quantities(marked: str, latex: str) -> Quantities | Formula | None:
     if not changes and not any(part.unit or part.words for part in parts):
         return Formula(", ".join(part.value for part in parts), letters_of(latex))
     sides = tuple(_side(marked, group) for group in _OPPOSITES)
+    if parts[0].unit == unit_named("degree"):  # 12 degrees 30 minutes
+        angles = {unit_named("minute"): unit_named("arcmin"), unit_named("second"): unit_named("arcsec")}
+        parts[1:] = [replace(part, unit=angles.get(part.unit, part.unit)) for part in parts[1:]]
     known = [part.unit for part in parts]
     is_sum = len(parts) > 1 and not is_list and all(unit is not None for unit in known)
     if is_sum:
@@ -430,6 +485,8 @@ def same_quantities(
         return False
     if len(gold.parts) == 1:
         return _same_parts(gold.parts[0], given.parts[0], alike, value)
+    if gold.changes & _ORDERED:
+        return all(_same_parts(a, b, alike, value) for a, b in zip(gold.parts, given.parts, strict=True))
     ours, theirs = (sorted(one.parts, key=lambda part: part.words) for one in (gold, given))
     names = [[part.words for part in one] for one in (ours, theirs)]
     if names[0] == names[1] and len(set(names[0])) == len(ours):
@@ -450,6 +507,8 @@ def _same_parts(gold: Part, given: Part, alike: Callable[[Any, Any], bool], valu
     if ours is None or theirs is None:
         return False
     one, two = gold.unit, given.unit
+    if _POINTS in (one, two) and any(part.value.rstrip().endswith("%") for part in (gold, given)):
+        return False
     if one is None or two is None or one == two:
         return alike(ours, theirs)
     if one.dimension != two.dimension:

@@ -40,6 +40,23 @@ def test_forms(answer, asked, expected):
         assert problem_of_answer(form, ["code"]) is None
 
 
+@pytest.mark.parametrize("label", ["python3.11", "Python3", "solution.py", "py3"])
+@pytest.mark.parametrize("after", ["print(f(1))", "result = f(1)\nprint(result)", "assert f(1) == 2", ">>> f(1)\n2"])
+def test_an_example_of_the_use_is_no_program(label, after):
+    program = "def f(x):\n    return x + 1\n"
+    assert program_of(f"```{label}\n{program}```\nFor example:\n```python\n{after}\n```\n") == program
+
+
+@pytest.mark.parametrize("later", ["x = 1\nprint(x)\n", "def g(x):\n    return f(x)\n", "f = abs\nprint(f(1))\n"])
+def test_a_later_program_is_the_program(later):
+    assert program_of(f"```python\ndef f(x):\n    return x\n```\nBetter:\n```python\n{later}```\n") == later
+
+
+@pytest.mark.parametrize("end", ["</think>", "</THINK>", "[/THINK]", "\u25c1/think\u25b7"])
+def test_the_program_follows_the_thinking(end):
+    assert program_of(f"```python\nprint(0)\n```\n{end}\n```\nprint(1)\n```\n") == "print(1)\n"
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
