@@ -18,6 +18,8 @@ from typing import Any
 
 MOST_BYTES = 4 * 1024**3
 """Of a file that is read whole, as metrics and logs are."""
+MOST_TEXT_BYTES = 64 * 1024**2
+"""Of a file of a few lines, such as a command or a name."""
 MOST_JSON_BYTES = 256 * 1024**2
 """Of a file that is one JSON value, such as a model's index or a tokenizer."""
 
@@ -33,7 +35,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 class NoRegularFileError(OSError):
-    """What bears a file's name is something else, or too large. `strerror` says what it is."""
+    """What bears a file's name is something else, too large, or cannot be read. `strerror` says what it is."""
 
 
 def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) -> io.BufferedReader:
@@ -47,6 +49,8 @@ def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) ->
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket cannot be opened
             raise NoRegularFileError(error.errno, "is a socket or a device, not a file", os.fspath(path)) from None
+        if error.errno == errno.ELOOP:
+            raise NoRegularFileError(error.errno, "is a link that leads to itself", os.fspath(path)) from None
         raise
     try:
         found = os.fstat(descriptor)
@@ -54,6 +58,8 @@ def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) ->
             kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
             number = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
             raise NoRegularFileError(number, f"is {kind}, not a file", os.fspath(path))
+        if _is_of_kernel(found):
+            raise NoRegularFileError(errno.EINVAL, "is a file of the kernel, not one of a disk", os.fspath(path))
         if most_bytes is not None and found.st_size > most_bytes:
             size = f"has {found.st_size} bytes; at most {most_bytes} are read"
             raise NoRegularFileError(errno.EFBIG, size, os.fspath(path))
@@ -63,16 +69,27 @@ def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) ->
         raise
 
 
+def _is_of_kernel(found: os.stat_result) -> bool:
+    """Whether this is one of /proc, which claim to be regular and may wait, never end, or change what is read."""
+    try:
+        return found.st_dev == os.stat("/proc").st_dev
+    except OSError:
+        return False
+
+
 def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
     """The whole of a regular file. Raises OSError."""
     with open_regular(path, most_bytes) as file:
-        data = file.read(most_bytes + 1)  # it may grow meanwhile, or say that it is empty, as those of /proc do
+        try:
+            data = file.read(most_bytes + 1)  # it may grow meanwhile
+        except OSError as error:  # Python leaves out the name
+            raise NoRegularFileError(error.errno, f"cannot be read: {error.strerror}", os.fspath(path)) from None
     if len(data) > most_bytes:
         raise NoRegularFileError(errno.EFBIG, f"has more than {most_bytes} bytes", os.fspath(path))
     return data
 
 
-def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
+def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_TEXT_BYTES, errors: str = "strict") -> str:
     """The whole of a regular file as UTF-8, with its line ends as newlines. Raises OSError, and UnicodeDecodeError."""
     text = read_bytes(path, most_bytes).decode("utf-8", errors)
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
