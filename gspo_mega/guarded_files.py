@@ -16,13 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 4 * 1024**3
+MOST_BYTES = 1024**3
 """Of a file that is read whole, as metrics and logs are."""
 MOST_TEXT_BYTES = 64 * 1024**2
 """Of a file of a few lines, such as a command or a name."""
 MOST_JSON_BYTES = 256 * 1024**2
 """Of a file that is one JSON value, such as a model's index or a tokenizer."""
 
+_MORE_TEMPLATES = "additional_chat_templates"  # the one folder in a model's that transformers reads
 _TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -113,15 +114,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def odd_file(folder: Path) -> str | None:
-    """What in a folder that a library is to read is neither a file nor a folder, or a text of more than
+    """What in a model's folder that a library is to read is neither a file nor a folder, or a text of more than
     `MOST_JSON_BYTES`, with its path; None where there is nothing of the kind. The library would wait for it, or fill
     the memory with it.
     """
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return None  # who reads it says so
-    for entry in entries:
+    for entry in (*_entries(folder), *_entries(folder / _MORE_TEMPLATES)):
         try:
             found = entry.stat()
         except OSError:  # a link to nothing, which no reader finds
@@ -129,6 +126,16 @@ def odd_file(folder: Path) -> str | None:
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
             return f"{entry.path}: is {kind}, not a file"
+        if stat.S_ISREG(found.st_mode) and _is_of_kernel(found):
+            return f"{entry.path}: is a file of the kernel, not one of a disk"
         if found.st_size > MOST_JSON_BYTES and entry.name.endswith(_TEXTS):
             return f"{entry.path}: has {found.st_size} bytes; at most {MOST_JSON_BYTES} are read"
     return None
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Of a folder, by name; none of what is no folder or cannot be read, of which its reader says so."""
+    try:
+        return sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return []

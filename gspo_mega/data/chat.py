@@ -345,7 +345,9 @@ def load_tokenizer(folder: str) -> Any:
     try:
         # Without this argument, transformers would ask at the terminal whether the code may run.
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # a damaged tokenizer.json can raise anything
+    except BaseException as error:  # a damaged tokenizer.json can raise anything, also what is no Exception (Rust's)
+        if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+            raise
         reason, first = _in_words(error), error
         while (earlier := first.__cause__ or first.__context__) is not None:
             first = earlier

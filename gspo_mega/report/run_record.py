@@ -63,7 +63,6 @@ class RunRecord:
 
 
 _MOST_CONFIG_BYTES = 16 * 1024**2
-_MOST_METRICS_BYTES = 1024**3
 
 
 def read_run(path: str | Path, now: float | None = None) -> RunRecord:
@@ -122,7 +121,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     which a running or killed run has, is left out.
     """
     try:
-        lines = read_bytes(path, _MOST_METRICS_BYTES).splitlines(keepends=True)
+        lines = read_bytes(path).splitlines(keepends=True)
     except FileNotFoundError:
         return []
     except NoRegularFileError as error:

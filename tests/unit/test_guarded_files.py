@@ -238,6 +238,18 @@ def test_a_models_link_that_cannot_be_read_is_named(tmp_path, capsys, kind):
     assert str(tmp_path / "config.json") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", [pipe, endless, unix_socket, kernel, sparse], ids=lambda kind: kind.__name__)
+def test_no_further_template_of_a_model_holds_up_its_reader(tmp_path, kind):
+    model = tmp_path / "model"
+    (model / "additional_chat_templates").mkdir(parents=True)
+    (model / "config.json").write_text(SHAPE.read_text())
+    file = model / "additional_chat_templates" / "tools.jinja"
+    kind(file)
+    for read in (load_tokenizer, read_model_spec):
+        with pytest.raises(GspoMegaError, match="tools.jinja"):
+            read(str(model))
+
+
 def test_a_file_that_may_not_be_read_is_an_error_with_its_name(whole_run, capsys, monkeypatch):
     """As for another user's run; the tests' own user may be root, whom nothing is forbidden."""
 
