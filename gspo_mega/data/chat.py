@@ -171,6 +171,13 @@ class PromptEncoder:
         if placeholders:
             asked = _map_texts(asked, lambda text: _replace(text, placeholders))
         text = self._render(asked[: len(messages)], asked[len(messages) :], opened)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"the tokenizer's chat template writes U+{ord(text[error.start]):04X}, half a surrogate pair, which is"
+                " no text"
+            ) from None
         return MaskedText(text, {placeholder: special for special, placeholder in placeholders.items()})
 
     def encode(self, rendered: MaskedText) -> list[int]:
