@@ -16,11 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 4 * 1024**3
+MOST_BYTES = 1024**3
 """Of a file that is read whole, as metrics and logs are."""
+MOST_TEXT_BYTES = 64 * 1024**2
+"""Of a file of a few lines, such as a command or a name."""
 MOST_JSON_BYTES = 256 * 1024**2
 """Of a file that is one JSON value, such as a model's index or a tokenizer."""
 
+_MORE_TEMPLATES = "additional_chat_templates"  # the one folder in a model's that transformers reads
 _TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -33,7 +36,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 class NoRegularFileError(OSError):
-    """What bears a file's name is something else, or too large. `strerror` says what it is."""
+    """What bears a file's name is something else, too large, or cannot be read. `strerror` says what it is."""
 
 
 def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) -> io.BufferedReader:
@@ -47,6 +50,8 @@ def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) ->
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket cannot be opened
             raise NoRegularFileError(error.errno, "is a socket or a device, not a file", os.fspath(path)) from None
+        if error.errno == errno.ELOOP:
+            raise NoRegularFileError(error.errno, "is a link that leads to itself", os.fspath(path)) from None
         raise
     try:
         found = os.fstat(descriptor)
@@ -54,6 +59,8 @@ def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) ->
             kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
             number = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
             raise NoRegularFileError(number, f"is {kind}, not a file", os.fspath(path))
+        if _is_of_kernel(found):
+            raise NoRegularFileError(errno.EINVAL, "is a file of the kernel, not one of a disk", os.fspath(path))
         if most_bytes is not None and found.st_size > most_bytes:
             size = f"has {found.st_size} bytes; at most {most_bytes} are read"
             raise NoRegularFileError(errno.EFBIG, size, os.fspath(path))
@@ -63,16 +70,27 @@ def open_regular(path: str | os.PathLike[str], most_bytes: int | None = None) ->
         raise
 
 
+def _is_of_kernel(found: os.stat_result) -> bool:
+    """Whether this is one of /proc, which claim to be regular and may wait, never end, or change what is read."""
+    try:
+        return found.st_dev == os.stat("/proc").st_dev
+    except OSError:
+        return False
+
+
 def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
     """The whole of a regular file. Raises OSError."""
     with open_regular(path, most_bytes) as file:
-        data = file.read(most_bytes + 1)  # it may grow meanwhile, or say that it is empty, as those of /proc do
+        try:
+            data = file.read(most_bytes + 1)  # it may grow meanwhile
+        except OSError as error:  # Python leaves out the name
+            raise NoRegularFileError(error.errno, f"cannot be read: {error.strerror}", os.fspath(path)) from None
     if len(data) > most_bytes:
         raise NoRegularFileError(errno.EFBIG, f"has more than {most_bytes} bytes", os.fspath(path))
     return data
 
 
-def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
+def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_TEXT_BYTES, errors: str = "strict") -> str:
     """The whole of a regular file as UTF-8, with its line ends as newlines. Raises OSError, and UnicodeDecodeError."""
     text = read_bytes(path, most_bytes).decode("utf-8", errors)
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
@@ -96,15 +114,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def odd_file(folder: Path) -> str | None:
-    """What in a folder that a library is to read is neither a file nor a folder, or a text of more than
+    """What in a model's folder that a library is to read is neither a file nor a folder, or a text of more than
     `MOST_JSON_BYTES`, with its path; None where there is nothing of the kind. The library would wait for it, or fill
     the memory with it.
     """
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return None  # who reads it says so
-    for entry in entries:
+    for entry in (*_entries(folder), *_entries(folder / _MORE_TEMPLATES)):
         try:
             found = entry.stat()
         except OSError:  # a link to nothing, which no reader finds
@@ -112,6 +126,16 @@ def odd_file(folder: Path) -> str | None:
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
             kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
             return f"{entry.path}: is {kind}, not a file"
+        if stat.S_ISREG(found.st_mode) and _is_of_kernel(found):
+            return f"{entry.path}: is a file of the kernel, not one of a disk"
         if found.st_size > MOST_JSON_BYTES and entry.name.endswith(_TEXTS):
             return f"{entry.path}: has {found.st_size} bytes; at most {MOST_JSON_BYTES} are read"
     return None
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Of a folder, by name; none of what is no folder or cannot be read, of which its reader says so."""
+    try:
+        return sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return []

@@ -20,7 +20,7 @@ from gspo_mega.config.critic_config import least_of_group
 from gspo_mega.errors import JournalError
 from gspo_mega.journal.frames import JournalDamage
 from gspo_mega.journal.journal import Journal, PartGoneError
-from gspo_mega.journal.step_record import StepRecord
+from gspo_mega.journal.step_record import StepRecord, well_formed
 from gspo_mega.records import Trajectory
 from gspo_mega.rollout_batch import Group, RolloutBatch
 from gspo_mega.run_folder import RunFolder
@@ -50,8 +50,12 @@ def run(args: argparse.Namespace) -> int:
     if not steps:
         raise JournalError(f"{folder.path}: no rollouts are recorded")
     if args.step is None:
-        rows = [_row(journal, step) for step in steps]
-        print(json.dumps(rows) if args.json else "\n".join(_overview_line(row) for row in rows))
+        rows, lines = [], []
+        for step in steps:
+            with well_formed(journal.file(step)):
+                rows.append(_row(journal, step))
+                lines.append(_overview_line(rows[-1]))
+        print(json.dumps(rows) if args.json else "\n".join(lines))
         return JournalError.exit_code if any(row["damages"] for row in rows) else 0
     if args.step - 1 not in steps:
         raise JournalError(
@@ -60,8 +64,10 @@ def run(args: argparse.Namespace) -> int:
     record = _record(journal, args.step - 1)
     if record is None:
         raise JournalError(f"{journal.file(args.step - 1)}: was cut short before its first trajectory")
-    shown = describe(record, folder)
-    print(json.dumps(shown) if args.json else _text(shown))
+    with well_formed(journal.file(args.step - 1)):
+        shown = describe(record, folder)
+        text = json.dumps(shown) if args.json else _text(shown)
+    print(text)
     return JournalError.exit_code if record.damages else 0
 
 

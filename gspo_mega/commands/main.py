@@ -69,7 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show_error(f"gspo-mega {name}: {error.filename}: {error.strerror}")
         return FolderError.exit_code
     except OSError as error:
-        if name in RUNS or error.filename is not None:
+        if error.filename is not None and (name not in RUNS or isinstance(error, PermissionError)):
+            show_error(f"gspo-mega {name}: {error.filename}: {error.strerror}")
+            return FolderError.exit_code
+        if name in RUNS:
             raise
         # A command that only prints: its reader (`| head`) has seen enough, or the disk behind `> file` is full.
         drop_standard_output()

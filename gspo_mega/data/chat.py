@@ -171,6 +171,13 @@ class PromptEncoder:
         if placeholders:
             asked = _map_texts(asked, lambda text: _replace(text, placeholders))
         text = self._render(asked[: len(messages)], asked[len(messages) :], opened)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"the tokenizer's chat template writes U+{ord(text[error.start]):04X}, half a surrogate pair, which is"
+                " no text"
+            ) from None
         return MaskedText(text, {placeholder: special for special, placeholder in placeholders.items()})
 
     def encode(self, rendered: MaskedText) -> list[int]:
@@ -345,7 +352,9 @@ def load_tokenizer(folder: str) -> Any:
     try:
         # Without this argument, transformers would ask at the terminal whether the code may run.
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # a damaged tokenizer.json can raise anything
+    except BaseException as error:  # a damaged tokenizer.json can raise anything, also what is no Exception (Rust's)
+        if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+            raise
         reason, first = _in_words(error), error
         while (earlier := first.__cause__ or first.__context__) is not None:
             first = earlier

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +32,8 @@ MAX_PROBLEMS_SHOWN = 10
 NO_ROWS = "no rows; expected is one JSON object per line"
 # Python's JSON writer fails at some hundred levels, and at fewer where the call stack is deep already.
 MAX_DEPTH = 64
+# Of a line. A file without line ends, such as a disk image, is no JSONL.
+MOST_LINE_BYTES = 256 * 1024**2
 
 
 class RowProblems:
@@ -98,7 +100,7 @@ class JsonlFile:
         problems = RowProblems()
         digest = hashlib.sha256()
         start = 0
-        for number, line in enumerate(self._file, start=1):
+        for number, line in enumerate(_lines(self.path, self._file), start=1):
             digest.update(line)
             if line.strip():
                 problem = _problem_of(line, check)
@@ -145,7 +147,7 @@ def check_first_rows(path: str | Path, check: Callable[[Row], str | None], num_r
     """Check the file and its first `num_rows` rows as `JsonlFile` does, without reading further. Raises DataError."""
     problems, seen = RowProblems(), 0
     with _opened(Path(path)) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(path, file), start=1):
             if line.strip():
                 seen += 1
                 if (problem := _problem_of(line, check)) is not None:
@@ -169,6 +171,18 @@ def _opened(path: Path) -> BinaryIO:
         raise DataError(f"{path}: {error.strerror}; a JSONL file was expected") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _lines(path: str | Path, file: BinaryIO) -> Iterator[bytes]:
+    """Raises DataError at a line without end, which would fill the memory."""
+    number = 1
+    while line := file.readline(MOST_LINE_BYTES + 1):
+        if len(line) > MOST_LINE_BYTES:
+            raise DataError(
+                f"{path}:{number}: has more than {MOST_LINE_BYTES} bytes; one JSON object per line was expected"
+            )
+        yield line
+        number += 1
 
 
 def parse_row(line: bytes) -> Any:

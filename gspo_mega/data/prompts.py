@@ -168,6 +168,18 @@ class RowSource(ABC, Generic[Item]):
             )
 
 
+# Of one token, in every known vocabulary, by far.
+_MOST_TOKEN_CHARACTERS = 1024
+
+
+def _num_characters(prompt: Any) -> int:
+    """Of a prompt's text, or of all texts of its messages."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    inner = prompt.values() if isinstance(prompt, dict) else prompt if isinstance(prompt, list) else ()
+    return sum(map(_num_characters, inner))
+
+
 class PromptSource(RowSource[Prompt]):
     """Prompts with their answers. One of more than `data.max_prompt_tokens` tokens is too long."""
 
@@ -212,6 +224,9 @@ class PromptSource(RowSource[Prompt]):
         prompt = values[data.prompt_key]
         if self._template is not None:
             prompt = _filled(self._template, prompt, {key: values[key] for key in self._template_keys})
+        # A tokenizer may take hours for a text of many megabytes, and no token is that long.
+        if _num_characters(prompt) > data.max_prompt_tokens * _MOST_TOKEN_CHARACTERS:
+            return None
         text, token_ids = self._encoder.encode_prompt(prompt)
         if len(token_ids) > data.max_prompt_tokens:
             return None

@@ -25,7 +25,7 @@ from gspo_mega import durable
 from gspo_mega.errors import JournalError
 from gspo_mega.journal.episode_frames import drop_routes
 from gspo_mega.journal.frames import MAGIC, FrameFile, encode_frame
-from gspo_mega.journal.step_record import StepRecord, read_file
+from gspo_mega.journal.step_record import StepRecord, read_file, well_formed
 from gspo_mega.journal.step_writer import StepWriter, disk_errors
 from gspo_mega.journal.token_gaps import token_gaps_file
 from gspo_mega.rollout_batch import Group
@@ -78,20 +78,27 @@ class Journal:
         """
         record = self.read_alone(step, past_damage)
         if record is not None and record.consumed is not None:
-            numbers = set(record.consumed["group_ids"])
-            for earlier in reversed(range(record.consumed.get("since", step), step)):
-                if not self.file(earlier).exists():
-                    raise PartGoneError(
-                        f"{self.file(step)}: a part of its batch is in {self.file(earlier).name}, which is not there"
-                    )
-                if (found := self.read_alone(earlier, past_damage)) is not None:
-                    record.add_record(found, numbers)
-                    record.damages += found.damages
-                    record.lost += found.lost
-            if not record.damages:
-                with _missing_groups(self.file(step)):
-                    record.make_batch()
+            with well_formed(self.file(step)):
+                self._add_batch(step, record, past_damage)
         return record
+
+    def _add_batch(self, step: int, record: StepRecord, past_damage: bool) -> None:
+        """Add the groups of earlier files of the record's batch, and make it unless something is damaged."""
+        consumed = record.consumed
+        assert consumed is not None
+        numbers = set(consumed["group_ids"])
+        for earlier in reversed(range(consumed.get("since", step), step)):
+            if not self.file(earlier).exists():
+                raise PartGoneError(
+                    f"{self.file(step)}: a part of its batch is in {self.file(earlier).name}, which is not there"
+                )
+            if (found := self.read_alone(earlier, past_damage)) is not None:
+                record.add_record(found, numbers)
+                record.damages += found.damages
+                record.lost += found.lost
+        if not record.damages:
+            with _missing_groups(self.file(step)):
+                record.make_batch()
 
     def read_alone(self, step: int, past_damage: bool = False) -> StepRecord | None:
         """`read` of nothing but the step's own file: without its batch."""

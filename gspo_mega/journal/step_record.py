@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega.episode_records import Episode
-from gspo_mega.errors import JournalError
+from gspo_mega.errors import GspoMegaError, JournalError
 from gspo_mega.journal.episode_frames import Tools, decode_episode, decode_prompt
 from gspo_mega.journal.first_format import decode_trajectory
 from gspo_mega.journal.frames import Damage, FrameFile, JournalDamage
@@ -112,9 +112,18 @@ def read_file(path: Path, past_damage: bool = False) -> StepRecord | None:
     Raises JournalDamage for a damaged file, and JournalError for one of a newer release. `past_damage`: what is intact
     of a damaged file; only to be shown.
     """
-    try:
+    with well_formed(path):
         return _read_file(FrameFile(path, past_damage), past_damage)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+
+
+@contextlib.contextmanager
+def well_formed(path: Path) -> Iterator[None]:
+    """Raises JournalError where the block fails because a record of the file holds other values than were written."""
+    try:
+        yield
+    except GspoMegaError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise JournalError(f"{path}: a record has not the form of one: {type(error).__name__}: {error}") from error
 
 

@@ -25,6 +25,9 @@ from gspo_mega.metrics.sinks import Sinks
 NON_FINITE = "metrics/num_non_finite"
 SINK_FAILURES = "metrics/num_sink_failures"
 
+# More than a report reads: a run continues all the same.
+_MOST_OWN_BYTES = 64 * 1024**3
+
 
 class MetricsWriter:
     """Appends to `<run_folder>/metrics.jsonl` and wakes the sinks, which read it.
@@ -124,7 +127,7 @@ class MetricsWriter:
         durable.make_folder(self.path.parent)
         is_new = not self.path.exists()
         if not is_new:
-            content = read_bytes(self.path)
+            content = read_bytes(self.path, _MOST_OWN_BYTES)
             if content and not content.endswith(b"\n"):
                 os.truncate(self.path, content.rfind(b"\n") + 1)
         self._file = self.path.open("ab")
@@ -132,7 +135,7 @@ class MetricsWriter:
             durable.sync(self.path.parent)
 
     def _whole_lines(self) -> list[tuple[int, bytes]]:
-        lines = read_bytes(self.path).splitlines(keepends=True)
+        lines = read_bytes(self.path, _MOST_OWN_BYTES).splitlines(keepends=True)
         return [(number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
 
     def _step_of(self, numbered: tuple[int, bytes]) -> int:

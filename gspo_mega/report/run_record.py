@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from gspo_mega.config.schema import Config
+from gspo_mega.config.strict_yaml import Document, parse
 from gspo_mega.errors import ConfigError, DataError
 from gspo_mega.guarded_files import NoRegularFileError, parse_json, read_bytes, read_text
 from gspo_mega.launcher.attempt_state import read_state
@@ -87,9 +86,16 @@ def read_run(path: str | Path, now: float | None = None) -> RunRecord:
     if latest is not None:
         record.versions, record.layout = _text(latest.versions_file), _text(latest.plan_file)
     try:
-        record.settings = flat(yaml.safe_load(read_text(folder.config_file, _MOST_CONFIG_BYTES)))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        record.problems.append(f"{folder.config_file}: the configuration cannot be read: {error}")
+        document = parse(read_text(folder.config_file, _MOST_CONFIG_BYTES))
+        why = document.problems[0].text if document.problems else None
+    except (OSError, ValueError) as error:
+        document, why = Document(), str(error)
+    if why is None and not isinstance(document.value, dict):
+        why = "it is no mapping"
+    if why is None:
+        record.settings = flat(document.value)
+    else:
+        record.problems.append(f"{folder.config_file}: the configuration cannot be read: {why}")
     record.changed = differences(record.settings, schema_defaults())
     return record
 

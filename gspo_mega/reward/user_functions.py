@@ -66,7 +66,10 @@ def describe(error: BaseException, own_file: str | None = None) -> str:
     own = [frame for frame in frames if frame.filename == own_file]
     if own and own[-1] is not frames[-1]:
         where += f", called at {os.path.basename(own[-1].filename)}:{own[-1].lineno}"
-    message = " ".join(str(error).split())
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # a class of the user's whose __str__ fails
+        message = "its message cannot be read"
     return f"{type(error).__name__}{': ' if message else ''}{message}"[:500] + (f" ({where})" if where else "")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gspo_mega.errors import ConfigError
-from gspo_mega.guarded_files import parse_json, read_text
+from gspo_mega.guarded_files import MOST_BYTES, parse_json, read_text
 from gspo_mega.simulate.job import Job
 from gspo_mega.simulate.run_events import RunEvents
 
@@ -41,7 +41,7 @@ def read_measured(path: Path) -> Measured:
     if not file.is_file():
         raise ConfigError(f"--fit {path}: no such file; valid: the folder of a run, or its metrics.jsonl")
     rows = []
-    for number, line in enumerate(read_text(file).splitlines(), 1):
+    for number, line in enumerate(read_text(file, MOST_BYTES).splitlines(), 1):
         try:
             row = parse_json(line)
         except ValueError:

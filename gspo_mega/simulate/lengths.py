@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 
 from gspo_mega.errors import ConfigError, JournalError
-from gspo_mega.guarded_files import read_text
+from gspo_mega.guarded_files import MOST_BYTES, read_text
 from gspo_mega.journal.journal import Journal
 from gspo_mega.simulate.server_costs import Array
 
@@ -99,7 +99,7 @@ def read_lengths(text: str, most: int) -> Lengths:
 def _of_file(path: Path, place: str) -> Lengths:
     values = []
     try:
-        lines = read_text(path).splitlines()
+        lines = read_text(path, MOST_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{place}: cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from report_runs import make_run
 
 from gspo_mega.commands.main import main
 from gspo_mega.data.chat import load_tokenizer
-from gspo_mega.errors import DataError, GspoMegaError, ModelError
+from gspo_mega.errors import DataError, FolderError, GspoMegaError, ModelError
 from gspo_mega.guarded_files import MOST_JSON_BYTES, NoRegularFileError, open_regular, read_bytes
 from gspo_mega.model.huggingface import read_model_spec, spec_from_config
+from gspo_mega.rollout.server.running import log_tail
 
 SECONDS = 60
 DEEP = b"[" * 100_000
@@ -43,6 +45,18 @@ def unix_socket(path):
             made.bind(path.name)
     finally:
         os.chdir(here)
+
+
+def loop(path):
+    path.symlink_to(path.name)
+
+
+def kernel(path):
+    path.symlink_to("/proc/kmsg")
+
+
+def memory(path):
+    path.symlink_to("/proc/self/mem")
 
 
 def deep(path):
@@ -192,6 +206,8 @@ def test_a_huge_number_of_a_model_is_refused_by_its_key(tmp_path, capsys, key):
         ["cluster.num_nodes=100000", "cluster.ranks_per_node=1000", "batch.prompts_per_step=100000000"],
         ["server.num_servers=1000000000000"],
         [f"train.num_steps={10**400}"],
+        ["cluster.gpu_memory_gib=1e300"],
+        ["cluster.host_memory_gib=1e300"],
     ],
 )
 def test_a_huge_number_of_a_configuration_is_refused_by_its_key(capsys, words):
@@ -200,19 +216,94 @@ def test_a_huge_number_of_a_configuration_is_refused_by_its_key(capsys, words):
     assert any(word.partition("=")[0] in said for word in [words[0], words[-1]])
 
 
+@pytest.mark.parametrize("kind", [loop, kernel, memory], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", [*FILES, "attempts/0002/errors/rank_0.json"])
+def test_a_link_that_cannot_be_read_is_named(whole_run, tmp_path, capsys, kind, name):
+    run = tmp_path / "run"
+    shutil.copytree(whole_run, run)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    kind(run / name)
+    for command in ("status", "report"):
+        code = main([command, str(run)])
+        output = capsys.readouterr()
+        assert code in (0, DataError.exit_code, FolderError.exit_code), (command, output.err)
+        assert code == 0 or str(run / name) in output.err
+
+
+@pytest.mark.parametrize("kind", [loop, kernel, memory], ids=lambda kind: kind.__name__)
+def test_a_models_link_that_cannot_be_read_is_named(tmp_path, capsys, kind):
+    kind(tmp_path / "config.json")
+    assert main(["plan", "configs/quickstart.yaml", f"model.path={tmp_path}"]) == 2
+    assert str(tmp_path / "config.json") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [pipe, endless, unix_socket, kernel, sparse], ids=lambda kind: kind.__name__)
+def test_no_further_template_of_a_model_holds_up_its_reader(tmp_path, kind):
+    model = tmp_path / "model"
+    (model / "additional_chat_templates").mkdir(parents=True)
+    (model / "config.json").write_text(SHAPE.read_text())
+    file = model / "additional_chat_templates" / "tools.jinja"
+    kind(file)
+    for read in (load_tokenizer, read_model_spec):
+        with pytest.raises(GspoMegaError, match="tools.jinja"):
+            read(str(model))
+
+
+def test_a_file_that_may_not_be_read_is_an_error_with_its_name(whole_run, capsys, monkeypatch):
+    """As for another user's run; the tests' own user may be root, whom nothing is forbidden."""
+
+    def forbidden(path, *_):
+        raise PermissionError(13, "Permission denied", os.fspath(path))
+
+    monkeypatch.setattr("gspo_mega.run_folder.read_json_file", forbidden)
+    assert main(["status", str(whole_run)]) == FolderError.exit_code
+    assert "state.json: Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["attempts/0002/command", "attempts/0002/versions.txt", "checkpoints/latest"])
+def test_a_short_text_that_is_huge_is_not_read(whole_run, tmp_path, capsys, name):
+    run = tmp_path / "run"
+    shutil.copytree(whole_run, run)
+    with (run / name).open("wb") as file:
+        file.truncate(2 << 30)
+    began = time.process_time()
+    for command in ("status", "report"):
+        code = main([command, str(run)])
+        assert code == 0 or str(run / name) in capsys.readouterr().err
+    assert time.process_time() - began < 5
+
+
+def test_a_configuration_that_aliases_make_huge_is_a_problem_of_the_report(whole_run, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(whole_run, run)
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    (run / "config.resolved.yaml").write_text("\n".join(levels) + "\n")
+    assert main(["report", str(run)]) == 0
+    assert "aliases make the document larger" in (run / "report.html").read_text()
+
+
+def test_only_the_end_of_a_servers_log_is_read(tmp_path):
+    log = tmp_path / "server.log"
+    with log.open("wb") as file:
+        file.truncate(8 << 30)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\none\ntwo\n")
+    assert log_tail(log, 2) == "one\ntwo" and log_tail(tmp_path / "none") == ""
+
+
 def test_only_regular_files_are_opened(tmp_path):
     (tmp_path / "file").write_bytes(b"abc")
     (tmp_path / "link").symlink_to("file")
     assert read_bytes(tmp_path / "link") == b"abc"
     with pytest.raises(FileNotFoundError):
         open_regular(tmp_path / "none")
-    for kind in (pipe, endless, folder, unix_socket):
+    for kind in (pipe, endless, folder, unix_socket, loop, kernel):
         kind(tmp_path / kind.__name__)
         with pytest.raises(NoRegularFileError) as told:
             open_regular(tmp_path / kind.__name__)
         assert told.value.filename == str(tmp_path / kind.__name__) and told.value.strerror.startswith("is a")
     with pytest.raises(NoRegularFileError, match="at most 2 are read"):
         read_bytes(tmp_path / "file", most_bytes=2)
-    with pytest.raises(NoRegularFileError, match="more than 5 bytes"):
-        read_bytes("/proc/self/status", most_bytes=5)
     assert MOST_JSON_BYTES > 1024**2 and issubclass(ModelError, GspoMegaError) and read_model_spec(SHAPE)

@@ -46,11 +46,12 @@ class Cluster(Section):
         default=None, description="GPU type for which `gspo-mega plan` estimates memory and time."
     )
     gpu_memory_gib: float | None = Field(
-        default=None, gt=0, description="Memory of one GPU in GiB, in place of the memory of `gpu`."
+        default=None, gt=0, le=1e6, description="Memory of one GPU in GiB, in place of the memory of `gpu`."
     )
     host_memory_gib: float | None = Field(
         default=None,
         gt=0,
+        le=1e6,
         description=(
             "Memory of one trainer node besides its GPUs', in GiB. A plan whose ranks keep more there (offloaded"
             " optimizer state, weights of diagnostics.exact_staleness) is refused. When absent, it is not compared."

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo_mega.guarded_files import open_regular, read_text
+from gspo_mega.guarded_files import open_regular
 from gspo_mega.proxies import without_proxies
 from gspo_mega.rollout.server.process_tree import end_group, start_group
 from gspo_mega.rollout.server.scratch import Scratch
@@ -81,9 +81,7 @@ class Running:
 def last_word(log: Path, start: int = 0) -> str | None:
     """The last line from byte `start` on that names an error, else the last one; None where there is no line."""
     try:
-        with open_regular(log) as file:
-            file.seek(max(start, log.stat().st_size - _MOST_TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
+        text = _end_of(log, start)
     except OSError:
         return None
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -95,7 +93,14 @@ def last_word(log: Path, start: int = 0) -> str | None:
 def log_tail(log: Path, num_lines: int = 30) -> str:
     """The last lines of a log; empty where there is none."""
     try:
-        lines = read_text(log, errors="replace").splitlines()
-    except FileNotFoundError:
+        lines = _end_of(log).splitlines()
+    except OSError:
         return ""
     return "\n".join(lines[-num_lines:])
+
+
+def _end_of(log: Path, start: int = 0) -> str:
+    """The text of the last bytes from byte `start` on, for a log may have any size. Raises OSError."""
+    with open_regular(log) as file:
+        file.seek(max(start, log.stat().st_size - _MOST_TAIL_BYTES))
+        return file.read(_MOST_TAIL_BYTES).decode("utf-8", errors="replace")

@@ -280,6 +280,12 @@ def test_half_a_surrogate_pair_is_refused(encoder):
         encoder.encode_prompt("a\ud83d")
 
 
+def test_half_a_surrogate_pair_of_a_template_is_refused(encoder, monkeypatch):
+    monkeypatch.setattr(encoder, "_render", lambda *_: "x\ud800")
+    with pytest.raises(DataError, match=r"chat template writes U\+D800, half a surrogate pair"):
+        encoder.encode_prompt("a")
+
+
 def test_the_system_prompt_is_in_the_messages_of_a_row_once(tokenizer):
     encoder = PromptEncoder(tokenizer, chat_template=True, system_prompt="Be brief.")
     messages = encoder.messages_of("2+2=")

@@ -131,3 +131,15 @@ def test_what_could_not_be_written_down_again_is_refused_with_its_line(write_jso
 def test_a_whole_surrogate_pair_and_a_number_near_the_limit_are_rows(write_jsonl):
     path = write_jsonl([b'{"a": "\\ud83d\\ude00", "b": 1.7e308, "c": ' + b"[" * 63 + b"]" * 63 + b"}"])
     assert JsonlFile(path, no_check)[0]["a"] == "\U0001f600"
+
+
+def test_a_line_without_end_is_refused_and_not_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("gspo_mega.data.jsonl.MOST_LINE_BYTES", 1000)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + b" " * 990 + b'{"a": 2}\n')
+    assert [JsonlFile(path, needs_a)[row]["a"] for row in range(2)] == [1, 2]
+    with path.open("ab") as file:
+        file.truncate(1 << 40)
+    for read in (lambda: JsonlFile(path, needs_a), lambda: check_first_rows(path, needs_a, 100)):
+        with pytest.raises(DataError, match=r"rows.jsonl:3: has more than 1000 bytes"):
+            read()

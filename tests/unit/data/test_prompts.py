@@ -55,6 +55,13 @@ def test_several_sources_in_their_order(write_jsonl, data_settings, tokenizer):
     ]
 
 
+def test_a_prompt_of_megabytes_is_left_out_without_the_tokenizer(write_jsonl, data_settings, tokenizer):
+    rows = [{"prompt": "7" * 20_000_000, "answer": ""}, ROWS[0]]
+    began = time.process_time()
+    [source] = load_prompts(data_settings(path=str(write_jsonl(rows)), max_prompt_tokens=8), tokenizer)
+    assert source.num_overlong == 1 and time.process_time() - began < 3
+
+
 def test_overlong_prompts_are_counted_and_left_out(write_jsonl, data_settings, tokenizer):
     rows = [{"prompt": "7" * length, "answer": ""} for length in (3, 9, 8, 12, 1)]
     [source] = load_prompts(data_settings(path=str(write_jsonl(rows)), max_prompt_tokens=8), tokenizer)

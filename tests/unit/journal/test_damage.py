@@ -2,9 +2,11 @@
 none. What is intact before and after the damage is shown, and nothing else.
 """
 
+import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import zlib
@@ -208,3 +210,38 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(journal, kin
     command = [sys.executable, "-m", "gspo_mega", "inspect", str(journal.folder.parent)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 8 and f"{file}: cannot be read: is a" in ended.stderr
+
+
+FORGED = (None, "x", -1, 1.5, [], {}, True, 10**30, [[]], "\x1b[31m")
+
+
+def test_records_of_another_form_whose_checksums_hold_are_errors(journal, tmp_path, capsys):
+    """Each key of each kind of record left out, and with values of other types: an error with the file's name, or
+    shown, and never a failure of the reader.
+    """
+    other = make_run(tmp_path / "other")
+    shutil.copy(other / "config.resolved.yaml", journal.folder.parent)
+    file = journal.file(4)
+    whole = file.read_bytes()
+    kinds = {}
+    for start, end in frames_of(whole):
+        payload = whole[start + _FRAME.size : end]
+        num = int.from_bytes(payload[:4], "little")
+        kinds.setdefault(
+            json.loads(payload[4 : 4 + num])["kind"], (start, end, payload[4 : 4 + num], payload[4 + num :])
+        )
+    assert len(kinds) >= 4
+    words = itertools.cycle([[], ["--step", "5"], ["--step", "5", "--json"]])
+    for start, end, text, arrays in kinds.values():
+        values = json.loads(text)
+        for key in values:
+            rest = {name: value for name, value in values.items() if name != key}
+            for forged in (rest, *(rest | {key: value} for value in FORGED)):
+                said = json.dumps(forged).encode()
+                payload = len(said).to_bytes(4, "little") + said + arrays
+                frame = _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+                file.write_bytes(whole[:start] + frame + whole[end:])
+                code = main(["inspect", str(journal.folder.parent), *next(words)])
+                output = capsys.readouterr()
+                assert code in (0, 8), (key, forged, output.err)
+                assert code == 0 or str(file) in output.err or "damage" in output.out

@@ -10,6 +10,7 @@ import torch
 
 from gspo_mega.episodes.protocol import Outcome, outcome_of
 from gspo_mega.reward.returned_values import BadResult, number_of, result_of
+from gspo_mega.reward.user_functions import describe
 
 NUMPY = [
     "bool",
@@ -116,3 +117,15 @@ def test_a_verdict_is_true_or_false():
     for value in (np.int64(2), np.float32(0.5), torch.tensor(-1)):
         with pytest.raises(BadResult, match="True or False"):
             result_of({"reward": 1, "correct": value})
+
+
+def test_an_exception_that_cannot_say_what_it_is_has_its_type_and_place():
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    try:
+        raise Mute
+    except Mute as error:
+        said = describe(error)
+    assert said.startswith("Mute: its message cannot be read (test_returned_values.py:")
