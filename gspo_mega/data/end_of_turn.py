@@ -40,3 +40,14 @@ def run_end_tokens(
             " tokenizer_config.json; a response could never end"
         )
     return found
+
+
+def check_taught_end(encoder: PromptEncoder, end_token_ids: Sequence[int], folder: str) -> None:
+    """Raise DataError where demonstrations would end with a token that ends no response, because the model of `folder`
+    has no such token. `end_token_ids`: a run's, as `run_end_tokens` gives them.
+    """
+    if encoder.end_token_id not in end_token_ids:
+        raise DataError(
+            f"{folder}: demonstrations would end with {encoder.end_token!r} ({encoder.end_token_id}), which is outside"
+            " the model's vocabulary; name another eos_token in its tokenizer_config.json"
+        )

@@ -29,7 +29,7 @@ from gspo_mega.config.episode_lengths import is_one_turn
 from gspo_mega.config.prompt_sources import eval_sets, names_prompts, sources_of
 from gspo_mega.data.chat import check_vocabulary, load_tokenizer
 from gspo_mega.data.demonstrations import DemonstrationSource
-from gspo_mega.data.end_of_turn import run_end_tokens
+from gspo_mega.data.end_of_turn import check_taught_end, run_end_tokens
 from gspo_mega.data.prompts import PromptSource, RowSource, encoder_of
 from gspo_mega.episodes.demonstrated import demonstration_encoder
 from gspo_mega.errors import GspoMegaError
@@ -172,6 +172,8 @@ def _demonstrations(trial: Trial) -> None:
     with trial.at("episodes.tool_format"):
         conversation = demonstration_encoder(config, trial.tokenizer, trial.end_token_ids, list(trial.tools))
     encoder = encoder_of(config.data, trial.tokenizer)
+    with trial.at("model.path"):
+        check_taught_end(encoder, trial.end_token_ids, config.model.path)
     for index, source in enumerate(sources_of(config.data)):
         with trial.at(_source_key(config, index)):
             DemonstrationSource(

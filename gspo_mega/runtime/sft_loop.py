@@ -15,10 +15,11 @@ from gspo_mega.config.command_types import sft_config
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Sft
 from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
+from gspo_mega.data.end_of_turn import check_taught_end
 from gspo_mega.data.prompts import encoder_of
 from gspo_mega.data.stream import PromptStream
 from gspo_mega.episodes.demonstrated import demonstration_encoder
-from gspo_mega.errors import DataError, NumericsError, RewardError
+from gspo_mega.errors import NumericsError, RewardError
 from gspo_mega.metrics.console import progress_line
 from gspo_mega.runtime.adapter_report import adapter_metrics
 from gspo_mega.runtime.final_table import accuracy_text
@@ -74,13 +75,7 @@ def _demonstrations(session: Session) -> PromptStream[Demonstration] | None:
         return None
     config = session.config
     rollouts = session.lead.rollouts
-    taught = encoder_of(config.data, rollouts.tokenizer)
-    if taught.end_token_id not in rollouts.end_tokens.ids:
-        raise DataError(
-            f"{config.model.path}: demonstrations would end with {taught.end_token!r} ({taught.end_token_id}), which is"
-            f" outside the model's vocabulary of {session.spec.vocab_size}; name another eos_token in its"
-            " tokenizer_config.json"
-        )
+    check_taught_end(encoder_of(config.data, rollouts.tokenizer), rollouts.end_tokens.ids, config.model.path)
     conversation = demonstration_encoder(config, rollouts.tokenizer, rollouts.end_tokens.ids, rollouts.tool_schemas)
     sources = load_demonstrations(
         config.data,

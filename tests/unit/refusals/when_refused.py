@@ -52,20 +52,23 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "batches/live.py": {"LiveSource._check_fresh": (1, RUN, _SAMPLED)},
     "batches/recorded.py": {"RecordedSource._read": (1, RUN, _RESUME)},
     "data/chat.py": {
-        "PromptEncoder.__init__": (3, TRIED),
-        "PromptEncoder._masked": (1, TRIED),
+        "PromptEncoder.__init__": (2, TRIED),
+        "PromptEncoder.end_token_id": (1, TRIED),
+        "PromptEncoder._masked": (2, TRIED),
         "PromptEncoder._render": (1, TRIED),
         "PromptEncoder._encode_plain": (1, TRIED),
-        "load_tokenizer": (2, TRIED),
+        "load_tokenizer": (3, TRIED),
         "check_vocabulary": (1, TRIED),
         "_template_of": (1, TRIED),
     },
+    "data/end_of_turn.py": {"run_end_tokens": (1, TRIED), "check_taught_end": (1, TRIED)},
     "data/expert_routes.py": {"ExpertRoutes.of": (2, RUN, _SERVERS)},
     "data/jsonl.py": {
         "JsonlFile.__init__": (2, TRIED),
         "JsonlFile.__getitem__": (1, RUN, _DISK),
+        "_lines": (1, TRIED),
         "check_first_rows": (2, PLAN),
-        "_opened": (3, TRIED),
+        "_opened": (4, TRIED),
     },
     "data/packing.py": {"split_mini_batches": (1, RUN, _DEFECT), "plan_packs": (2, RUN, _DEFECT)},
     "data/procedural_rows.py": {
@@ -74,9 +77,9 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "_Maker.rows": (1, PLAN),
         "_lines": (1, PLAN),
     },
-    "data/prompts.py": {"RowSource.item": (1, TRIED), "RowSource._survey": (1, TRIED)},
+    "data/prompts.py": {"RowSource.item": (1, TRIED), "RowSource._survey": (2, TRIED)},
     "data/stream.py": {
-        "PromptStream.load_state_dict": (4, RUN, _RESUME),
+        "PromptStream.load_state_dict": (5, RUN, _RESUME),
         "PromptStream._draw": (
             1,
             RUN,
@@ -131,7 +134,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "rollout/sampled_groups.py": {"SampledGroups.check_failures": (1, RUN, _SAMPLED)},
     "rollout/sampling.py": {"Sampler.sample": (1, RUN, _SERVERS), "Sampler._complete": (1, RUN, _SERVERS)},
     "rollout/secret.py": {"read_secret": (3, RUN, _DISK)},
-    "rollout/server/copy_wait.py": {"CopyWait.look": (1, RUN, _DISK), "CopyWait._heard": (1, RUN, _DISK)},
+    "rollout/server/copy_wait.py": {"CopyWait.look": (1, RUN, _DISK), "CopyWait._heard": (2, RUN, _DISK)},
     "rollout/server/listening_port.py": {
         "free_port": (3, RUN, "which addresses and ports a server's machine has is known there, when it starts")
     },
@@ -163,6 +166,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
         "ServerPool._raise_if_all_failed": (1, RUN, _SERVERS),
     },
     "rollout/set_aside.py": {"SetAside.load": (1, RUN, _SERVERS), "SetAside.acquire": (1, RUN, _SERVERS)},
+    "engine/parameter_marks.py": {"_mark": (2, RUN, _DEFECT)},
     "engine/cpu/te_loading.py": {"load_transformer_engine": (1, RUN, _HERE)},
     "engine/megatron_fusions.py": {"choices": (1, RUN, _HERE), "dispatcher_settings": (2, RUN, _HERE)},
     "engine/megatron_optimizer.py": {"require_optimizer": (1, RUN, _HERE)},
@@ -194,7 +198,6 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     },
     "weights/link.py": {"Sending.wait": (3, RUN, _SERVERS), "GroupEnd.broadcast": (1, RUN, _SERVERS)},
     "weights/linked_servers.py": {"Link.__init__": (1, RUN, _SERVERS), "Link.broadcast": (1, RUN, _SERVERS)},
-    "weights/names.py": {"canonical_parameters": (3, RUN, _DEFECT)},
     "weights/publish.py": {
         "Publisher.publish": (1, RUN, _SERVERS),
         "Publisher.publish_again": (1, RUN, _SERVERS),
@@ -215,7 +218,7 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "reward/functions.py": {"load_function": (1, FUNCTIONS), "_check_call": (4, FUNCTIONS)},
     "reward/json_responses.py": {"check_json_schema": (2, FUNCTIONS), "_validator": (4, FUNCTIONS)},
     "reward/judges.py": {"check_judge": (2, FUNCTIONS)},
-    "reward/mathematics.py": {"_package": (1, FUNCTIONS)},
+    "reward/latex_reading.py": {"package": (1, FUNCTIONS)},
     "reward/patterns.py": {"compiled": (2, FUNCTIONS), "check_regex": (3, FUNCTIONS)},
     "reward/procedural.py": {"Scorer.__init__": (2, FUNCTIONS)},
     "reward/programs.py": {"check_code": (4, FUNCTIONS), "_server": (2, FUNCTIONS)},
@@ -251,12 +254,18 @@ TABLE: dict[str, dict[str, tuple[int, str] | tuple[int, str, str]]] = {
     "checkpoint/train_state.py": {"find_checkpoint": (1, RUN, _RESUME), "load_checkpoint": (4, RUN, _RESUME)},
     "journal/episode_log.py": {"EpisodeLog._open": (1, RUN, _DISK)},
     "journal/frames.py": {"FrameFile.frames": (2, RUN, _RESUME)},
-    "journal/step_record.py": {"read_file": (2, RUN, _RESUME), "_damage": (1, RUN, _RESUME)},
+    "journal/journal.py": {"_missing_groups": (1, RUN, _RESUME)},
+    "journal/step_record.py": {
+        "well_formed": (1, RUN, _RESUME),
+        "_read_file": (3, RUN, _RESUME),
+        "_damage": (1, RUN, _RESUME),
+    },
     "journal/step_writer.py": {"StepWriter._refusal": (1, RUN, _DISK), "disk_errors": (1, RUN, _DISK)},
     "journal/token_gaps.py": {"write_token_gaps": (1, RUN, _DISK)},
     "metrics/sink_loading.py": {"sink_makers": (1, FUNCTIONS), "_check": (2, FUNCTIONS), "load_sink": (4, FUNCTIONS)},
     "metrics/writer.py": {
         "MetricsWriter._folder_errors": (1, RUN, _DISK),
         "MetricsWriter._step_of": (1, RUN, _RESUME),
+        "read_metrics": (1, TOOL),
     },
 }

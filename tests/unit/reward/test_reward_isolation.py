@@ -27,7 +27,9 @@ def test_of_the_environment_only_what_is_harmless_or_named(monkeypatch):
     trajectories, _ = score(settings("user_rewards:behave", environment=("JUDGE_MODEL",)), found + "'small'")
     assert (trajectories[0].reward, trajectories[0].reward_error) == (1.0, None)
     given = set(open("found").read().split())
-    assert given <= {*guarded_process.ENVIRONMENT, "JUDGE_MODEL"} and {"PATH", "HOME", "PYTHONPATH"} <= given
+    way_out = {"HTTPS_PROXY", "no_proxy", "NO_PROXY"}  # to the network outside, which a function may ask
+    assert given <= {*guarded_process.ENVIRONMENT, "JUDGE_MODEL"} | way_out
+    assert {"PATH", "HOME", "PYTHONPATH"} | way_out <= given
     trajectories, _ = score(settings("user_rewards:behave"), found + "None")
     assert trajectories[0].reward == 1.0
 
