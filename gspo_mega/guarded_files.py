@@ -35,6 +35,9 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 )
 
 
+_PIECE_BYTES = 16 * 2**20
+
+
 class NoRegularFileError(OSError):
     """What bears a file's name is something else, too large, or cannot be read. `strerror` says what it is."""
 
@@ -80,14 +83,20 @@ def _is_of_kernel(found: os.stat_result) -> bool:
 
 def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
     """The whole of a regular file. Raises OSError."""
+    pieces, size = [], 0
     with open_regular(path, most_bytes) as file:
         try:
-            data = file.read(most_bytes + 1)  # it may grow meanwhile
+            # In pieces: a read of the bound would take memory for all of it, and the file may grow meanwhile.
+            while piece := file.read(_PIECE_BYTES):
+                pieces.append(piece)
+                size += len(piece)
+                if size > most_bytes:
+                    raise NoRegularFileError(errno.EFBIG, f"has more than {most_bytes} bytes", os.fspath(path))
+        except NoRegularFileError:
+            raise
         except OSError as error:  # Python leaves out the name
             raise NoRegularFileError(error.errno, f"cannot be read: {error.strerror}", os.fspath(path)) from None
-    if len(data) > most_bytes:
-        raise NoRegularFileError(errno.EFBIG, f"has more than {most_bytes} bytes", os.fspath(path))
-    return data
+    return b"".join(pieces)
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_TEXT_BYTES, errors: str = "strict") -> str:

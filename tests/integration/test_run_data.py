@@ -76,8 +76,8 @@ def test_a_broken_line_is_named_before_any_server_is_waited_for(start, tmp_path,
     command = start(str(REPOSITORY / "configs/quickstart.yaml"), *overrides, f"data.path={data}")
     assert command.finish() == 2
     first, second = command.err.splitlines()
-    assert first.startswith(f"{data}:7: not JSON")
-    assert second.startswith(f"{data}:10: no key 'answer'")
+    assert f"data.path: {data}:7: not JSON" in first
+    assert f"data.path: {data}:10: no key 'answer'" in second
     assert "Traceback" not in command.out + command.err
     run = RunFolder(tmp_path / "runs" / "broken")
     assert not any(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from report_runs import make_run
 
+from gspo_mega import guarded_files
 from gspo_mega.commands.main import main
 from gspo_mega.data.chat import load_tokenizer
 from gspo_mega.errors import DataError, FolderError, GspoMegaError, ModelError
@@ -307,3 +308,19 @@ def test_only_regular_files_are_opened(tmp_path):
     with pytest.raises(NoRegularFileError, match="at most 2 are read"):
         read_bytes(tmp_path / "file", most_bytes=2)
     assert MOST_JSON_BYTES > 1024**2 and issubclass(ModelError, GspoMegaError) and read_model_spec(SHAPE)
+
+
+def test_a_bound_of_gigabytes_takes_no_memory_and_holds_for_a_file_that_grows(tmp_path, monkeypatch):
+    path = tmp_path / "small"
+    path.write_bytes(b"line\n" * 10)
+    assert read_bytes(path, 64 * 2**40) == b"line\n" * 10  # more than any machine has
+
+    def grown(path, most_bytes=None, real=guarded_files.open_regular):
+        file = real(path, most_bytes)
+        with path.open("ab") as more:
+            more.write(b"x" * 100)
+        return file
+
+    monkeypatch.setattr(guarded_files, "open_regular", grown)
+    with pytest.raises(OSError, match="has more than 100 bytes"):
+        read_bytes(path, 100)
