@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from gspo_mega.reward import equality, latex_reading, quantities
+from gspo_mega.reward import latex_reading, quantities
 from gspo_mega.reward.final_answers import cleaned, final_answer, gold_answer
 from gspo_mega.reward.latex_reading import Congruence, Rows
 from gspo_mega.reward.numerals import number_alone
@@ -214,10 +214,17 @@ def _same_brackets(gold: str, given: str, ours: Any, theirs: Any) -> bool:
         return False
     if "\\{" in gold or "\\{" in given or "\\pm" in gold + given or "\\mp" in gold + given:
         return True
-    one, two = equality.num_written(ours), equality.num_written(theirs)
-    if one == two == 0 or not (equality.repeats(ours) or equality.repeats(theirs)):
+    one, two = _equality().num_written(ours), _equality().num_written(theirs)
+    if one == two == 0 or not (_equality().repeats(ours) or _equality().repeats(theirs)):
         return True
-    return max(one, 1) == max(two, 1) and equality.same_lists(ours, theirs)
+    return max(one, 1) == max(two, 1) and _equality().same_lists(ours, theirs)
+
+
+def _equality() -> Any:
+    """The module that compares; it imports SymPy, which commands and other rewards do without."""
+    from gspo_mega.reward import equality
+
+    return equality
 
 
 def _reading(text: str) -> quantities.Reading:
@@ -300,13 +307,13 @@ def _alike(gold: _Value, given: _Value) -> bool:
         return _congruent(ours, theirs)
     if gold.every is not None:
         return _same_families(gold, given)
-    return equality.same(ours, theirs)
+    return _equality().same(ours, theirs)
 
 
 def _same_rows(ours: Any, theirs: Any) -> bool:
     """Two definitions by cases, or a system of equations and a list of them, in any order."""
     lists = [
-        one.rows if isinstance(one, Rows) else [[part] for part in equality.elements(one) or []]
+        one.rows if isinstance(one, Rows) else [[part] for part in _equality().elements(one) or []]
         for one in (ours, theirs)
     ]
     if len(lists[0]) != len(lists[1]) or not lists[0]:
@@ -329,13 +336,13 @@ def _congruent(ours: Any, theirs: Any) -> bool:
     """`1 mod 3` is 4 mod 3; a number alone is compared with the residue as it stands."""
     if not isinstance(ours, Congruence) or not isinstance(theirs, Congruence):
         one, two = (part.residue if isinstance(part, Congruence) else part for part in (ours, theirs))
-        return equality.same(one, two)
-    if not equality.same(ours.modulus, theirs.modulus):
+        return _equality().same(one, two)
+    if not _equality().same(ours.modulus, theirs.modulus):
         return False
     try:
         return bool((ours.residue - theirs.residue) % ours.modulus == 0)
     except TypeError:
-        return equality.same(ours.residue, theirs.residue)
+        return _equality().same(ours.residue, theirs.residue)
 
 
 def _same_families(gold: _Value, given: _Value) -> bool:
@@ -344,8 +351,8 @@ def _same_families(gold: _Value, given: _Value) -> bool:
 
     if given.every is not None and given.of != gold.of:
         return False
-    ours = equality.elements(gold.it) or [gold.it]
-    theirs = equality.elements(given.it) or [given.it]
+    ours = _equality().elements(gold.it) or [gold.it]
+    theirs = _equality().elements(given.it) or [given.it]
     names = (
         [given.every] if given.every else sorted({s.name for one in theirs for s in getattr(one, "free_symbols", ())})
     )
@@ -363,19 +370,19 @@ def _same_families(gold: _Value, given: _Value) -> bool:
 
     def alike(one: Any, two: Any) -> bool:
         if not isinstance(one, sympy.Expr) or not isinstance(two, sympy.Expr):
-            return equality.same(one, two)
-        if equality.same(one, two):
+            return _equality().same(one, two)
+        if _equality().same(one, two):
             return True
         steps = [sympy.expand(part.subs(k, 1) - part.subs(k, 0)) for part in (one, two)]
         linear = all(
-            equality.same(sympy.expand(part.subs(k, 3) - part.subs(k, 0)), 3 * step)
+            _equality().same(sympy.expand(part.subs(k, 3) - part.subs(k, 0)), 3 * step)
             for part, step in zip((one, two), steps)
         )
         if (
             gold.of != "Z"
             or not linear
             or steps[0] == 0
-            or not (equality.same(*steps) or equality.same(steps[0], -steps[1]))
+            or not (_equality().same(*steps) or _equality().same(steps[0], -steps[1]))
         ):
             return False
         return sympy.simplify((one.subs(k, 0) - two.subs(k, 0)) / steps[0]).is_integer is True
@@ -388,7 +395,7 @@ def _same_families(gold: _Value, given: _Value) -> bool:
                 return False
             left.remove(found)
     except (AttributeError, TypeError):
-        return equality.same(gold.it, given.it)
+        return _equality().same(gold.it, given.it)
     return not left
 
 
