@@ -55,7 +55,7 @@ def check_layout(config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] 
         *check_server_parallel(config, spec, device),
         *check_speculative(config, spec, device),
         *check_server_precision(config, spec, device),
-        *check_served_model(config, spec),
+        *check_served_model(config, spec, device),
     ]
 
 

@@ -23,6 +23,9 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 _SCALE_BYTES = 4
 # Compute capability of Ada, the first with e4m3.
 _FIRST_E4M3 = (8, 9)
+# Without a GPU SGLang 0.5.23 pads the widths of MLPs to multiples of this, for each of a server's tensor ranks
+# (`adjust_config_with_unaligned_cpu_tp`).
+_CPU_WIDTH = 32
 # Families whose output layer SGLang 0.5.23 never ties to the embedding, whatever config.json says (its `models/*.py`
 # make a ParallelLMHead of its own): a folder without lm_head.weight leaves it at random values.
 WITH_OWN_HEAD = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss")
@@ -66,10 +69,23 @@ def _num_scales(quantization: str, entry: TensorEntry) -> int:
     return 1 if quantization == "fp8" and entry.expert is not None else rows
 
 
-def check_served_model(config: Config, spec: ModelSpec) -> Iterator[Violation]:
-    """What SGLang would serve as another model than the folder holds. Only for a run that samples."""
+def check_served_model(
+    config: Config, spec: ModelSpec, device: Literal["cpu", "gpu"] | None = None
+) -> Iterator[Violation]:
+    """What SGLang would serve as another model than the folder holds. Only for a run that samples. `device`: the
+    ranks', where it is known.
+    """
     samples = publishes(config) or config.eval is not None
     replays = config.train is not None and config.train.from_rollouts is not None
+    width = _CPU_WIDTH * config.server.tensor
+    padded = [f"{name} {size}" for name, size in _widths(spec) if size % width]
+    if publishes(config) and not replays and padded and is_on_gpu(config, device) is False:
+        yield Violation(
+            "model.path",
+            f"{' and '.join(padded)}: without a GPU SGLang 0.5.23 pads such widths to multiples of {_CPU_WIDTH} x"
+            f" server.tensor {config.server.tensor} = {width}, and no update of the weights can be verified",
+            f"a model whose widths {width} divides, or GPUs",
+        )
     if samples and not replays and spec.tie_word_embeddings and spec.family in WITH_OWN_HEAD:
         yield Violation(
             "model.path",
@@ -77,6 +93,17 @@ def check_served_model(config: Config, spec: ModelSpec) -> Iterator[Violation]:
             " servers would sample from an output layer of random values",
             "a folder with `tie_word_embeddings: false` and a copy of model.embed_tokens.weight as lm_head.weight",
         )
+
+
+def _widths(spec: ModelSpec) -> Iterator[tuple[str, int]]:
+    """(name, width) of the MLPs that a model has."""
+    moe = spec.moe
+    if moe is None or moe.num_dense_layers:
+        yield "intermediate_size", spec.intermediate_size
+    if moe is not None:
+        yield "the experts' width", moe.expert_intermediate_size
+        if moe.shared_intermediate_size:
+            yield "the shared experts' width", moe.shared_intermediate_size
 
 
 def check_server_precision(

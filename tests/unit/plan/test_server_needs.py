@@ -232,3 +232,22 @@ def test_the_table_of_untied_output_layers_is_sglangs():
     sources = {name: models / f"{'deepseek_v2' if name == 'deepseek_v3' else name}.py" for name in FAMILIES}
     without = {name for name, path in sources.items() if "config.tie_word_embeddings" not in path.read_text()}
     assert without == set(WITH_OWN_HEAD)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words", "refused"),
+    [
+        ("dense", {"intermediate_size": 176}, (), "intermediate_size 176: without a GPU SGLang 0.5.23 pads"),
+        ("dense", {"intermediate_size": 160}, (), None),
+        ("dense", {"intermediate_size": 160}, ("server.tensor=2",), "multiples of 32 x server.tensor 2 = 64"),
+        ("moe", {"moe_intermediate_size": 40}, (), "the experts' width 40: without a GPU"),
+        ("moe", {"intermediate_size": 100}, (), None),  # of no layer
+        ("dense", {"intermediate_size": 176}, ("train.from_rollouts=/recorded",), None),
+    ],
+)
+def test_widths_that_sglang_pads_without_a_gpu_are_refused(load, shape, kind, changes, words, refused):
+    words, model = ("train.num_steps=1", *words), shape(kind, **changes)
+    if refused is None:
+        plan_run(load(*words), "cpu", model)
+    else:
+        assert refused in refusals(load, shape, *words, device="cpu", kind=kind, **changes)
