@@ -50,5 +50,5 @@ def test_a_padding_mask_doubles_the_gradient_of_router_losses_and_is_found(tmp_p
 
 @pytest.mark.parametrize("faults", [step_faults.FAULTS, step_faults.BIAS_FAULTS, step_faults.BALANCED_FAULTS])
 def test_every_fault_says_where_it_shows(faults):
-    kinds = {"gradient", "norm", "steps", "state"}
+    kinds = {"gradient", "norm", "steps", "state", "weights"}
     assert all(fault.seen and set(fault.seen) <= kinds for fault in faults.values())

@@ -41,7 +41,8 @@ class Case:
                 dict(
                     run=dict(name="verdict"),
                     model=dict(path=str(model_path)),
-                    train=dict(num_steps=1),
+                    # On recorded rollouts: it is the ranks that are judged, not what a server could hold.
+                    train=dict(num_steps=1, from_rollouts="unused"),
                     data=dict(path="unused.jsonl", max_prompt_tokens=PROMPT_TOKENS),
                     reward=dict(functions=[dict(function="exact_match")]),
                     cluster=dict(ranks_per_node=self.ranks),

@@ -48,6 +48,10 @@ def home(tmp_path):
     return tmp_path / "a home"
 
 
+# The model of these tests is a shape without weights. What ranks read is tried by a Python that has their packages.
+ELSEWHERE = {"GSPO_TRAINER_PYTHON": "/opt/trainer/bin/python"}
+
+
 def call(home, *arguments, script=None, **environment):
     """Run the script from another folder; what ended, and the calls it made: (program, arguments, variables)."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("GSPO_", "SLURM_"))}
@@ -88,7 +92,12 @@ def config(home):
 
 def test_a_login_node_submits_a_job_of_the_right_size(home, config):
     ended, calls = call(
-        home, *config, GSPO_SBATCH="--time=10 --comment='two words'", SLURM_CONF="/etc/its.conf", SLURM_NTASKS="9"
+        home,
+        *config,
+        GSPO_SBATCH="--time=10 --comment='two words'",
+        SLURM_CONF="/etc/its.conf",
+        SLURM_NTASKS="9",
+        **ELSEWHERE,
     )
     assert ended.returncode == 0, ended.stderr
     ((program, arguments, variables),) = calls
@@ -159,7 +168,7 @@ def test_a_controller_that_fails_once_does_not_end_the_job(home, config):
 
 
 def test_a_job_of_sbatchs_own_size_submits_another(home, config):
-    ended, calls = in_job(home, *config, SLURM_NTASKS="1", SLURM_EXPORT_ENV="NONE")
+    ended, calls = in_job(home, *config, SLURM_NTASKS="1", SLURM_EXPORT_ENV="NONE", **ELSEWHERE)
     assert ended.returncode == 0, ended.stderr
     assert [(program, arguments[-len(config) - 1]) for program, arguments, _ in calls] == [
         ("sbatch", str(home / "launch/slurm/train.sbatch"))
