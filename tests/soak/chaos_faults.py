@@ -16,6 +16,7 @@ from typing import Literal
 
 from chaos_server import EOS, MAX_NEW_TOKENS, VOCAB, ChaosServer, sample_of
 
+from gspo_mega import guarded_files
 from gspo_mega.rollout.server_pool import ServerPool
 from gspo_mega.run_folder import Attempt
 
@@ -161,15 +162,15 @@ def unreadable(number: int, share: float = 0.5) -> Callable[[Scene], None]:
     """While the batch runs, this share of all reads of registrations fails with this errno."""
 
     def start(scene: Scene) -> None:
-        rng, read_text = random.Random(number), Path.read_text
+        rng, real = random.Random(number), guarded_files.open_regular
 
-        def read(self: Path, *args, **kwargs):
-            if self.parent == scene.attempt.servers_dir and rng.random() < share:
-                raise OSError(number, os.strerror(number), str(self))
-            return read_text(self, *args, **kwargs)
+        def opened(path, most_bytes=None):
+            if Path(path).parent == scene.attempt.servers_dir and rng.random() < share:
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, most_bytes)
 
-        Path.read_text = read
-        scene.restore = lambda: setattr(Path, "read_text", read_text)
+        guarded_files.open_regular = opened
+        scene.restore = lambda: setattr(guarded_files, "open_regular", real)
 
     return start
 

@@ -1,8 +1,11 @@
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from gspo_mega import guarded_files
 from gspo_mega.errors import ModelError
 from gspo_mega.model.huggingface import read_model_spec, spec_from_config
 from gspo_mega.model.spec import MoeSpec
@@ -226,3 +229,22 @@ def test_a_shape_file_stands_for_a_folder():
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers, spec.head_dim) == (512, 64, 3, 16)
     assert spec.moe == MoeSpec(num_experts=8, experts_per_token=2, expert_intermediate_size=64, norm_topk_prob=True)
     assert read_model_spec(SHAPES / "quickstart_dense.json").moe is None
+
+
+def test_a_file_that_is_no_json_or_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000)
+    with pytest.raises(ModelError, match="config.json: not JSON: it is nested too deeply"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(dense()))
+
+    def refused(path, most_bytes=None):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(guarded_files, "open_regular", refused)
+    with pytest.raises(ModelError, match="config.json: cannot be read: Permission denied"):
+        read_model_spec(tmp_path)
+
+
+def test_more_experts_in_all_than_a_plan_can_list_are_refused():
+    with pytest.raises(ModelError, match="1000 layers of 4096 experts; no model has more than 262144 experts in all"):
+        spec_from_config(moe(num_hidden_layers=1_000, num_experts=4_096))

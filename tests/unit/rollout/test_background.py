@@ -12,6 +12,7 @@ import pytest
 from collector_support import Stream, check_whole
 from waiting import until
 
+from gspo_mega import guarded_files
 from gspo_mega.errors import RolloutError
 from gspo_mega.rollout.loop_thread import LoopThread
 
@@ -20,15 +21,14 @@ from gspo_mega.rollout.loop_thread import LoopThread
 def failing_reads(monkeypatch):
     """Reading a registration fails with these errors, one after another; then it works again."""
     errors: list[int] = []
-    read_text = pathlib.Path.read_text
 
-    def read(self, *args, **kwargs):
-        if self.parent.name == "servers" and errors:
+    def opened(path, most_bytes=None, real=guarded_files.open_regular):
+        if pathlib.Path(path).parent.name == "servers" and errors:
             number = errors.pop()
-            raise OSError(number, os.strerror(number), str(self))
-        return read_text(self, *args, **kwargs)
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, most_bytes)
 
-    monkeypatch.setattr(pathlib.Path, "read_text", read)
+    monkeypatch.setattr(guarded_files, "open_regular", opened)
     return errors
 
 
@@ -61,7 +61,7 @@ def test_a_folder_among_the_registrations_stops_nothing(fakes, collect, attempt,
     pool.wait_ready(1, 60)
     check_whole(collector.take(0), stream)
     until(lambda: pool.num_registration_errors >= 3)
-    assert sum("server-9.json: cannot be read: Is a directory" in r.getMessage() for r in caplog.records) == 1
+    assert sum("server-9.json: cannot be read: is a folder, not a file" in r.getMessage() for r in caplog.records) == 1
     fakes("server-1")
     pool.wait_ready(2, 60)
 
