@@ -95,7 +95,9 @@ def test_the_start_is_measured_beside_training_once():
         "the weights of step 0 are measured now: the run ended before it could do so"
     ]
     session = Session(Beside(ended=[measured(0)]), step=2)
-    assert step_of(session).late == [] and session.state.summary == {"accuracy_before": [0.5, 0.1]}
+    (late,) = step_of(session).late
+    assert (late["eval/measured_step"], late["eval/accuracy"]) == (0, 0.5)
+    assert session.state.summary == {"accuracy_before": [0.5, 0.1]}
 
 
 def test_blocking_again_says_what_is_not_measured():
