@@ -53,9 +53,14 @@ def check_all_inputs(loaded: LoadedConfig, command: Command) -> list[str]:
     notices, tools, _ = _checked(loaded, command)
     if command == "certify":
         return notices
-    if is_replay(loaded, command):
-        return [*notices, *try_inputs(loaded, "replay", tools)]
-    return [*notices, *try_rewards(loaded, command), *try_inputs(loaded, command, tools)]
+    return [*notices, *_tried(loaded, command, tools, replays=is_replay(loaded, command))]
+
+
+def _tried(loaded: LoadedConfig, command: Command, tools: Sequence[dict[str, Any]], *, replays: bool) -> list[str]:
+    """Try the rewards and have a process read what the ranks read; of a replay, what remains of that. Notices."""
+    if replays:
+        return try_inputs(loaded, "replay", tools)
+    return [*try_rewards(loaded, command), *try_inputs(loaded, command, tools)]
 
 
 def _checked(loaded: LoadedConfig, command: Command) -> tuple[list[str], list[dict[str, Any]], list[str]]:
@@ -90,18 +95,25 @@ def check_before_job(
             " does that"
         ]
     tools = check_users_functions(loaded)
-    return [] if is_replay(loaded, command) else check_what_is_read(loaded, command, tools)
+    return check_what_is_read(loaded, command, tools, replays=is_replay(loaded, command))
 
 
 def check_what_is_read(
-    loaded: LoadedConfig, command: Literal["train", "sft", "eval", "budget"], tools: Sequence[dict[str, Any]]
+    loaded: LoadedConfig,
+    command: Literal["train", "sft", "eval", "budget"],
+    tools: Sequence[dict[str, Any]],
+    *,
+    replays: bool,
 ) -> list[str]:
-    """Check everything that the ranks of a command that samples read; `tools`: schemas of the run's tools. Returns
-    notices. Raises DataError, RewardError, ModelError or EpisodeError with the place of the key.
+    """Check everything that the ranks of a command read. `tools`: schemas of the run's tools; `replays`: it trains on
+    recorded rollouts. Returns notices. Raises DataError, RewardError, ModelError or EpisodeError with the place of the
+    key.
     """
-    notices = make_rows(loaded.config.data)
-    _check_data(loaded, command)
-    return [*notices, *try_rewards(loaded, command), *try_inputs(loaded, command, tools)]
+    notices = []
+    if not replays:
+        notices = make_rows(loaded.config.data)
+        _check_data(loaded, command)
+    return [*notices, *_tried(loaded, command, tools, replays=replays)]
 
 
 def check_run_folder(loaded: LoadedConfig) -> None:

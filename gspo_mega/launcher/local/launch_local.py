@@ -74,7 +74,8 @@ def launch(
     tools = []
     if command not in ("certify", "compare", "reward_model"):  # these neither sample nor score
         tools = check_users_functions(loaded)
-    samples = with_servers and command != "certify" and not is_replay(loaded, command)
+    replays = is_replay(loaded, command)
+    samples = with_servers and command != "certify" and not replays
     num_servers = config.server.num_servers if samples else 0
     scorers = reward_servers(config) if samples else []
     rest, scorer_gpus = reward_gpus(gpus, [model.tensor for model, _ in scorers])
@@ -94,7 +95,7 @@ def launch(
         refuse_what_does_not_fit(plan, figures, loaded.where)
     if command in ("train", "sft", "eval") and worker_command is WORKER_COMMAND:  # the ranks that read it
         check_run_folder(loaded)
-        for notice in check_what_is_read(loaded, command, tools) if samples else ():
+        for notice in check_what_is_read(loaded, command, tools, replays=replays):
             say(f"notice   {notice}")
     folder = RunFolder(Path(config.run.dir) / config.run.name)
 

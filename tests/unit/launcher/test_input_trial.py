@@ -20,13 +20,16 @@ from safetensors.torch import load_file, save_file
 
 from gspo_mega.commands.main import main
 from gspo_mega.config import load_config
-from gspo_mega.errors import RankError
+from gspo_mega.errors import ModelError, RankError
 from gspo_mega.launcher import input_trial, trial_process
 from gspo_mega.launcher.input_trial import CHECKS, Trial, read_weights, run_checks
+from gspo_mega.launcher.local import launch_local
 from gspo_mega.run_folder import DamagedFileError
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
+# With which a KL term is allowed.
+CUSTOM = ("algorithm=custom", "objective.ratio=sequence", "objective.aggregation=sequence_mean_token_mean")
 NORM, EXPERT = "model.norm.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
@@ -312,6 +315,20 @@ def test_a_run_on_recorded_rollouts_reads_weights_alone(inputs):
         make(inputs)
     loaded = load_config(CONFIG, inputs.words(), "train")
     assert [one["key"] for one in run_checks(Trial(loaded.config, "replay"))["problems"]] == ["model.path"]
+    loaded = load_config(
+        CONFIG, inputs.words("kl.coefficient=0.1", f"kl.reference_path={inputs.model}", *CUSTOM), "train"
+    )
+    keys = [one["key"] for one in run_checks(Trial(loaded.config, "replay"))["problems"]]
+    assert keys == ["model.path", "kl.reference_path"]
+
+
+def test_the_start_of_a_run_on_recorded_rollouts_tries_what_its_ranks_read(inputs, monkeypatch):
+    monkeypatch.setattr(launch_local, "is_replay", lambda loaded, command: True)
+    missing_tensor(inputs)
+    loaded = load_config(CONFIG, inputs.words(), "train")
+    with pytest.raises(ModelError, match="cannot be loaded as qwen3_moe:\n *missing: model.norm"):
+        launch_local.launch(loaded, "train", lambda line: None)
+    assert not inputs.run_dir.exists()
 
 
 def test_a_long_file_is_read_for_some_seconds_and_the_notice_says_how_far(inputs, monkeypatch):
