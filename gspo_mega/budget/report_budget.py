@@ -16,7 +16,7 @@ _LEGEND = (
     "k3: mean(e^x - 1 - x) per token, nats, of the difference x that the cause adds to d = trainer - rollout;",
     "band: mean |log s| in widths of the clip range, log s being the mean of x over a sequence (or over its first so",
     "many tokens), and where tokens are clipped the mean size of x of a token; below, above: share of all responses",
-    "(tokens) below, above the clip range, had the cause acted alone; - where the algorithm clips nothing;",
+    "(tokens) below, above the clip range, had only this cause acted; - where the algorithm clips nothing;",
     "A<0: of the responses with A < 0 the share that is clipped, below it; A>0: of those with A > 0, above it: with no",
     "update at all, were the servers' log-probs used directly as old;",
     "bound: a token's difference that the row's rounding may reach, nats; what is smaller is not seen to be a fault;",

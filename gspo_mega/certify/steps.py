@@ -168,7 +168,7 @@ def sketch(name: str, tensor: torch.Tensor) -> np.ndarray:
     """[2 + K] float64 of a tensor: the sum of its squares, the number of its zeros, and r^T X c for K pairs of vectors
     of signs that depend only on `name`, where X has the tensor's last dimension as its columns.
 
-    The mean square of such a product of a difference is the difference's square, whatever it looks like. Computed where
+    The mean square of such a product is the square of the difference, for any difference. Computed where
     the tensor is, in pieces.
     """
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))

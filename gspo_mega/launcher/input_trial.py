@@ -3,8 +3,8 @@
     python -m gspo_mega.launcher.input_trial        asked in one line of JSON, answers in one
 
 The tokenizer, the chat template, the stored tensors' names and shapes, the prompts, demonstrations and held-out sets
-with their answers, the tools' format. `CHECKS` is the list: whatever a rank would refuse in what it reads has an entry
-there that calls the rank's function. The process imports transformers and torch, so that commands need not;
+with their answers, the tools' format. `CHECKS` is the list: each thing that a rank would refuse in what it reads has
+an entry there that calls the rank's function. The process imports transformers and torch, so that commands need not;
 `trial_process.py` starts it.
 """
 

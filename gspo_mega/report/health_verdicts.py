@@ -171,7 +171,7 @@ def _beyond(record: RunRecord, bound: _Bound) -> Iterable[Verdict]:
 def _of_share(record: RunRecord, share: _Share) -> Iterable[Verdict]:
     number, of = recent(record, share.metric), recent(record, share.of)
     if number is not None and of is not None and number.mean > MOST_SHARE * of.mean:
-        text = f"{number.mean:.3g} {share.what}, beside {of.mean:.3g} {share.of.partition('num_')[2]}"
+        text = f"{number.mean:.3g} {share.what}, compared with {of.mean:.3g} {share.of.partition('num_')[2]}"
         yield Verdict("warning", share.topic, f"{text} ({said_of(number.first, number.last)})", share.metric)
 
 

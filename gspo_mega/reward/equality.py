@@ -37,7 +37,7 @@ def same(gold: Any, given: Any) -> bool:
     """Whether a response's object is a row's. Of relations, the row's form counts: 5 is also `x = 5`, and `y = 2x` is
     `2x - y = 0`.
     """
-    if _is_chain(given) and not _holds(given):
+    if _is_equation(given) and not _holds(given):
         return False
     if _is_equation(given) and not _is_equation(gold):
         given = _side(given)
@@ -76,9 +76,6 @@ def _is_relation(one: Any) -> bool:
 
 def _is_equation(one: Any) -> bool:
     return isinstance(one, sympy.Eq) or (_is_and(one) and all(isinstance(part, sympy.Eq) for part in _parts(one)))
-
-
-_is_chain = _is_equation
 
 
 def _members(equation: Any) -> list[Any]:
@@ -394,9 +391,8 @@ def _decimal(one: Any) -> tuple[Fraction, int] | None:
     power = 0
     if isinstance(one, sympy.Mul) and len(one.args) == 2:
         for number, ten in (one.args, one.args[::-1]):
-            sign = 1
             if isinstance(ten, sympy.Pow) and ten.args[0] == 10 and getattr(ten.args[1], "is_Integer", False):
-                power, one = int(ten.args[1]), sign * number
+                power, one = int(ten.args[1]), number
                 break
             if ten == -1 and isinstance(number, sympy.Float):
                 one = -number

@@ -105,7 +105,7 @@ def checked_log_probs(entries: list, token_ids: list[int]) -> np.ndarray:
     log_probs = []  # one by one, to say which is wrong
     for position, (entry, token) in enumerate(zip(entries, token_ids, strict=True)):
         if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int or entry[1] != token:
-            raise NonsenseAnswer(f"log-prob entry {shown(entry)} at position {position} beside token {token}")
+            raise NonsenseAnswer(f"log-prob entry {shown(entry)} at position {position}, where the token is {token}")
         log_probs.append(log_prob_of(entry[0], f"of token {token} at position {position}"))
     return np.array(log_probs, np.float64)
 

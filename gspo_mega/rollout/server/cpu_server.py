@@ -97,7 +97,7 @@ class _BeforeAfterImport(importlib.abc.MetaPathFinder):
 def _lend_torchvision() -> None:
     """Let SGLang import its table of configurations, which holds those of image models, too: the only modules on a text
     model's path that import torchvision. The set-up without a GPU leaves torchvision out: PyPI's build is linked
-    against CUDA, and beside a CPU build of torch it keeps transformers from importing even a text model like Llama.
+    against CUDA, and next to a CPU build of torch it keeps transformers from importing even a text model like Llama.
     """
     from transformers.utils.import_utils import is_torchvision_available
 

@@ -195,7 +195,7 @@ def test_rounding_of_a_certain_token_is_no_nonsense():
         (answer_of(SIX, completion_tokens=5), "completion_tokens 5"),
         (answer_of(SIX, output_token_logprobs=[[-1.0, 5, None]]), "1 log-probs for 6 tokens"),
         (answer_of(SIX, output_token_logprobs=None), "output_token_logprobs"),
-        (answer_of(SIX, output_token_logprobs=[[-0.5, t + 1, None] for t in SIX]), "position 0 beside token 5"),
+        (answer_of(SIX, output_token_logprobs=[[-0.5, t + 1, None] for t in SIX]), "position 0, where the token is 5"),
         (answer_of(SIX, output_token_logprobs=[[0.1, t, None] for t in SIX]), "log-prob 0.1"),
         (answer_of(SIX, output_token_logprobs=[[float("nan"), t, None] for t in SIX]), "log-prob nan"),
         (answer_of(SIX, output_token_logprobs=[[float("-inf"), t, None] for t in SIX]), "log-prob -inf"),
