@@ -34,6 +34,23 @@ def perturbed_folder(folder: Path, size: float) -> Path:
     return target
 
 
+def update_server(pool, folder: Path, empties_cache: bool = True) -> None:
+    """Load a folder on the server, which goes on saying that it has version 0."""
+
+    async def send():
+        server = await pool.acquire()
+        body = {"model_path": str(folder), "weight_version": "0", "flush_cache": False}
+        try:
+            await server.client.update("/update_weights_from_disk", body, 120.0)
+        finally:
+            await pool.release(server)
+
+    pool.loop.run(send())
+    if empties_cache:  # waits for the server's own health check, which is a request as well
+        for control in pool.controls():
+            control.flush_cache(deadline_seconds=120.0)
+
+
 @contextlib.contextmanager
 def changed(module, name, value):
     before = getattr(module, name)
@@ -69,22 +86,11 @@ def cache(ranks):
         def after_an_update(rollouts, config, on_wait):
             pool, held = rollouts.pool, Path(config.model.path)
 
-            def update(path, flush):
-                async def send():
-                    server = await pool.acquire()
-                    body = {"model_path": str(path), "weight_version": "0", "flush_cache": flush}
-                    try:
-                        await server.client.update("/update_weights_from_disk", body, 120.0)
-                    finally:
-                        await pool.release(server)
-
-                pool.loop.run(send())
-
             position = rollouts.prompts.state_dict()
-            update(perturbed_folder(held, 3.0), flush=True)
+            update_server(pool, perturbed_folder(held, 3.0))
             sample(rollouts, config, on_wait)
             rollouts.prompts.load_state_dict(position)
-            update(held, flush=False)
+            update_server(pool, held, empties_cache=False)
             return sample(rollouts, config, on_wait)
 
         return after_an_update
@@ -126,16 +132,8 @@ def sizes(ranks):
     held: dict[str, Path] = {}
 
     def serve(pool, folder):
-        async def send():
-            server = await pool.acquire()
-            body = {"model_path": str(folder), "weight_version": "0", "flush_cache": True}
-            try:
-                await server.client.update("/update_weights_from_disk", body, 120.0)
-            finally:
-                await pool.release(server)
-
         if held.get("server") != folder:
-            pool.loop.run(send())
+            update_server(pool, folder)
             held["server"] = folder
 
     def sampled(sample):

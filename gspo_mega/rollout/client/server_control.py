@@ -93,8 +93,16 @@ class HttpServerControl:
     def update_from_disk(
         self, path: str, weight_version: int, *, deadline_seconds: float, keeps_cache: bool = False
     ) -> None:
-        body = {"model_path": str(path), "weight_version": str(weight_version), "flush_cache": not keeps_cache}
+        """Load the folder `path` as `weight_version`, then empty the cache unless `keeps_cache`.
+
+        SGLang can do both in one call, but fails the call if a request is still being put away, an aborted one or its
+        own health check's, although the weights are loaded: the cache is emptied with `flush_cache`, which waits.
+        """
+        until = time.monotonic() + deadline_seconds
+        body = {"model_path": str(path), "weight_version": str(weight_version), "flush_cache": False}
         self._change("/update_weights_from_disk", body, deadline_seconds)
+        if not keeps_cache:
+            self.flush_cache(deadline_seconds=until - time.monotonic())
 
     def begin_update(self, *, deadline_seconds: float) -> None:
         self._change("/begin_weight_update", {"selector": "target"}, deadline_seconds)

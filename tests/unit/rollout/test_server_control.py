@@ -76,6 +76,14 @@ def test_a_cache_is_flushed_when_the_last_request_is_put_away(fakes, pools, monk
     (control,) = pools().controls()
     control.flush_cache(deadline_seconds=60)
     assert refusals == []
+    control.update_from_disk("/w/1", 1, deadline_seconds=60)  # an update from disk is not refused for such a request
+    refusals += [400, 400]
+    control.update_from_disk("/w/2", 2, deadline_seconds=60)
+    assert refusals == []
+    assert [body["flush_cache"] for path, body in server.calls if path == "/update_weights_from_disk"] == [False, False]
+    refusals += [400] * 3
+    control.update_from_disk("/w/3", 3, deadline_seconds=60, keeps_cache=True)
+    assert len(refusals) == 3, "the cache was left"
     refusals += [400] * 10_000
     monkeypatch.setattr(server_control, "SETTLE_SECONDS", 0.2)
     with pytest.raises(PublishError, match="server-0: /flush_cache: HTTP 400: Flush cache failed"):
