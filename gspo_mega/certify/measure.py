@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gspo_mega.algorithm.columns import LOG_S
+from gspo_mega.algorithm.context_positions import local_rows
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
 from gspo_mega.algorithm.objective import ObjectiveSettings
 from gspo_mega.batches.assemble import MiniBatch, assemble, plan_batch
@@ -26,7 +27,6 @@ from gspo_mega.certify.steps import Steps, StepWatch
 from gspo_mega.config.schema import Config
 from gspo_mega.data.expert_routes import ExpertRoutes
 from gspo_mega.data.packing import response_values
-from gspo_mega.engine.context_parallel import local_rows
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.megatron_optimizer import StepResult
 from gspo_mega.engine.pass_report import PassReport

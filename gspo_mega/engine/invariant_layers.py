@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from gspo_mega.batch_invariant import row_operations
 from gspo_mega.batch_invariant.fixed_order_attention import attend as attend_in_fixed_order
+from gspo_mega.engine.cpu.packed_sdpa import attend, padded_layout
 from gspo_mega.engine.megatron_versions import mlp_parts
-from gspo_mega.engine.packed_attention import PackedAttention, attend, padded_layout
+from gspo_mega.engine.packed_attention import PackedAttention
 
 ACTIVATION = row_operations.silu
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import nn
 
-from gspo_mega.engine.context_parallel import local_rows
+from gspo_mega.algorithm.context_positions import local_rows
 from gspo_mega.engine.process_groups import ParallelGroups, device
 from gspo_mega.errors import NumericsError
 from gspo_mega.model.spec import MoeSpec

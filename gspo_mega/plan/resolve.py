@@ -18,7 +18,8 @@ from gspo_mega.model.spec import ModelSpec, shape_differences
 from gspo_mega.model.value_models import read_critic_spec
 from gspo_mega.plan.expert_checks import gathers_unevenly
 from gspo_mega.plan.fusion_needs import describe_operations
-from gspo_mega.plan.layout import Layout, resolve_layout
+from gspo_mega.plan.layout import Layout
+from gspo_mega.plan.layout_of_config import resolve_layout
 from gspo_mega.plan.verification import describe_verification, is_on_gpu
 
 Device = Literal["cpu", "gpu"]

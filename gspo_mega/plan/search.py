@@ -18,8 +18,9 @@ from gspo_mega.model.sizes import count_parameters
 from gspo_mega.model.spec import ModelSpec
 from gspo_mega.plan.colocated_memory import run_memory
 from gspo_mega.plan.gpus import DEFAULT_GPU, GPUS
-from gspo_mega.plan.layout import Layout, layout_of
+from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.layout_checks import check_layout
+from gspo_mega.plan.layout_of_config import layout_of
 from gspo_mega.plan.memory import GIB, Memory, gpu_bytes
 from gspo_mega.plan.model_division import divisors, stage_layers
 from gspo_mega.plan.shares import ModelShares

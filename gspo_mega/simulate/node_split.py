@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from gspo_mega.config.schema import Config
 from gspo_mega.errors import PlanError
-from gspo_mega.plan.layout import Layout, layout_of
+from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.layout_checks import check_layout
+from gspo_mega.plan.layout_of_config import layout_of
 from gspo_mega.plan.memory import gpu_bytes, trainer_memory
 from gspo_mega.plan.resolve import Plan
 from gspo_mega.plan.server_places import place_servers, reward_gpus, reward_servers

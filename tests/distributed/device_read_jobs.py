@@ -21,7 +21,7 @@ _ELSEWHERE = {
     "engine/device_batch.py": "of host arrays, before they are sent to the device",
     "engine/context_parallel.py": "called by it",
     "embeddings/rope_utils.py": "Megatron's plain rotary embedding; on a GPU it is fused",
-    "engine/packed_attention.py": "the attention of a CPU",
+    "engine/cpu/packed_sdpa.py": "the attention of a CPU",
     "engine/pass_report.py": "the report, when the pass is over",
 }
 

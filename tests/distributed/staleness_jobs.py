@@ -9,9 +9,9 @@ import torch
 from layout_jobs import layout_config, recorded_sequences, shard
 
 from gspo_mega.algorithm.columns import MISMATCH_SUMS, STALENESS_SUMS
+from gspo_mega.algorithm.context_positions import local_rows
 from gspo_mega.algorithm.mismatch import SUM_NAMES
 from gspo_mega.algorithm.objective_settings import ObjectiveSettings
-from gspo_mega.engine.context_parallel import local_rows
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.engine.snapshots import Snapshots

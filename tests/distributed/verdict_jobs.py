@@ -20,7 +20,7 @@ from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.episode_records import one_turn_row
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.model.spec import ModelSpec
-from gspo_mega.plan.layout import layout_of
+from gspo_mega.plan.layout_of_config import layout_of
 from gspo_mega.records import Prompt
 from gspo_mega.rollout_batch import Group, RolloutBatch
 from gspo_mega.runtime.reference_policy import load_reference

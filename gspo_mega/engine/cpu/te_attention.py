@@ -11,7 +11,7 @@ import torch
 
 
 def replace_kernel() -> None:
-    """Let Megatron's `TEDotProductAttention` compute with `packed_attention.attend`. Imports Megatron."""
+    """Let Megatron's `TEDotProductAttention` compute with `packed_sdpa.attend`. Imports Megatron."""
     import megatron.core.extensions.transformer_engine as extensions
 
     attention: Any = extensions.TEDotProductAttention
@@ -29,11 +29,11 @@ def _forward(
     packed_seq_params: Any = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """Arguments, result and collectives as of `packed_attention.attend`.
+    """Arguments, result and collectives as of `packed_sdpa.attend`.
 
     Raises ValueError without packed sequences, for a mask or bias of the caller's, and for another kind than causal.
     """
-    from gspo_mega.engine.packed_attention import attend
+    from gspo_mega.engine.cpu.packed_sdpa import attend
 
     is_causal = "causal" in str(getattr(attn_mask_type, "name", attn_mask_type))
     if packed_seq_params is None or attention_mask is not None or attention_bias is not None or not is_causal:

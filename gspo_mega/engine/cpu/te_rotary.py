@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gspo_mega.algorithm.context_positions import local_positions
 from gspo_mega.engine.cpu.te_extension import extension, kernel
 
 
@@ -28,7 +29,7 @@ def fused_rope_forward(
 
     input [t, heads, d] packed, [s, b, heads, d] or [b, s, heads, d], as `qkv_format` says; freqs [positions, 1, 1, r]
     float32 radians; cu_seqlens [S + 1] int32, the bounds of whole sequences (of all context ranks). A context rank
-    holds the two chunks of each sequence that `context_parallel.local_positions` names. Returns a new tensor like
+    holds the two chunks of each sequence that `context_positions.local_positions` names. Returns a new tensor like
     `input`.
     """
     cosines, sines = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
@@ -87,11 +88,11 @@ def _angles(
             raise ValueError("packed sequences need cu_seqlens")
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
         starts = [0] * len(lengths) if start_positions is None else start_positions.tolist()
-        positions = torch.cat([_local(n, cp_size, cp_rank) + s for n, s in zip(lengths, starts, strict=True)])
+        positions = torch.cat([local_positions(n, cp_size, cp_rank) + s for n, s in zip(lengths, starts, strict=True)])
         angles = table[positions][:, None]
     elif int(qkv_format) in (formats.NVTE_SBHD, formats.NVTE_BSHD):
         along = 0 if int(qkv_format) == formats.NVTE_SBHD else 1
-        positions = _local(tensor.size(along) * cp_size, cp_size, cp_rank)[:, None]
+        positions = local_positions(tensor.size(along) * cp_size, cp_size, cp_rank)[:, None]
         if start_positions is not None:
             positions = positions + start_positions[None].to(positions)
         angles = table[positions][:, :, None]  # [s, 1 or b, 1, r]
@@ -99,10 +100,3 @@ def _angles(
     else:
         raise NotImplementedError(f"transformer_engine_torch.fused_rope has no CPU kernel for format {qkv_format}")
     return angles.cos(), angles.sin()
-
-
-def _local(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    # Imported late: it imports Megatron, which has to come after Transformer Engine and therefore after this file.
-    from gspo_mega.engine.context_parallel import local_positions
-
-    return local_positions(length, cp_size, cp_rank)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from gspo_mega.engine.packed_attention import attend
+from gspo_mega.engine.cpu.packed_sdpa import attend
 
 LENGTHS = (5, 12, 1)
 HEADS, KV_HEADS, DIM = 4, 2, 6

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before Megatron
-from gspo_mega.engine.context_parallel import local_positions
+from gspo_mega.algorithm.context_positions import local_positions
 from gspo_mega.engine.cpu import te_rotary
 from gspo_mega.engine.cpu.te_extension import extension
 

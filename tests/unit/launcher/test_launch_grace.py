@@ -29,7 +29,9 @@ class Noted:
 @pytest.mark.parametrize(("stop_seconds", "expected"), [(1.0, 300.0), (1000.0, 1250.0)])
 def test_a_stop_has_the_time_that_the_plan_expects(tmp_path, monkeypatch, stop_seconds, expected):
     monkeypatch.setattr(module, "Supervisor", Noted)
-    monkeypatch.setattr(module, "check_what_is_read", lambda *arguments, **more: [])  # the model is a shape without weights
+    monkeypatch.setattr(
+        module, "check_what_is_read", lambda *arguments, **more: []
+    )  # the model is a shape without weights
     monkeypatch.setattr(module, "estimate", lambda *arguments: replace(estimate(*arguments), stop_seconds=stop_seconds))
     shape = REPOSITORY / "configs/models/quickstart_moe.json"
     loaded = load_config(

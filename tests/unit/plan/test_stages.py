@@ -12,7 +12,7 @@ from gspo_mega.config.schema import Parallel
 from gspo_mega.errors import PlanError
 from gspo_mega.model.huggingface import read_model_spec
 from gspo_mega.plan import plan_run
-from gspo_mega.plan.layout import layout_of
+from gspo_mega.plan.layout_of_config import layout_of
 from gspo_mega.plan.model_division import stage_layers
 from gspo_mega.plan.stages import lighter_ends
 
