@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
-_FOLDERS = ("gspo_mega", "docs", "tests", "tools", "launch", "configs")
+_FOLDERS = ("gspo_mega", "docs", "tests", "tools", "launch", "configs", "examples")
 # A path of the tree, `::name` of something in it, or a module; anywhere in a page, code blocks included.
 _PATH = re.compile(
     rf"(?<![\w./-])((?:{'|'.join(_FOLDERS)})/[\w./*-]*\w|(?:{'|'.join(_FOLDERS)})/)(?:::(\w+(?:\.\w+)*))?"
