@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -207,6 +208,17 @@ def test_a_step_that_is_being_sampled_is_left_out_and_damage_is_an_error(tmp_pat
 
 
 # docs/api.md
+
+
+def test_the_code_of_the_page_on_the_api_runs(tmp_path, capsys):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/api.md").read_text(), re.MULTILINE | re.DOTALL)
+    objective, planning, reading = blocks
+    exec(objective, {})
+    assert "0.2500" in capsys.readouterr().out
+    exec(planning, {})
+    assert "fits" in capsys.readouterr().out
+    exec(reading.replace("runs/quickstart/train", str(make_run(tmp_path / "run"))), {})
+    assert capsys.readouterr().out.endswith("gspo [(1, 'failed'), (2, 'finished')]\n")
 
 
 def test_a_run_is_read_as_the_page_on_the_api_says(tmp_path):
