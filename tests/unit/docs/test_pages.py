@@ -86,7 +86,7 @@ def test_links_resolve(page):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
 def test_every_page_is_in_the_index():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from report_runs import make_run
 
 from gspo_mega.algorithm.advantages import group_advantages
@@ -21,6 +22,7 @@ from gspo_mega.episodes.episode_pool import EpisodePool
 from gspo_mega.episodes.episode_session import Answer
 from gspo_mega.episodes.protocol import Task, load_episode
 from gspo_mega.errors import JournalError
+from gspo_mega.plan import plan_run
 from gspo_mega.report.run_record import read_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -205,6 +207,18 @@ def test_a_step_that_is_being_sampled_is_left_out_and_damage_is_an_error(tmp_pat
     file.write_bytes(data)
     with pytest.raises(JournalError, match="damaged at byte"):
         list(rows(run))
+
+
+# README.md
+
+
+@pytest.mark.parametrize(("model", "overrides"), [("qwen3_4b", []), ("qwen3_30b_a3b", ["parallel.expert=2"])])
+def test_the_sections_of_the_readme_make_a_run(model, overrides, tmp_path):
+    sections = re.search(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    own = yaml.safe_load((ROOT / "configs/gsm8k.yaml").read_text()) | yaml.safe_load(sections.group(1))
+    (tmp_path / "my_run.yaml").write_text(yaml.safe_dump(own))
+    loaded = load_config(tmp_path / "my_run.yaml", overrides, "train")
+    assert plan_run(loaded, model=f"configs/models/{model}.json").layout.data == 4
 
 
 # docs/api.md
