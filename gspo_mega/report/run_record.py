@@ -43,8 +43,10 @@ class AttemptRecord:
 
 @dataclass
 class RunRecord:
-    """`series`: a value for each of `steps`, None where the step has none. `every`: of how many steps one is shown.
-    `changed`: (key, value, default) of the keys that are not at their defaults. `problems`: what could not be read.
+    """`steps`: ascending, the number of steps taken; `times`: unix seconds at which each was written. `series`: by
+    metric, a value for each of `steps`, None where the step has none. `every`: of how many steps one is shown; 1 up to
+    `MOST_POINTS` steps. `settings`: the resolved configuration by dotted key. `changed`: (key, value, default) of the
+    keys that are not at their defaults. `problems`: what could not be read.
     """
 
     path: Path
@@ -66,7 +68,12 @@ _MOST_CONFIG_BYTES = 16 * 1024**2
 
 
 def read_run(path: str | Path, now: float | None = None) -> RunRecord:
-    """Raises ConfigError for a folder that is not a run's, DataError for a damaged line of metrics."""
+    """The record of the run in `path`, the folder <run.dir>/<run.name>, finished or not; writes nothing. `now`: unix
+    seconds against which a supervisor's heartbeat is old; the clock's when absent.
+
+    Raises ConfigError for a folder that is not a run's, DataError for a damaged line of metrics. An unreadable attempt
+    or configuration is named in `problems` instead.
+    """
     folder = RunFolder(path)
     attempts = folder.attempts()
     if not attempts and not folder.metrics_file.exists():

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
-_FOLDERS = ("gspo_mega", "docs", "tests", "tools", "launch", "configs")
+_FOLDERS = ("gspo_mega", "docs", "tests", "tools", "launch", "configs", "examples")
 # A path of the tree, `::name` of something in it, or a module; anywhere in a page, code blocks included.
 _PATH = re.compile(
     rf"(?<![\w./-])((?:{'|'.join(_FOLDERS)})/[\w./*-]*\w|(?:{'|'.join(_FOLDERS)})/)(?:::(\w+(?:\.\w+)*))?"
@@ -86,7 +86,7 @@ def test_links_resolve(page):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
 def test_every_page_is_in_the_index():
