@@ -32,7 +32,27 @@ TEXTS = ("*.md", "*.py", "*.sh", "*.toml", "*.yaml", "*.yml", "*.json", "*.txt",
 SKIPPED = ("tools/moves.txt", "tools/move_modules.py", "CHANGELOG.md")
 
 # (module of the table, name) -> the name that it gets where modules are merged.
-RENAMED: dict[tuple[str, str], str] = {}
+RENAMED: dict[tuple[str, str], str] = {
+    ("agents.wire_messages", "_FIELDS"): "_MESSAGE_FIELDS",
+    ("base.sglang_release", "_release"): "_parsed_release",
+    ("checkpoint.quantized", "is_quantized"): "is_fp8_parameter",
+    ("cli.inspect_tree", "_row"): "_turn_row",
+    ("cli.inspect_tree", "_versions"): "_turn_versions",
+    ("cli.status_facts", "_reward_models"): "_reward_model_facts",
+    ("cli.status_facts", "_servers"): "_server_facts",
+    ("cli.status_facts", "_state"): "_state_fact",
+    ("cli.status_facts", "_text"): "_text_fact",
+    ("cpu.sglang_cpu_invariant", "layers_forward"): "invariant_layers_forward",
+    ("cpu.te_activations", "_result"): "_activation_result",
+    ("launcher.reward_trial", "_tried"): "_reward_tried",
+    ("report.difference_causes", "_described"): "_cause_described",
+    ("rollout.server.drain", "_POLL_SECONDS"): "_DRAIN_POLL_SECONDS",
+    ("train.publish_pause", "_POLL_SECONDS"): "_OPEN_REQUESTS_POLL_SECONDS",
+    ("train.rank_log", "logger"): "console_logger",
+    ("train.routing_report", "_total"): "_routing_total",
+    ("verify.mismatch.advice", "_blocks"): "_block_advice",
+    ("verify.simulate.fit_rates", "_SKIPPED"): "_SKIPPED_STEPS",
+}
 
 
 def read_table(path: Path) -> dict[str, list[str]]:
@@ -56,6 +76,25 @@ def stage_of_rooms(table: dict[str, list[str]]) -> dict[str, str]:
     return {old: new for old, new in moved.items() if old not in PACKAGES}
 
 
+# What a package of before the move is called in texts that name no module of it.
+ROOMS = {
+    "batch_invariant": "cpu",
+    "batches": "train",
+    "budget": "verify.mismatch",
+    "certify": "verify.certify",
+    "commands": "cli",
+    "compare": "verify.compare",
+    "doctor": "launcher",
+    "engine.cpu": "cpu",
+    "episodes": "agents",
+    "journal": "data.journal",
+    "model": "models",
+    "quantization": "algorithm",
+    "reward": "rewards",
+    "runtime": "train",
+    "simulate": "verify.simulate",
+    "weights": "checkpoint",
+}
 # Packages whose own file is a module of the table: (old package) -> (package that it becomes).
 PACKAGES = {"gspo_mega.config.schema": "gspo_mega.config.schema", "gspo_mega.engine.cpu": "gspo_mega.cpu.backend"}
 
@@ -125,7 +164,8 @@ def names_of_statement(node: ast.stmt) -> set[str]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
     if isinstance(node, ast.Assign):
-        return {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+        stored = [n for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+        return {n.id for n in stored if isinstance(n.ctx, ast.Store)}
     if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
         return {node.target.id} if isinstance(node.target, ast.Name) else set()
     if isinstance(node, (ast.If, ast.Try, ast.With, ast.For)):
@@ -163,7 +203,7 @@ def merge_all(merged: dict[str, list[str]]) -> None:
                 if target_of.get(base) == target or target_of.get(f"{base}.{attribute}") == target:
                     continue
                 origin = (target_of.get(base, base), attribute)
-                if name in bound and bound[name] != origin:
+                if name in bound and not is_same_origin(bound[name], origin):
                     problems.append(f"{short(target)}: {name} imported as {bound[name]} and {origin} ({short(module)})")
                 bound[name] = origin
                 if name in meaning:
@@ -189,6 +229,12 @@ def merge_all(merged: dict[str, list[str]]) -> None:
             subprocess.run(["git", "mv", "-f", str(file_of(first)), str(file_of(target))], check=True, cwd=ROOT)
         file_of(target).write_text(texts[target])
     rewrite_tree(target_of, renamed, skipped={file_of(target) for target in merged})
+
+
+def is_same_origin(first: tuple[str, str], second: tuple[str, str]) -> bool:
+    """A package hands on names of its modules."""
+    bases = sorted((first[0], second[0]), key=len)
+    return first[1] == second[1] and (bases[0] == bases[1] or bases[1].startswith(bases[0] + "."))
 
 
 def short(module: str) -> str:
@@ -316,6 +362,9 @@ def module_of(path: Path) -> str:
 
 def rewrite_text(text: str, path: Path, target_of: dict[str, str]) -> str:
     """Dotted names, paths, and file names in backticks."""
+    target_of = {old: new for old, new in target_of.items() if old not in PACKAGES}
+    if not target_of:
+        return text
     dotted = sorted(target_of, key=len, reverse=True)
     pattern = re.compile(r"(?<![\w./])(" + "|".join(map(re.escape, dotted)) + r")(?![\w])")
     text = pattern.sub(lambda found: target_of[found[1]].removesuffix(".__init__"), text)
@@ -324,6 +373,12 @@ def rewrite_text(text: str, path: Path, target_of: dict[str, str]) -> str:
     text = pattern.sub(lambda found: files[found[1]], text)
     if path.suffix != ".py" and path.suffix != ".md":
         return text
+    if any(old.split(".")[1] in ROOMS for old in target_of):
+        rooms = "|".join(re.escape(room) for room in sorted(ROOMS, key=len, reverse=True))
+        pattern = re.compile(rf"(?<![\w./])({PACKAGE}\.)({rooms})(?!\w)")
+        text = pattern.sub(lambda found: found[1] + ROOMS[found[2]], text)
+        pattern = re.compile(rf"(?<![\w.])({PACKAGE}/)({rooms.replace(chr(92) + '.', '/')})(?![\w.])")
+        text = pattern.sub(lambda found: found[1] + ROOMS[found[2].replace("/", ".")].replace(".", "/"), text)
     # `room/file.py` and `file.py`, as docstrings and pages write them.
     here = module_of(path).rpartition(".")[0] if PACKAGE in path.parts else ""
     named: dict[str, str] = {}

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 from torch.nn import Parameter
-from torch.nn.functional import linear, silu
 
 from gspo_mega.quantization.fp8 import dequantize_blocks
 from gspo_mega.quantization.served import Served, rounded_call, served_experts
@@ -136,7 +136,7 @@ def experts_forward(
     entering = rounded_call(x, served).index_select(0, mine // experts.shape[1])
     gate_up = _by_expert(entering, w13, counts).to(x.dtype)
     gate, up = gate_up.chunk(2, dim=-1)
-    between = rounded_call(silu(gate) * up, served)
+    between = rounded_call(F.silu(gate) * up, served)
     each = x.new_zeros(len(chosen), x.shape[1])
     each[mine] = _by_expert(between, w2, counts).to(x.dtype)
     weighted = each.view(*experts.shape, -1).to(weights.dtype) * weights[:, :, None]
@@ -145,5 +145,5 @@ def experts_forward(
 
 def _by_expert(rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Each expert's rows times its weight: `rows` [n, in], sorted by expert, `weight` [experts, out, in]."""
-    parts = [linear(part, weight[expert]) for expert, part in enumerate(rows.split(counts)) if len(part)]
+    parts = [F.linear(part, weight[expert]) for expert, part in enumerate(rows.split(counts)) if len(part)]
     return torch.cat(parts) if parts else rows.new_zeros(0, weight.shape[1])
