@@ -18,7 +18,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from gspo_mega.episodes.protocol import Message, Model, Outcome, Task, Tools
+from gspo_mega.agents.protocol import Message, Model, Outcome, Task, Tools
 
 
 async def guess(task: Task, model: Model, tools: Tools | None, *, tries: int = 5) -> Outcome:

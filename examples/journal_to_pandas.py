@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.journal.journal import Journal
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.data.journal.journal import Journal
 
 
 def rows(run: str | Path) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import sys
 
-from gspo_mega.commands.main import main
+from gspo_mega.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,9 +13,9 @@ from pathlib import Path
 if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gspo_mega.certify.vectors import replay_file
-from gspo_mega.errors import DataError
-from gspo_mega.printable import printable_output
+from gspo_mega.base.errors import DataError
+from gspo_mega.base.printable import printable_output
+from gspo_mega.verify.certify.vectors import replay_file
 
 
 @printable_output()

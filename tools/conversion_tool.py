@@ -15,9 +15,9 @@ from pathlib import Path
 if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gspo_mega.errors import GspoMegaError
-from gspo_mega.importing import uncollected
-from gspo_mega.printable import printable, printable_output
+from gspo_mega.base.errors import GspoMegaError
+from gspo_mega.base.importing import uncollected
+from gspo_mega.base.printable import printable, printable_output
 
 with uncollected():
     import torch

@@ -31,15 +31,15 @@ if __package__ is None or __package__ == "":
 import torch
 from safetensors.torch import save_file
 
+from gspo_mega.base.errors import DataError, GspoMegaError
+from gspo_mega.base.guarded_files import read_json_file
+from gspo_mega.base.printable import printable_output
 from gspo_mega.data import arithmetic, calculator
 from gspo_mega.data.arithmetic import Split
 from gspo_mega.data.tokenizer import END_OF_TEXT, TURN_END, write_tokenizer
 from gspo_mega.data.turns_template import CHAT_TEMPLATE
-from gspo_mega.errors import DataError, GspoMegaError
-from gspo_mega.guarded_files import read_json_file
-from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.printable import printable_output
+from gspo_mega.models.families import hf_tensors
+from gspo_mega.models.huggingface import read_model_spec
 
 SHAPES = Path(__file__).resolve().parents[1] / "configs" / "models"
 

@@ -380,7 +380,7 @@ def rewrite_text(text: str, path: Path, target_of: dict[str, str]) -> str:
         pattern = re.compile(rf"(?<![\w.])({PACKAGE}/)({rooms.replace(chr(92) + '.', '/')})(?![\w.])")
         text = pattern.sub(lambda found: found[1] + ROOMS[found[2].replace("/", ".")].replace(".", "/"), text)
     # `room/file.py` and `file.py`, as docstrings and pages write them.
-    here = module_of(path).rpartition(".")[0] if PACKAGE in path.parts else ""
+    here = path.parent.relative_to(ROOT).as_posix().replace("/", ".") if PACKAGE in path.parts else ""
     named: dict[str, str] = {}
     for old, new in target_of.items():
         inside, stem = short(old).replace(".", "/") + ".py", old.rpartition(".")[2] + ".py"

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gspo_mega.records import are_equal_rewards
+from gspo_mega.base.records import are_equal_rewards
 
 Baseline = Literal["group", "leave_one_out", "batch"]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gspo_mega.algorithm.ratio import segment_sum
-from gspo_mega.errors import NumericsError
+from gspo_mega.base.errors import NumericsError
 
 CorrectionMode = Literal["none", "truncate", "mask"]
 KeptWeight = Literal["one", "ratio"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo_mega.errors import NumericsError
+from gspo_mega.base.errors import NumericsError
 
 
 @dataclass(frozen=True)

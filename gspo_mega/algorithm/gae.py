@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gspo_mega.records import REWARD_TOLERANCE
+from gspo_mega.base.records import REWARD_TOLERANCE
 
 
 def token_rewards(num_tokens: int, ends: Sequence[int], rewards: Sequence[float]) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gspo_mega.algorithm.correction import CorrectionResult, CorrectionRule, batch_centre
-from gspo_mega.errors import NumericsError
+from gspo_mega.base.errors import NumericsError
 
 # A version with fewer segments has no centre of its own: a lone segment would be its own centre, and never outside.
 LEAST_SEGMENTS = 8

@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_mega.records import are_equal_rewards
+from gspo_mega.base.records import are_equal_rewards
 
 
 def turn_returns(rewards: Tensor, parents: Tensor, num_tokens: Tensor, discount: float = 1.0) -> Tensor:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from gspo_mega.base.errors import CheckpointError
+from gspo_mega.base.run_folder import read_json
+from gspo_mega.checkpoint.hf_export import DTYPE_NAMES
 from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER, HuggingFaceSource, TensorSource, open_checkpoint
 from gspo_mega.checkpoint.torch_dist import TorchDistFolder
-from gspo_mega.errors import CheckpointError
-from gspo_mega.model.sizes import count_parameters
-from gspo_mega.model.spec import shape_differences
-from gspo_mega.run_folder import read_json
-from gspo_mega.weights.hf_export import DTYPE_NAMES
+from gspo_mega.models.sizes import count_parameters
+from gspo_mega.models.spec import shape_differences
 
 
 def differences(one: TensorSource, other: TensorSource, progress: Callable[[int, int, str], None]) -> Iterator[str]:

@@ -12,10 +12,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gspo_mega import durable
-from gspo_mega.errors import CheckpointError
-from gspo_mega.guarded_files import open_regular, read_text
-from gspo_mega.run_folder import RunFolder, read_json
+from gspo_mega.base import durable
+from gspo_mega.base.errors import CheckpointError
+from gspo_mega.base.guarded_files import open_regular, read_text
+from gspo_mega.base.run_folder import RunFolder, read_json
 
 # 2: `files`, the checksums, beside what 1 had.
 FORMAT_VERSION = 2

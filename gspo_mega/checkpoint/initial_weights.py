@@ -14,13 +14,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
+from gspo_mega.base.errors import CheckpointError
 from gspo_mega.checkpoint.error_text import first_cause
+from gspo_mega.checkpoint.quantized import keep_exact
 from gspo_mega.checkpoint.safe_pickle import refuse_code
 from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
+from gspo_mega.engine.collectives import raise_together
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.errors import CheckpointError
-from gspo_mega.weights.collectives import raise_together
-from gspo_mega.weights.quantized import keep_exact
 
 _EXTRA_STATE = "_extra_state"
 

@@ -1,7 +1,7 @@
 """A checkpoint of any format as a Hugging Face folder of FP8 blocks, streamed.
 
 Owns what is refused before anything is written, and that no tensor is quantised that FP8 cannot stand for. The layout
-is `model/block_fp8.py`'s, the rule `weights/quantize_published.py`'s, writing and continuation are `convert.py`'s.
+is `models/block_fp8.py`'s, the rule `checkpoint/quantize_published.py`'s, writing and continuation are `convert.py`'s.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from gspo_mega.base.errors import CheckpointError, ModelError
 from gspo_mega.checkpoint.convert import FILE_BYTES, Progress, to_huggingface
+from gspo_mega.checkpoint.quantize_published import PublishedForm, Rule
 from gspo_mega.checkpoint.tensor_sources import TensorSource
-from gspo_mega.errors import CheckpointError, ModelError
-from gspo_mega.model.block_fp8 import SERVED_BLOCK, is_quantizable
-from gspo_mega.model.families import TensorEntry, hf_tensors
-from gspo_mega.model.spec import BlockFp8, ModelSpec
-from gspo_mega.model.stacked import is_stacked
-from gspo_mega.weights.quantize_published import PublishedForm, Rule
+from gspo_mega.models.block_fp8 import SERVED_BLOCK, is_quantizable
+from gspo_mega.models.families import TensorEntry, hf_tensors
+from gspo_mega.models.spec import BlockFp8, ModelSpec
+from gspo_mega.models.stacked import is_stacked
 
 
 def to_blocks(

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from gspo_mega.base.errors import CheckpointError
+from gspo_mega.base.guarded_files import open_regular, read_bytes, read_json_file
 from gspo_mega.checkpoint.error_text import first_cause
-from gspo_mega.errors import CheckpointError
-from gspo_mega.guarded_files import open_regular, read_bytes, read_json_file
 
 _DISTRIBUTED = "torch.distributed.checkpoint"
 # Classes of plain data, and functions that look a value up or make a tensor of given bytes.

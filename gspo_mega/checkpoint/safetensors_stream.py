@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from gspo_mega.errors import CheckpointError
-from gspo_mega.guarded_files import open_regular
-from gspo_mega.weights.hf_export import tensor_bytes
+from gspo_mega.base.errors import CheckpointError
+from gspo_mega.base.guarded_files import open_regular
+from gspo_mega.checkpoint.hf_export import tensor_bytes
 
 DTYPES = {
     "F32": torch.float32,

@@ -25,7 +25,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gspo_mega import durable
+from gspo_mega.base import durable
+from gspo_mega.base.errors import CheckpointError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.error_text import first_cause
 from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
@@ -43,12 +45,10 @@ from gspo_mega.checkpoint.train_state import (
     sharded_state,
 )
 from gspo_mega.config.schema import Checkpoint
+from gspo_mega.engine.collectives import all_gather_json, broadcast_json, raise_together
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.megatron_versions import asynchronous_save
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.errors import CheckpointError
-from gspo_mega.run_folder import RunFolder
-from gspo_mega.weights.collectives import all_gather_json, broadcast_json, raise_together
 
 # In addition to the tensors: metadata, random state, state.json, and the rounding of a file system.
 _SPACE_FACTOR, _SPACE_BYTES = 1.02, 16 * 1024**2

@@ -21,18 +21,18 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from gspo_mega import durable
+from gspo_mega.base import durable
+from gspo_mega.base.errors import CheckpointError, GspoMegaError
+from gspo_mega.base.importing import uncollected
+from gspo_mega.base.process_death import die_with_parent
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import DTYPES, server_dtype
-from gspo_mega.errors import CheckpointError, GspoMegaError
-from gspo_mega.importing import uncollected
-from gspo_mega.model.block_fp8 import is_quantized, served_layout
-from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.huggingface import folder_needs_plain_copy, read_model_spec, read_stored
-from gspo_mega.model.spec import BlockFp8, ModelSpec
-from gspo_mega.model.weights_stamp import weights_stamp
-from gspo_mega.process_death import die_with_parent
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.models.block_fp8 import is_quantized, served_layout
+from gspo_mega.models.families import hf_tensors
+from gspo_mega.models.huggingface import folder_needs_plain_copy, read_model_spec, read_stored
+from gspo_mega.models.spec import BlockFp8, ModelSpec
+from gspo_mega.models.weights_stamp import weights_stamp
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +130,8 @@ def _make(config: Config, out: Path, report: Callable[[int, int], object]) -> No
     """Make the copy unless another maker has, for whom this one waits. `report` gets bytes done, and in total."""
     with uncollected():
         from gspo_mega.checkpoint.quantize import to_form
+        from gspo_mega.checkpoint.quantize_published import published_form
         from gspo_mega.checkpoint.tensor_sources import open_checkpoint
-        from gspo_mega.weights.quantize_published import published_form
 
     logger.info("%s: weights of %s in the form that servers hold", out, config.model.path)
     reported, shown = float("-inf"), time.monotonic()

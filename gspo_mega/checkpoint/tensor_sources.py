@@ -13,15 +13,20 @@ from typing import Any, Protocol
 
 import torch
 
+from gspo_mega.algorithm.fp8 import dequantize_blocks
+from gspo_mega.base.errors import CheckpointError, ModelError
+from gspo_mega.checkpoint.block_folder import open_folder, read_scales
+from gspo_mega.checkpoint.carried_layers import CarriedLayers, is_carried
+from gspo_mega.checkpoint.hf_folder import INDEX_NAME, SINGLE_NAME, check_names_and_shapes
 from gspo_mega.checkpoint.safetensors_stream import Placed, SafetensorsFile
+from gspo_mega.checkpoint.stacked_tensors import part_of
 from gspo_mega.checkpoint.torch_dist import TorchDistFolder, stored_place
-from gspo_mega.errors import CheckpointError, ModelError
-from gspo_mega.model.block_fp8 import is_quantized, scale_name
-from gspo_mega.model.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks, parameter_shape
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.model.spec import ModelSpec
-from gspo_mega.model.stacked import as_stored, stackings
-from gspo_mega.model.value_models import (
+from gspo_mega.models.block_fp8 import is_quantized, scale_name
+from gspo_mega.models.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks, parameter_shape
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.stacked import as_stored, stackings
+from gspo_mega.models.value_models import (
     SCORE_BIAS,
     VALUE_HEAD,
     critic_config_json,
@@ -31,11 +36,6 @@ from gspo_mega.model.value_models import (
     read_critic_spec,
     zero_bias,
 )
-from gspo_mega.quantization.fp8 import dequantize_blocks
-from gspo_mega.weights.block_folder import open_folder, read_scales
-from gspo_mega.weights.carried_layers import CarriedLayers, is_carried
-from gspo_mega.weights.hf_folder import INDEX_NAME, SINGLE_NAME, check_names_and_shapes
-from gspo_mega.weights.stacked_tensors import part_of
 
 MEGATRON_FOLDER = "megatron"
 _HEAD = "lm_head.weight"

@@ -2,7 +2,7 @@
 
 If layers are alike, a stored tensor holds a parameter of all layers (and experts), stacked in the first dimensions:
 `decoder.layers.mlp.linear_fc1.weight` is [layers, rows, columns], cut into chunks of any size. Megatron reads it into
-any tensor, pipeline and expert layout. Owns the place of a canonical parameter in it; `model/families.py` owns how
+any tensor, pipeline and expert layout. Owns the place of a canonical parameter in it; `models/families.py` owns how
 tensors are fused into parameters.
 
 The format's index (`.metadata`) is a pickle: `safe_pickle.py` reads it without running code.
@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from gspo_mega import durable
+from gspo_mega.base import durable
+from gspo_mega.base.errors import CheckpointError
+from gspo_mega.base.guarded_files import open_regular
+from gspo_mega.base.run_folder import atomic_write_json
 from gspo_mega.checkpoint.safe_pickle import FORMAT, read_index
-from gspo_mega.errors import CheckpointError
-from gspo_mega.guarded_files import open_regular
-from gspo_mega.model.spec import ModelSpec
-from gspo_mega.run_folder import atomic_write_json
+from gspo_mega.models.spec import ModelSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")

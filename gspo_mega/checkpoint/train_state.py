@@ -4,7 +4,7 @@ One folder per checkpoint: `megatron/` (weights and optimizer in Megatron's `tor
 rank), `fp8/` (scales of the FP8 recipe `delayed`, one file per rank) and `state.json` (counters, prompt order, all that
 the run's progress depends on, the checksum of every file). PPO's critic is a second model in the same format, in
 `critic/` and `critic_fp8/`. Owns this content, choosing a checkpoint and reading it.
-`save.py` writes it, `folders.py` owns the folders, and `gspo_mega.weights` exports weights for other programs.
+`save.py` writes it, `folders.py` owns the folders, and `gspo_mega.checkpoint` exports weights for other programs.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from gspo_mega.base.errors import CheckpointError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint import folders
 from gspo_mega.checkpoint.error_text import first_cause
 from gspo_mega.checkpoint.optimizer_shards import load_optimizer, optimizer_state, read_optimizer_state
+from gspo_mega.checkpoint.quantized import keep_exact
 from gspo_mega.checkpoint.safe_pickle import refuse_code, write_tags_by_value
 from gspo_mega.checkpoint.tensor_sources import MEGATRON_FOLDER
 from gspo_mega.config.schema import Config
+from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.adapters import load_trained, sharded_adapters
-from gspo_mega.engine.cpu import is_cpu_backend
+from gspo_mega.engine.collectives import all_gather_json, broadcast_json, raise_together
 from gspo_mega.engine.critic import CriticEngine
 from gspo_mega.engine.fp8_scales import without_extra_state
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups
-from gspo_mega.errors import CheckpointError
-from gspo_mega.model.weights_stamp import content_stamp
-from gspo_mega.run_folder import RunFolder
-from gspo_mega.weights.collectives import all_gather_json, broadcast_json, raise_together
-from gspo_mega.weights.quantized import keep_exact
+from gspo_mega.models.weights_stamp import content_stamp
 
 # Beside the policy's `MEGATRON_FOLDER`, in the same format.
 CRITIC_FOLDER = "critic"

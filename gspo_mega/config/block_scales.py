@@ -1,7 +1,7 @@
 """Whether the scales of FP8 blocks are powers of two: one answer for the trainer's products and for published weights.
 
 Owns the rule behind `fp8.block_scales`, and the variable by which Transformer Engine is told. How a scale is rounded
-is `gspo_mega/quantization/fp8.py`.
+is `gspo_mega/algorithm/fp8.py`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from pydantic import Field
 
+from gspo_mega.base.errors import ConfigError
 from gspo_mega.config.schema import Config, Eval, Sft, Train
-from gspo_mega.errors import ConfigError
 
 
 class TrainConfig(Config):

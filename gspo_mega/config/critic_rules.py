@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.critic_config import critic_config, critic_of
 from gspo_mega.config.recipes import RECIPES
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import Violation
 
 
 def critic_violations(config: Config) -> Iterator[Violation]:

@@ -10,12 +10,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from gspo_mega.config.addresses import address_problem
+from gspo_mega.base.addresses import address_problem
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.episode_lengths import ONE_TURN, TOOL_LOOP, is_one_turn
 from gspo_mega.config.foreign_options import ForeignOptions, problem_of
 from gspo_mega.config.recipes import RECIPES
 from gspo_mega.config.schema import Config, Episodes
-from gspo_mega.errors import Violation
 
 # Episodes that are part of the package. All but the first need turns, so a list of messages.
 BUILT_IN_EPISODES = (ONE_TURN, TOOL_LOOP, "foreign", "gym_text", "openenv")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.prompt_sources import eval_sets, own_rewards
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import Violation
 
 _MARK = "{prompt}"
 

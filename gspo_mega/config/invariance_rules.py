@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
-from gspo_mega.errors import Violation
 
 _SAID = "with `engine.batch_invariant: true`"
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.guarded_files import NoRegularFileError, read_bytes
 from gspo_mega.config.explain import explain
 from gspo_mega.config.metric_shorthands import expand_metrics
 from gspo_mega.config.objective_rules import resolve_defaults
@@ -23,8 +25,6 @@ from gspo_mega.config.overrides import apply_override, parse_overrides
 from gspo_mega.config.rules import check_rules
 from gspo_mega.config.schema import Config
 from gspo_mega.config.strict_yaml import KeyPath, Position, parse
-from gspo_mega.errors import ConfigError
-from gspo_mega.guarded_files import NoRegularFileError, read_bytes
 
 
 @dataclass(frozen=True)

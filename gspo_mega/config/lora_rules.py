@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.on_publish import on_publish
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import publishes
-from gspo_mega.errors import Violation
 
 
 def publishes_adapters(config: Config) -> bool:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.critic_config import least_of_group
 from gspo_mega.config.recipes import PARAMETERS, RECIPES, Ratio, Recipe
 from gspo_mega.config.schema import Config, Critic
-from gspo_mega.errors import Violation
 
 
 def resolve_defaults(config: Config) -> Config:

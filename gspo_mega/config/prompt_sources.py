@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.config.schema import Config, Data, EvalSet, OwnReward, Source
-from gspo_mega.errors import DataError
 
 
 def names_prompts(data: Data) -> bool:

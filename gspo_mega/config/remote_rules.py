@@ -1,6 +1,6 @@
 """Rules of the services that are asked for rewards over HTTP: their names, addresses and keys.
 
-Owns which services there are. How one is asked is `reward/remote.py`'s.
+Owns which services there are. How one is asked is `rewards/remote.py`'s.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.prompt_sources import eval_sets
 from gspo_mega.config.schema import Config, JudgeReward, ModelReward, RemoteReward, Reward
-from gspo_mega.errors import Violation
 
 # What a judge's prompt may hold in braces, with the name as group 1.
 PLACEHOLDER = re.compile(r"\{(prompt|response|answer|num_response_tokens|(?:metadata|options)\.[^{}\s]+)\}")

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.schema import Config, OwnReward
-from gspo_mega.errors import Violation
 
 # Of the reward `code`: all tests of one program.
 DEFAULT_TOTAL_SECONDS = 8.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from gspo_mega.config.addresses import address_problem
+from gspo_mega.base.addresses import address_problem
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.colocated_rules import colocated_violations
 from gspo_mega.config.critic_config import critic_config, critic_of, penalises_kl
 from gspo_mega.config.critic_rules import critic_violations
@@ -30,7 +31,6 @@ from gspo_mega.config.size_rules import size_violations
 from gspo_mega.config.speculative import speculative_violations
 from gspo_mega.config.staleness_rules import staleness_violations
 from gspo_mega.config.watching_rules import watching_violations
-from gspo_mega.errors import Violation
 
 
 def check_rules(config: Config, command: str | None = None) -> tuple[list[Violation], list[str]]:

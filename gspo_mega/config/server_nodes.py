@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import Violation
 
 
 def server_node_violations(config: Config) -> Iterator[Violation]:

@@ -2,7 +2,7 @@
 `server.kv_cache` mean, for the plan, the publish and the server alike.
 
 Owns the meaning only. SGLang's names for it are `rollout/server/server_spec.py`'s; the emulation on a CPU is
-`rollout/server/sglang_cpu_quantization.py`'s; quantising what is published is `weights/`'s.
+`cpu/sglang_cpu_quantization.py`'s; quantising what is published is `weights/`'s.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import Violation
 
 _MOST = {
     "cluster.num_nodes": 100_000,

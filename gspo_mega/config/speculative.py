@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import publishes
-from gspo_mega.errors import Violation
 
 _KEY = "server.speculative"
 # With a model of their own in `draft_path`. `nextn` takes the layers that the policy's own checkpoint brings.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.old_pass import makes_old_pass
 from gspo_mega.config.on_publish import on_publish
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import Violation
 
 
 def staleness_violations(config: Config) -> Iterator[Violation]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gspo_mega.config.addresses import address_problem
+from gspo_mega.base.addresses import address_problem
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.schema import Alerts, Config
-from gspo_mega.errors import Violation
 
 
 def watching_violations(config: Config) -> Iterator[Violation]:

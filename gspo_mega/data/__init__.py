@@ -1,0 +1,1 @@
+"""Prompts, chat templates, packing, and the journal of sampled episodes. No torch."""

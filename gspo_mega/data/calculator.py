@@ -10,7 +10,7 @@ A row is
 
 A call is written in brackets; a third of the problems (`47*86=`) need one call, the others two. The tool does the
 arithmetic, so what has to be learned is to ask for the right thing and to copy what comes back. Judging the last turn
-is `reward/`'s, the loop of turns `episodes/tool_loop.py`'s.
+is `reward/`'s, the loop of turns `agents/tool_loop.py`'s.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from gspo_mega.base.errors import DataError
+from gspo_mega.base.guarded_files import odd_file
 from gspo_mega.data.messages import Message, problem_of_message, read_message
 from gspo_mega.data.plain_json import read_plain
 from gspo_mega.data.templates import ChatTemplate
-from gspo_mega.errors import DataError
-from gspo_mega.guarded_files import odd_file
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 
 Messages: TypeAlias = list[Message]
 

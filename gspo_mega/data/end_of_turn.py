@@ -1,7 +1,7 @@
 """The end tokens of a run, asked of its loaded tokenizer and its chat template: the one place where they are derived.
 
 Rollouts of every kind (training, evaluation, episodes), demonstrations and the exported folder take them from here.
-`model/end_tokens.py` owns how the sources become one list.
+`models/end_tokens.py` owns how the sources become one list.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import PromptEncoder
-from gspo_mega.errors import DataError
-from gspo_mega.model.end_tokens import EndToken, EndTokens, end_tokens
+from gspo_mega.models.end_tokens import EndToken, EndTokens, end_tokens
 
 
 def run_end_tokens(

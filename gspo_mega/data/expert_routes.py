@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from gspo_mega.errors import RolloutError
-from gspo_mega.model.spec import ModelSpec
-from gspo_mega.records import MicroBatch, Trajectory, route_type
+from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.records import MicroBatch, Trajectory, route_type
+from gspo_mega.models.spec import ModelSpec
 
 # Numbers that are compared at once: they stay in a core's cache.
 _BLOCK = 2**17

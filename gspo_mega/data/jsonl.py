@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from gspo_mega.errors import DataError
-from gspo_mega.guarded_files import NoRegularFileError, open_regular
+from gspo_mega.base.errors import DataError
+from gspo_mega.base.guarded_files import NoRegularFileError, open_regular
 
 Row = dict[str, Any]
 # Asked after each row with the number of rows read so far: is that enough?

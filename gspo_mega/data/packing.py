@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from gspo_mega.base.errors import PlanError
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.data.balance import balanced_packs
-from gspo_mega.errors import PlanError
-from gspo_mega.records import MicroBatch
 
 # For callers without a model; a run's own comes with its layout.
 ATTENTION_CROSSOVER_TOKENS = 8192

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from gspo_mega.errors import DataError
+from gspo_mega.base.errors import DataError
 
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)

@@ -17,9 +17,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+from gspo_mega.base.errors import DataError
+from gspo_mega.base.guarded_files import open_regular, read_json_file
 from gspo_mega.data.jsonl import MAX_DEPTH, Enough, Row, RowProblems, is_deep
-from gspo_mega.errors import DataError
-from gspo_mega.guarded_files import open_regular, read_json_file
 
 PARQUET_SUFFIX = ".parquet"
 # Decoded row groups that stay in memory; the one that was read last always does.

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import MaskedText, Message, PromptEncoder
 from gspo_mega.data.message_marks import Marked, difference, marked_message, parts_in, with_words_of
-from gspo_mega.errors import DataError
 
 _OPENED_THINKING = re.compile(r"<think>\s*\Z")
 _CLOSED_THINKING = re.compile(r".*?</think>\s*", re.DOTALL)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.errors import DataError
+from gspo_mega.base.errors import DataError
 
 # Per prompt; ordinary templates take microseconds and a few megabytes.
 CPU_SECONDS, MEMORY_BYTES = 10.0, 512 * 1024**2

@@ -1,5 +1,5 @@
-"""The Megatron-Core policy: groups, model, log-probs, loss, optimizer step."""
+"""The Megatron-Core policy and critic: process groups, model, log-probs, losses, optimizer step."""
 
-from gspo_mega.engine import cpu as _cpu
+from gspo_mega.cpu import backend as _backend
 
-_cpu.install()
+_backend.install()

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.schema import Moe
 from gspo_mega.engine.megatron_versions import clear_router_losses, router_losses, router_losses_know_their_parts
 from gspo_mega.engine.process_groups import ParallelGroups, device
-from gspo_mega.records import MicroBatch
 
 
 class LoadBalancing:

@@ -12,7 +12,7 @@ from megatron.core.activations import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from gspo_mega.model.spec import ModelSpec, YarnScaling
+from gspo_mega.models.spec import ModelSpec, YarnScaling
 
 
 def biased_settings(spec: ModelSpec) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from gspo_mega.algorithm.value_loss import value_loss, value_sums
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.balancing import LoadBalancing
 from gspo_mega.engine.context_parallel import sum_over_context
@@ -38,8 +39,7 @@ from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.engine.routing import Routers, RoutingPass
 from gspo_mega.engine.value_head import ValueModel, token_values
-from gspo_mega.model.spec import ModelSpec
-from gspo_mega.records import MicroBatch
+from gspo_mega.models.spec import ModelSpec
 
 
 @dataclass

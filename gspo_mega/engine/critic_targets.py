@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from gspo_mega.algorithm.gae import generalised_advantages, penalised_rewards, whitened
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.critic import Values, own_part, whole_pack
 from gspo_mega.engine.process_groups import ParallelGroups
-from gspo_mega.records import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from gspo_mega.algorithm.context_positions import local_rows
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.process_groups import ParallelGroups, device
-from gspo_mega.records import MicroBatch
 
 
 @dataclass

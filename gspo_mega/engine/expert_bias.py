@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.process_groups import ParallelGroups, device
 from gspo_mega.engine.routing import Routers, Routes, expert_bias_of
-from gspo_mega.records import MicroBatch
 
 
 class ExpertBias:

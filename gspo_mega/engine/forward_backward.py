@@ -13,8 +13,9 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gspo_mega import beats
 from gspo_mega.algorithm.finite import deferred
+from gspo_mega.base import beats
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.fp8_scales import held_scales
 from gspo_mega.engine.invariant_layers import is_batch_invariant
@@ -23,8 +24,7 @@ from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.model import PolicyModel
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.engine.routing import RoutingPass
-from gspo_mega.model.spec import ModelSpec
-from gspo_mega.records import MicroBatch
+from gspo_mega.models.spec import ModelSpec
 
 # From a batch, its log-probs [N] float32 nats and, if the head's `wants_entropy` is true, its entropies [N] float32
 # nats, all of this rank's active tokens.

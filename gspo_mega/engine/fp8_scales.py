@@ -20,7 +20,7 @@ import torch
 from megatron.core.fp8_utils import get_fp8_context, get_fp8_recipe
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gspo_mega.quantization.fp8 import E4M3_MAX
+from gspo_mega.algorithm.fp8 import E4M3_MAX
 
 _FORWARD, _BACKWARD = "scaling_fwd", "scaling_bwd"
 _FLAGS = "flags"

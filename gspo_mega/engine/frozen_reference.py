@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.schema import Config
 from gspo_mega.engine.adapters import without_adapters
 from gspo_mega.engine.device_batch import DeviceBatch
@@ -18,8 +19,7 @@ from gspo_mega.engine.model import build_chunks, transformer_config
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups, ends_with_groups
 from gspo_mega.engine.routing import Routers, RoutingPass
-from gspo_mega.model.spec import ModelSpec
-from gspo_mega.records import MicroBatch
+from gspo_mega.models.spec import ModelSpec
 
 
 class ReferencePolicy:

@@ -1,6 +1,6 @@
 """Megatron's plain layers with operations that do not depend on the batch: those of `engine.batch_invariant`.
 
-Owns what stands where in a layer; the operations are `gspo_mega.batch_invariant`'s, which the servers call, too. What
+Owns what stands where in a layer; the operations are `gspo_mega.cpu`'s, which the servers call, too. What
 cannot have them is refused by `plan/invariance_needs.py`. The forward pass alone is the same for a row in any batch:
 gradients are computed by the usual operations.
 """
@@ -15,9 +15,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
-from gspo_mega.batch_invariant import row_operations
-from gspo_mega.batch_invariant.fixed_order_attention import attend as attend_in_fixed_order
-from gspo_mega.engine.cpu.packed_sdpa import attend, padded_layout
+from gspo_mega.cpu import row_operations
+from gspo_mega.cpu.fixed_order_attention import attend as attend_in_fixed_order
+from gspo_mega.cpu.packed_sdpa import attend, padded_layout
 from gspo_mega.engine.megatron_versions import mlp_parts
 from gspo_mega.engine.packed_attention import PackedAttention
 

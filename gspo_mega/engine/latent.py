@@ -11,7 +11,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from gspo_mega.engine.norms import LatentNorm
-from gspo_mega.model.spec import LatentAttention, ModelSpec, YarnScaling
+from gspo_mega.models.spec import LatentAttention, ModelSpec, YarnScaling
 
 
 def latent_settings(spec: ModelSpec, latent: LatentAttention) -> dict:

@@ -32,12 +32,12 @@ from gspo_mega.algorithm.mismatch import SUM_NAMES, mismatch_sums
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
 from gspo_mega.algorithm.ratio import segment_sum, token_log_ratios
 from gspo_mega.algorithm.supervised_loss import supervised_loss
+from gspo_mega.base.errors import NumericsError
 from gspo_mega.config.mismatch_range import Band
 from gspo_mega.engine.context_parallel import sum_over_context, with_known_sum
 from gspo_mega.engine.device_batch import DeviceBatch
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.engine.shared_correction import GapSums, SequenceCorrection, correct_batch
-from gspo_mega.errors import NumericsError
 
 
 @dataclass

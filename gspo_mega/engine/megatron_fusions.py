@@ -19,10 +19,10 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from gspo_mega.base.errors import ModelError
 from gspo_mega.config.fused_operations import SETTINGS, Choice, Key, describe_fusions, fused_operations, obstacle
 from gspo_mega.config.schema import Config
-from gspo_mega.engine.cpu import is_cpu_backend
-from gspo_mega.errors import ModelError
+from gspo_mega.cpu.backend import is_cpu_backend
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from gspo_mega.base.errors import ModelError
 from gspo_mega.config.schema import Optimizer
-from gspo_mega.engine.cpu import is_cpu_backend
+from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.data_parallel import start_parameter_gathers
 from gspo_mega.engine.megatron_precision import transformer_engine_error
 from gspo_mega.engine.process_groups import ParallelGroups
-from gspo_mega.errors import ModelError
 from gspo_mega.plan.optimizer_needs import check_optimizer
 
 if TYPE_CHECKING:

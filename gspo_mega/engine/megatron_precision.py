@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from gspo_mega.base.errors import ModelError
 from gspo_mega.config.block_scales import BLACKWELL, FLOAT32_SCALES_VARIABLE, has_powers_of_two, multiplies_blocks
 from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import loads_quantized
 from gspo_mega.config.sharp_fp8 import is_sharp
-from gspo_mega.engine.cpu import is_cpu_backend, te_loading
-from gspo_mega.errors import ModelError
-from gspo_mega.model.block_fp8 import publishes_powers_of_two
+from gspo_mega.cpu import te_loading
+from gspo_mega.cpu.backend import is_cpu_backend
+from gspo_mega.models.block_fp8 import publishes_powers_of_two
 from gspo_mega.plan.precision_needs import check_precision
 
 logger = logging.getLogger(__name__)

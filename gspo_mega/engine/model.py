@@ -1,7 +1,7 @@
 """Megatron GPT chunks that return hidden states, built from a ModelSpec and a layout.
 
 Owns the translation into Megatron's `TransformerConfig` and layer spec. Weights come from
-`gspo_mega.weights`; the LM head is applied by `log_probs.py`, in chunks, not here.
+`gspo_mega.checkpoint`; the LM head is applied by `log_probs.py`, in chunks, not here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from gspo_mega.config.schema import Config, Moe, Parallel
+from gspo_mega.cpu.backend import is_cpu_backend
 from gspo_mega.engine.adapters import Adapter
 from gspo_mega.engine.balancing import megatron_coefficient
 from gspo_mega.engine.biased_layers import biased_settings, position_type, reach_expert_biases, set_yarn
-from gspo_mega.engine.cpu import is_cpu_backend
 from gspo_mega.engine.invariant_layers import ACTIVATION, is_batch_invariant, use_invariant_parts
 from gspo_mega.engine.latent import latent_settings, name_latent_parts, submodules_of
 from gspo_mega.engine.megatron_fusions import dispatcher_settings, fusion_settings, head_without_apex
@@ -41,8 +41,8 @@ from gspo_mega.engine.packed_attention import PackedAttention, TorchNorm
 from gspo_mega.engine.parameter_marks import set_marks
 from gspo_mega.engine.process_groups import ParallelGroups, stage_flags
 from gspo_mega.engine.rotary import scale_rotary
-from gspo_mega.model.families import padded_vocab_size
-from gspo_mega.model.spec import ModelSpec, MoeSpec, RopeScaling
+from gspo_mega.models.families import padded_vocab_size
+from gspo_mega.models.spec import ModelSpec, MoeSpec, RopeScaling
 
 
 class PolicyModel(GPTModel):

@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_mega.engine.megatron_precision import uses_transformer_engine
 from gspo_mega.engine.packed_attention import TorchNorm
-from gspo_mega.model.deepseek import LATENT_NORM_EPS
+from gspo_mega.models.deepseek import LATENT_NORM_EPS
 
 
 def norm_class(config: TransformerConfig) -> type:

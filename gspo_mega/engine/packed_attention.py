@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
-from gspo_mega.engine.cpu.packed_sdpa import attend
+from gspo_mega.cpu.packed_sdpa import attend
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from gspo_mega.base.errors import ModelError
+from gspo_mega.engine.parameter_names import canonical_parameters, table_by_parameter
 from gspo_mega.engine.process_groups import ParallelGroups
-from gspo_mega.errors import ModelError
-from gspo_mega.model.families import TensorEntry
-from gspo_mega.model.spec import ModelSpec
-from gspo_mega.parameter_names import canonical_parameters, table_by_parameter
+from gspo_mega.models.families import TensorEntry
+from gspo_mega.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from gspo_mega.engine.model import PolicyModel

@@ -14,10 +14,10 @@ from operator import add
 import numpy as np
 import torch
 
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.device_batch import held_rows
 from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.process_groups import ParallelGroups
-from gspo_mega.records import MicroBatch
 
 
 @dataclass

@@ -15,6 +15,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.config.mismatch_range import band_of
 from gspo_mega.config.old_pass import corrects, may_correct_in_training, old_is_current
 from gspo_mega.config.schema import Config
@@ -40,8 +41,7 @@ from gspo_mega.engine.pass_report import PassReport
 from gspo_mega.engine.process_groups import ParallelGroups
 from gspo_mega.engine.routing import Routers, Routes, RoutingPass, changed_sums, count_changed
 from gspo_mega.engine.shared_correction import correct_batch, most_packs
-from gspo_mega.model.spec import ModelSpec
-from gspo_mega.records import MicroBatch
+from gspo_mega.models.spec import ModelSpec
 
 
 @dataclass

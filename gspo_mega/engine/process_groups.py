@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel import random as megatron_random
 
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
-from gspo_mega.engine.cpu import is_cpu_backend
+from gspo_mega.cpu.backend import is_cpu_backend
 
 
 @dataclass(frozen=True)

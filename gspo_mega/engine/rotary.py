@@ -10,7 +10,7 @@ import math
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from gspo_mega.model.spec import RopeScaling
+from gspo_mega.models.spec import RopeScaling
 
 
 def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

@@ -21,10 +21,10 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import nn
 
 from gspo_mega.algorithm.context_positions import local_rows
+from gspo_mega.base.errors import NumericsError
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.process_groups import ParallelGroups, device
-from gspo_mega.errors import NumericsError
-from gspo_mega.model.spec import MoeSpec
-from gspo_mega.records import MicroBatch
+from gspo_mega.models.spec import MoeSpec
 
 # One micro-batch on one rank: zero-based layer of the model -> expert ids [t, k] int16 of the router's t positions.
 Routes = dict[int, torch.Tensor]

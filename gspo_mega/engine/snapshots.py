@@ -13,10 +13,10 @@ import torch
 
 from gspo_mega.algorithm.columns import STALENESS_SUMS
 from gspo_mega.algorithm.ratio import segment_sum
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.device_batch import DeviceBatch, to_device
 from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.policy import OldState, PolicyEngine
-from gspo_mega.records import MicroBatch
 
 
 class Snapshots:

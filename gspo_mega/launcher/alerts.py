@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+from gspo_mega.base.errors import GspoMegaError, StuckError
+from gspo_mega.base.guarded_files import open_regular, parse_json
+from gspo_mega.base.run_folder import Attempt
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import GspoMegaError, StuckError
-from gspo_mega.guarded_files import open_regular, parse_json
 from gspo_mega.launcher.alert_calls import call_command, call_url, resolved_url
 from gspo_mega.launcher.failure import one_line
 from gspo_mega.metrics.trends import trend_of
-from gspo_mega.run_folder import Attempt
 
 Cause = Literal["failure", "stall", "collapse", "budget"]
 

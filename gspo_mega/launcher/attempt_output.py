@@ -1,6 +1,6 @@
 """The output of one attempt: rank 0's console.log goes to the user, the launcher's log lines to supervisor.log.
 
-Owns no process. `commands/screen.py` writes to the terminal.
+Owns no process. `cli/screen.py` writes to the terminal.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gspo_mega.guarded_files import open_regular
+from gspo_mega.base.guarded_files import open_regular
 
 
 class ConsoleTail:

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from gspo_mega.run_folder import Attempt, DamagedFileError, atomic_write_json, read_json
+from gspo_mega.base.run_folder import Attempt, DamagedFileError, atomic_write_json, read_json
 
 logger = logging.getLogger(__name__)
 

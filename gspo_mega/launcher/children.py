@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from gspo_mega import process_death
+from gspo_mega.base import process_death
 
 logger = logging.getLogger(__name__)
 

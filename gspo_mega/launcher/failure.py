@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_mega.errors import GspoMegaError, RankError, RolloutError
+from gspo_mega.base.errors import GspoMegaError, RankError, RolloutError
+from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.launcher.children import Child
-from gspo_mega.run_folder import Attempt, read_json
 
 _TAIL_LINES = 20
 _SIGKILL_HINT = ". The usual reason for a SIGKILL from outside is that the machine ran out of memory"

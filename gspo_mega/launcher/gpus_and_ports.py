@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from gspo_mega.errors import PlanError
+from gspo_mega.base.errors import PlanError
 
 # Below the kernel's range for outgoing connections, and apart from the range of the servers.
 _PORTS = range(14_000, 20_000)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gspo_mega import errors
-from gspo_mega.batches.episode_parts import episode_driver
-from gspo_mega.batches.held_out import LoadedSet, row_check
+from gspo_mega.agents.demonstrated import demonstration_encoder
+from gspo_mega.base import errors
+from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.config import Config, load_config
 from gspo_mega.config.critic_config import critic_of, penalises_kl
 from gspo_mega.config.episode_lengths import is_one_turn
@@ -31,12 +31,12 @@ from gspo_mega.data.chat import check_vocabulary, load_tokenizer
 from gspo_mega.data.demonstrations import DemonstrationSource
 from gspo_mega.data.end_of_turn import check_taught_end, run_end_tokens
 from gspo_mega.data.prompts import PromptSource, RowSource, encoder_of
-from gspo_mega.episodes.demonstrated import demonstration_encoder
-from gspo_mega.errors import GspoMegaError
-from gspo_mega.model.end_tokens import planned_end_tokens
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.model.value_models import SCORE, critic_tensors, may_be_beside, read_critic_spec
+from gspo_mega.models.end_tokens import planned_end_tokens
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.value_models import SCORE, critic_tensors, may_be_beside, read_critic_spec
 from gspo_mega.rollout.server.server_spec import argument_names, check_options_sglang
+from gspo_mega.train.episode_parts import episode_driver
+from gspo_mega.train.held_out import LoadedSet, row_check
 
 # All files together are read for so many seconds, and each to so many rows at least.
 READING_SECONDS = 8.0
@@ -47,9 +47,9 @@ FEWEST_ROWS = 1_000
 class Trial:
     """What has been read so far. `command`: whose ranks read, or "replay" for a `train` on recorded rollouts. `tools`:
     schemas of the run's tools. `keeps_weights`: the run goes on from a checkpoint, so that the weights of model.path
-    are not read. `problems`: {"key", "kind", "text"} each, `kind` the name of a class of `errors.py`. `tokenizer`: None
-    where it cannot be loaded; `can_encode`: whether prompts can be encoded with it; `end_token_ids`: every one ends a
-    response.
+    are not read. `problems`: {"key", "kind", "text"} each, `kind` the name of a class of `base/errors.py`. `tokenizer`:
+    None where it cannot be loaded; `can_encode`: whether prompts can be encoded with it; `end_token_ids`: every one
+    ends a response.
     """
 
     config: Config
@@ -89,7 +89,7 @@ class Trial:
 
 
 def _kind_of(error: GspoMegaError) -> str:
-    """The class of `errors.py` that an error is of, or derives from."""
+    """The class of `base/errors.py` that an error is of, or derives from."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
 
 
@@ -196,8 +196,8 @@ def _source_key(config: Config, index: int) -> str:
 def _stored_tensors(trial: Trial) -> None:
     for key, folder, is_critic in folders_of(trial):
         with trial.at(key):
-            from gspo_mega.weights.carried_layers import CarriedLayers
-            from gspo_mega.weights.folder_check import check_folder
+            from gspo_mega.checkpoint.carried_layers import CarriedLayers
+            from gspo_mega.checkpoint.folder_check import check_folder
 
             check_folder(folder, *tensors_of(folder, is_critic=is_critic), values=False)
             if not is_critic:
@@ -222,7 +222,7 @@ def tensors_of(folder: str, *, is_critic: bool) -> tuple[Any, Any, Any]:
     """The model of a folder, its tensors given those that it holds, and whether it may hold another name, as
     `check_folder` takes them.
     """
-    from gspo_mega.model.families import hf_tensors, may_be_there
+    from gspo_mega.models.families import hf_tensors, may_be_there
 
     if not is_critic:
         spec = read_model_spec(folder)
@@ -270,7 +270,7 @@ def run_checks(trial: Trial) -> dict[str, Any]:
 
 def read_weights(trial: Trial) -> dict[str, Any]:
     """The answer to a question about weights: every value of every folder is read. `notices` says how much."""
-    from gspo_mega.weights.folder_check import check_folder
+    from gspo_mega.checkpoint.folder_check import check_folder
 
     for key, folder, is_critic in folders_of(trial):
         with trial.at(key):

@@ -13,26 +13,26 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from gspo_mega.agents.episode_pool import check_functions
+from gspo_mega.agents.protocol import runs_in_worker
+from gspo_mega.base.errors import ConfigError, DataError, EpisodeError, FolderError, JournalError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import LoadedConfig, data_sources
 from gspo_mega.config.episode_lengths import is_one_turn
 from gspo_mega.config.foreign_options import program_problem
 from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets, reward_names, source_rewards
 from gspo_mega.config.schema import OwnReward
 from gspo_mega.data.demonstrations import problem_of_response
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.jsonl import Row
 from gspo_mega.data.procedural_rows import make_rows
 from gspo_mega.data.prompts import answer_keys, answer_of, missing_key, problem_of_keys, problem_of_templated
 from gspo_mega.data.row_files import check_first_rows
-from gspo_mega.episodes.episode_pool import check_functions
-from gspo_mega.episodes.protocol import runs_in_worker
-from gspo_mega.errors import ConfigError, DataError, EpisodeError, FolderError, JournalError
-from gspo_mega.journal.journal import Journal
 from gspo_mega.launcher.reward_trial import try_rewards
 from gspo_mega.launcher.trial_process import try_inputs
 from gspo_mega.metrics.sink_loading import sink_makers
-from gspo_mega.reward.functions import problem_of_answer
-from gspo_mega.reward.scoring_pool import check_reward
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.rewards.functions import problem_of_answer
+from gspo_mega.rewards.scoring_pool import check_reward
 
 NUM_ROWS_CHECKED = 100
 

@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from gspo_mega import durable
-from gspo_mega.errors import ConfigError, FolderError
-from gspo_mega.guarded_files import parse_json, read_bytes
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.base import durable
+from gspo_mega.base.errors import ConfigError, FolderError
+from gspo_mega.base.guarded_files import parse_json, read_bytes
+from gspo_mega.base.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import yaml
 
-from gspo_mega import durable
+from gspo_mega.base import durable
+from gspo_mega.base.errors import ConfigError, FolderError
+from gspo_mega.base.guarded_files import read_text
+from gspo_mega.base.run_folder import Attempt, RunFolder, atomic_write_text
 from gspo_mega.config import Config, LoadedConfig, load_config, render_config
 from gspo_mega.config.schema.section import may_change
-from gspo_mega.errors import ConfigError, FolderError
-from gspo_mega.guarded_files import read_text
-from gspo_mega.model.low_rank import ADAPTER_FOLDER
+from gspo_mega.models.low_rank import ADAPTER_FOLDER
 from gspo_mega.rollout.gpu_turn import give_turn
-from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 
 @contextlib.contextmanager

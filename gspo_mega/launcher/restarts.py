@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_mega.config.schema import Train
-from gspo_mega.errors import (
+from gspo_mega.base.errors import (
     CheckpointError,
     ConfigError,
     DataError,
@@ -34,9 +33,10 @@ from gspo_mega.errors import (
     PlanError,
     RewardError,
 )
-from gspo_mega.guarded_files import NoRegularFileError, open_regular, parse_json, read_text
+from gspo_mega.base.guarded_files import NoRegularFileError, open_regular, parse_json, read_text
+from gspo_mega.base.run_folder import Attempt, DamagedFileError, RunFolder, atomic_write_json, read_json
+from gspo_mega.config.schema import Train
 from gspo_mega.launcher.failure import one_line
-from gspo_mega.run_folder import Attempt, DamagedFileError, RunFolder, atomic_write_json, read_json
 
 # Older restarts do not count: a run of weeks may fail now and then.
 WINDOW_SECONDS = 24 * 3600.0

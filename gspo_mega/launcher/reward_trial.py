@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gspo_mega.base.errors import DataError, RewardError
 from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.prompt_sources import data_sources, eval_sets, names_prompts, reward_names, source_rewards
 from gspo_mega.config.remote_rules import services_of
@@ -21,11 +22,10 @@ from gspo_mega.config.schema import Config, Data
 from gspo_mega.data.jsonl import Row
 from gspo_mega.data.prompts import answer_keys, answer_of
 from gspo_mega.data.row_files import check_first_rows
-from gspo_mega.errors import DataError, RewardError
-from gspo_mega.reward.functions import BUILTINS
-from gspo_mega.reward.guarded_process import GuardedProcess
-from gspo_mega.reward.scoring_pool import scoring_process
-from gspo_mega.reward.weighted_sum import table_of
+from gspo_mega.rewards.functions import BUILTINS
+from gspo_mega.rewards.guarded_process import GuardedProcess
+from gspo_mega.rewards.scoring_pool import scoring_process
+from gspo_mega.rewards.weighted_sum import table_of
 
 # A first call may load what later ones have: more than a scoring may take, which is then said.
 _LEAST_SECONDS = 60.0

@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from gspo_mega.errors import RolloutError
+from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.run_folder import Attempt
 from gspo_mega.rollout.registration import Registration, read_registrations
-from gspo_mega.run_folder import Attempt
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Ask all ranks of an attempt for their Python stacks: on SIGUSR2, when the watchdog gives up, by `gspo-mega status`.
 
-Owns the request and the wait for the answers. The ranks answer by `runtime/stack_dump.py`, whatever their main threads
+Owns the request and the wait for the answers. The ranks answer by `train/stack_dump.py`, whatever their main threads
 do. A rank that does not answer is stopped, gone, or in a call that holds the interpreter: SIGUSR2 to that process
 itself writes its main thread's stack to its log even then.
 """
@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gspo_mega.guarded_files import read_text
-from gspo_mega.run_folder import Attempt, atomic_write_text
-from gspo_mega.runtime.stack_dump import poll_seconds
+from gspo_mega.base.guarded_files import read_text
+from gspo_mega.base.run_folder import Attempt, atomic_write_text
+from gspo_mega.train.stack_dump import poll_seconds
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_mega import errors
+from gspo_mega.base import errors
+from gspo_mega.base.errors import GspoMegaError, RankError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import LoadedConfig, render_config
-from gspo_mega.errors import GspoMegaError, RankError
-from gspo_mega.run_folder import RunFolder
 
 # It imports transformers, which takes seconds, or a minute from a slow folder, and then reads for some seconds more.
 DEADLINE_SECONDS = 180.0

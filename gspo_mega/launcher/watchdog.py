@@ -1,7 +1,7 @@
 """Notice ranks that are stuck, and name them and their place in the code; on one machine and under Slurm.
 
 Owns the verdict. The time limits come from `plan/watchdog_bounds.py`, the signs of life from
-`runtime/beat_writer.py`. Reads only the attempt's files, and /proc for ranks on this machine; ends nothing.
+`train/beat_writer.py`. Reads only the attempt's files, and /proc for ranks on this machine; ends nothing.
 
     watchdog = Watchdog(attempt, num_ranks, patience(config, figures))
     while ...: if (error := watchdog.look()) is not None: the run failed with `error`
@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo_mega import beats
-from gspo_mega.errors import StuckError
+from gspo_mega.base import beats
+from gspo_mega.base.errors import StuckError
+from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.plan.watchdog_bounds import Patience
-from gspo_mega.run_folder import Attempt, read_json
 
 _STATES = {
     "T": "stopped (T)",
@@ -35,8 +35,8 @@ _GAP_INTERVALS = 4
 # A rank whose main thread is in one of these files waits for another rank.
 _WAITING = (
     "torch/distributed/",
-    "gspo_mega/runtime/exchange.py",
-    "gspo_mega/runtime/fan_out.py",
+    "gspo_mega/train/exchange.py",
+    "gspo_mega/train/fan_out.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
 )
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from gspo_mega.base.rollout_batch import Group
 from gspo_mega.config.critic_config import compares_within_groups
 from gspo_mega.config.schema import Config
 from gspo_mega.metrics.reduction import reduced
-from gspo_mega.rollout_batch import Group
 
 
 def sampled_metrics(groups: Sequence[Group], config: Config) -> dict[str, float]:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from gspo_mega.base.errors import ConfigError
 from gspo_mega.config.schema import Config, MetricsSink
-from gspo_mega.errors import ConfigError
 from gspo_mega.metrics import tensorboard_sink, wandb_sink
 from gspo_mega.metrics.sinks import SinkMaker
-from gspo_mega.reward.user_functions import import_function
+from gspo_mega.rewards.user_functions import import_function
 
 BUILTINS: dict[str, type] = {"tensorboard": tensorboard_sink.TensorBoardSink, "wandb": wandb_sink.WandbSink}
 # Why a built-in one cannot be made with the packages that are installed here.

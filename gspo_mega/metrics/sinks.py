@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from gspo_mega.guarded_files import open_regular
-from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
+from gspo_mega.base.guarded_files import open_regular
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json, read_json
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ import shutil
 from pathlib import Path
 from typing import Literal, get_args
 
-from gspo_mega.guarded_files import read_text
+from gspo_mega.base.guarded_files import read_text
+from gspo_mega.base.run_folder import atomic_write_text
 from gspo_mega.metrics.sinks import SinkRun
-from gspo_mega.run_folder import atomic_write_text
 
 logger = logging.getLogger(__name__)
 

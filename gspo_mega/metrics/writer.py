@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gspo_mega import durable
-from gspo_mega.errors import DataError, FolderError
-from gspo_mega.guarded_files import parse_json, read_bytes
+from gspo_mega.base import durable
+from gspo_mega.base.errors import DataError, FolderError
+from gspo_mega.base.guarded_files import parse_json, read_bytes
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.metrics.prometheus import PrometheusEndpoint
 from gspo_mega.metrics.sinks import Sinks

@@ -12,7 +12,7 @@ from typing import Literal
 
 from gspo_mega.config.fused_operations import fused_keys
 from gspo_mega.config.schema import Config
-from gspo_mega.model.spec import LatentAttention, ModelSpec, MoeSpec
+from gspo_mega.models.spec import LatentAttention, ModelSpec, MoeSpec
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.state_bytes import WEIGHT_BYTES
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gspo_mega.base.errors import ModelError, Violation
 from gspo_mega.config.schema import Config, Lora
-from gspo_mega.errors import ModelError, Violation
-from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_shape
-from gspo_mega.model.low_rank import adapted, adapter_tensors, module_of, targets_of
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.families import TensorEntry, hf_tensors, parameter_shape
+from gspo_mega.models.low_rank import adapted, adapter_tensors, module_of, targets_of
+from gspo_mega.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from gspo_mega.plan.layout import Layout

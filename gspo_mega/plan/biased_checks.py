@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import Violation
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.verification import is_on_gpu
 
 

@@ -1,6 +1,6 @@
 """Memory of a GPU that a rank and a server use in turns, by phase; and what both keep on the host meanwhile.
 
-Owns who holds what in which phase, as `runtime/shared_gpus.py` moves it. What a process holds whatever the phase is (a
+Owns who holds what in which phase, as `train/shared_gpus.py` moves it. What a process holds whatever the phase is (a
 CUDA context, libraries) is a rule of thumb, for the server as for the rank.
 """
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from gspo_mega.config.critic_config import critic_config, critic_of
 from gspo_mega.config.schema import Config
-from gspo_mega.model.sizes import count_parameters
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.sizes import count_parameters
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.adapter_shares import trained_parameters
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.shares import ModelShares, StageState

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gspo_mega.base.errors import Violation
+from gspo_mega.base.guarded_files import read_json_file
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
 from gspo_mega.config.speculative import draft_folder
-from gspo_mega.errors import Violation
-from gspo_mega.guarded_files import read_json_file
-from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.families import hf_tensors
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.server_needs import DTYPE_BYTES, cache_element_bytes
 from gspo_mega.plan.server_parallel import attention_ranks
 from gspo_mega.plan.verification import is_on_gpu

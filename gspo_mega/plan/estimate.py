@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_mega.base.errors import FitError
 from gspo_mega.config.critic_config import critic_config
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import FitError
-from gspo_mega.model.sizes import ParameterCounts, count_parameters, forward_flops_per_token
+from gspo_mega.models.sizes import ParameterCounts, count_parameters, forward_flops_per_token
 from gspo_mega.plan.colocated_memory import rank_host_bytes, run_memory, servers_host_bytes
 from gspo_mega.plan.critic_needs import critic_state, saved_bytes
 from gspo_mega.plan.gpus import GPUS

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import Violation
-from gspo_mega.model.spec import ModelSpec, MoeSpec
+from gspo_mega.models.spec import ModelSpec, MoeSpec
 from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.model_division import can_divide_model, divisors, nearest
 from gspo_mega.plan.verification import is_on_gpu

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.fused_operations import SETTINGS, describe_fusions, fused_operations, obstacle
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import Violation
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.verification import is_on_gpu
 
 

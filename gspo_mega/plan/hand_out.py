@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gspo_mega.config.critic_config import critic_of
 from gspo_mega.config.schema import Config
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.memory import GIB
 

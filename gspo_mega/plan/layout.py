@@ -29,7 +29,7 @@ class Layout:
     `stage_layers`: layers of each pipeline stage, of all its model chunks. `sequence_multiple_tokens`:
     every packed sequence is padded to a multiple of it, and the whole pack to one of `pack_multiple_tokens`.
     `mini_batch_sequences`: trajectories of each mini-batch when no sample is dropped, the largest first.
-    `attention_crossover_tokens`: the model's, see `model/sizes.py`. `equal_packs`: micro-batches that run at the same
+    `attention_crossover_tokens`: the model's, see `models/sizes.py`. `equal_packs`: micro-batches that run at the same
     time on different data-parallel ranks are padded to one length.
     """
 

@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.episode_lengths import episode_lengths
 from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_options import CONTEXT_SLACK
-from gspo_mega.errors import Violation
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.adapter_shares import check_adapters
 from gspo_mega.plan.alignment import RECIPE_SIDES
 from gspo_mega.plan.biased_checks import check_biased_layers

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from gspo_mega.base.errors import PlanError
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import PlanError
-from gspo_mega.model.families import padded_vocab_size
-from gspo_mega.model.sizes import attention_crossover_tokens
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.families import padded_vocab_size
+from gspo_mega.models.sizes import attention_crossover_tokens
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.layout import Layout
 from gspo_mega.plan.layout_checks import check_layout
 from gspo_mega.plan.layout_sizes import Sizes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gspo_mega.config.critic_config import critic_config
 from gspo_mega.config.schema import Config
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.activations import HeadActivations, head_activations, layer_activations, value_head_activations
 from gspo_mega.plan.critic_needs import critic_state
 from gspo_mega.plan.draft_needs import draft_needs

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from gspo_mega.config.schema import Config, Parallel
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 
 
 def nearest(value: int, valid: Iterable[int]) -> str:

@@ -12,7 +12,7 @@ from gspo_mega.config.block_scales import BLACKWELL
 from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.schema import Config, Fp8
 from gspo_mega.config.sharp_fp8 import is_sharp
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.alignment import RECIPE_SIDES
 
 # The first chip (compute capability) and the first Transformer Engine version that support a recipe.

@@ -1,7 +1,7 @@
 """What a published version takes, by the precision that servers hold: bytes on disk and on the way.
 
 Owns these sums for the estimates of disk and time; a server's memory is `server_needs.py`'s, the layout itself
-`model/block_fp8.py`'s.
+`models/block_fp8.py`'s.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import DTYPES, server_dtype
-from gspo_mega.model.block_fp8 import served_layout, stored_bytes
-from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.gpt_oss import needs_plain_copy
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.block_fp8 import served_layout, stored_bytes
+from gspo_mega.models.families import hf_tensors
+from gspo_mega.models.gpt_oss import needs_plain_copy
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.adapter_shares import num_adapter_parameters
 from gspo_mega.plan.server_needs import DTYPE_BYTES
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gspo_mega.base.errors import FitError
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import FitError
 from gspo_mega.plan.estimate import Estimate, only_evaluates
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.resolve import Plan

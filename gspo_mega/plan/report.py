@@ -7,7 +7,7 @@ import itertools
 from gspo_mega.config.critic_config import penalises_kl
 from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.server_precision import describe_server_precision
-from gspo_mega.model.block_fp8 import served_layout
+from gspo_mega.models.block_fp8 import served_layout
 from gspo_mega.plan.disk import disk_lines, disk_notices, disk_use
 from gspo_mega.plan.estimate import Estimate, estimate
 from gspo_mega.plan.gpus import ASSUMPTIONS

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gspo_mega.base.errors import ModelError
 from gspo_mega.config.critic_config import critic_of, penalises_kl
 from gspo_mega.config.layer_library import has_transformer_engine_layers
 from gspo_mega.config.loader import LoadedConfig
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import ModelError
-from gspo_mega.model.end_tokens import planned_end_tokens
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.model.spec import ModelSpec, shape_differences
-from gspo_mega.model.value_models import read_critic_spec
+from gspo_mega.models.end_tokens import planned_end_tokens
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.spec import ModelSpec, shape_differences
+from gspo_mega.models.value_models import read_critic_spec
 from gspo_mega.plan.expert_checks import gathers_unevenly
 from gspo_mega.plan.fusion_needs import describe_operations
 from gspo_mega.plan.layout import Layout

@@ -1,7 +1,7 @@
 """What the servers of reward models need: GPUs, and the memory of one of these.
 
 Owns the figures and what does not fit. Where they are is `server_places.py`'s, what a folder holds
-`model/classifier_folder.py`'s. No torch.
+`models/classifier_folder.py`'s. No torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_mega.base.errors import ConfigError, FitError, PlanError
 from gspo_mega.config.episode_lengths import episode_lengths
 from gspo_mega.config.schema import Config, ModelReward
 from gspo_mega.config.server_precision import server_dtype
-from gspo_mega.errors import ConfigError, FitError, PlanError
-from gspo_mega.model.classifier_folder import ClassifierSizes, check_head, read_sizes
+from gspo_mega.models.classifier_folder import ClassifierSizes, check_head, read_sizes
 from gspo_mega.plan.memory import GIB
 from gspo_mega.plan.server_needs import DTYPE_BYTES
 

@@ -1,6 +1,7 @@
 """Estimated seconds in which the servers decode a step's responses.
 
-Owns the cost of a decode step; `simulate/server_costs.py` uses the same parts. Assumptions are `gpus.ASSUMPTIONS`.
+Owns the cost of a decode step; `verify/simulate/server_costs.py` uses the same parts. Assumptions are
+`gpus.ASSUMPTIONS`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from gspo_mega.config.episode_lengths import episode_lengths, mean_tokens
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.gpus import LINK_SHARE, MATRIX_SHARE, MEMORY_SHARE, NETWORK_SUM_SECONDS, Gpu
 from gspo_mega.plan.memory import server_memory
 from gspo_mega.plan.server_needs import DTYPE_BYTES

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from gspo_mega.base.errors import ConfigError, PlanError
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import ConfigError, PlanError
-from gspo_mega.model.sizes import count_parameters
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.sizes import count_parameters
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.colocated_memory import run_memory
 from gspo_mega.plan.gpus import DEFAULT_GPU, GPUS
 from gspo_mega.plan.layout import Layout

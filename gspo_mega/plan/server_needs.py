@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import BLOCK, capability_problem, publishes, server_dtype
-from gspo_mega.errors import Violation
-from gspo_mega.model.block_fp8 import is_quantizable
-from gspo_mega.model.families import TensorEntry, hf_tensors
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.block_fp8 import is_quantizable
+from gspo_mega.models.families import TensorEntry, hf_tensors
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.gpus import GPUS
 from gspo_mega.plan.server_parallel import attention_ranks, expert_ranks, ranks_that_share
 from gspo_mega.plan.verification import is_on_gpu

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import server_dtype
-from gspo_mega.errors import Violation
-from gspo_mega.model.families import TensorEntry
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.families import TensorEntry
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.model_division import divisors, nearest
 from gspo_mega.plan.verification import is_on_gpu
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gspo_mega.base.errors import PlanError
 from gspo_mega.config.schema import Config, ModelReward
-from gspo_mega.errors import PlanError
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 
 
 def shape_text(spec: ModelSpec, padded_vocab_size: int) -> str:

@@ -15,9 +15,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from gspo_mega.config.schema import Config
-from gspo_mega.model.families import TensorEntry, hf_tensors, parameter_shape
-from gspo_mega.model.spec import ModelSpec
-from gspo_mega.model.tables import HEAD
+from gspo_mega.models.families import TensorEntry, hf_tensors, parameter_shape
+from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.tables import HEAD
 from gspo_mega.plan.adapter_shares import adapter_shares
 from gspo_mega.plan.layout import Layout
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gspo_mega.base.errors import Violation
 from gspo_mega.config.schema import Config, Parallel
-from gspo_mega.errors import Violation
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.layout_sizes import Sizes
 from gspo_mega.plan.model_division import dividing, divisors, given_ends, nearest, stage_layers
 

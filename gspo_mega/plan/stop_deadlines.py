@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from gspo_mega.base.errors import PlanError
 from gspo_mega.config.deadlines import COLLECTIVE_SECONDS
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import PlanError
 from gspo_mega.plan.timing import StepTime
 
 # Reserved, of the time between Slurm's signal and the limit, to queue the job again whatever the ranks do.

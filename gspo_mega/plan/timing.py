@@ -13,8 +13,8 @@ from gspo_mega.config.critic_config import critic_config, critic_of, penalises_k
 from gspo_mega.config.episode_lengths import mean_tokens
 from gspo_mega.config.old_pass import makes_old_pass, may_correct_in_training
 from gspo_mega.config.schema import Config
-from gspo_mega.model.sizes import attended_positions
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.sizes import attended_positions
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.plan.gpus import (
     ATTENTION_SHARE,
     EXPERT_SHARE,

@@ -1,6 +1,6 @@
 """How a publish is verified: what `publish.verify` means on machines with and without GPUs.
 
-Owns only the choice; the verification is `weights/verify.py`. On a CPU, SGLang's checksums are SHA-256, and the trainer
+Owns only the choice; the verification is `sync/verify.py`. On a CPU, SGLang's checksums are SHA-256, and the trainer
 can compute them for a server of one rank. On a GPU, and for shares of a tensor, it cannot.
 """
 

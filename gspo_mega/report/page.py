@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from gspo_mega import __version__
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.report.learning_verdicts import marks_of
 from gspo_mega.report.run_record import RunRecord, read_run
 from gspo_mega.report.sampled_episodes import Sample, sample_run
 from gspo_mega.report.verdicts import as_json, phase_seconds, verdicts_of
-from gspo_mega.run_folder import RunFolder
 
 _ASSETS = Path(__file__).parent / "assets"
 _STYLES = ("uPlot.min.css", "report.css")

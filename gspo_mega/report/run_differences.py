@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gspo_mega.errors import CheckpointError, JournalError, ModelError
-from gspo_mega.journal.journal import Journal
-from gspo_mega.journal.step_record import StepRecord
-from gspo_mega.journal.token_gaps import TokenGaps
+from gspo_mega.base.errors import CheckpointError, JournalError, ModelError
+from gspo_mega.base.rollout_batch import Group
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.data.journal.journal import Journal
+from gspo_mega.data.journal.step_record import StepRecord
+from gspo_mega.data.journal.token_gaps import TokenGaps
 from gspo_mega.report.run_record import RunRecord, schema_defaults, shown
-from gspo_mega.rollout_batch import Group
-from gspo_mega.run_folder import RunFolder
 
 # In the order in which a step comes to them.
 Stage = Literal["prompts", "tokens", "versions", "log-probs", "rewards", "trainer", "metrics", "weights"]

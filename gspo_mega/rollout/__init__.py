@@ -1,0 +1,1 @@
+"""SGLang servers and their clients: a pool of servers, admission of groups, sampling, collection of batches."""

@@ -13,18 +13,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gspo_mega.agents.driver import EpisodeDriver
+from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.rare_collections import RareCollections
+from gspo_mega.base.records import Prompt
+from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.config.schema import Config
-from gspo_mega.episode_records import Episode
-from gspo_mega.episodes.driver import EpisodeDriver
-from gspo_mega.errors import RolloutError
-from gspo_mega.records import Prompt
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.continuous import Asked, Collection, Position, Prompts
-from gspo_mega.rollout.rare_collections import RareCollections
 from gspo_mega.rollout.sampled_groups import Acting, SampledGroups, TaskGroup
 from gspo_mega.rollout.sampling import Servers
 from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.rollout_batch import Group, RolloutBatch
 
 _POLL_SECONDS = 0.05
 

@@ -13,18 +13,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.records import Prompt
+from gspo_mega.base.rollout_batch import Group, RolloutBatch
+from gspo_mega.base.token_columns import distinct
 from gspo_mega.config.critic_config import least_of_group
 from gspo_mega.config.schema import Config
-from gspo_mega.episode_records import Episode
 from gspo_mega.metrics.sampled import is_constant, sampled_metrics
-from gspo_mega.records import Prompt
 from gspo_mega.rollout.admission import Admission
 from gspo_mega.rollout.arrival_order import Formed
 from gspo_mega.rollout.freshness import Freshness
 from gspo_mega.rollout.sampled_groups import SampledGroups, TaskGroup
 from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.rollout_batch import Group, RolloutBatch
-from gspo_mega.token_columns import distinct
 
 _LEAST_RUNNING = 64
 

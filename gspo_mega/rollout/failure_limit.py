@@ -5,7 +5,7 @@ Owns the limit and its message. What failed, and what follows for a group, is `s
 
 from __future__ import annotations
 
-from gspo_mega.errors import GspoMegaError
+from gspo_mega.base.errors import GspoMegaError
 
 _SHOWN = 5
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from gspo_mega.run_folder import Attempt, atomic_write_json, read_json
+from gspo_mega.base.run_folder import Attempt, atomic_write_json, read_json
 
 Turn = Literal["ranks", "servers"]
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-from gspo_mega.errors import RolloutError
+from gspo_mega.base.errors import RolloutError
 
 _LOOK_SECONDS = 1.0
 

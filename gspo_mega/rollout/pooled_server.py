@@ -11,7 +11,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from gspo_mega.errors import PublishError
+from gspo_mega.base.errors import PublishError
 from gspo_mega.rollout.client.server_client import ServerClient, ServerError
 from gspo_mega.rollout.client.server_control import HttpServerControl
 from gspo_mega.rollout.load import Load

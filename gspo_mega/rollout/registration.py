@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gspo_mega.errors import RolloutError
-from gspo_mega.guarded_files import read_json_file
-from gspo_mega.run_folder import atomic_write_json
+from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.guarded_files import read_json_file
+from gspo_mega.base.run_folder import atomic_write_json
 
 State = Literal["waiting", "starting", "ready", "restarting", "draining", "failed", "stopped"]
 """`waiting`: it starts as soon as the ranks leave it their GPUs. `draining`: it answers, takes no new work, and ends

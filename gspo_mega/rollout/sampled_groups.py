@@ -14,17 +14,17 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from gspo_mega.agents.driver import EpisodeDriver
+from gspo_mega.agents.episode_counts import EPISODE_COUNTS, counts_of
+from gspo_mega.agents.finished import is_of_infrastructure
+from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.errors import EpisodeError, RewardError
+from gspo_mega.base.records import Prompt
+from gspo_mega.base.rollout_batch import Group
 from gspo_mega.config.schema import Config
-from gspo_mega.episode_records import Episode
-from gspo_mega.episodes.driver import EpisodeDriver
-from gspo_mega.episodes.episode_counts import EPISODE_COUNTS, counts_of
-from gspo_mega.episodes.finished import is_of_infrastructure
-from gspo_mega.errors import EpisodeError, RewardError
-from gspo_mega.records import Prompt
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.failure_limit import FailureLimit
 from gspo_mega.rollout.sampling import Sampler, Servers
-from gspo_mega.rollout_batch import Group
 
 _BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 10.0

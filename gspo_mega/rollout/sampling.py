@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from gspo_mega.agents.turn import OnTokens, Turn
+from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.token_columns import distinct
 from gspo_mega.config.on_publish import on_publish
 from gspo_mega.config.schema import Rollout
-from gspo_mega.episodes.turn import OnTokens, Turn
-from gspo_mega.errors import RolloutError
 from gspo_mega.rollout.client.completion import Completion, Response, SamplingParams
 from gspo_mega.rollout.client.flight import Flight
 from gspo_mega.rollout.client.server_client import ServerError
 from gspo_mega.rollout.pooled_server import PooledServer
-from gspo_mega.token_columns import distinct
 
 _BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 10.0

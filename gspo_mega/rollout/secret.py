@@ -10,7 +10,7 @@ import os
 import secrets
 from pathlib import Path
 
-from gspo_mega.errors import ConfigError
+from gspo_mega.base.errors import ConfigError
 
 
 class Secret(str):

@@ -15,9 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.run_folder import Attempt
 from gspo_mega.config.schema import Rollout
-from gspo_mega.errors import RolloutError
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.rollout.client.completion import RoutingShape
 from gspo_mega.rollout.client.server_client import ServerClient, ServerError
 from gspo_mega.rollout.client.server_control import HttpServerControl
@@ -28,7 +29,6 @@ from gspo_mega.rollout.pooled_server import PooledServer
 from gspo_mega.rollout.roster import ReadyDeadline, Roster, describe_servers, failed_servers, watch_problem
 from gspo_mega.rollout.secret import read_secret
 from gspo_mega.rollout.silence import Silence
-from gspo_mega.run_folder import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class ServerPool:
 
     Attributes:
         vocab_size: tokens of the model's vocabulary.
-        is_held: no request begins; those that would begin wait (`publish_pause.py`).
+        is_held: no request begins; those that would begin wait (`train/publish_pause.py`).
         trainer_waits: it can publish to servers that are behind. While it cannot, they have no deadline.
         tell: shows a line to the user.
     """

@@ -12,7 +12,7 @@ import logging
 import time
 from pathlib import Path
 
-from gspo_mega.errors import PublishError, RolloutError
+from gspo_mega.base.errors import PublishError, RolloutError
 from gspo_mega.rollout.client.server_client import ServerError
 from gspo_mega.rollout.load import least_loaded
 from gspo_mega.rollout.pooled_server import PooledServer

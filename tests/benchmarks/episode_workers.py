@@ -18,10 +18,10 @@ from pathlib import Path
 
 import psutil
 
+from gspo_mega.agents.episode_pool import EpisodePool
+from gspo_mega.agents.episode_session import Answer
+from gspo_mega.agents.protocol import Task
 from gspo_mega.config.schema import EpisodeFunction, Episodes
-from gspo_mega.episodes.episode_pool import EpisodePool
-from gspo_mega.episodes.episode_session import Answer
-from gspo_mega.episodes.protocol import Task
 
 MODULE = """
 import asyncio, os

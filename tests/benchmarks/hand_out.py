@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def parse(arguments: argparse.Namespace) -> None:
-    from gspo_mega.model.huggingface import read_model_spec
+    from gspo_mega.models.huggingface import read_model_spec
     from gspo_mega.rollout.client.routes import cut_routes, decode_routes
 
     spec = read_model_spec(arguments.model)
@@ -171,8 +171,8 @@ def _rank(rank, size, port, pipe, arguments, how, with_routes) -> None:
 
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from gspo_mega.engine.process_groups import create_groups
-    from gspo_mega.runtime.exchange import Exchange
-    from gspo_mega.runtime.rank_link import RankLink
+    from gspo_mega.train.exchange import Exchange
+    from gspo_mega.train.rank_link import RankLink
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -185,7 +185,7 @@ def _rank(rank, size, port, pipe, arguments, how, with_routes) -> None:
     parcels = None
     if rank == 0:
         from gspo_mega.data.expert_routes import ExpertRoutes
-        from gspo_mega.runtime.parcels import Parcels
+        from gspo_mega.train.parcels import Parcels
 
         spec, rows = _rows(arguments, with_routes)
         if how == "ahead":
@@ -252,7 +252,7 @@ def _hand_out_as_before(shards, rows, spec, layout, host) -> int:
 
 
 def _layout(arguments: argparse.Namespace):
-    from gspo_mega.model.huggingface import read_model_spec
+    from gspo_mega.models.huggingface import read_model_spec
     from gspo_mega.plan.layout import Layout
 
     num_layers = read_model_spec(arguments.model).num_layers
@@ -278,9 +278,9 @@ def _layout(arguments: argparse.Namespace):
 
 
 def _rows(arguments: argparse.Namespace, with_routes: bool):
-    from gspo_mega.episode_records import one_turn_row
-    from gspo_mega.model.huggingface import read_model_spec
-    from gspo_mega.records import Prompt
+    from gspo_mega.base.episode_records import one_turn_row
+    from gspo_mega.base.records import Prompt
+    from gspo_mega.models.huggingface import read_model_spec
 
     spec, count, prompt = read_model_spec(arguments.model), arguments.tokens, Prompt("p:0", "p", (1, 2), "")
     k = spec.moe.experts_per_token
@@ -304,8 +304,8 @@ def _rows(arguments: argparse.Namespace, with_routes: bool):
 
 
 def _shards(rows, layout):
-    from gspo_mega.batches.assemble import MiniBatch
     from gspo_mega.data.packing import build_micro_batch
+    from gspo_mega.train.assemble import MiniBatch
 
     records = [
         dict(

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gspo_mega.weights.broadcast import GroupSender
-from gspo_mega.weights.servers import Deadline, Fleet
+from gspo_mega.sync.broadcast import GroupSender
+from gspo_mega.sync.servers import Deadline, Fleet
 
 DEADLINE = 60.0
 NUM_TENSORS = 16

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from publish import DEADLINE, NUM_TENSORS, Receiver, written
 
-from gspo_mega.weights.broadcast import GroupSender
-from gspo_mega.weights.other_rank import Channel, OtherRank, obey
-from gspo_mega.weights.senders import OwnTensors
-from gspo_mega.weights.servers import Deadline, Fleet
+from gspo_mega.sync.broadcast import GroupSender
+from gspo_mega.sync.other_rank import Channel, OtherRank, obey
+from gspo_mega.sync.senders import OwnTensors
+from gspo_mega.sync.servers import Deadline, Fleet
 
 NUM_RANKS = 4
 EACH = NUM_TENSORS // NUM_RANKS

@@ -21,7 +21,7 @@ from servers import Serve, run_config, trust
 from tiny_models import EOS_TOKEN_ID, make_model
 
 from gspo_mega.config import load_config
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.server_pool import ServerPool
 

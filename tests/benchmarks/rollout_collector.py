@@ -25,8 +25,8 @@ import numpy as np
 from collector_support import Stream, collector_of
 from fast_answers import sampled
 
-from gspo_mega.journal.episode_log import EpisodeLog, FileBegin
-from gspo_mega.journal.journal import Journal
+from gspo_mega.data.journal.episode_log import EpisodeLog, FileBegin
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.rollout.admission import Admission
 from gspo_mega.rollout.client.completion import Completion
 from gspo_mega.rollout.client.server_client import ServerClient

@@ -24,7 +24,7 @@ from servers import Serve, run_config
 from tiny_models import EOS_TOKEN_ID, make_model
 
 from gspo_mega.config import load_config
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.client.flight import Flight
 from gspo_mega.rollout.load import Load

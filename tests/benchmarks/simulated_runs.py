@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from gspo_mega.config import load_config
-from gspo_mega.model.sizes import count_parameters
+from gspo_mega.models.sizes import count_parameters
 from gspo_mega.plan import plan_run
 from gspo_mega.plan.shares import ModelShares
-from gspo_mega.simulate.fit_rates import Measured, fit
-from gspo_mega.simulate.job import Job, job_of
-from gspo_mega.simulate.lengths import log_normal
-from gspo_mega.simulate.run_events import RunEvents
+from gspo_mega.verify.simulate.fit_rates import Measured, fit
+from gspo_mega.verify.simulate.job import Job, job_of
+from gspo_mega.verify.simulate.lengths import log_normal
+from gspo_mega.verify.simulate.run_events import RunEvents
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

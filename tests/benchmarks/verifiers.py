@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "reward"))
 
 from math_pairs import pairs
 
-from gspo_mega.reward import programs
-from gspo_mega.reward.functions import load_function
+from gspo_mega.rewards import programs
+from gspo_mega.rewards.functions import load_function
 
 TESTS = [{"input": f"{n}\n", "output": f"{n + 1}\n"} for n in range(20)]
 PROGRAM = "```python\nprint(int(input()) + 1)\n```"

@@ -34,7 +34,7 @@ def norms_not_marked_for_sequence_parallelism() -> None:
 
 def mean_of_means() -> None:
     """Each rank divides by its own number of sequences."""
-    import gspo_mega.certify.measure as measure
+    import gspo_mega.verify.certify.measure as measure
 
     whole = measure.Measurement.shard
 
@@ -59,7 +59,7 @@ def value_gradient_summed_over_tensor_ranks() -> None:
 
 def second_rank_dies_in_one_case() -> None:
     """An exception on one rank, in the case whose chunk is of 31 tokens."""
-    import gspo_mega.certify.ranks as ranks
+    import gspo_mega.verify.certify.ranks as ranks
 
     load = ranks._load
 
@@ -72,11 +72,11 @@ def second_rank_dies_in_one_case() -> None:
 
 
 if __name__ == "__main__":
-    from gspo_mega.importing import uncollected
+    from gspo_mega.base.importing import uncollected
 
     with uncollected():
         import gspo_mega.engine  # noqa: F401  the CPU backend comes first
-        from gspo_mega.runtime import worker
+        from gspo_mega.train import worker
 
     globals()[sys.argv[1]]()
     worker.main(sys.argv[2:])

@@ -13,21 +13,21 @@ import torch
 from layout_jobs import layout_config, recorded_sequences, shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gspo_mega import kill_points
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.base import kill_points
+from gspo_mega.base.errors import GspoMegaError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint import optimizer_shards
+from gspo_mega.checkpoint.gather import PolicyTensors
+from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.checkpoint.save import Saver
 from gspo_mega.checkpoint.train_state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.config.schema import Checkpoint
 from gspo_mega.engine import data_parallel
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.errors import GspoMegaError
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan.alignment import alignment_tokens
-from gspo_mega.run_folder import RunFolder
-from gspo_mega.weights.gather import PolicyTensors
-from gspo_mega.weights.hf_import import import_huggingface
 
 
 class _Clones(TorchDispatchMode):

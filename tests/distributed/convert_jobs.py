@@ -10,12 +10,12 @@ from family_jobs import SIZES
 from layout_jobs import layout_config
 from safetensors.torch import load_file
 
+from gspo_mega.base.errors import CheckpointError
+from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.checkpoint.initial_weights import load_weights
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.errors import CheckpointError
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.weights.gather import PolicyTensors
+from gspo_mega.models.huggingface import read_model_spec
 
 
 def loaded(source: str, converted: str, layouts: dict[str, dict], precision: str = "fp32") -> dict | None:

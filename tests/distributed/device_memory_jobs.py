@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from optimizer_jobs import Run, changed, layout
 
+from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.device_memory import PARTS, DeviceMemory
 from gspo_mega.engine.frozen_reference import ReferencePolicy
-from gspo_mega.weights.hf_import import import_huggingface
 
 
 def moved(folder: str, parallel: dict, **sections) -> dict:

@@ -10,18 +10,18 @@ from device_reads import DeviceReads
 from layout_jobs import layout_config
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.base.errors import NumericsError
+from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.errors import NumericsError
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.weights.hf_import import import_huggingface
+from gspo_mega.models.huggingface import read_model_spec
 
 # Of these lines' reads none makes a GPU wait between micro-batches.
 _ELSEWHERE = {
     "engine/device_batch.py": "of host arrays, before they are sent to the device",
     "engine/context_parallel.py": "called by it",
     "embeddings/rope_utils.py": "Megatron's plain rotary embedding; on a GPU it is fused",
-    "engine/cpu/packed_sdpa.py": "the attention of a CPU",
+    "cpu/packed_sdpa.py": "the attention of a CPU",
     "engine/pass_report.py": "the report, when the pass is over",
 }
 

@@ -11,17 +11,17 @@ from layout_jobs import layout_config
 
 from gspo_mega.algorithm.diagnostics import POLICY_SUMS
 from gspo_mega.algorithm.objective_settings import objective_settings
-from gspo_mega.batches.assemble import assemble, fill_advantages, scored_batch
-from gspo_mega.certify.gradients import complete_gradients
-from gspo_mega.certify.measure import gather_tokens
+from gspo_mega.base.rollout_batch import RolloutBatch
+from gspo_mega.checkpoint.gather import PolicyTensors
+from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.data.packing import build_micro_batch
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
-from gspo_mega.rollout_batch import RolloutBatch
-from gspo_mega.weights.gather import PolicyTensors
-from gspo_mega.weights.hf_import import import_huggingface
+from gspo_mega.train.assemble import assemble, fill_advantages, scored_batch
+from gspo_mega.verify.certify.gradients import complete_gradients
+from gspo_mega.verify.certify.measure import gather_tokens
 
 
 class Engine:

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from routing_jobs import SETTINGS, Run, rollout_routes
 
+from gspo_mega.base.records import MicroBatch
+from gspo_mega.checkpoint.gather import PolicyTensors
+from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.frozen_reference import ReferencePolicy
-from gspo_mega.records import MicroBatch
-from gspo_mega.weights.gather import PolicyTensors
-from gspo_mega.weights.hf_import import import_huggingface
 
 RATE = 1e-3
 ROUTES = dict(layers=4, experts=16, top_k=4)

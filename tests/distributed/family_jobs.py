@@ -15,15 +15,15 @@ import torch.distributed as dist
 from layout_jobs import layout_config, pack
 from safetensors.torch import load_file
 
+from gspo_mega.checkpoint import gather, hf_import
+from gspo_mega.checkpoint.gather import PolicyTensors
+from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.engine.routing import RoutingPass
-from gspo_mega.model import families
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.weights import gather, hf_import
-from gspo_mega.weights.gather import PolicyTensors
-from gspo_mega.weights.hf_import import import_huggingface
+from gspo_mega.models import families
+from gspo_mega.models.huggingface import read_model_spec
 
 SIZES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
 

@@ -17,20 +17,20 @@ import torch.distributed as dist
 from layout_jobs import layout_config, recorded_sequences, shard
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.certify.cases import case_config
-from gspo_mega.certify.compare_runs import Reference
-from gspo_mega.certify.ranks import run_case
+from gspo_mega.checkpoint.hf_import import import_huggingface
+from gspo_mega.checkpoint.quantized import is_quantized, plain_values
 from gspo_mega.config import load_config
 from gspo_mega.engine import fp8_scales
 from gspo_mega.engine.losses import PassOutput
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.engine.routing import RoutingPass
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan.alignment import alignment_tokens
-from gspo_mega.runtime.worker_context import WorkerContext
-from gspo_mega.weights.hf_import import import_huggingface
-from gspo_mega.weights.quantized import is_quantized, plain_values
+from gspo_mega.train.worker_context import WorkerContext
+from gspo_mega.verify.certify.cases import case_config
+from gspo_mega.verify.certify.compare_runs import Reference
+from gspo_mega.verify.certify.ranks import run_case
 
 
 def steps(folder: str, parallel: dict, num_steps: int, *, held: bool, **sections) -> dict:

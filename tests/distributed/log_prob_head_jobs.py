@@ -18,14 +18,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from gspo_mega.algorithm.context_positions import local_rows
 from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine import forward_backward
 from gspo_mega.engine.device_batch import DeviceBatch
 from gspo_mega.engine.log_probs import token_log_probs
 from gspo_mega.engine.losses import OldPass, PolicyLoss
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.weights.hf_import import import_huggingface
+from gspo_mega.models.huggingface import read_model_spec
 
 NUM_TOKENS, WIDTH = 24, 16
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from gspo_mega.checkpoint import optimizer_shards, train_state
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 

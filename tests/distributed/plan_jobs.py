@@ -13,7 +13,7 @@ from gspo_mega.engine.frozen_reference import ReferencePolicy
 from gspo_mega.engine.megatron_optimizer import apply_gradients
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 
 
 def count_state(cases: list[dict]) -> list[dict]:

@@ -7,7 +7,7 @@ import torch
 from routing_jobs import SETTINGS, Run
 
 from gspo_mega.algorithm.kl import KL_SUMS
-from gspo_mega.runtime.reference_policy import load_reference
+from gspo_mega.train.reference_policy import load_reference
 
 
 def kl_run(

@@ -7,13 +7,13 @@ import torch
 from layout_jobs import CLIP_HIGH, CLIP_LOW, layout_config, pack, recorded_sequences
 
 from gspo_mega.algorithm.objective import ObjectiveSettings
+from gspo_mega.base.errors import NumericsError
+from gspo_mega.base.records import MicroBatch
+from gspo_mega.checkpoint.gather import PolicyTensors
+from gspo_mega.checkpoint.hf_import import import_huggingface
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import ParallelGroups, create_groups, destroy_groups
-from gspo_mega.errors import NumericsError
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.records import MicroBatch
-from gspo_mega.weights.gather import PolicyTensors
-from gspo_mega.weights.hf_import import import_huggingface
+from gspo_mega.models.huggingface import read_model_spec
 
 # One alignment in every layout, so that packs are the same to the last position of padding.
 ALIGN = 4

@@ -51,7 +51,7 @@ def marked(ends: tuple[str, ...], **marks: Any) -> Callable[[], Patch]:
     """Parameters whose canonical name ends so have these marks, whatever the table says."""
 
     def make() -> Patch:
-        from gspo_mega import parameter_names as own
+        from gspo_mega.models import parameter_names as own
 
         model = engine("model")
 
@@ -439,7 +439,7 @@ def _both(*patches: Patch) -> Patch:
 
 def in_its_case() -> None:
     """Each case runs with the fault of its name, and no other does."""
-    import gspo_mega.certify.ranks as ranks
+    import gspo_mega.verify.certify.ranks as ranks
 
     def run_case(context, config, case, reference, is_reference, real=ranks.run_case):
         fault = (FAULTS | BIAS_FAULTS | BALANCED_FAULTS).get(case.name)
@@ -457,11 +457,11 @@ def cases(faults: dict[str, Fault], **more: Any) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    from gspo_mega.importing import uncollected
+    from gspo_mega.base.importing import uncollected
 
     with uncollected():
         import gspo_mega.engine  # noqa: F401  the CPU backend comes first
-        from gspo_mega.runtime import worker
+        from gspo_mega.train import worker
 
     in_its_case()
     worker.main(sys.argv[1:])

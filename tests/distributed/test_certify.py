@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.certify.program import certify
 from gspo_mega.config import load_config
+from gspo_mega.verify.certify.program import certify
 
 FAULTS = Path(__file__).with_name("certify_faults.py")
 TP2SP = "{name: TP2+SP, ranks: 2, set: {parallel.tensor: 2}}"

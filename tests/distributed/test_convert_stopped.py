@@ -9,9 +9,9 @@ import pytest
 import torch
 from conversions import FILE_BYTES, found, quiet, tensors_of
 
+from gspo_mega.base.errors import CheckpointError
 from gspo_mega.checkpoint.convert import to_huggingface, to_megatron
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
-from gspo_mega.errors import CheckpointError
 
 
 class Stopped(Exception):

@@ -12,9 +12,9 @@ from conversions import tensors_of
 from family_models import make_family_folder
 
 from gspo_mega.data.tokenizer import write_tokenizer
-from gspo_mega.reward.fit_data import Fitting
-from gspo_mega.reward.fit_reward_model import fit
-from gspo_mega.runtime.fit_scores import read_examples
+from gspo_mega.rewards.fit_data import Fitting
+from gspo_mega.rewards.fit_reward_model import fit
+from gspo_mega.train.fit_scores import read_examples
 
 TEXT = "{prompt}{response}"
 ADAM = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, clip_grad=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hand_out_jobs import expected
 
-from gspo_mega.runtime import fan_out
+from gspo_mega.train import fan_out
 
 SIZE = 2 * fan_out.CHUNK_BYTES + 12345
 

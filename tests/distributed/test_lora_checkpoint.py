@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from layout_models import make_folder
 
+from gspo_mega.base.errors import CheckpointError
 from gspo_mega.checkpoint.tensor_sources import MegatronSource
-from gspo_mega.errors import CheckpointError
 
 LORA = dict(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
 

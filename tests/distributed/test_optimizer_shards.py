@@ -9,7 +9,7 @@ import pytest
 from layout_jobs import layout_config
 from layout_models import make_folder
 
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.plan.save_memory import save_host_bytes
 from gspo_mega.plan.shares import ModelShares

@@ -8,7 +8,7 @@ import pytest
 from family_models import make_family_folder
 from layout_jobs import layout_config
 
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.plan.activations import layer_activations
 

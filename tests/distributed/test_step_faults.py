@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import step_faults
 
-from gspo_mega.certify.program import certify
 from gspo_mega.config import load_config
+from gspo_mega.verify.certify.program import certify
 
 FAULTS = Path(step_faults.__file__)
 # One of each way to be wrong; tests/soak/every_step_fault.py runs all of them.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gspo_mega.quantization.fp8 import quantize_tensorwise
+from gspo_mega.algorithm.fp8 import quantize_tensorwise
 
 
 def parts(pool, whole, **options):

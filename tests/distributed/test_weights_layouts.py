@@ -14,11 +14,11 @@ import torch.multiprocessing
 from run_configs import make_config
 from safetensors.torch import load_file, save_file
 
-from gspo_mega.model.block_fp8 import is_quantizable, quantization_config
-from gspo_mega.model.families import hf_tensors, padded_vocab_size
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.model.spec import BlockFp8
-from gspo_mega.quantization.fp8 import dequantize_blocks, quantize_blocks
+from gspo_mega.algorithm.fp8 import dequantize_blocks, quantize_blocks
+from gspo_mega.models.block_fp8 import is_quantizable, quantization_config
+from gspo_mega.models.families import hf_tensors, padded_vocab_size
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.spec import BlockFp8
 
 WORLD = 4
 SHAPE = {
@@ -136,16 +136,16 @@ def run_rank(rank: int, folder: str, layouts: dict) -> None:
 
 
 def run_layout(root: Path, name: str, kind: str, parallel: dict) -> dict:
-    from gspo_mega.engine import cpu
+    from gspo_mega.cpu import backend
 
-    cpu.install()
+    backend.install()
+    from gspo_mega.base.errors import ModelError, PublishError
+    from gspo_mega.checkpoint.gather import gather_stream
+    from gspo_mega.checkpoint.hf_export import export_huggingface, tensor_digest
+    from gspo_mega.checkpoint.hf_import import import_huggingface
     from gspo_mega.engine.megatron_precision import DTYPES
     from gspo_mega.engine.model import build_chunks, transformer_config
     from gspo_mega.engine.process_groups import create_groups, destroy_groups
-    from gspo_mega.errors import ModelError, PublishError
-    from gspo_mega.weights.gather import gather_stream
-    from gspo_mega.weights.hf_export import export_huggingface, tensor_digest
-    from gspo_mega.weights.hf_import import import_huggingface
 
     source = root / kind
     spec = read_model_spec(source)

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.critic import whole_pack
 from gspo_mega.engine.process_groups import ParallelGroups
-from gspo_mega.records import MicroBatch
 
 
 def token_values(packs: list[MicroBatch], parts: list[torch.Tensor], groups: ParallelGroups) -> np.ndarray | None:

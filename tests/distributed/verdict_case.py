@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_mega.base.errors import GspoMegaError
 from gspo_mega.config import load_config, render_config
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import GspoMegaError
 from gspo_mega.plan import plan_run
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 6, 18

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from gpu_engine import ROOT
 
-from gspo_mega.doctor import two_pythons
-from gspo_mega.weights.random_folder import make_random_folder
+from gspo_mega.base import two_pythons
+from gspo_mega.verify.certify.random_folder import make_random_folder
 
 CONFIG = ROOT / "configs/quickstart.yaml"
 # tiny: the quickstart's. small and large have sizes that a GPU's attention kernels take; large is 1.5 GB in bf16.

@@ -132,7 +132,7 @@ def _environments(dry: bool) -> tuple[dict[str, str], dict[str, str]]:
     if dry:
         return environment, environment
     told = subprocess.run(
-        [sys.executable, "-m", "gspo_mega.runtime.gpu_variables"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "gspo_mega.train.gpu_variables"], capture_output=True, text=True, check=True
     )
     words = [line.removeprefix("export ").split("=", 1) for line in told.stdout.splitlines()]
     return environment, {**environment, **{name: "".join(shlex.split(value)) for name, value in words}}

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from gpu_engine import SHAPES, arguments, engine, finish, one_rank, precision_config, precisions, recorded_batch
 
+from gspo_mega.base.records import MicroBatch
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.checkpoint.save import Saver
 from gspo_mega.checkpoint.train_state import TrainState, find_checkpoint, load_checkpoint
 from gspo_mega.config.schema import Checkpoint
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.records import MicroBatch
-from gspo_mega.run_folder import RunFolder
 
 FURTHEST = {"fp32": 1e-5, "bf16": 1e-3, "fp8": 5e-3}
 STEPS = 2

@@ -22,7 +22,7 @@ import torch
 from gpu_engine import SHAPES, arguments, engine, finish, one_rank, precision_config, recorded_batch
 from safetensors.torch import save_file
 
-from gspo_mega.weights.gather import gather_stream
+from gspo_mega.checkpoint.gather import gather_stream
 
 MOST_MISMATCH = 0.05
 START_SECONDS = 300

@@ -15,8 +15,8 @@ from pathlib import Path
 from gpu_engine import arguments, finish
 from gpu_model import CONFIG, devices, gspo_mega, placement, prepared, server_python
 
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.metrics.writer import read_metrics
-from gspo_mega.run_folder import RunFolder
 
 MOST_MISMATCH = 0.05
 

@@ -14,8 +14,18 @@ import torch
 import torch.distributed as dist
 from agreement_rule import Sampled, Scored
 
+from gspo_mega.agents.conversation import Conversation
+from gspo_mega.agents.driver import EpisodeDriver
+from gspo_mega.agents.turn import Limits
 from gspo_mega.algorithm.objective_settings import objective_settings
-from gspo_mega.batches.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages
+from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.records import MicroBatch, Prompt, Trajectory
+from gspo_mega.base.run_folder import Attempt
+from gspo_mega.checkpoint.adapter_folder import start_of_adapters
+from gspo_mega.checkpoint.gather import PolicyTensors
+from gspo_mega.checkpoint.hf_export import policy_digests
+from gspo_mega.checkpoint.hf_import import import_huggingface
+from gspo_mega.checkpoint.quantize_published import plain_form
 from gspo_mega.config import load_config
 from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
@@ -25,23 +35,13 @@ from gspo_mega.data.packing import response_values
 from gspo_mega.engine.policy import PolicyEngine
 from gspo_mega.engine.process_groups import create_groups, destroy_groups
 from gspo_mega.engine.routing import choice_margins
-from gspo_mega.episode_records import Episode
-from gspo_mega.episodes.conversation import Conversation
-from gspo_mega.episodes.driver import EpisodeDriver
-from gspo_mega.episodes.turn import Limits
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.model.low_rank import SERVED_NAME
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.low_rank import SERVED_NAME
 from gspo_mega.plan import resolve_layout
-from gspo_mega.records import MicroBatch, Prompt, Trajectory
 from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.run_folder import Attempt
-from gspo_mega.weights.adapter_folder import start_of_adapters
-from gspo_mega.weights.adapter_publish import publisher_of
-from gspo_mega.weights.gather import PolicyTensors
-from gspo_mega.weights.hf_export import policy_digests
-from gspo_mega.weights.hf_import import import_huggingface
-from gspo_mega.weights.quantize_published import plain_form
+from gspo_mega.sync.adapter_publish import publisher_of
+from gspo_mega.train.assemble import MiniBatch, assemble, assemble_supervised, fill_advantages
 
 FIRST_TOKEN, VOCAB_SIZE = 3, 512
 END_TOKENS = tuple(range(2, VOCAB_SIZE, 64))  # an untaught model ends too seldom for responses of many lengths

@@ -100,7 +100,7 @@ def cache(ranks):
 
 def weights(_ranks):
     """The trainer holds another value projection of one layer."""
-    import gspo_mega.budget.trainer_scores as trainer_scores
+    import gspo_mega.verify.mismatch.trainer_scores as trainer_scores
 
     return changed(
         trainer_scores,
@@ -111,7 +111,7 @@ def weights(_ranks):
 
 def prompt(_ranks):
     """The server scores a prompt whose fourth token is another one, as with another template."""
-    import gspo_mega.budget.server_scores as server_scores
+    import gspo_mega.verify.mismatch.server_scores as server_scores
 
     def other(score):
         async def with_another_token(client, token_ids, *rest):
@@ -156,7 +156,7 @@ def sizes(ranks):
 
     def in_packs(score):
         def with_others(engine, config, tokens, kind):
-            from gspo_mega.weights.hf_import import import_huggingface
+            from gspo_mega.checkpoint.hf_import import import_huggingface
 
             def load(folder):
                 import_huggingface(str(folder), engine.spec, engine.groups, engine.chunks)
@@ -183,8 +183,8 @@ SCENARIOS = (none, temperature, weights, prompt, sizes, cache)
 
 
 def run_all(context):
-    import gspo_mega.budget.budget_ranks as ranks
-    from gspo_mega.run_folder import Attempt, read_json
+    import gspo_mega.verify.mismatch.budget_ranks as ranks
+    from gspo_mega.base.run_folder import Attempt, read_json
 
     attempt = Attempt(context.attempt_dir)
     work = read_json(attempt.work_file)
@@ -198,7 +198,7 @@ def run_all(context):
 
 if __name__ == "__main__":
     import gspo_mega.engine  # noqa: F401  the CPU backend comes first
-    from gspo_mega.runtime import worker
+    from gspo_mega.train import worker
 
     worker.ENTRY_POINTS["budget"] = ("budget_faults", "run_all")
     worker.main(sys.argv[1:])

@@ -15,12 +15,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from gspo_mega.base.run_folder import Attempt
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import Config
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.spec import ModelSpec
 from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.run_folder import Attempt
 
 # As on most clusters: whatever speaks to the job's own addresses by way of these is refused there, and does not end.
 for _name in ("http_proxy", "https_proxy", "all_proxy"):

@@ -18,7 +18,7 @@ from pathlib import Path
 from quantized_models import make_blocks_model
 from servers import Serve, run_config
 
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.base.run_folder import RunFolder
 
 MIB = 2**20
 # Embeddings and head of 40 MiB each: a copy takes long enough to be found under way.

@@ -6,8 +6,8 @@ import functools
 import sys
 from pathlib import Path
 
-from gspo_mega.commands import train
-from gspo_mega.commands.main import main
+from gspo_mega.cli import train
+from gspo_mega.cli.main import main
 
 if __name__ == "__main__":
     config, behaviours = sys.argv[1:]

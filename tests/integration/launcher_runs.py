@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.base.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("launcher_driver.py")

@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from gspo_mega.errors import ConfigError
-from gspo_mega.run_folder import Attempt, atomic_write_json
-from gspo_mega.runtime.shutdown import fail
+from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.run_folder import Attempt, atomic_write_json
+from gspo_mega.train.shutdown import fail
 
 
 def main():

@@ -4,9 +4,9 @@ import os
 import sys
 import time
 
-from gspo_mega.errors import DataError
-from gspo_mega.runtime import worker
-from gspo_mega.runtime.stop import StopRequest
+from gspo_mega.base.errors import DataError
+from gspo_mega.train import worker
+from gspo_mega.train.stop import StopRequest
 
 RANK = int(os.environ["RANK"])
 
@@ -67,7 +67,7 @@ def spin_while_others_wait(context):
     import torch
     import torch.distributed as dist
 
-    from gspo_mega import beats
+    from gspo_mega.base import beats
 
     dist.barrier()
     beats.enter("train")
@@ -84,7 +84,7 @@ def stop_while_others_wait(context):
     import torch
     import torch.distributed as dist
 
-    from gspo_mega import beats
+    from gspo_mega.base import beats
 
     dist.barrier()
     beats.enter("train")
@@ -100,7 +100,7 @@ def slow_but_steady(context):
     import torch
     import torch.distributed as dist
 
-    from gspo_mega import beats
+    from gspo_mega.base import beats
 
     beats.enter("train")
     if RANK == 1:

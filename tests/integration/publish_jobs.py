@@ -11,21 +11,21 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from gspo_mega.errors import PublishError
+from gspo_mega.base.errors import PublishError
 
 
 class Trainer:
     """A policy, its publisher and (on rank 0) the servers, as a run has them."""
 
     def __init__(self, config_path: str, attempt: str, parallel: dict, publish: dict, weights_dir: str) -> None:
+        from gspo_mega.base.run_folder import Attempt
+        from gspo_mega.checkpoint.hf_import import import_huggingface
         from gspo_mega.config import load_config
         from gspo_mega.engine.model import build_chunks, transformer_config
         from gspo_mega.engine.process_groups import create_groups
-        from gspo_mega.model.huggingface import read_model_spec
+        from gspo_mega.models.huggingface import read_model_spec
         from gspo_mega.rollout.server_pool import ServerPool
-        from gspo_mega.run_folder import Attempt
-        from gspo_mega.weights.hf_import import import_huggingface
-        from gspo_mega.weights.publish import Publisher
+        from gspo_mega.sync.publish import Publisher
 
         config = load_config(config_path).config
         layout = config.parallel.model_copy(update=parallel)
@@ -110,7 +110,7 @@ class Faulty:
 
 def by_another_rule(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """The weight, or its scales, as the quantiser with powers of two makes them of the same values."""
-    from gspo_mega.quantization.fp8 import dequantize_blocks, quantize_blocks
+    from gspo_mega.algorithm.fp8 import dequantize_blocks, quantize_blocks
 
     weight = name.removesuffix("_scale_inv")
     values = dequantize_blocks(tensors[weight], tensors[f"{weight}_scale_inv"])

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
+from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.registration import Registration, read_registrations
-from gspo_mega.run_folder import Attempt, RunFolder
 
 START_SECONDS = 1200.0
 STOP_SECONDS = 120.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from gspo_mega.base.errors import GspoMegaError
+from gspo_mega.base.run_folder import Attempt
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import GspoMegaError
 from gspo_mega.rollout.server import supervise_server
-from gspo_mega.run_folder import Attempt
 
 attempt, config_json = Path(sys.argv[1]), sys.argv[2]
 supervise_server._PROBE_SECONDS = 0.3

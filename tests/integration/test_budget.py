@@ -14,14 +14,14 @@ from budget_faults import OF_BATCH, OF_PACKING, SCENARIOS, perturbed_folder
 from router_ties import TIE, margins
 from run_support import Command, small_overrides
 
-from gspo_mega.budget.attribution import make_row
-from gspo_mega.budget.budget_findings import find
-from gspo_mega.budget.causes import ENGINES, PREFIX_CACHE, SAMPLING
-from gspo_mega.budget.conduct import Conduct
-from gspo_mega.budget.fixed_tokens import FixedTokens
-from gspo_mega.budget.walks import make_plan
 from gspo_mega.config import load_config
-from gspo_mega.launcher.local.launch_local import launch
+from gspo_mega.launcher.launch_local import launch
+from gspo_mega.verify.mismatch.attribution import make_row
+from gspo_mega.verify.mismatch.budget_findings import find
+from gspo_mega.verify.mismatch.causes import ENGINES, PREFIX_CACHE, SAMPLING
+from gspo_mega.verify.mismatch.conduct import Conduct
+from gspo_mega.verify.mismatch.fixed_tokens import FixedTokens
+from gspo_mega.verify.mismatch.walks import make_plan
 
 CONFIG = "configs/quickstart.yaml"
 ONE_RANK = ("cluster.ranks_per_node=1", "parallel.expert=1")

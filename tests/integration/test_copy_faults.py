@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from servers import Serve, run_config
 from waiting import alive, until, wait_gone
 
-from gspo_mega.commands.status import describe_run
+from gspo_mega.base.errors import CheckpointError, RolloutError
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.checkpoint.hf_export import tensor_digest
+from gspo_mega.cli.status import describe_run
 from gspo_mega.config import load_config
-from gspo_mega.errors import CheckpointError, RolloutError
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.run_folder import RunFolder
-from gspo_mega.weights.hf_export import tensor_digest
 
 HERE = Path(__file__).parent
 IN_A_NAME_SPACE = ["unshare", "--map-root-user", "--mount"]

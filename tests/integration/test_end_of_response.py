@@ -12,8 +12,8 @@ from run_support import Command
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
-from gspo_mega.journal.journal import Journal
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.data.journal.journal import Journal
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 TEXTS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -16,11 +16,11 @@ from run_configs import make_config
 from servers import START_SECONDS
 from tiny_models import EOS_TOKEN_ID, make_model
 
+from gspo_mega.base.episode_records import one_turn_episode
+from gspo_mega.base.records import Prompt
 from gspo_mega.config.schema import JudgeReward, Reward, RewardFunction
-from gspo_mega.episode_records import one_turn_episode
 from gspo_mega.launcher.gpus_and_ports import free_port
-from gspo_mega.records import Prompt
-from gspo_mega.reward.scoring_pool import ScoringPool
+from gspo_mega.rewards.scoring_pool import ScoringPool
 from gspo_mega.rollout.secret import ensure_secret
 from gspo_mega.rollout.server.server_spec import spec_from_config
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from launcher_runs import Launched, write_config
 
-from gspo_mega.commands.status import shown_pairs
+from gspo_mega.cli.status import shown_pairs
 
 KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
 WORKER = Path(__file__).with_name("launcher_worker.py")

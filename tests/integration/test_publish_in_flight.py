@@ -21,12 +21,12 @@ from test_rollout_server import reference_log_probs
 from tiny_models import perturb
 
 from gspo_mega.config import load_config
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.client.completion import Completion, SamplingParams
 from gspo_mega.rollout.client.flight import Flight
 from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.weights.broadcast import GroupSender
-from gspo_mega.weights.servers import Deadline, Fleet
+from gspo_mega.sync.broadcast import GroupSender
+from gspo_mega.sync.servers import Deadline, Fleet
 
 # Seconds of sampling on a machine on which a test's next call takes milliseconds: nothing ends before it is paused.
 NUM_TOKENS = 440

@@ -12,15 +12,15 @@ from servers import trust
 from test_rollout_server import reference_log_probs
 from tiny_models import EOS_TOKEN_ID, byte_tokenizer
 
-from gspo_mega import process_death
+from gspo_mega.agents.conversation import Conversation
+from gspo_mega.agents.episode_session import Session
+from gspo_mega.agents.turn import Limits
+from gspo_mega.base import process_death
+from gspo_mega.base.episode_check import check_episode
+from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.records import Prompt
 from gspo_mega.data.chat import PromptEncoder
 from gspo_mega.data.template_suffix import SuffixRule
-from gspo_mega.episode_check import check_episode
-from gspo_mega.episode_records import Episode
-from gspo_mega.episodes.conversation import Conversation
-from gspo_mega.episodes.episode_session import Session
-from gspo_mega.episodes.turn import Limits
-from gspo_mega.records import Prompt
 from gspo_mega.rollout import load
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.sampling import Sampler

@@ -21,11 +21,11 @@ from servers import START_SECONDS, Serve, Unending, run_config
 from tiny_models import EOS_TOKEN_ID, perturb
 from waiting import alive, wait_gone
 
-from gspo_mega.errors import PublishError
+from gspo_mega.base.errors import PublishError
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.client.flight import Flight
 from gspo_mega.rollout.secret import read_secret
-from gspo_mega.run_folder import RunFolder, atomic_write_json
 
 ROOT = Path(__file__).parents[2]
 PROMPT = (65, 66, 67, 68, 69)

@@ -14,13 +14,13 @@ import pytest
 from servers import run_config
 from waiting import alive, until, wait_gone
 
-from gspo_mega import process_death
+from gspo_mega.base import process_death
+from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.config import load_config
-from gspo_mega.errors import RolloutError
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.run_folder import RunFolder, atomic_write_json
 
 # Of a process that ends at once on a free machine. Waiting longer costs nothing where all is well.
 PATIENCE_SECONDS = 120.0

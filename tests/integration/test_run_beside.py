@@ -6,9 +6,9 @@ import signal
 
 from run_support import REPOSITORY, Command, small_overrides
 
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.report.run_record import read_lines
-from gspo_mega.run_folder import RunFolder
 
 NUM_STEPS = 3
 

@@ -7,11 +7,11 @@ import pytest
 from router_ties import differ_by_rounding
 from run_support import REPOSITORY, SMALL, Command, environment
 
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.data.calculator import calculator
 from gspo_mega.data.chat import load_tokenizer
-from gspo_mega.journal.journal import Journal
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.metrics.writer import read_metrics
-from gspo_mega.run_folder import RunFolder
 
 NUM_STEPS = 2
 # Enough steps to write calls, and too few to write the right ones.

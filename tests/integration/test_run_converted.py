@@ -15,8 +15,8 @@ from router_ties import differ_by_rounding
 from run_support import REPOSITORY, Command, environment, small_overrides
 from safetensors.torch import load_file, save_file
 
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.metrics.writer import read_metrics
-from gspo_mega.run_folder import RunFolder
 
 
 def tool(name: str, *arguments: object) -> str:

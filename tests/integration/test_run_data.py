@@ -5,9 +5,9 @@ import json
 import pytest
 from run_support import REPOSITORY, Command, small_overrides
 
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.rollout.registration import read_registrations
-from gspo_mega.run_folder import RunFolder
 
 # Own problems in the shape of GSM8K's rows.
 GSM8K_ROWS = r"""

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recovery"))
 
 from log_check import check_log
 
-from gspo_mega.journal.journal import Journal
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.rollout.registration import Registration, read_registrations
-from gspo_mega.run_folder import RunFolder
 
 STALENESS, GROUP_SIZE = 1, 4
 # More than the run comes to; it is stopped.

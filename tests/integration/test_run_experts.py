@@ -7,9 +7,9 @@ from router_ties import differ_by_rounding
 from run_support import REPOSITORY, Command, small_overrides
 from safetensors.torch import load_file
 
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.metrics.catalogue import find_metric
 from gspo_mega.metrics.writer import read_metrics
-from gspo_mega.run_folder import RunFolder
 
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
 NUM_STEPS = 2

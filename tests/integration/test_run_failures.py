@@ -19,11 +19,11 @@ from run_support import (
     small_overrides,
 )
 
+from gspo_mega.base.run_folder import RunFolder, read_json
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.stream import epoch_order
-from gspo_mega.journal.journal import Journal
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.rollout.registration import read_registrations
-from gspo_mega.run_folder import RunFolder, read_json
 
 CONFIG = str(REPOSITORY / "configs/quickstart.yaml")
 # Of what happens at once on a free machine; whoever waits for ranks that stop in order waits for longer.

@@ -10,10 +10,10 @@ from router_ties import differ_by_rounding
 from run_support import REPOSITORY, Command, small_overrides
 from safetensors.torch import load_file
 
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.data.chat import load_tokenizer
-from gspo_mega.journal.journal import Journal
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.metrics.writer import read_metrics
-from gspo_mega.run_folder import RunFolder
 
 NUM_STEPS, NUM_PROMPTS, GROUP_SIZE = 2, 2, 4
 BATCH = NUM_PROMPTS * GROUP_SIZE

@@ -14,9 +14,10 @@ from router_ties import differ_by_rounding
 from run_support import PASSES_MARKER, REPOSITORY, Command, ScoreLog, small_overrides
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gspo_mega.base.run_folder import RunFolder, read_json
 from gspo_mega.config import load_config
-from gspo_mega.journal.journal import Journal
-from gspo_mega.journal.token_gaps import TokenGaps
+from gspo_mega.data.journal.journal import Journal
+from gspo_mega.data.journal.token_gaps import TokenGaps
 from gspo_mega.metrics.catalogue import CATALOGUE, PHASES, find_metric
 from gspo_mega.metrics.training_names import CRITIC
 from gspo_mega.metrics.writer import read_metrics
@@ -24,7 +25,6 @@ from gspo_mega.report.learning_verdicts import learning_verdicts
 from gspo_mega.report.run_record import read_run
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.secret import read_secret
-from gspo_mega.run_folder import RunFolder, read_json
 
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
 NUM_STEPS = 3
@@ -266,7 +266,7 @@ NOT_OF_A_PLAIN_RUN = {
     # test_run_foreign.py.
     "rollout/num_branches_<cause>",
     "rollout/num_episode_failures_<kind>",
-    "rollout/num_response_faults_<cause>",  # tests/unit/reward/test_who_caused_it.py
+    "rollout/num_response_faults_<cause>",  # tests/unit/rewards/test_who_caused_it.py
     "rollout/num_episodes_redrawn_<kind>",
     "rollout/num_episodes_restarted",
     "rollout/num_endpoint_retries",
@@ -282,7 +282,7 @@ NOT_OF_A_PLAIN_RUN = {
     # Only with a critic: tests/recovery/test_recovery_critic.py.
     *(f"critic/{name}" for name in CRITIC),
     "time/critic_seconds",
-    # Only with cluster.colocated, which needs GPUs: tests/unit/runtime/test_shared_gpus.py.
+    # Only with cluster.colocated, which needs GPUs: tests/unit/train/test_shared_gpus.py.
     *(f"colocated/{name}_seconds" for name in ("offload", "onload", "release", "resume")),
     "colocated/offloaded_bytes",
     "time/share_seconds",
@@ -299,7 +299,7 @@ NOT_OF_A_PLAIN_RUN = {
     # Only beside training: test_run_beside.py.
     "eval/measured_step",
     *(f"eval/beside/{name}" for name in ("seconds", "num_servers", "num_begun", "num_steps")),
-    # Only of several samples per held-out prompt: tests/unit/batches/test_held_out_sets.py.
+    # Only of several samples per held-out prompt: tests/unit/train/test_held_out_sets.py.
     *(f"eval/set/<set>/{name}" for name in ("majority", "majority_standard_error")),
     *(f"eval/set/<set>/{name}/<k>" for name in ("pass_at", "pass_at_standard_error")),
 }

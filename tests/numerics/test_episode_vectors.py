@@ -11,8 +11,8 @@ from reference_objective import expected_of
 from test_vectors import KEYS, case_of, random_case, write
 
 from gspo_mega.algorithm import aggregation, objective
-from gspo_mega.certify import vectors
-from gspo_mega.certify.vectors import replay_file
+from gspo_mega.verify.certify import vectors
+from gspo_mega.verify.certify.vectors import replay_file
 
 VECTORS = Path(__file__).parent / "data" / "episode_vectors.json"
 # J by hand, of the formulas in each case's description.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.certify.vector_file import ALGORITHMS
-from gspo_mega.certify.vectors import replay_file
+from gspo_mega.verify.certify.vector_file import ALGORITHMS
+from gspo_mega.verify.certify.vectors import replay_file
 
 VECTORS = Path(__file__).parent / "data" / "objective_vectors.json"
 LOG = math.log

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from reference_objective import diagnostics_of, expected_of
 
-from gspo_mega.certify.vectors import replay_file
+from gspo_mega.verify.certify.vectors import replay_file
 
 ROOT = Path(__file__).resolve().parents[2]
 VECTORS = Path(__file__).parent / "data" / "gspo_vectors.json"

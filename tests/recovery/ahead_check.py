@@ -11,10 +11,10 @@ from log_check import check_log
 from recovery_support import outcome
 from router_ties import has_tie
 
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.stream import epoch_order
-from gspo_mega.journal.journal import Journal
 from gspo_mega.metrics.writer import read_metrics
-from gspo_mega.run_folder import RunFolder
 
 NUM_ROWS = 64
 SUMMARY_KEYS = ("mean", "sd", "min", "max", "p1", "p99")

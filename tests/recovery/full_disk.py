@@ -16,7 +16,7 @@ from pathlib import Path
 
 from recovery_support import Ranks, leftovers, make_recording, outcome
 
-from gspo_mega.errors import GspoMegaError
+from gspo_mega.base.errors import GspoMegaError
 
 KIB = 1024
 # A start needs some 20 KiB, a step's journal 8, an export 300, a save 1 MiB and, by rule, 16 MiB more.

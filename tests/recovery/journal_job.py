@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from gspo_mega import kill_points
-from gspo_mega.episode_records import one_turn_row
-from gspo_mega.journal.journal import Journal
-from gspo_mega.records import Prompt
-from gspo_mega.rollout_batch import Group, RolloutBatch
+from gspo_mega.base import kill_points
+from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.records import Prompt
+from gspo_mega.base.rollout_batch import Group, RolloutBatch
+from gspo_mega.data.journal.journal import Journal
 
 NUM_STEPS = 3
 

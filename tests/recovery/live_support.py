@@ -16,10 +16,10 @@ sys.path.insert(0, str(REPOSITORY / "tests/integration"))
 from run_support import ScoreLog, make_quickstart
 from servers import Serve
 
+from gspo_mega.base.run_folder import Attempt
 from gspo_mega.config import load_config
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.run_folder import Attempt
 
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 3, 3, 2
 BATCH = NUM_GROUPS * GROUP_SIZE

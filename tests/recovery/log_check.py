@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gspo_mega.journal.frames import FrameFile
-from gspo_mega.journal.journal import Journal
+from gspo_mega.data.journal.frames import FrameFile
+from gspo_mega.data.journal.journal import Journal
 
 
 def check_log(journal: Journal) -> None:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-from gspo_mega import kill_points
+from gspo_mega.base import kill_points
 
 NUM_VERSIONS = 3
 NAMES = ("embed", "layer", "head")
@@ -21,9 +21,9 @@ def main(arguments: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from gspo_mega.weights.hf_export import export_policy
-    from gspo_mega.weights.published_versions import PublishedVersions
-    from gspo_mega.weights.quantize_published import plain_form
+    from gspo_mega.checkpoint.hf_export import export_policy
+    from gspo_mega.checkpoint.quantize_published import plain_form
+    from gspo_mega.sync.published_versions import PublishedVersions
 
     kill_points.arm(os.environ.get(kill_points.VARIABLE), 0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -4,7 +4,7 @@ Reads a JSON list of jobs a line, each {"module", "arguments", "environment", "k
 `main(arguments)` of each module in a forked child with a process group of its own, and kills one after `kill_after`
 seconds where that is a number; writes {"codes": exit codes, or minus the signal that ended one; "left": what of a
 child's processes still lived a while after it, in words}. What a child left running is killed then. `watch`: see
-`watch.py`.
+`cli/watch.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import time
 import uuid
 from pathlib import Path
 
-from gspo_mega import process_death
-from gspo_mega.importing import uncollected
+from gspo_mega.base import process_death
+from gspo_mega.base.importing import uncollected
 
 # Processes end by the kernel's hand at once; one that just begins asks for that a moment later.
 LEFT_SECONDS = 20.0
@@ -32,7 +32,7 @@ def serve() -> None:
 
     warnings.filterwarnings("ignore")
     with uncollected():
-        for module in ("gspo_mega.engine", "gspo_mega.runtime.loop", "gspo_mega.runtime.worker", "transformers"):
+        for module in ("gspo_mega.engine", "gspo_mega.train.loop", "gspo_mega.train.worker", "transformers"):
             importlib.import_module(module)
     protocol = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a rank's own output must not mix with the answers

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from gspo_mega import kill_points
+from gspo_mega.base import kill_points
+from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.records import Prompt
+from gspo_mega.base.rollout_batch import Group, RolloutBatch
+from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.episode_records import one_turn_row
-from gspo_mega.journal.journal import Journal
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.launcher.gpus_and_ports import free_port
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import new_attempt
-from gspo_mega.records import Prompt
-from gspo_mega.rollout_batch import Group, RolloutBatch
-from gspo_mega.run_folder import Attempt, RunFolder
-from gspo_mega.weights.random_folder import make_random_folder
+from gspo_mega.verify.certify.random_folder import make_random_folder
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_STEPS, GROUP_SIZE, NUM_GROUPS = 3, 2, 3
@@ -148,7 +148,7 @@ class Ranks:
         """`gspo-mega train` of run `name` without its supervisor; the ranks' exit codes, minus the signal of one that
         was killed.
 
-        `kill_after`: seconds after which `kill_rank` is killed, if it still runs. `watch`: a file for what `watch.py`
+        `kill_after`: seconds after which `kill_rank` is killed, if it still runs. `watch`: a file for what `cli/watch.py`
         notes of checkpoints, journal and exports. `prepare` is called with the attempt before its ranks start.
         """
         places = [f"run.dir={self.runs / name}", f"cluster.ranks_per_node={num_ranks}"]
@@ -164,7 +164,7 @@ class Ranks:
                 "MASTER_PORT": str(free_port()),
                 kill_points.VARIABLE: fault,
             }
-            job = {"module": "gspo_mega.runtime.worker", "arguments": arguments}
+            job = {"module": "gspo_mega.train.worker", "arguments": arguments}
             if watch is not None:
                 job["watch"] = {"folders": [str(folder.path / name) for name in WATCHED], "file": str(watch)}
             return self.call(

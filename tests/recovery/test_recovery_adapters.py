@@ -7,9 +7,9 @@ from __future__ import annotations
 from recovery_support import KILLED, NUM_STEPS, digests, leftovers, outcome
 from torch.distributed.checkpoint import FileSystemReader
 
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.metrics.writer import read_metrics
-from gspo_mega.model.low_rank import ADAPTER_FOLDER
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.models.low_rank import ADAPTER_FOLDER
 
 # With dropout, a continued run has to draw the random numbers that come next.
 ADAPTERS = "lora={rank: 4, alpha: 8, dropout: 0.1}"

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from gspo_mega.episode_records import Node
-from gspo_mega.journal.journal import Journal
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.base.episode_records import Node
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.data.journal.journal import Journal
 
 # A server whose log-probs are near the trainer's at every token, but for one response and one token.
 NOISE = 0.02

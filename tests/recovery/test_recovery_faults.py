@@ -12,9 +12,9 @@ import pytest
 from recovery_support import KILLED, leftovers, outcome
 from test_recovery_kills import AFTER, ELSEWHERE
 
-from gspo_mega import kill_points
+from gspo_mega.base import kill_points
+from gspo_mega.base.errors import CheckpointError, JournalError, PublishError
 from gspo_mega.checkpoint import folders
-from gspo_mega.errors import CheckpointError, JournalError, PublishError
 
 OPERATIONS = [name for name in kill_points.OPERATIONS if f"{name}.before" not in ELSEWHERE]
 ERRORS = {"save": CheckpointError, "journal": JournalError, "publish": PublishError}

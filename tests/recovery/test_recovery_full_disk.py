@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from recovery_support import REPOSITORY
 
-from gspo_mega.errors import CheckpointError, FolderError, JournalError, PublishError
+from gspo_mega.base.errors import CheckpointError, FolderError, JournalError, PublishError
 
 IN_A_NAME_SPACE = ["unshare", "--map-root-user", "--mount"]
 SAID = {error.exit_code for error in (CheckpointError, FolderError, JournalError, PublishError)}

@@ -10,7 +10,7 @@ from ahead_check import check_ahead, due
 from recovery_support import KILLED
 from test_recovery_turns import recorded
 
-from gspo_mega.journal.journal import Journal
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.metrics.writer import read_metrics
 
 STALENESS, NUM_STEPS = 1, 4

@@ -11,9 +11,9 @@ from journal_job import NUM_STEPS, batch_of
 from recovery_support import KILLED
 from watch import outside_operations
 
-from gspo_mega import kill_points
-from gspo_mega.errors import JournalError
-from gspo_mega.journal.journal import Journal
+from gspo_mega.base import kill_points
+from gspo_mega.base.errors import JournalError
+from gspo_mega.data.journal.journal import Journal
 
 POINTS = [point for point in kill_points.POINTS if point.startswith(("journal.aside.", "journal.routes."))]
 

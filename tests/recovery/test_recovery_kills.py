@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recovery_support import KILLED, NUM_STEPS, leftovers, outcome
 
-from gspo_mega import kill_points
+from gspo_mega.base import kill_points
 from gspo_mega.metrics.writer import read_metrics
 
 # What a replayed run of one rank does not come to: publishing to servers (test_recovery_publish.py, and with live

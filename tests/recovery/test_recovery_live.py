@@ -11,8 +11,8 @@ from live_support import BATCH, GROUP_SIZE, NUM_STEPS
 from recovery_support import KILLED, outcome
 from router_ties import differ_by_rounding
 
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.stream import epoch_order
-from gspo_mega.journal.journal import Journal
 from gspo_mega.metrics.writer import read_metrics
 
 # Of one run, one after the other: (point, hit). Each kill finds the server in another state.

@@ -10,7 +10,7 @@ import time
 import uuid
 from pathlib import Path
 
-from gspo_mega import process_death
+from gspo_mega.base import process_death
 
 PATIENCE_SECONDS = 300.0
 GONE_SECONDS = 60.0
@@ -27,7 +27,7 @@ process = multiprocessing.process.BaseProcess
 bootstrap = process._bootstrap
 
 def wait_for_ever(self, *arguments, **options):
-    if b"gspo_mega.runtime.worker" not in Path("/proc/self/cmdline").read_bytes():
+    if b"gspo_mega.train.worker" not in Path("/proc/self/cmdline").read_bytes():
         return bootstrap(self, *arguments, **options)
     Path(os.environ["GSPO_TEST_WRITERS"], str(os.getpid())).touch()
     while True:

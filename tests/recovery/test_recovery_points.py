@@ -9,7 +9,7 @@ from recovery_support import KILLED
 from test_recovery_publish import publish
 from watch import differing, look, outside_operations
 
-from gspo_mega import kill_points
+from gspo_mega.base import kill_points
 
 # What only a publish to servers does.
 PUBLISHED_ALONE = ("commit.write", "commit.rename", "prune", "index.write", "index.rename")

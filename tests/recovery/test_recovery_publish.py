@@ -6,8 +6,8 @@ import pytest
 from publish_job import NUM_VERSIONS, check
 from recovery_support import KILLED
 
-from gspo_mega import kill_points
-from gspo_mega.errors import PublishError
+from gspo_mega.base import kill_points
+from gspo_mega.base.errors import PublishError
 
 # Without servers nothing is paused or committed on them; with them, test_recovery_ahead.py kills there.
 ELSEWHERE = ("publish.paused", "publish.sent", "publish.committed", "publish.aside.before", "publish.aside.after")

@@ -19,10 +19,10 @@ from recovery_support import NUM_STEPS, leftovers, outcome
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import offline_files, offline_rows
 
-from gspo_mega import kill_points
+from gspo_mega.base import kill_points
+from gspo_mega.base.run_folder import read_json
 from gspo_mega.launcher.gpus_and_ports import free_port
 from gspo_mega.metrics.writer import SINK_FAILURES, read_metrics
-from gspo_mega.run_folder import read_json
 
 
 def scraped(port, running) -> tuple[set[float], dict[int, float]]:

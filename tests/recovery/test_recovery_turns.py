@@ -7,7 +7,7 @@ from __future__ import annotations
 from live_support import GROUP_SIZE, NUM_GROUPS
 from recovery_support import KILLED, outcome
 
-from gspo_mega.journal.journal import Journal
+from gspo_mega.data.journal.journal import Journal
 
 AGENT = """
 async def play(task, model, tools):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 
-from gspo_mega import kill_points
+from gspo_mega.base import kill_points
 
 
 def start(folders: list[str], file: str) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 from mini_slurm import MiniSlurm, wait_until
 from run_support import REPOSITORY, environment, small_overrides
 
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.base.run_folder import RunFolder
 
 CONFIG = str(REPOSITORY / "configs/quickstart.yaml")
 SCRIPT = str(REPOSITORY / "launch/slurm/train.sbatch")

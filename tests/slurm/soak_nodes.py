@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 from tiny_models import make_model
 
+from gspo_mega.base.run_folder import read_json
 from gspo_mega.launcher.attempt_state import read_state
 from gspo_mega.rollout.server.reward_server import reward_folder
-from gspo_mega.run_folder import read_json
 
 LONG = ("train.num_steps=8", "checkpoint.every_steps=1", "rollout.max_concurrent_requests=1")
 STEPS = "train.num_steps=500"

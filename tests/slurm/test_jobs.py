@@ -14,10 +14,10 @@ import sys
 
 from slurm_jobs import listening, variables
 
+from gspo_mega.base.run_folder import read_json
 from gspo_mega.launcher.attempt_state import read_state
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.rollout.secret import read_secret
-from gspo_mega.run_folder import read_json
 
 
 def test_a_job_whose_rank_is_killed_goes_on_and_near_its_time_limit_is_queued_again(submit, tmp_path):
@@ -41,9 +41,9 @@ def test_a_job_whose_rank_is_killed_goes_on_and_near_its_time_limit_is_queued_ag
     key = read_secret(attempt.api_key_file)
     assert attempt.api_key_file.stat().st_mode & 0o777 == 0o600
     ours = [(pid, command) for pid, command in running if not command.startswith("srun")]
-    assert sum("gspo_mega.runtime.worker" in command for _, command in ours) >= 2
+    assert sum("gspo_mega.train.worker" in command for _, command in ours) >= 2
     assert not [command for _, command in running if key in command]
-    ranks = [listening(pid) for pid, command in ours if "gspo_mega.runtime.worker" in command]
+    ranks = [listening(pid) for pid, command in ours if "gspo_mega.train.worker" in command]
     assert {job.cluster.address(node) for node in job.nodes("ranks")} == set().union(*ranks), ranks
     servers = [listening(pid) for pid, command in ours if "server_entry" in command or "sglang" in command]
     # Zeros: torch's own store between the ranks of a server, which SGLang opens and which listens everywhere.
@@ -60,7 +60,7 @@ def test_a_job_whose_rank_is_killed_goes_on_and_near_its_time_limit_is_queued_ag
     second_rank = min(
         pid
         for pid, command in job.cluster.processes()
-        if "gspo_mega.runtime.worker" in command and b"SLURM_PROCID=1\0" in variables(pid)
+        if "gspo_mega.train.worker" in command and b"SLURM_PROCID=1\0" in variables(pid)
     )
     os.kill(second_rank, signal.SIGKILL)
     job.wait_for_line("warning  attempt 1 failed: started again from the checkpoint of step ")

@@ -13,10 +13,10 @@ import pytest
 from slurm_jobs import variables
 from waiting import alive
 
+from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.launcher.attempt_state import read_state
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.server.reward_server import reward_folder
-from gspo_mega.run_folder import Attempt, read_json
 
 LONG = "train.num_steps=500"
 

@@ -30,10 +30,10 @@ from ahead_support import Ahead, Discarding
 from chaos import hurry
 from chaos_server import ChaosServer
 
-from gspo_mega.errors import GspoMegaError
+from gspo_mega.base.errors import GspoMegaError
+from gspo_mega.base.run_folder import RunFolder, atomic_write_text
 from gspo_mega.rollout import continuous
 from gspo_mega.rollout.client.completion import Completion, Response
-from gspo_mega.run_folder import RunFolder, atomic_write_text
 
 BOUND, PROMPTS, SHARE = 2, 6, 0.25
 

@@ -35,10 +35,10 @@ from chaos_server import REPOSITORY, ChaosServer, sample_of
 from collector_support import SPEC, Stream, collector_config, collector_of
 from fake_answers import EOS
 
+from gspo_mega.base.run_folder import RunFolder, atomic_write_text
 from gspo_mega.rollout import load
 from gspo_mega.rollout import server_pool as pool_module
 from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.run_folder import RunFolder, atomic_write_text
 
 
 def drive(name: str, fault: Fault, num_trajectories: int, seed: int, limit_seconds: float) -> Counter:

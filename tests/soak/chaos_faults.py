@@ -16,9 +16,9 @@ from typing import Literal
 
 from chaos_server import EOS, MAX_NEW_TOKENS, VOCAB, ChaosServer, sample_of
 
-from gspo_mega import guarded_files
+from gspo_mega.base import guarded_files
+from gspo_mega.base.run_folder import Attempt
 from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.run_folder import Attempt
 
 NUM_SERVERS = 4
 GROUP_SIZE = 4

@@ -79,8 +79,8 @@ from study_rows import append_row, of_other_starts, read_table
 from study_runs import REPOSITORY, Failed, call, commit, product, version
 from tolerance_rows import has_collapsed
 
-from gspo_mega.errors import NumericsError
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.base.errors import NumericsError
+from gspo_mega.base.run_folder import RunFolder
 
 ROWS = REPOSITORY / "docs" / "claims_runs.csv"
 CONFIGS = REPOSITORY / "configs"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from gspo_mega.episodes.protocol import Model, Outcome, Task, Tools
+from gspo_mega.agents.protocol import Model, Outcome, Task, Tools
 
 CALL_REWARD = 0.25
 _PROBLEM = re.compile(r"(\d+)\*(\d+)(?:([+-])(\d+))?=")

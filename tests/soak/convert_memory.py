@@ -25,8 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from gspo_mega.checkpoint.safetensors_stream import write_safetensors
-from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.families import hf_tensors
+from gspo_mega.models.huggingface import read_model_spec
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 SHAPE = dict(

@@ -2,7 +2,7 @@
 
     python tests/soak/episode_faults.py [--episodes 1000] [--faulty 0.05] [--seed 0] [--workers 3]
 
-The faults are those of tests/unit/episodes/test_episode_isolation.py, in a random turn of random episodes. Each healthy
+The faults are those of tests/unit/agents/test_episode_isolation.py, in a random turn of random episodes. Each healthy
 episode draws tools and turns of its own. Fails where a healthy one has another outcome, record or tool result than in a
 pool without faults, where a faulty one has an outcome, or where a turn was sampled twice.
 """
@@ -26,8 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit" / "episodes")]
 from pool_support import TOOLS, USER_EPISODES, PolicySession, settings, task
 from test_episode_isolation import ENDS_ITSELF, LOSES_ITS_WORKER
 
+from gspo_mega.agents.episode_pool import EpisodePool
 from gspo_mega.config.schema import EpisodeFunction
-from gspo_mega.episodes.episode_pool import EpisodePool
 
 HEALTHY = (
     "await asyncio.sleep(0.05)",

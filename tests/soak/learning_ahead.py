@@ -35,7 +35,7 @@ from statistics import fmean, variance
 
 from tolerance import REPOSITORY, call, commit, product
 
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.base.run_folder import RunFolder
 
 ROWS = REPOSITORY / "docs" / "ahead_runs.csv"
 AHEAD = {"k0": 0, "k1-wait": 1, "k1": 1, "k4": 4, "k4-completion": 4}

@@ -31,11 +31,11 @@ sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("integration"
 from log_check import check_log
 from run_support import REPOSITORY, Command, kill_server, make_quickstart, small_overrides
 
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.stream import epoch_order
-from gspo_mega.journal.journal import Journal
 from gspo_mega.metrics.writer import read_metrics
 from gspo_mega.rollout.registration import Registration, read_registrations
-from gspo_mega.run_folder import RunFolder
 
 SECONDS = 6.0
 VICTIMS = ("supervisor", "rank 0", "rank 1", "server")

@@ -7,7 +7,7 @@ torchao is no dependency of this project. Install it beside, in a folder of its 
 
 Its mode RCEIL is NVIDIA's rule: a run's scale is rounded up to the next power of two. Needs no GPU, some seconds. Prints
 how many scale bytes and FP8 values were compared and how many differ; exit code 0: none does. The rule itself is held by
-`tests/unit/quantization/test_microscaling.py`, without torchao.
+`tests/unit/algorithm/test_microscaling.py`, without torchao.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gspo_mega.quantization.microscaling import quantize_mx
+from gspo_mega.algorithm.microscaling import quantize_mx
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 SOURCES = (torch.float32, torch.bfloat16)

@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from gspo_mega.config import Config, load_config
 from gspo_mega.rollout.secret import ensure_secret
 from gspo_mega.rollout.server.server_spec import spec_from_config
-from gspo_mega.weights.random_folder import make_random_folder
+from gspo_mega.verify.certify.random_folder import make_random_folder
 
 HERE = Path(__file__).parent
 RESPONSE_TOKENS = 21
@@ -155,8 +155,8 @@ class Trainer:
     """The policy of one rank, whose modules are given what the server's operations were given."""
 
     def __init__(self, config: Config, tokens: Tokens) -> None:
-        from gspo_mega.budget.trainer_scores import build_engine
         from gspo_mega.engine.process_groups import device
+        from gspo_mega.verify.mismatch.trainer_scores import build_engine
 
         self.engine, self.config, self.tokens = build_engine(config), config, tokens
         (self.chunk,) = self.engine.chunks

@@ -73,8 +73,7 @@ class Tape:
 
 def record_functions(tape: Tape, num_layers: int, batch_invariant: bool) -> None:
     """Record what `layers_forward` computes: its functions are wrapped, and known by the order of their calls."""
-    from gspo_mega.batch_invariant import row_operations
-    from gspo_mega.rollout.server import sglang_cpu_invariant, sglang_cpu_layers
+    from gspo_mega.cpu import row_operations, sglang_cpu_invariant, sglang_cpu_layers
 
     names = [f"{layer}/{name}" for layer in range(num_layers) for name in _LAYER] + ["final_norm"]
     state = {"next": 0}
@@ -223,7 +222,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     spec = ServerSpec(**job["spec"])
     runner = runner_of(spec)
-    from gspo_mega.rollout.server.sglang_cpu_layers import is_plain_model
+    from gspo_mega.cpu.sglang_cpu_layers import is_plain_model
 
     tape = Tape()
     if spec.batch_invariant or is_plain_model(runner.model.model):

@@ -91,8 +91,8 @@ from study_runs import REPOSITORY, Failed, call, commit, product, version
 from tolerance_arms import ARMS, BLOCKS, SEEDS, Arm, breaking_arms, in_order
 from tolerance_rows import NO_GAP, Row, append_row, finished, has_collapsed, measured, read_rows, trained_steps
 
-from gspo_mega.errors import NumericsError
-from gspo_mega.run_folder import RunFolder, atomic_write_json, read_json
+from gspo_mega.base.errors import NumericsError
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json, read_json
 
 ROWS = REPOSITORY / "docs" / "tolerance_runs.csv"
 CONFIG = REPOSITORY / "configs" / "quickstart_fp8.yaml"

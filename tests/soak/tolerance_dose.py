@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from gspo_mega.algorithm.mantissa import round_mantissa
+from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.config import load_config
-from gspo_mega.launcher.local.launch_local import launch
-from gspo_mega.model.families import TensorEntry
-from gspo_mega.quantization.mantissa import round_mantissa
-from gspo_mega.runtime import worker
-from gspo_mega.weights import publish
-from gspo_mega.weights.gather import PolicyTensors
+from gspo_mega.launcher.launch_local import launch
+from gspo_mega.models.families import TensorEntry
+from gspo_mega.sync import publish
+from gspo_mega.train import worker
 
 _EXACT = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
 

@@ -1,4 +1,4 @@
-"""Saves, the journal and publishes change the disk only through `durable.py`, under the name of an operation. Standard
+"""Saves, the journal and publishes change the disk only through `base/durable.py`, under the name of an operation. Standard
 library only.
 """
 
@@ -16,7 +16,7 @@ APART = {
     "checkpoint/convert.py",
     "checkpoint/torch_dist.py",
     "checkpoint/safetensors_stream.py",
-    "weights/random_folder.py",
+    "verify/certify/random_folder.py",
 }
 
 # Functions that change the disk, by the last part of what is called; `os.` ones by their whole name.
@@ -61,12 +61,12 @@ _METHODS = {
 }
 _WRITERS = {"save_file", "torch.save", "dist_checkpointing.save", "np.save", "numpy.save", "json.dump"}
 _READING_SHUTIL = {"shutil.disk_usage", "shutil.which"}
-# Functions of `durable.py` whose name argument is optional elsewhere, and required here.
+# Functions of `base/durable.py` whose name argument is optional elsewhere, and required here.
 _NAMED = {"write_whole", "atomic_write_text", "atomic_write_json", "sync"}
 
 
 def check_file_operations(root: Path) -> list[Broken]:
-    """Disk operations outside a `durable.operation(...)`, and uses of `durable.py` without a name."""
+    """Disk operations outside a `durable.operation(...)`, and uses of `base/durable.py` without a name."""
     broken = []
     for folder in FOLDERS:
         for path in sorted((root / "gspo_mega" / folder).rglob("*.py")):

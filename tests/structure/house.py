@@ -8,131 +8,89 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# A package imports from itself and from what is named here. Top-level modules count as packages.
-_BASE = {
-    *("", "errors", "records", "token_columns", "episode_records", "episode_check", "rollout_batch"),
-    *("run_folder", "durable", "proxies", "printable", "guarded_files", "bounded_http"),
-    *("kill_points", "process_death", "beats", "descriptors", "line_process", "importing", "background"),
-}
-_LEAVES = {"algorithm", "data", "journal", "reward", "metrics", "plan", "quantization", "batch_invariant"}
-_BELOW_ENGINE = _BASE | {"config", "model", "parameter_names"} | _LEAVES
-_BELOW_BATCHES = _BELOW_ENGINE | {"engine", "weights", "checkpoint", "rollout", "episodes"}
-_BELOW_RUNTIME = _BELOW_BATCHES | {"batches"}
-LAYERS: dict[str, set[str]] = {
-    "errors": set(),
-    "records": set(),
-    "token_columns": set(),
-    "episode_records": {"records", "token_columns"},
-    "episode_check": {"episode_records"},
-    "rollout_batch": {"records", "episode_records"},
-    "kill_points": {""},
-    "descriptors": {""},
-    "sglang_release": {""},
-    "process_death": {""},
-    "importing": {""},
-    "beats": {""},
-    "background": {""},
-    "proxies": {""},
-    "guarded_files": {""},
-    "bounded_http": {"proxies"},
-    "printable": {""},
-    "line_process": {""},
-    "durable": {"", "kill_points"},
-    "run_folder": {"errors", "durable", "guarded_files"},
-    "config": _BASE,
-    "doctor": {"", "descriptors", "durable", "sglang_release", "guarded_files"},
-    "model": _BASE | {"config"},
-    "parameter_names": {"errors", "model"},
-    **{leaf: _BASE | {"config", "model"} for leaf in _LEAVES},
-    "engine": _BELOW_ENGINE,
-    "weights": _BELOW_ENGINE | {"engine"},
-    "checkpoint": _BELOW_ENGINE | {"engine", "weights"},
-    "episodes": _BELOW_ENGINE,  # which declares what it needs of a sampler, and never imports rollout
-    "rollout": _BELOW_ENGINE | {"episodes", "sglang_release"},
-    "simulate": _BASE | {"config", "model", "plan", "journal", "rollout"},  # of rollout, what is pure
-    "launcher": _BELOW_RUNTIME | {"doctor", "sglang_release"},  # of the doctor, the comparison of two Pythons
-    "batches": _BELOW_BATCHES,
-    "runtime": _BELOW_RUNTIME,
-    "report": _BELOW_RUNTIME | {"launcher"},  # of the launcher, the records that it leaves in a run's folder
-    "certify": _BELOW_RUNTIME | {"launcher", "runtime"},
-    "budget": _BELOW_RUNTIME | {"launcher", "runtime", "certify"},
-    "compare": _BELOW_RUNTIME | {"launcher", "runtime", "certify"},
-    "commands": _BELOW_RUNTIME
-    | {"launcher", "runtime", "certify", "budget", "compare", "doctor", "simulate", "report"},
-    "__main__": {"commands"},
-    "tools": _BELOW_RUNTIME | {"launcher", "runtime", "certify"},
-}
-
-# What a single file may import beyond its package's layer.
-BEYOND = {
-    "doctor/all_reduce_probe.py": {"runtime"},  # the ranks' rendezvous, in a process of its own
-    "metrics/sink_loading.py": {"reward"},  # how a user's name becomes code
-    "launcher/stack_request.py": {"runtime"},  # how often ranks look for a request
-}
+# The rooms, top floor first: a room imports from itself and from the rooms below it.
+ROOMS = (
+    "cli",
+    "verify",
+    "report",
+    "launcher",
+    "train",
+    "rollout",
+    "sync",
+    "agents",
+    "checkpoint",
+    "engine",
+    "plan",
+    "metrics",
+    "rewards",
+    "data",
+    "cpu",
+    "algorithm",
+    "models",
+    "config",
+    "base",
+)
 
 # What may be imported (or touched) only in these packages or files; the empty set means nowhere.
 HOMES: dict[str, set[str]] = {
-    "megatron": {"engine", "checkpoint"},
-    "transformer_engine": {"engine", "checkpoint"},
+    "megatron": {"engine", "checkpoint", "cpu"},
+    "transformer_engine": {"engine", "checkpoint", "cpu"},
     "apex": {"engine", "checkpoint"},
     "megatron.training": set(),
     "megatron.core.parallel_state": {"engine/process_groups.py"},
     "megatron.core.mpu": set(),
     "torch.distributed": {
-        *("engine", "weights", "checkpoint", "runtime", "certify", "budget"),
-        "doctor/all_reduce_probe.py",
+        *("cpu", "engine", "sync", "checkpoint", "train", "verify"),
+        "launcher/all_reduce_probe.py",
     },
-    "sglang": {"rollout"},
+    "sglang": {"rollout", "cpu"},
     "wandb": {"metrics/wandb_sink.py"},
     "pyarrow": {"data/table_files.py"},
     "aiohttp": {
         "rollout",
-        "episodes/endpoint.py",
-        "episodes/adapters/openenv.py",
+        "agents/endpoint.py",
+        "agents/adapters/openenv.py",
         "report/live_page.py",
-        "reward/remote.py",
+        "rewards/remote.py",
     },
     "requests": set(),
     "httpx": set(),
     "http": {
         "rollout",
-        "bounded_http.py",
+        "base/bounded_http.py",
         "metrics/prometheus.py",
-        "episodes/endpoint.py",
-        "episodes/adapters/openenv.py",
+        "agents/endpoint.py",
+        "agents/adapters/openenv.py",
         "report/live_page.py",
     },
     "urllib.request": {"rollout", "launcher/alert_calls.py"},
     "pickle": {"checkpoint/safe_pickle.py"},  # which reads what others wrote so, by a list of names
     "os.environ": {
         "launcher",
-        "runtime/worker.py",
-        "weights/link.py",
-        "engine/cpu/backend.py",
-        "engine/cpu/te_loading.py",
+        "train/worker.py",
+        "sync/link.py",
+        "cpu/backend.py",
+        "cpu/te_loading.py",
         "rollout/server/server_entry.py",
         "rollout/server/running.py",
-        "rollout/server/cpu_server.py",
-        "reward/guarded_process.py",
-        "reward/remote.py",  # the keys of services
-        "reward/reasoning_gym_worker.py",  # for itself, before it begins
-        "reward/sandbox/sandbox_server.py",  # for itself and what it runs
-        "episodes/agent_worker.py",
-        "episodes/owned_processes.py",
-        "runtime/gpu_variables.py",
-        "proxies.py",
+        "cpu/cpu_server.py",
+        "rewards/guarded_process.py",
+        "rewards/remote.py",  # the keys of services
+        "rewards/reasoning_gym_worker.py",  # for itself, before it begins
+        "rewards/sandbox/sandbox_server.py",  # for itself and what it runs
+        "agents/agent_worker.py",
+        "agents/owned_processes.py",
+        "train/gpu_variables.py",
+        "base/proxies.py",
     },
     "os.getenv": set(),
     "os.putenv": set(),
 }
 WITHOUT = {
-    **dict.fromkeys(("config", "model", "plan"), ("torch", "numpy", "transformers")),
-    "simulate": ("torch", "transformers"),
-    "episodes": ("torch",),  # a worker of episodes starts in a fraction of torch's time
-    "episode_records": ("torch",),
-    "rollout_batch": ("torch",),
+    **dict.fromkeys(("config", "models", "plan"), ("torch", "numpy", "transformers")),
+    **dict.fromkeys(("base", "agents", "verify/simulate"), ("torch",)),  # a worker of episodes starts without torch
 }
-WITH_PRINT = {"commands", "tools"}
+WITH_PRINT = {"cli", "tools"}
 # Hundreds of lines are a story; from the first bound on a warning asks for a second look, from the second on a file is split.
 MANY_LINES = 600
 MOST_LINES = 1000
@@ -172,7 +130,7 @@ class Broken(NamedTuple):
 
 
 def python_files(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """(file, its package, its place inside gspo_mega or tools) of the product's Python."""
+    """(file, its room, its place inside gspo_mega or tools) of the product's Python."""
     for path in sorted((root / "gspo_mega").rglob("*.py")):
         inside = path.relative_to(root / "gspo_mega")
         package = inside.parts[0] if len(inside.parts) > 1 else inside.stem
@@ -182,35 +140,35 @@ def python_files(root: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def check_imports(root: Path) -> list[Broken]:
-    """Layers, homes of dangerous things, and packages that stay light."""
+    """Floors, homes of dangerous things, and rooms that stay light."""
     broken = []
-    for path, package, inside in python_files(root):
+    floors = {room: floor for floor, room in enumerate(reversed(ROOMS))}
+    for path, room, inside in python_files(root):
         where = path.relative_to(root).as_posix()
-        if package and package not in LAYERS:
-            broken.append(Broken(where, 1, f"{package} has no place in the layers"))
+        if room not in floors and room not in ("", "__main__", "tools"):
+            broken.append(Broken(where, 1, f"{room} is none of the rooms"))
             continue
+        floor = floors.get(room, -1 if room == "" else len(ROOMS))
         for name, line in _used_names(ast.parse(path.read_text(encoding="utf-8"))):
             if name.startswith("."):
                 broken.append(Broken(where, line, "relative import; write the whole name"))
             elif name == "gspo_mega" or name.startswith("gspo_mega."):
                 target = ([*name.split("."), ""])[1]
-                if (
-                    target in LAYERS
-                    and target != package
-                    and target not in LAYERS.get(package, _BASE) | BEYOND.get(inside, set())
-                ):
-                    broken.append(Broken(where, line, f"{package} may not import {target}"))
+                if target in floors and target != room and floors[target] > floor:
+                    broken.append(Broken(where, line, f"{room} may not import {target}"))
             for thing, homes in HOMES.items():
-                if _is_inside(name, thing) and package not in homes and inside not in homes:
+                if _is_inside(name, thing) and room not in homes and inside not in homes:
                     broken.append(Broken(where, line, f"{thing} belongs in {', '.join(sorted(homes)) or 'no file'}"))
-            for heavy in WITHOUT.get(package, ()):
-                if _is_inside(name, heavy):
-                    broken.append(Broken(where, line, f"{package} works without {heavy}"))
+            for light, heavy_ones in WITHOUT.items():
+                if room == light or inside.startswith(light + "/"):
+                    for heavy in heavy_ones:
+                        if _is_inside(name, heavy):
+                            broken.append(Broken(where, line, f"{light} works without {heavy}"))
     return broken
 
 
 def check_calls(root: Path) -> list[Broken]:
-    """`print` outside commands and tools, and errors that are swallowed."""
+    """`print` outside cli and tools, and errors that are swallowed."""
     broken = []
     for path, package, _ in python_files(root):
         where = path.relative_to(root).as_posix()
@@ -221,7 +179,7 @@ def check_calls(root: Path) -> list[Broken]:
                 and node.func.id == "print"
                 and package not in WITH_PRINT
             ):
-                broken.append(Broken(where, node.lineno, "print belongs in commands and tools"))
+                broken.append(Broken(where, node.lineno, "print belongs in cli and tools"))
             if isinstance(node, ast.ExceptHandler) and _catches_all(node.type) and all(map(_does_nothing, node.body)):
                 broken.append(Broken(where, node.lineno, "an error is swallowed"))
             if (

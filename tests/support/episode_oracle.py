@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gspo_mega.episode_records import Episode, Node
-from gspo_mega.records import Prompt
-from gspo_mega.rollout_batch import Group, RolloutBatch
+from gspo_mega.base.episode_records import Episode, Node
+from gspo_mega.base.records import Prompt
+from gspo_mega.base.rollout_batch import Group, RolloutBatch
 
 # By episode and node, one number for each of the node's tokens.
 ByToken = dict[tuple[int, int], np.ndarray]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega import kill_points
+from gspo_mega.base import kill_points
 
 
 class Disk:

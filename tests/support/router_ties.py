@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from gspo_mega.journal.journal import Journal
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.data.journal.journal import Journal
 
 # In fp32 a router logit of these models is exact to some 1e-6.
 TIE = 4e-6

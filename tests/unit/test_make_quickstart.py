@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from gspo_mega.config.schema import Data
 from gspo_mega.data.demonstrations import load_demonstrations
 from gspo_mega.data.tokenizer import VOCAB_SIZE, build_tokenizer
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.reward.builtin import arithmetic
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.rewards.builtin import arithmetic
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_quickstart.py"
 SMALL = ["--num-train", "200", "--num-heldout", "50"]

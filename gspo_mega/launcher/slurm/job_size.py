@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gspo_mega.base.errors import GspoMegaError, PlanError
+from gspo_mega.base.printable import printable_output
 from gspo_mega.config import LoadedConfig, load_config
-from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.inputs import check_before_job, is_replay
 from gspo_mega.launcher.slurm.site_settings import Site, words_of
 from gspo_mega.plan import Estimate, estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.server_places import RewardPlace, place_servers, reward_servers
 from gspo_mega.plan.stop_deadlines import grace_seconds, signal_seconds
-from gspo_mega.printable import printable_output
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from gspo_mega.doctor.two_pythons import compare_records
-from gspo_mega.errors import RankError, StuckError
+from gspo_mega.base.errors import RankError, StuckError
+from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt
+from gspo_mega.base.two_pythons import compare_records
 from gspo_mega.launcher.attempt_output import ConsoleTail
 from gspo_mega.launcher.attempt_state import StateKeeper
 from gspo_mega.launcher.children import Child, ChildSpec, Family
@@ -40,7 +41,6 @@ from gspo_mega.launcher.stack_request import StacksOnSignal
 from gspo_mega.launcher.watchdog import Watchdog
 from gspo_mega.plan.watchdog_bounds import Patience
 from gspo_mega.rollout.server.reward_server import reward_folder
-from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 logger = logging.getLogger(__name__)
 

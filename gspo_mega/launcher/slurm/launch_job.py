@@ -1,7 +1,7 @@
 """From a loaded configuration to the supervised steps of a Slurm job, in the process of its batch script.
 
-Does for a job what `launch_local.py` does for one machine: plan, run folder, records of the attempt. The steps are run
-by `job_supervisor.py`.
+Does for a job what `launcher/launch_local.py` does for one machine: plan, run folder, records of the attempt. The steps
+are run by `job_supervisor.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from gspo_mega import proxies
+from gspo_mega.base import proxies
+from gspo_mega.base.errors import GspoMegaError, PlanError
+from gspo_mega.base.run_folder import Attempt, RunFolder, atomic_write_text
 from gspo_mega.config import Config, LoadedConfig, render_config
-from gspo_mega.errors import GspoMegaError, PlanError
 from gspo_mega.launcher.alerts import Alerts
 from gspo_mega.launcher.attempt_output import log_to
 from gspo_mega.launcher.attempt_state import StateKeeper
@@ -33,7 +34,6 @@ from gspo_mega.launcher.slurm.stop_request import SIGNALS
 from gspo_mega.launcher.software_versions import versions_text
 from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit, render_report
 from gspo_mega.plan.watchdog_bounds import patience
-from gspo_mega.run_folder import Attempt, RunFolder, atomic_write_text
 
 
 def launch_slurm(loaded: LoadedConfig, command: Literal["train", "sft"], say: Callable[[str], None]) -> int:

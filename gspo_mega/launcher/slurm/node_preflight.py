@@ -1,7 +1,7 @@
 """Run the doctor on every node of a job before anything else starts there.
 
-Owns the wait for these steps and the report on them. The checks are in `gspo_mega/doctor`, and so is the comparison of
-the versions that they found in the trainer's Python and in the servers'.
+Owns the wait for these steps and the report on them. The checks are in `gspo_mega/launcher`, and so is the comparison
+of the versions that they found in the trainer's Python and in the servers'.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from gspo_mega.doctor.findings import Finding, render
-from gspo_mega.errors import RankError
+from gspo_mega.base.errors import RankError
+from gspo_mega.base.findings import Finding, render
 from gspo_mega.launcher.children import ChildSpec
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.scontrol import Node, job_runs

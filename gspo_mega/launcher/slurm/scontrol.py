@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from gspo_mega.errors import PlanError, RankError
+from gspo_mega.base.errors import PlanError, RankError
 
 _ASK_SECONDS = 60.0
 _PROBE_SECONDS = 30.0

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.launcher.children import Child, ChildSpec
 from gspo_mega.launcher.slurm.lost_nodes import LostNodes
 from gspo_mega.launcher.slurm.scontrol import Node
 from gspo_mega.launcher.slurm.step_starts import Starts
 from gspo_mega.rollout.registration import Registration, State
-from gspo_mega.run_folder import Attempt, read_json
 
 _POLL_SECONDS = 0.2
 # A server ends its process group within 2 s of the signal.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gspo_mega.errors import ConfigError
+from gspo_mega.base.errors import ConfigError
 
 _NUMBERS = {"GSPO_GPUS_PER_NODE": 0, "GSPO_CPUS_PER_TASK": 1, "GSPO_SIGNAL_SECONDS": 0, "GSPO_PREFLIGHT_SECONDS": 600}
 

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gspo_mega.base.run_folder import Attempt
 from gspo_mega.launcher.children import ChildSpec
 from gspo_mega.launcher.slurm.job_size import JobSize
 from gspo_mega.launcher.slurm.scontrol import Allocation, Node, at
 from gspo_mega.launcher.slurm.site_settings import Site
 from gspo_mega.plan.server_places import RewardPlace
 from gspo_mega.rollout.server.reward_server import make_reward_folder
-from gspo_mega.run_folder import Attempt
 
 _WATCH = Path(__file__).with_name("batch_node_watch.py")
 
@@ -58,7 +58,7 @@ class Steps:
         placement += _in_order(nodes)
         worker = site.trainer.command(
             "-m",
-            "gspo_mega.runtime.worker",
+            "gspo_mega.train.worker",
             "--config",
             str(self._attempt.config_file),
             "--attempt",

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from gspo_mega.base.run_folder import Attempt
 from gspo_mega.launcher.children import Child, ChildSpec, Family
 from gspo_mega.launcher.slurm.controller_outage import ASK_AGAIN_SECONDS
-from gspo_mega.run_folder import Attempt
 
 # Consecutive starts of one step while Slurm answers. An option that srun never accepts is reported soon.
 _MOST_STARTS = 3

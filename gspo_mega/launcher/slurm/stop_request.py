@@ -10,13 +10,13 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from gspo_mega.errors import RankError
-from gspo_mega.guarded_files import read_text
+from gspo_mega.base.errors import RankError
+from gspo_mega.base.guarded_files import read_text
+from gspo_mega.base.run_folder import EXIT_STOPPED, Attempt
 from gspo_mega.launcher.attempt_state import StateKeeper, read_state
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.scontrol import Node, job_runs, requeue
 from gspo_mega.plan.stop_deadlines import grace_seconds
-from gspo_mega.run_folder import EXIT_STOPPED, Attempt
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_SECONDS = 0.2

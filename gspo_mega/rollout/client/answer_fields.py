@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from gspo_mega.errors import RolloutError
-from gspo_mega.token_columns import constant, joined
+from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.token_columns import constant, joined
 
 _LOG_PROB_ROUNDING = 1e-5
 """In fp32, the log-prob of a token with nearly all the probability may exceed zero by this much."""

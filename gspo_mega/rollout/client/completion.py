@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_mega.base.token_columns import Column, constant, floats, ints, joined
 from gspo_mega.rollout.client.answer_fields import (
     NonsenseAnswer,
     RefusedAnswer,
@@ -25,7 +26,6 @@ from gspo_mega.rollout.client.answer_fields import (
     versions_of,
 )
 from gspo_mega.rollout.client.routes import decode_routes
-from gspo_mega.token_columns import Column, constant, floats, ints, joined
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from gspo_mega import beats
+from gspo_mega.base import beats
 from gspo_mega.rollout.client.completion import Answer, Completion, NonsenseAnswer
 
 Cause = Literal["stalled", "moved", "drained", "paused"]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pybase64
 
-from gspo_mega.records import route_type
+from gspo_mega.base.records import route_type
 
 _KEY = b'"routed_experts":'
 # Characters that are decoded at once: they and their numbers fit into a core's cache. A multiple of 16, which are three

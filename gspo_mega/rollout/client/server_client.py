@@ -17,7 +17,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
-from gspo_mega.errors import RolloutError
+from gspo_mega.base.errors import RolloutError
 from gspo_mega.rollout.client.answer_fields import shown
 from gspo_mega.rollout.client.completion import (
     Answer,

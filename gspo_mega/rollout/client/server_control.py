@@ -1,7 +1,7 @@
 """Blocking, thread-safe control of one SGLang server: each operation that publishing needs, as an HTTP call.
 
 Owns SGLang's endpoints for weights and their bodies; no other file lists them. The protocol that this class fulfils,
-`gspo_mega.weights.servers.ServerControl`, says what each operation means to a publish. `pooled_server.py` runs the
+`gspo_mega.sync.servers.ServerControl`, says what each operation means to a publish. `pooled_server.py` runs the
 calls and notes that the server's weights change.
 """
 
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from gspo_mega.errors import PublishError
-from gspo_mega.model.low_rank import SERVED_NAME
+from gspo_mega.base.errors import PublishError
+from gspo_mega.models.low_rank import SERVED_NAME
 from gspo_mega.rollout.client.answer_fields import NonsenseAnswer, log_prob_of, shown, version_of
 from gspo_mega.rollout.client.server_client import ServerClient, ServerError
 from gspo_mega.rollout.registration import Registration

@@ -1,0 +1,1 @@
+"""One SGLang server: what it is started with, its process, its supervision."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from gspo_mega.errors import CheckpointError
+from gspo_mega.base.errors import CheckpointError
+from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.rollout.registration import Registration, amount
 from gspo_mega.rollout.server.parts import SILENCE_SECONDS, Silence
-from gspo_mega.run_folder import Attempt, read_json
 
 MAKER_ID = "server-0"
 

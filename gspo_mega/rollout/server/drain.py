@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from gspo_mega.errors import ConfigError
+from gspo_mega.base.errors import ConfigError
 from gspo_mega.rollout.secret import read_secret
 
 _POLL_SECONDS = 0.125

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
-from gspo_mega.config.addresses import address_problem
-from gspo_mega.errors import ConfigError
+from gspo_mega.base.addresses import address_problem
+from gspo_mega.base.errors import ConfigError
 
 
 def free_port(host: str, beyond: int | None = None) -> int:

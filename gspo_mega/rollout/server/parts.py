@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from gspo_mega.config.addresses import with_port
+from gspo_mega.base.addresses import with_port
+from gspo_mega.base.run_folder import Attempt, atomic_write_json, read_json
 from gspo_mega.rollout.server.listening_port import free_port
 from gspo_mega.rollout.server.server_spec import ServerSpec
-from gspo_mega.run_folder import Attempt, atomic_write_json, read_json
 
 # Shared folders show a change late, some by half a minute.
 SILENCE_SECONDS = 60.0

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.run_folder import Attempt
 from gspo_mega.config.schema import Config, ModelReward
-from gspo_mega.errors import ConfigError
-from gspo_mega.model.classifier_folder import read_config
+from gspo_mega.models.classifier_folder import read_config
 from gspo_mega.plan.reward_needs import text_tokens
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.secret import read_secret
-from gspo_mega.run_folder import Attempt
 
 _FOLDER = "reward_models"
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo_mega.guarded_files import open_regular
-from gspo_mega.proxies import without_proxies
+from gspo_mega.base.guarded_files import open_regular
+from gspo_mega.base.proxies import without_proxies
 from gspo_mega.rollout.server.process_tree import end_group, start_group
 from gspo_mega.rollout.server.scratch import Scratch
 from gspo_mega.rollout.server.server_spec import ServerSpec

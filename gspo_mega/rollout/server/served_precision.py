@@ -11,9 +11,9 @@ import json
 import time
 from pathlib import Path
 
+from gspo_mega.base.errors import ConfigError, RankError
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_precision import describe_server_precision
-from gspo_mega.errors import ConfigError, RankError
 from gspo_mega.rollout.secret import read_secret
 from gspo_mega.rollout.server.server_spec import precision_arguments
 

@@ -17,14 +17,14 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from gspo_mega import sglang_release
-from gspo_mega.config.addresses import is_loopback
-from gspo_mega.errors import ConfigError, GspoMegaError
-from gspo_mega.guarded_files import read_json_file
-from gspo_mega.importing import uncollected
-from gspo_mega.model.classifier_folder import check_head
+from gspo_mega.base import sglang_release
+from gspo_mega.base.addresses import is_loopback
+from gspo_mega.base.errors import ConfigError, GspoMegaError
+from gspo_mega.base.guarded_files import read_json_file
+from gspo_mega.base.importing import uncollected
+from gspo_mega.cpu import cpu_server
+from gspo_mega.models.classifier_folder import check_head
 from gspo_mega.rollout.secret import read_secret
-from gspo_mega.rollout.server import cpu_server
 from gspo_mega.rollout.server.server_spec import (
     ServerSpec,
     check_batch_invariant,

@@ -16,15 +16,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from gspo_mega.base.errors import ConfigError
 from gspo_mega.config.episode_lengths import episode_lengths
 from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
 from gspo_mega.config.server_options import CONTEXT_SLACK, option_problems
 from gspo_mega.config.server_precision import BLOCK, DTYPES, capability_problem, publishes, server_dtype
 from gspo_mega.config.speculative import speculative_arguments
-from gspo_mega.errors import ConfigError
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.model.low_rank import targets_of
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.low_rank import targets_of
 
 # Values that SGLang's model code reads from config.json and transformers does not write there, by architecture. Models
 # of this package can have no other values.

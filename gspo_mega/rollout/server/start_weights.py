@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.config.lora_rules import publishes_adapters
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import ConfigError
-from gspo_mega.model.block_fp8 import served_layout
-from gspo_mega.model.huggingface import read_stored
-from gspo_mega.run_folder import Attempt, read_json
+from gspo_mega.models.block_fp8 import served_layout
+from gspo_mega.models.huggingface import read_stored
 
 
 def current_weights(config: Config, attempt: Attempt, start_folder: str) -> tuple[int | None, str]:

@@ -15,13 +15,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.config.schema import Config
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.server.listening_port import free_port
 from gspo_mega.rollout.server.parts import SILENCE_SECONDS, Order, PartReport, Silence
 from gspo_mega.rollout.server.running import Running, log_tail
 from gspo_mega.rollout.server.scratch import remove_abandoned
-from gspo_mega.run_folder import Attempt, read_json
 
 logger = logging.getLogger(__name__)
 

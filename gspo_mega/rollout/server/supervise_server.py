@@ -18,9 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from gspo_mega.config.addresses import with_port
+from gspo_mega.base.addresses import with_port
+from gspo_mega.base.errors import ConfigError, GspoMegaError, RankError
+from gspo_mega.base.run_folder import Attempt, read_json
 from gspo_mega.config.schema import Config
-from gspo_mega.errors import ConfigError, GspoMegaError, RankError
 from gspo_mega.rollout.gpu_turn import may_start
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.secret import ensure_secret, read_secret
@@ -34,7 +35,6 @@ from gspo_mega.rollout.server.scratch import remove_abandoned
 from gspo_mega.rollout.server.served_precision import served_precision
 from gspo_mega.rollout.server.server_spec import ServerSpec, spec_from_config
 from gspo_mega.rollout.server.start_weights import current_weights
-from gspo_mega.run_folder import Attempt, read_json
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from gspo_mega.algorithm.correction import (
     exact_sums,
     weigh,
 )
-from gspo_mega.errors import NumericsError
+from gspo_mega.base.errors import NumericsError
 
 
 def tensor(*values):

@@ -8,7 +8,7 @@ from algorithm_cases import AGGREGATIONS, Batch
 
 from gspo_mega.algorithm.kl import reference_kl, token_kl
 from gspo_mega.algorithm.objective import ObjectiveSettings
-from gspo_mega.errors import NumericsError
+from gspo_mega.base.errors import NumericsError
 
 # Two responses: log policy and log reference a token. d = log reference - log policy.
 POLICY = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)

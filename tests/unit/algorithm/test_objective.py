@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_mega.algorithm.objective import ObjectiveSettings, policy_objective
-from gspo_mega.errors import NumericsError
+from gspo_mega.base.errors import NumericsError
 
 SEEDS = st.integers(0, 10_000)
 EVERY = [(ratio, aggregation) for ratio in RATIOS for aggregation in AGGREGATIONS]

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from gspo_mega import kill_points
+from gspo_mega.base import kill_points
+from gspo_mega.base.errors import CheckpointError
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.checkpoint import folders
-from gspo_mega.errors import CheckpointError
-from gspo_mega.run_folder import RunFolder, atomic_write_json
 
 
 @pytest.fixture

@@ -16,15 +16,15 @@ import megatron_to_hf
 import quantize_checkpoint
 from test_block_folder import CONFIG, EXPERT, QUERY
 
+from gspo_mega.algorithm.fp8 import quantize_blocks, quantize_published_blocks
+from gspo_mega.checkpoint.block_folder import open_folder
 from gspo_mega.checkpoint.compare_checkpoints import describe
+from gspo_mega.checkpoint.hf_export import tensor_digest
 from gspo_mega.checkpoint.quantize import to_blocks
 from gspo_mega.checkpoint.tensor_sources import open_checkpoint
-from gspo_mega.model.block_fp8 import is_quantizable
-from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.quantization.fp8 import quantize_blocks, quantize_published_blocks
-from gspo_mega.weights.block_folder import open_folder
-from gspo_mega.weights.hf_export import tensor_digest
+from gspo_mega.models.block_fp8 import is_quantizable
+from gspo_mega.models.families import hf_tensors
+from gspo_mega.models.huggingface import read_model_spec
 
 FILE_BYTES = 20_000  # about a tensor a file
 

@@ -16,9 +16,9 @@ import pytest
 from test_server_start import plain_folder, run
 from waiting import until, wait_gone
 
+from gspo_mega.base.errors import CheckpointError
 from gspo_mega.checkpoint import server_start as module
 from gspo_mega.checkpoint.server_start import CopyMaker, _make, start_folder
-from gspo_mega.errors import CheckpointError
 from gspo_mega.rollout.server.copy_wait import CopyWait, StartCopy
 
 ROOT = Path(__file__).parents[3]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import load_config
-from gspo_mega.errors import ConfigError
 
 
 def refused(path, *overrides, command=None) -> str:

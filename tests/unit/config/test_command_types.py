@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import load_config
 from gspo_mega.config.command_types import sft_config, train_config
-from gspo_mega.errors import ConfigError
 
 
 def test_every_section_is_the_same_object(write):

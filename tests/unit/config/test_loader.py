@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
+from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import data_sources, load_config
-from gspo_mega.errors import ConfigError
 
 
 def refused(path, overrides=(), command=None):
@@ -127,8 +127,8 @@ def test_loading_and_planning_import_neither_torch_nor_numpy(write):
     """On a login node the answer comes at once: with these imports it would take seconds."""
     script = (
         "import sys\nfrom gspo_mega.config import load_config\nimport"
-        " gspo_mega.plan, gspo_mega.commands.plan,"
-        f" gspo_mega.commands.main\nload_config({str(write())!r})\nprint(sorted({{'torch', 'numpy', 'transformers',"
+        " gspo_mega.plan, gspo_mega.cli.plan,"
+        f" gspo_mega.cli.main\nload_config({str(write())!r})\nprint(sorted({{'torch', 'numpy', 'transformers',"
         " 'megatron', 'aiohttp'} & {m.split('.')[0] for m in sys.modules}))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

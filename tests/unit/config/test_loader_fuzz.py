@@ -4,9 +4,9 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import Config, load_config
 from gspo_mega.config.strict_yaml import parse
-from gspo_mega.errors import ConfigError
 
 PIECES = st.lists(
     st.sampled_from(

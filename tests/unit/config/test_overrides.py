@@ -1,7 +1,7 @@
 import pytest
 
+from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import load_config
-from gspo_mega.errors import ConfigError
 
 
 def refused(path, *overrides):

@@ -2,9 +2,9 @@
 
 import pytest
 
+from gspo_mega.base.errors import ConfigError
 from gspo_mega.config import load_config
 from gspo_mega.config.prompt_sources import held_out_path, sources_of
-from gspo_mega.errors import ConfigError
 
 MADE = "data.reasoning_gym={tasks: {chain_sum: 1, leg_counting: 2.5}, num_rows: 8, num_held_out: 2, folder: /gym}"
 

@@ -3,10 +3,10 @@ import json
 import pytest
 from config_refusals import refused
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.config import load_config
 from gspo_mega.config.prompt_sources import sources_of
 from gspo_mega.config.schema import Data
-from gspo_mega.errors import DataError
 
 SFT = "sft={max_steps: 1, sequences_per_step: 8, eval_every_steps: 1, stop_accuracy_low: 0.2, stop_accuracy_high: 0.5}"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.config import load_config
 from gspo_mega.config.prompt_sources import eval_sets
-from gspo_mega.errors import DataError
 from gspo_mega.launcher import inputs
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "eval"

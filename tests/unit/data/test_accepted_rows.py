@@ -13,16 +13,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.errors import DataError
+from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.config import load_config
 from gspo_mega.config.schema import Data
 from gspo_mega.data.chat import PromptEncoder
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.prompts import PromptSource
 from gspo_mega.data.stream import PromptStream
-from gspo_mega.episode_records import one_turn_row
-from gspo_mega.errors import DataError
-from gspo_mega.journal.journal import Journal
-from gspo_mega.reward.functions import problem_of_answer
-from gspo_mega.rollout_batch import Group, RolloutBatch
+from gspo_mega.rewards.functions import problem_of_answer
 
 # Any characters, half surrogate pairs among them, as Python's own writer escapes them.
 texts = st.text(st.characters(exclude_categories=()), max_size=6)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import PromptEncoder, load_tokenizer
 from gspo_mega.data.tokenizer import write_tokenizer
-from gspo_mega.errors import DataError
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 

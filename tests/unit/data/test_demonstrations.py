@@ -1,9 +1,9 @@
 import pytest
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.data.demonstrations import load_demonstrations
 from gspo_mega.data.prompts import load_prompts
 from gspo_mega.data.stream import PromptStream
-from gspo_mega.errors import DataError
 
 
 def test_prompt_and_response_as_token_ids(write_jsonl, data_settings, tokenizer):

@@ -5,11 +5,11 @@ import pytest
 from chat_templates import tokenizer_with
 from transformers import AutoTokenizer
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import PromptEncoder
 from gspo_mega.data.end_of_turn import run_end_tokens
 from gspo_mega.data.tokenizer import write_tokenizer
-from gspo_mega.errors import DataError
-from gspo_mega.model.end_tokens import EndTokens
+from gspo_mega.models.end_tokens import EndTokens
 
 # In the manner of Llama 3, gpt-oss, Phi-3, and one that refuses all but users.
 HEADERS = "{% for m in messages %}<|system|>{{ m.role }}\n\n{{ m.content | trim }}</s>{% endfor %}"

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.records import Prompt, Trajectory
+from gspo_mega.base.rollout_batch import Group, RolloutBatch
 from gspo_mega.data.expert_routes import ExpertRoutes, has_repeated
 from gspo_mega.data.packing import build_micro_batch
-from gspo_mega.episode_records import one_turn_row
-from gspo_mega.errors import RolloutError
-from gspo_mega.model.spec import ModelSpec, MoeSpec
-from gspo_mega.records import Prompt, Trajectory
-from gspo_mega.rollout_batch import Group, RolloutBatch
+from gspo_mega.models.spec import ModelSpec, MoeSpec
 
 LAYERS, TOP_K = 3, 2
 

@@ -2,8 +2,8 @@ import os
 
 import pytest
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.data.jsonl import JsonlFile, check_first_rows
-from gspo_mega.errors import DataError
 
 
 def no_check(row):

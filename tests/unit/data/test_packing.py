@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gspo_mega.base.errors import PlanError
 from gspo_mega.data.packing import (
     build_micro_batch,
     padded_length,
@@ -16,7 +17,6 @@ from gspo_mega.data.packing import (
     sequence_cost,
     split_mini_batches,
 )
-from gspo_mega.errors import PlanError
 
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=60)
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gspo_mega.base.errors import PlanError
 from gspo_mega.data.balance import balanced_packs, fewest_bins, spread, waiting_costs
 from gspo_mega.data.packing import build_micro_batch, padded_length, plan_packs, plan_rollout_batch, sequence_cost
-from gspo_mega.errors import PlanError
 
 CROSSOVER = 50_000
 LONGEST = 32_768

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from procedural_package import write_package
 
+from gspo_mega.base.errors import DataError, RewardError
 from gspo_mega.config.schema.data_sections import Data
 from gspo_mega.data.procedural_rows import make_rows
-from gspo_mega.errors import DataError, RewardError
-from gspo_mega.reward import procedural
-from gspo_mega.reward.functions import load_function
+from gspo_mega.rewards import procedural
+from gspo_mega.rewards.functions import load_function
 
 REAL = Path(sys.prefix) / "opt" / "reasoning_gym" / "bin" / "python"
 PINNED = Path(__file__).parents[3] / "launch" / "env" / "reasoning-gym.txt"

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.config.schema import Source
 from gspo_mega.data import prompts as prompts_module
 from gspo_mega.data.prompts import PromptSource, encoder_of, load_prompts
-from gspo_mega.errors import DataError
 
 ROWS = [{"prompt": f"{k}+{k}=", "answer": str(2 * k), "level": k} for k in range(10, 20)]
 

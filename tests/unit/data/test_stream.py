@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.data.stream import PromptStream, epoch_order
-from gspo_mega.errors import DataError
 
 
 class Rows:

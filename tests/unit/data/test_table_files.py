@@ -11,11 +11,11 @@ import os
 
 import pytest
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.data.jsonl import JsonlFile
 from gspo_mega.data.prompts import load_prompts
 from gspo_mega.data.row_files import check_first_rows, open_rows
 from gspo_mega.data.stream import PromptStream
-from gspo_mega.errors import DataError
 
 pytest.importorskip("pyarrow")
 

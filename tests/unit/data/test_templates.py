@@ -12,10 +12,10 @@ import time
 
 import pytest
 
+from gspo_mega.base.errors import DataError
 from gspo_mega.data.chat import PromptEncoder
 from gspo_mega.data.templates import ChatTemplate
 from gspo_mega.data.turns_template import CHAT_TEMPLATE
-from gspo_mega.errors import DataError
 
 MESSAGES = [
     {"role": "system", "content": "  Be brief.\n"},

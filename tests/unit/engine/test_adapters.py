@@ -9,8 +9,8 @@ import torch
 
 from gspo_mega.config.schema import Lora
 from gspo_mega.engine.adapters import Adapter
-from gspo_mega.model.low_rank import adapted
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.low_rank import adapted
+from gspo_mega.models.spec import ModelSpec
 
 SPEC = ModelSpec(
     family="qwen3",

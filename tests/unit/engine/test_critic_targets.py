@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from gspo_mega.base.records import MicroBatch
 from gspo_mega.engine.critic import Values
 from gspo_mega.engine.critic_targets import Estimator, LogProbs, TokenRewards, estimate_returns
-from gspo_mega.records import MicroBatch
 
 ALONE = SimpleNamespace(context=SimpleNamespace(size=1), data=SimpleNamespace(size=1))
 

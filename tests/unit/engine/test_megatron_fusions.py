@@ -9,7 +9,7 @@ from run_configs import make_config
 from te_process import in_te_process
 
 import gspo_mega.engine.megatron_fusions as fusions
-from gspo_mega.errors import ModelError
+from gspo_mega.base.errors import ModelError
 
 BF16 = dict(precision="bf16")
 OFF = dict(bias_activation_fusion=False, moe_permute_fusion=False, gradient_accumulation_fusion=False)

@@ -7,11 +7,11 @@ import torch
 from run_configs import make_config
 
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before Megatron
+from gspo_mega.base.errors import ModelError
 from gspo_mega.config.schema import Optimizer
 from gspo_mega.engine import megatron_optimizer
 from gspo_mega.engine.megatron_optimizer import build_scheduler
 from gspo_mega.engine.policy import PolicyEngine
-from gspo_mega.errors import ModelError
 
 
 def learning_rates(num_optimizer_steps, num_steps, **settings):

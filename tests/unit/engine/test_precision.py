@@ -5,9 +5,9 @@ import torch
 from run_configs import make_config
 
 import gspo_mega.engine.megatron_precision as precision
+from gspo_mega.base.errors import ModelError
 from gspo_mega.engine.model import transformer_config
-from gspo_mega.errors import ModelError
-from gspo_mega.model.spec import ModelSpec
+from gspo_mega.models.spec import ModelSpec
 
 SPEC = ModelSpec(
     family="qwen3",

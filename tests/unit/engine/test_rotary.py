@@ -7,7 +7,7 @@ import torch
 
 import gspo_mega.engine  # noqa: F401  the CPU backend comes before Megatron
 from gspo_mega.engine.rotary import scaled_frequencies
-from gspo_mega.model.spec import RopeScaling
+from gspo_mega.models.spec import RopeScaling
 
 SETTINGS = {
     "Llama 3.1": (128, 500000.0, RopeScaling(8.0, 1.0, 4.0, 8192)),

@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from gspo_mega.errors import ConfigError, FolderError
+from gspo_mega.base.errors import ConfigError, FolderError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.launcher import lease
-from gspo_mega.run_folder import RunFolder
 
 folder, how, host, lease_seconds, beat_seconds = sys.argv[1:]
 

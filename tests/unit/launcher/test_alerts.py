@@ -11,11 +11,11 @@ import time
 
 import pytest
 
+from gspo_mega.base.errors import ConfigError, RankError, StuckError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.errors import ConfigError, RankError, StuckError
 from gspo_mega.launcher.alerts import Alerts
 from gspo_mega.launcher.inputs import check_users_functions
-from gspo_mega.run_folder import RunFolder
 
 KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
 

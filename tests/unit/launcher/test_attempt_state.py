@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from gspo_mega.commands.main import main
-from gspo_mega.commands.status import describe_run, shown_pairs
-from gspo_mega.errors import ConfigError
+from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json
+from gspo_mega.cli.main import main
+from gspo_mega.cli.status import describe_run, shown_pairs
 from gspo_mega.launcher import attempt_state as state_module
 from gspo_mega.launcher.attempt_state import StateKeeper, read_state
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.server.reward_server import make_reward_folder
-from gspo_mega.run_folder import RunFolder, atomic_write_json
 
 
 @pytest.fixture

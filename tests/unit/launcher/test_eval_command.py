@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from gspo_mega.commands import eval as command
-from gspo_mega.commands.main import main
+from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json, atomic_write_text
+from gspo_mega.cli import eval as command
+from gspo_mega.cli.main import main
 from gspo_mega.config import load_config, render_config
-from gspo_mega.errors import ConfigError
-from gspo_mega.run_folder import RunFolder, atomic_write_json, atomic_write_text
 
 CONFIG = "configs/quickstart.yaml"
 MEASURED = {

@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from gspo_mega.errors import GspoMegaError
+from gspo_mega.base.errors import GspoMegaError
+from gspo_mega.base.run_folder import Attempt, atomic_write_json
 from gspo_mega.launcher.failure import describe_failure, one_line
-from gspo_mega.run_folder import Attempt, atomic_write_json
 
 
 @pytest.fixture

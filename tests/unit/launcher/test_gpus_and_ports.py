@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from gspo_mega.errors import PlanError
+from gspo_mega.base.errors import PlanError
 from gspo_mega.launcher.gpus_and_ports import (
     free_port,
     rank_environments,

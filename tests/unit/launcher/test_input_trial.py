@@ -18,13 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gspo_mega.commands.main import main
+from gspo_mega.base.errors import ModelError, RankError
+from gspo_mega.base.run_folder import DamagedFileError
+from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
-from gspo_mega.errors import ModelError, RankError
-from gspo_mega.launcher import input_trial, trial_process
+from gspo_mega.launcher import input_trial, launch_local, trial_process
 from gspo_mega.launcher.input_trial import CHECKS, Trial, read_weights, run_checks
-from gspo_mega.launcher.local import launch_local
-from gspo_mega.run_folder import DamagedFileError
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "quickstart.yaml"

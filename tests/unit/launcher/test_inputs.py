@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from run_configs import smallest_yaml
 
-from gspo_mega.commands.main import main
+from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.errors import ConfigError, DataError, EpisodeError, JournalError, RewardError
+from gspo_mega.base.records import Prompt
+from gspo_mega.base.rollout_batch import Group, RolloutBatch
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
-from gspo_mega.episode_records import one_turn_row
-from gspo_mega.errors import ConfigError, DataError, EpisodeError, JournalError, RewardError
-from gspo_mega.journal.journal import Journal
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.launcher.inputs import NUM_ROWS_CHECKED, check_inputs
-from gspo_mega.records import Prompt
-from gspo_mega.rollout_batch import Group, RolloutBatch
-from gspo_mega.run_folder import RunFolder
 
 MORE = """\
 train: {num_steps: 2}
@@ -183,7 +183,7 @@ def test_rows_with_unreadable_answers_can_be_left_out_and_the_plan_names_them(fi
 
 def test_no_torch_for_it(files):
     script = (
-        "import sys; from gspo_mega.commands.main import main; code = main(sys.argv[1:]); print(code, 'torch' in"
+        "import sys; from gspo_mega.cli.main import main; code = main(sys.argv[1:]); print(code, 'torch' in"
         " sys.modules)"
     )
     arguments = ["plan", str(files[0]().path), "--model", SHAPE, "--command", "train"]

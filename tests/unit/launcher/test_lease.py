@@ -151,9 +151,9 @@ def test_of_many_at_once_one_has_it(start):
 
 
 def test_where_the_file_system_has_no_links(start, tmp_path, monkeypatch):
-    from gspo_mega.errors import ConfigError
+    from gspo_mega.base.errors import ConfigError
+    from gspo_mega.base.run_folder import RunFolder
     from gspo_mega.launcher.lease import hold
-    from gspo_mega.run_folder import RunFolder
 
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "Operation not permitted")))
     with hold(RunFolder(tmp_path / "run")):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from gspo_mega.base import two_pythons
+from gspo_mega.base.errors import RankError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.doctor import two_pythons
-from gspo_mega.errors import RankError
 from gspo_mega.launcher.children import ChildSpec, Family
 from gspo_mega.launcher.slurm.controller_outage import Answers
 from gspo_mega.launcher.slurm.job_size import job_size
@@ -20,7 +21,6 @@ from gspo_mega.launcher.slurm.scontrol import Allocation, Node
 from gspo_mega.launcher.slurm.site_settings import Site
 from gspo_mega.launcher.slurm.step_commands import Steps
 from gspo_mega.launcher.slurm.step_starts import Starts
-from gspo_mega.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = REPOSITORY / "configs/quickstart.yaml"

@@ -3,11 +3,11 @@ import sys
 
 import pytest
 
+from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json, atomic_write_text
 from gspo_mega.config import load_config
-from gspo_mega.errors import ConfigError
 from gspo_mega.launcher.lease import hold
 from gspo_mega.launcher.prepare import differing_keys, new_attempt
-from gspo_mega.run_folder import RunFolder, atomic_write_json, atomic_write_text
 
 CONFIG = "configs/quickstart.yaml"
 
@@ -34,9 +34,9 @@ def test_the_folder_holds_the_resolved_configuration_and_what_was_started(folder
 
 def test_the_lock_is_held_against_other_processes_and_let_go_after(folder):
     code = f"""
-from gspo_mega.errors import ConfigError
+from gspo_mega.base.errors import ConfigError
 from gspo_mega.launcher.lease import hold
-from gspo_mega.run_folder import RunFolder
+from gspo_mega.base.run_folder import RunFolder
 try:
     with hold(RunFolder({str(folder.path)!r})):
         print("held")

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from procedural_package import write_package
 
-from gspo_mega.batches.held_out import HeldOut
-from gspo_mega.commands.main import main
+from gspo_mega.base.episode_records import one_turn_episode
+from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
 from gspo_mega.config.prompt_sources import HELD_OUT, source_rewards
 from gspo_mega.data.chat import load_tokenizer
 from gspo_mega.data.prompts import load_prompts
 from gspo_mega.data.tokenizer import write_tokenizer
-from gspo_mega.episode_records import one_turn_episode
-from gspo_mega.reward.scoring_pool import ScoringPool
+from gspo_mega.rewards.scoring_pool import ScoringPool
+from gspo_mega.train.held_out import HeldOut
 
 SHAPE = str(Path(__file__).parents[3] / "configs" / "models" / "quickstart_dense.json")
 CONFIG = """\

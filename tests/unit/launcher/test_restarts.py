@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from gspo_mega.errors import ConfigError, DataError, NumericsError, RankError, RolloutError
+from gspo_mega.base.errors import ConfigError, DataError, NumericsError, RankError, RolloutError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.launcher.restarts import WINDOW_SECONDS, Furthest, Restarts, furthest, last_restart
-from gspo_mega.run_folder import RunFolder
 
 
 def test_as_often_as_allowed_while_it_gets_further():

@@ -9,17 +9,17 @@ import pytest
 from slurm_answers import loaded, scontrol, site  # noqa: F401  the fixture is automatic
 from waiting import until
 
+from gspo_mega.base.errors import ConfigError, GspoMegaError, PlanError
+from gspo_mega.base.run_folder import Attempt, RunFolder
 from gspo_mega.config.schema import ModelReward
-from gspo_mega.errors import ConfigError, GspoMegaError, PlanError
 from gspo_mega.launcher.children import Child, ChildSpec, Family
-from gspo_mega.launcher.local.launch_local import _scorers
-from gspo_mega.launcher.local.supervisor import Supervisor
+from gspo_mega.launcher.launch_local import _scorers
 from gspo_mega.launcher.slurm import scontrol as calls
 from gspo_mega.launcher.slurm import step_starts
 from gspo_mega.launcher.slurm.job_size import job_size, sbatch_options
 from gspo_mega.launcher.slurm.step_commands import Steps
+from gspo_mega.launcher.supervisor import Supervisor
 from gspo_mega.rollout.server.reward_server import make_reward_folder, reward_folder
-from gspo_mega.run_folder import Attempt, RunFolder
 
 STYLE = "{name: style, path: m, num_servers: 3, tensor: 2}"
 SUMS = "{name: sums, path: m}"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from run_configs import smallest_yaml
 
-from gspo_mega.commands.main import main
+from gspo_mega.base.errors import RewardError
+from gspo_mega.cli.main import main
 from gspo_mega.config import load_config
-from gspo_mega.errors import RewardError
 from gspo_mega.launcher.reward_trial import try_rewards
 
 FUNCTIONS = """

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from gspo_mega.base.run_folder import Attempt
 from gspo_mega.launcher import server_failures
 from gspo_mega.launcher.server_failures import ServerFailures
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.server.running import last_word
-from gspo_mega.run_folder import Attempt
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from gspo_mega.base.errors import PlanError
 from gspo_mega.config import load_config
-from gspo_mega.errors import PlanError
-from gspo_mega.launcher.local import server_python
-from gspo_mega.launcher.local.launch_local import launch
-from gspo_mega.launcher.local.server_python import serve_command
+from gspo_mega.launcher import server_python
+from gspo_mega.launcher.launch_local import launch
+from gspo_mega.launcher.server_python import serve_command
 from gspo_mega.launcher.slurm.site_settings import Site
 
 REPOSITORY = Path(__file__).parents[3]

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from slurm_answers import CONFIG, REPOSITORY, loaded, scontrol, site  # noqa: F401  one is a fixture
 
+from gspo_mega.base.errors import ConfigError, JournalError, PlanError, RankError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.errors import ConfigError, JournalError, PlanError, RankError
-from gspo_mega.launcher.local.launch_local import launch
+from gspo_mega.launcher.launch_local import launch
 from gspo_mega.launcher.slurm import scontrol as calls
 from gspo_mega.launcher.slurm.job_size import job_size, sbatch_options, with_signal_time
 from gspo_mega.launcher.slurm.launch_job import describe_nodes
 from gspo_mega.launcher.slurm.step_commands import Steps
 from gspo_mega.plan import estimate, plan_run
 from gspo_mega.plan.export import plan_shell
-from gspo_mega.run_folder import RunFolder
 
 SHAPE = REPOSITORY / "configs/models/quickstart_moe.json"
 
@@ -297,7 +297,7 @@ def test_ranks_and_servers_divide_a_nodes_gpus(steps):
     options = "--nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n1,n2 --distribution=block:block"
     assert f"{options} --kill-on-bad-exit=1" in line
     container = "apptainer exec --nv t.sif"
-    assert f"env CUDA_VISIBLE_DEVICES=0,1,2,3 {container} {sys.executable} -m gspo_mega.runtime.worker" in line
+    assert f"env CUDA_VISIBLE_DEVICES=0,1,2,3 {container} {sys.executable} -m gspo_mega.train.worker" in line
     # Servers 0 and 2 are on the first node, behind its four ranks.
     for index, node, gpus in ((0, 1, "4,5"), (1, 2, "4,5"), (2, 1, "6,7")):
         line = " ".join(steps.server(index).command)

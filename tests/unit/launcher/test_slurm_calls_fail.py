@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from failing_calls import FailingCalls
 
+from gspo_mega.base.errors import FolderError, RankError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.errors import FolderError, RankError
 from gspo_mega.launcher.attempt_state import read_state
 from gspo_mega.launcher.slurm import (
     controller_outage,
@@ -22,7 +23,6 @@ from gspo_mega.launcher.slurm import (
     stop_request,
 )
 from gspo_mega.rollout.registration import read_registrations
-from gspo_mega.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).parents[3]
 SCONTROL = """#!/bin/sh

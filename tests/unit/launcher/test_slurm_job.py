@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from gspo_mega.base.errors import RankError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.errors import RankError
 from gspo_mega.launcher.attempt_state import StateKeeper, read_state
 from gspo_mega.launcher.received_signals import signals_taken
 from gspo_mega.launcher.slurm import controller_outage
@@ -26,7 +27,6 @@ from gspo_mega.launcher.slurm.scontrol import Allocation, NoAnswerError, Node
 from gspo_mega.launcher.slurm.site_settings import Site
 from gspo_mega.launcher.slurm.step_commands import Steps
 from gspo_mega.launcher.slurm.stop_request import SIGNALS
-from gspo_mega.run_folder import RunFolder
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
 

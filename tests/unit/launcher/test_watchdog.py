@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.launcher.watchdog import Watchdog
 from gspo_mega.plan.watchdog_bounds import Patience
-from gspo_mega.run_folder import RunFolder
 
 BOUNDS = {
     "start": 3600.0,

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gspo_mega import bounded_http
+from gspo_mega.base import bounded_http
 from gspo_mega.metrics.catalogue import CATALOGUE
 from gspo_mega.metrics.prometheus import CONTENT_TYPE, PrometheusEndpoint, exposed_name, exposition
 from gspo_mega.metrics.writer import MetricsWriter

@@ -18,14 +18,14 @@ import pytest
 from waiting import until
 from wandb_files import offline_files, offline_rows
 
+from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 from gspo_mega.config import load_config
-from gspo_mega.errors import ConfigError
 from gspo_mega.metrics import wandb_sink
 from gspo_mega.metrics.sink_loading import sink_makers
 from gspo_mega.metrics.sinks import SinkMaker, Sinks
 from gspo_mega.metrics.wandb_sink import WandbSink
 from gspo_mega.metrics.writer import MetricsWriter, read_metrics
-from gspo_mega.run_folder import RunFolder, atomic_write_json
 
 OFFLINE = {"mode": "offline", "project": "tests"}
 
@@ -155,7 +155,7 @@ from pathlib import Path
 from gspo_mega.metrics.sinks import SinkMaker, Sinks
 from gspo_mega.metrics.wandb_sink import WandbSink
 from gspo_mega.metrics.writer import MetricsWriter
-from gspo_mega.run_folder import RunFolder, atomic_write_json
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json
 folder = Path(sys.argv[1])
 sinks = Sinks(RunFolder(folder), [SinkMaker("wandb", lambda run: WandbSink(run, mode="offline"))], {"seed": 1}, print)
 writer = MetricsWriter(folder, sinks)

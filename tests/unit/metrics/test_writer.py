@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from gspo_mega.errors import DataError
+from gspo_mega.base.errors import DataError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.metrics.sinks import SinkMaker, Sinks
 from gspo_mega.metrics.tensorboard_sink import TensorBoardSink
 from gspo_mega.metrics.writer import MetricsWriter, read_metrics
-from gspo_mega.run_folder import RunFolder
 
 
 def strict_lines(path):

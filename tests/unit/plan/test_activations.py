@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.plan.activations import layer_activations
 from gspo_mega.plan.memory import in_flight

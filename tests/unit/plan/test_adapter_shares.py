@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.errors import PlanError
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.base.errors import PlanError
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.plan.adapter_shares import check_adapters, num_adapter_parameters, trained_parameters
 from gspo_mega.plan.shares import ModelShares

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.errors import PlanError
+from gspo_mega.base.errors import PlanError
 from gspo_mega.plan import estimate, plan_run, render_report
 
 SHAPE = Path(__file__).parents[3] / "configs" / "models" / "gpt_oss_20b.json"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo_mega.errors import PlanError
+from gspo_mega.base.errors import PlanError
 from gspo_mega.launcher.slurm.job_size import job_size
 from gspo_mega.launcher.slurm.site_settings import Site
 from gspo_mega.plan import estimate, plan_run, render_report

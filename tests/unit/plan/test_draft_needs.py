@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.errors import PlanError
-from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.base.errors import PlanError
+from gspo_mega.models.families import hf_tensors
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.draft_needs import DraftNeeds, draft_needs
 from gspo_mega.plan.memory import server_memory

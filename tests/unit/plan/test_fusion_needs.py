@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo_mega.errors import PlanError
+from gspo_mega.base.errors import PlanError
 from gspo_mega.plan import plan_run, render_report
 
 BF16, TE = "precision=bf16", "engine.transformer_engine=true"

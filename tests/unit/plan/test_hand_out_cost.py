@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gspo_mega.batches.assemble import assemble, fill_advantages
-from gspo_mega.commands.main import main
+from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.records import Prompt
+from gspo_mega.base.rollout_batch import Group, RolloutBatch
+from gspo_mega.cli.main import main
 from gspo_mega.data.expert_routes import ExpertRoutes
-from gspo_mega.episode_records import one_turn_row
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import resolve_layout
 from gspo_mega.plan.hand_out import HTTP_ROUTE_BYTES, hand_out
-from gspo_mega.records import Prompt
-from gspo_mega.rollout_batch import Group, RolloutBatch
-from gspo_mega.runtime import exchange
-from gspo_mega.runtime.rank_link import RankLink
+from gspo_mega.train import exchange
+from gspo_mega.train.assemble import assemble, fill_advantages
+from gspo_mega.train.rank_link import RankLink
 
 LAYOUTS = {
     "one rank": ["cluster.ranks_per_node=1"],

@@ -2,8 +2,8 @@
 
 import pytest
 
+from gspo_mega.base.errors import ModelError
 from gspo_mega.config.rules import check_rules
-from gspo_mega.errors import ModelError
 from gspo_mega.plan import plan_run
 
 # GRPO, so that a KL term is allowed.

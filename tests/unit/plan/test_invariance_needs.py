@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo_mega.errors import PlanError
+from gspo_mega.base.errors import PlanError
 from gspo_mega.plan import plan_run, render_report
 
 ON, FP32 = "engine.batch_invariant=true", "precision=fp32"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.errors import PlanError
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.model.sizes import count_parameters
+from gspo_mega.base.errors import PlanError
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.sizes import count_parameters
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.activations import layer_activations
 from gspo_mega.plan.memory import GIB, server_memory

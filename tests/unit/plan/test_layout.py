@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from gspo_mega.errors import ModelError
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.base.errors import ModelError
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import Coordinates, Layout, plan_run, render_report, resolve_layout
 
 LAYOUTS = [

@@ -1,6 +1,6 @@
 import pytest
 
-from gspo_mega.errors import ModelError, PlanError
+from gspo_mega.base.errors import ModelError, PlanError
 from gspo_mega.plan import plan_run
 from gspo_mega.plan.model_division import divisors, nearest
 

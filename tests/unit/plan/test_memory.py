@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from gspo_mega.errors import PlanError
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.base.errors import PlanError
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.memory import GIB, in_flight, server_memory
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from gspo_mega.base.errors import PlanError
 from gspo_mega.config.schema import Optimizer
-from gspo_mega.errors import PlanError
 from gspo_mega.plan import plan_run
 from gspo_mega.plan.optimizer_needs import check_optimizer
 

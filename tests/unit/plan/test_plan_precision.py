@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.errors import PlanError
+from gspo_mega.base.errors import PlanError
 from gspo_mega.plan import plan_run
 from gspo_mega.plan.precision_needs import check_precision
 

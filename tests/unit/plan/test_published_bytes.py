@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from gspo_mega.config import load_config
-from gspo_mega.model.block_fp8 import quantization_config
-from gspo_mega.model.huggingface import spec_from_config
-from gspo_mega.model.sizes import count_parameters
-from gspo_mega.model.spec import BlockFp8
+from gspo_mega.models.block_fp8 import quantization_config
+from gspo_mega.models.huggingface import spec_from_config
+from gspo_mega.models.sizes import count_parameters
+from gspo_mega.models.spec import BlockFp8
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.disk import disk_use
 from gspo_mega.plan.memory import server_memory

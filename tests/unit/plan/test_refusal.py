@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_memory import BIG
 
-from gspo_mega.commands.main import main
-from gspo_mega.errors import FitError, PlanError
+from gspo_mega.base.errors import FitError, PlanError
+from gspo_mega.cli.main import main
 from gspo_mega.plan import estimate, plan_run, refuse_what_does_not_fit
 from gspo_mega.plan.memory import GIB
 

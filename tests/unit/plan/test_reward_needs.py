@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from gspo_mega.errors import PlanError
+from gspo_mega.base.errors import PlanError
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.export import plan_json, plan_shell
 from gspo_mega.plan.memory import GIB

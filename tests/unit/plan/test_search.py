@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gspo_mega.base.errors import ConfigError, PlanError
 from gspo_mega.config import load_config
-from gspo_mega.errors import ConfigError, PlanError
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan.memory import in_flight
 from gspo_mega.plan.search import parse_grid, render_block, render_search, search_layouts
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo_mega.errors import PlanError
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.model.tables import FAMILIES
+from gspo_mega.base.errors import PlanError
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tables import FAMILIES
 from gspo_mega.plan import plan_run, render_report
 from gspo_mega.plan.memory import server_memory
 from gspo_mega.plan.server_needs import WITH_OWN_HEAD, cache_element_bytes, weight_bytes

@@ -8,9 +8,9 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from gspo_mega.base.errors import PlanError
 from gspo_mega.config.schema import Parallel
-from gspo_mega.errors import PlanError
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import plan_run
 from gspo_mega.plan.layout_of_config import layout_of
 from gspo_mega.plan.model_division import stage_layers

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 from gspo_mega.plan import estimate, plan_run, render_report
 from gspo_mega.plan.gpus import EXPERT_SHARE, GPUS, LINK_SHARE, MATRIX_SHARE, STORAGE_BYTES_PER_SECOND, Gpu
 from gspo_mega.plan.rollout_timing import rollout_seconds

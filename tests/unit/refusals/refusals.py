@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
-PACKAGES = ("gspo_mega.config", "gspo_mega.plan", "gspo_mega.model")
+PACKAGES = ("gspo_mega.config", "gspo_mega.plan", "gspo_mega.models")
 # Functions that return, or append, the text of a refusal that is raised elsewhere.
 TEXTS = {
     "check_precision",

@@ -30,7 +30,7 @@ def test_every_refusal_is_reached_and_read(tmp_path):
     environment = {**os.environ, "REFUSALS_READ": str(result), "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])}
     folders = [f"tests/unit/{package}" for package in ("config", "plan", "model", "commands")]
     folders += [
-        f"tests/unit/test_guarded_files.py::{test}"
+        f"tests/unit/base/test_guarded_files.py::{test}"
         for test in (
             "test_a_huge_number_of_a_configuration_is_refused_by_its_key",
             "test_a_huge_number_of_a_model_is_refused_by_its_key",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from when_refused import PACKAGES, RUN, TABLE, TRIED, WHEN
 
-from gspo_mega import errors
+from gspo_mega.base import errors
 
 ROOT = Path(__file__).parents[3]
 ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 from report_runs import add_metrics, add_trajectories, make_run
 
-from gspo_mega.commands.main import main
-from gspo_mega.errors import ConfigError
+from gspo_mega.base.errors import ConfigError
+from gspo_mega.cli.main import main
 from gspo_mega.report.live_page import LiveReport, LiveServer
 
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from report_runs import add_metrics, make_run
 
-from gspo_mega.commands.main import main
-from gspo_mega.journal.journal import Journal
-from gspo_mega.journal.token_gaps import write_token_gaps
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.cli.main import main
+from gspo_mega.data.journal.journal import Journal
+from gspo_mega.data.journal.token_gaps import write_token_gaps
 from gspo_mega.report.difference_causes import cause, lines
 from gspo_mega.report.run_differences import compare
 from gspo_mega.report.run_record import read_run
-from gspo_mega.run_folder import RunFolder
-from gspo_mega.weights.random_folder import make_random_folder
+from gspo_mega.verify.certify.random_folder import make_random_folder
 
 GROUPS = 3
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from report_runs import HOSTILE, add_gaps, make_run
 
-from gspo_mega.commands.main import main
+from gspo_mega.base.run_folder import RunFolder
+from gspo_mega.cli.main import main
 from gspo_mega.report import page
 from gspo_mega.report.page import embedded, make_report
 from gspo_mega.report.run_record import MOST_POINTS, differences, flat, read_run
 from gspo_mega.report.sampled_episodes import evenly, gap_codes, sample_run
-from gspo_mega.run_folder import RunFolder
 
 
 def test_a_run_as_records(tmp_path):

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from collector_support import SPEC, collector_config, collector_of, random_score
 from fake_server import FakeServer
 
+from gspo_mega.base.run_folder import RunFolder, atomic_write_text
 from gspo_mega.rollout.server_pool import ServerPool
-from gspo_mega.run_folder import RunFolder, atomic_write_text
 
 
 @pytest.fixture

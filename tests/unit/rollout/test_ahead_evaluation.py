@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ahead_support import Ahead, sample_of
 
-from gspo_mega.records import Prompt
+from gspo_mega.base.records import Prompt
 
 
 def test_an_evaluation_beside_open_requests_changes_neither(attempt):

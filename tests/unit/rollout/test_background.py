@@ -12,8 +12,8 @@ import pytest
 from collector_support import Stream, check_whole
 from waiting import until
 
-from gspo_mega import guarded_files
-from gspo_mega.errors import RolloutError
+from gspo_mega.base import guarded_files
+from gspo_mega.base.errors import RolloutError
 from gspo_mega.rollout.loop_thread import LoopThread
 
 

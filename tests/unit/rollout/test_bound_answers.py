@@ -86,7 +86,7 @@ def test_a_bomb_of_zeros_is_not_unpacked(fakes, collect):
 def test_a_control_answer_without_end_is_bounded(fakes, pools, monkeypatch):
     from aiohttp import web
 
-    from gspo_mega.errors import PublishError
+    from gspo_mega.base.errors import PublishError
 
     monkeypatch.setattr("gspo_mega.rollout.client.server_client._MOST_CONTROL_BYTES", 10_000)
     server = fakes("server-0")

@@ -10,8 +10,8 @@ import pytest
 from collector_support import Stream, check_whole, collector_of
 from fake_answers import EOS
 
-from gspo_mega.errors import RolloutError
-from gspo_mega.records import Prompt
+from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.records import Prompt
 
 
 def test_a_plain_batch(fakes, collect):

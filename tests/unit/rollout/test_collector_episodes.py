@@ -7,10 +7,10 @@ import collections
 import pytest
 from collector_support import Stream, collector_config, random_score
 
-from gspo_mega.episodes.finished import Failure, Finished
-from gspo_mega.episodes.protocol import Outcome
-from gspo_mega.errors import EpisodeError
-from gspo_mega.journal.journal import Journal
+from gspo_mega.agents.finished import Failure, Finished
+from gspo_mega.agents.protocol import Outcome
+from gspo_mega.base.errors import EpisodeError
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.sampling import Sampler
 

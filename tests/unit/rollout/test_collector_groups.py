@@ -7,7 +7,7 @@ import itertools
 import pytest
 from collector_support import Stream
 
-from gspo_mega.errors import RewardError
+from gspo_mega.base.errors import RewardError
 
 
 def constant_first(num_constant):

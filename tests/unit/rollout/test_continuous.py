@@ -11,11 +11,11 @@ from ahead_support import Ahead, Discarding, sample_of
 from fake_answers import EOS
 from waiting import until
 
-from gspo_mega.errors import RolloutError
+from gspo_mega.base.errors import RolloutError
 from gspo_mega.rollout import continuous
 from gspo_mega.rollout.client.completion import SamplingParams
-from gspo_mega.rollout.publish_pause import paused
 from gspo_mega.rollout.sampling import Sampler
+from gspo_mega.train.publish_pause import paused
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from waiting import until
 
-from gspo_mega.errors import CheckpointError, RolloutError
+from gspo_mega.base.errors import CheckpointError, RolloutError
 from gspo_mega.rollout.registration import Registration
 from gspo_mega.rollout.server import copy_wait
 from gspo_mega.rollout.server.copy_wait import CopyWait, StartCopy

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gspo_mega.errors import EpisodeError
+from gspo_mega.base.errors import EpisodeError
 from gspo_mega.rollout.failure_limit import FailureLimit
 
 

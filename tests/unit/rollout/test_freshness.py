@@ -6,7 +6,7 @@ import pytest
 from collector_support import Stream, check_whole
 from test_pool import acquire
 
-from gspo_mega.errors import RolloutError
+from gspo_mega.base.errors import RolloutError
 from gspo_mega.rollout.freshness import Freshness
 
 

@@ -19,17 +19,17 @@ import pytest
 from collector_support import collector_config
 from fake_answers import EOS
 
-from gspo_mega.batches.assemble import fill_advantages, scored_batch
-from gspo_mega.episodes.conversation import Conversation
-from gspo_mega.episodes.driver import EpisodeDriver
-from gspo_mega.episodes.finished import Failure, Finished
-from gspo_mega.episodes.protocol import Outcome
-from gspo_mega.episodes.turn import Limits
-from gspo_mega.records import Prompt
+from gspo_mega.agents.conversation import Conversation
+from gspo_mega.agents.driver import EpisodeDriver
+from gspo_mega.agents.finished import Failure, Finished
+from gspo_mega.agents.protocol import Outcome
+from gspo_mega.agents.turn import Limits
+from gspo_mega.base.records import Prompt
+from gspo_mega.base.rollout_batch import RolloutBatch
 from gspo_mega.rollout.client.completion import Completion, SamplingParams
 from gspo_mega.rollout.load import Load
 from gspo_mega.rollout.sampled_groups import Acting, SampledGroups
-from gspo_mega.rollout_batch import RolloutBatch
+from gspo_mega.train.assemble import fill_advantages, scored_batch
 
 GROUP = 3
 CHANCES = np.array([0.5, 0.3, 0.2])

@@ -25,8 +25,8 @@ from waiting import until
 
 from gspo_mega.algorithm.correction import CorrectionRule
 from gspo_mega.algorithm.segment_correction import correct_segments
+from gspo_mega.base.run_folder import RunFolder, atomic_write_text
 from gspo_mega.config.schema import Mismatch
-from gspo_mega.run_folder import RunFolder, atomic_write_text
 
 MOST_TOKENS, NUM_STEPS, STALENESS, PROMPTS, GROUP = 1200, 6, 2, 20, 4
 DEFAULT = Mismatch()

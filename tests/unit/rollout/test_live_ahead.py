@@ -9,17 +9,17 @@ import time
 import pytest
 from collector_support import SPEC_OF_TOKENIZER, collector_config
 
-from gspo_mega.batches.journalled import journalled_source
-from gspo_mega.batches.live import LiveSource
-from gspo_mega.batches.provenance import made_by
-from gspo_mega.batches.recorded import RecordedSource
-from gspo_mega.batches.rollouts import Rollouts
+from gspo_mega.base.run_folder import RunFolder, atomic_write_text
 from gspo_mega.checkpoint.train_state import TrainState
 from gspo_mega.config.schema import Config
+from gspo_mega.data.journal.journal import Journal
 from gspo_mega.data.tokenizer import write_tokenizer
-from gspo_mega.journal.journal import Journal
-from gspo_mega.rollout.publish_pause import paused
-from gspo_mega.run_folder import RunFolder, atomic_write_text
+from gspo_mega.train.journalled import journalled_source
+from gspo_mega.train.live import LiveSource
+from gspo_mega.train.provenance import made_by
+from gspo_mega.train.publish_pause import paused
+from gspo_mega.train.recorded import RecordedSource
+from gspo_mega.train.rollouts import Rollouts
 
 REWARDS = """
 import zlib

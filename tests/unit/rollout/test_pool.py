@@ -9,7 +9,7 @@ import time
 import pytest
 from waiting import until
 
-from gspo_mega.errors import PublishError, RolloutError
+from gspo_mega.base.errors import PublishError, RolloutError
 from gspo_mega.rollout.client.server_client import ServerError
 
 

@@ -10,10 +10,10 @@ from fake_answers import EOS
 from test_age_guards import known_group
 from test_refilled_groups import Pool, Prompts
 
+from gspo_mega.agents.conversation import Conversation
+from gspo_mega.agents.driver import EpisodeDriver
+from gspo_mega.agents.turn import Limits
 from gspo_mega.config.schema import Train
-from gspo_mega.episodes.conversation import Conversation
-from gspo_mega.episodes.driver import EpisodeDriver
-from gspo_mega.episodes.turn import Limits
 from gspo_mega.rollout.admission import Admission
 from gspo_mega.rollout.client.server_client import ServerError
 from gspo_mega.rollout.collector import Collector

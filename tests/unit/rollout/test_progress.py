@@ -8,7 +8,7 @@ import pytest
 from collector_support import Stream, check_whole
 from fake_server import FakeServer
 
-from gspo_mega.errors import RolloutError
+from gspo_mega.base.errors import RolloutError
 from gspo_mega.rollout import load
 from gspo_mega.rollout.client.flight import Flight
 

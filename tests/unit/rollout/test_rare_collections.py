@@ -8,11 +8,11 @@ import gc
 import pytest
 from fake_answers import EOS, VOCAB
 
-from gspo_mega.rollout import rare_collections
+from gspo_mega.base import rare_collections
+from gspo_mega.base.rare_collections import RareCollections
 from gspo_mega.rollout.client.completion import SamplingParams
 from gspo_mega.rollout.client.flight import Flight
 from gspo_mega.rollout.client.server_client import ServerClient, ServerError
-from gspo_mega.rollout.rare_collections import RareCollections
 
 
 @pytest.fixture

@@ -22,12 +22,11 @@ from ahead_support import Discarding
 from collector_support import collector_config
 from fake_answers import EOS
 
-from gspo_mega.batches.assemble import fill_advantages, scored_batch
+from gspo_mega.agents.conversation import Conversation
+from gspo_mega.agents.driver import EpisodeDriver
+from gspo_mega.agents.turn import Limits
+from gspo_mega.base.records import Prompt
 from gspo_mega.config.schema import Train
-from gspo_mega.episodes.conversation import Conversation
-from gspo_mega.episodes.driver import EpisodeDriver
-from gspo_mega.episodes.turn import Limits
-from gspo_mega.records import Prompt
 from gspo_mega.rollout import continuous
 from gspo_mega.rollout.arrival_order import Formed
 from gspo_mega.rollout.client.completion import Completion
@@ -36,6 +35,7 @@ from gspo_mega.rollout.collector import Collector
 from gspo_mega.rollout.freshness import Freshness
 from gspo_mega.rollout.load import Load
 from gspo_mega.rollout.loop_thread import LoopThread
+from gspo_mega.train.assemble import fill_advantages, scored_batch
 
 GROUP, PROMPTS, STEPS, BOUND = 4, 6, 40, 2
 RIGHT = {"hard": 0.25, "easy": 0.6}

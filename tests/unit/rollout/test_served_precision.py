@@ -9,7 +9,7 @@ import threading
 import pytest
 from collector_support import collector_config
 
-from gspo_mega.errors import ConfigError, RankError
+from gspo_mega.base.errors import ConfigError, RankError
 from gspo_mega.rollout.secret import ensure_secret
 from gspo_mega.rollout.server.served_precision import served_precision
 

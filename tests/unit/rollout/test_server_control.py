@@ -8,10 +8,10 @@ import inspect
 import pytest
 from aiohttp import web
 
-from gspo_mega.errors import PublishError
+from gspo_mega.base.errors import PublishError
 from gspo_mega.rollout.client import server_control
 from gspo_mega.rollout.client.server_control import HttpServerControl
-from gspo_mega.weights.servers import ServerControl
+from gspo_mega.sync.servers import ServerControl
 
 
 def operations(kind: type) -> dict[str, object]:

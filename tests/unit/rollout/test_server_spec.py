@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from collector_support import collector_config
 
+from gspo_mega.base.errors import ConfigError, RolloutError
 from gspo_mega.config.server_options import OWN, REFUSED
-from gspo_mega.errors import ConfigError, RolloutError
 from gspo_mega.rollout.registration import Registration, read_registrations
 from gspo_mega.rollout.secret import Secret, ensure_secret, read_secret
 from gspo_mega.rollout.server.server_spec import (

@@ -7,9 +7,9 @@ import threading
 import pytest
 from ahead_support import Ahead, sample_of
 
-from gspo_mega import background
-from gspo_mega.errors import RolloutError
-from gspo_mega.records import Prompt
+from gspo_mega.base import background
+from gspo_mega.base.errors import RolloutError
+from gspo_mega.base.records import Prompt
 from gspo_mega.rollout.set_aside import set_aside
 
 PROMPTS = [Prompt(f"held:{k}", "held", (3, 60 + k, 5), "q") for k in range(4)]

@@ -13,13 +13,13 @@ from collector_support import collector_config
 from fake_server import FakeServer
 from waiting import until
 
-from gspo_mega.errors import RolloutError
+from gspo_mega.base.errors import RolloutError
 from gspo_mega.rollout.gpu_turn import give_turn, may_start
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.server.supervise_server import ServerSupervisor
-from gspo_mega.runtime import shared_gpus
-from gspo_mega.runtime.phases import Phases
-from gspo_mega.runtime.shared_gpus import SharedGpus
+from gspo_mega.train import shared_gpus
+from gspo_mega.train.phases import Phases
+from gspo_mega.train.shared_gpus import SharedGpus
 
 ALL = {"weights", "kv_cache", "cuda_graph"}
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from gspo_mega.base.errors import ConfigError
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
-from gspo_mega.errors import ConfigError
 from gspo_mega.rollout.registration import read_registrations
 from gspo_mega.rollout.server import supervise_server
 from gspo_mega.rollout.server.listening_port import free_port
-from gspo_mega.run_folder import RunFolder
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from gspo_mega.base.run_folder import RunFolder
 from gspo_mega.config import load_config
 from gspo_mega.rollout.secret import ensure_secret
 from gspo_mega.rollout.server import served_precision, supervise_server
-from gspo_mega.run_folder import RunFolder
 
 CONFIG = Path(__file__).parents[3] / "configs/quickstart.yaml"
 STAND_IN = """

@@ -9,7 +9,7 @@ import pytest
 from collector_support import collector_config
 from fake_answers import EOS
 
-from gspo_mega.errors import RolloutError
+from gspo_mega.base.errors import RolloutError
 from gspo_mega.rollout.client.completion import Completion, SamplingParams
 from gspo_mega.rollout.client.server_client import ServerError
 from gspo_mega.rollout.load import Load

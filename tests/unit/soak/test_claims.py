@@ -14,10 +14,10 @@ import pytest
 import study_rows
 import tolerance
 
+from gspo_mega.agents.protocol import Task
 from gspo_mega.config import load_config
 from gspo_mega.data.calculator import calculator
-from gspo_mega.episodes.protocol import Task
-from gspo_mega.model.huggingface import read_model_spec
+from gspo_mega.models.huggingface import read_model_spec
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

@@ -9,11 +9,11 @@ import tolerance_arms
 import tolerance_dose
 import torch
 
+from gspo_mega.checkpoint.gather import PolicyTensors
 from gspo_mega.config import load_config
-from gspo_mega.model.families import hf_tensors
-from gspo_mega.model.huggingface import read_model_spec
-from gspo_mega.weights import publish
-from gspo_mega.weights.gather import PolicyTensors
+from gspo_mega.models.families import hf_tensors
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.sync import publish
 
 REPOSITORY = Path(__file__).parents[3]
 SHAPES = REPOSITORY / "configs" / "models"

@@ -1,0 +1,1 @@
+"""Episodes whose environment exists already: Gymnasium's text environments, OpenEnv servers."""

@@ -1,0 +1,147 @@
+"""A demonstrated conversation as the tokens that an episode would have recorded, had the policy sampled its text.
+
+Owns what of a demonstration a rollout could bring about. The steps are those of a session (`episode_session.py`):
+locate, suffix, parse, record; a message of the assistant's takes the place of sampling. So the template's text between
+turns, the branches and the mask come from the same code as in a rollout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gspo_mega.agents.message_parts import Parts, ToolFormat, format_of, parts_of
+from gspo_mega.agents.recorder import Recorder
+from gspo_mega.agents.turn import Limits, Turn
+from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.errors import DataError
+from gspo_mega.base.records import Prompt
+from gspo_mega.config.episode_lengths import episode_lengths, is_one_turn
+from gspo_mega.config.schema import Config
+from gspo_mega.data.chat import Message, arguments_of
+from gspo_mega.data.demonstrations import DemonstratedRow
+from gspo_mega.data.prompts import encoder_of
+from gspo_mega.data.template_suffix import Rewritten, SuffixRule
+
+_NO_PROMPT = Prompt("", "", (), "")
+
+
+class DemonstrationEncoder:
+    """Encodes the demonstrations of one run."""
+
+    def __init__(
+        self,
+        rule: SuffixRule,
+        tool_format: ToolFormat,
+        limits: Limits,
+        max_new_tokens: int,
+    ) -> None:
+        """`rule` has the tools' schemas. `limits` are those of the run's episodes, `max_new_tokens` of one turn."""
+        self._rule = rule
+        self._format = tool_format
+        self._limits = limits
+        self._max_new_tokens = max_new_tokens
+
+    def __call__(self, prompt: Sequence[Message], messages: Sequence[Message]) -> tuple[DemonstratedRow, ...] | None:
+        """The rows of `messages` behind `prompt`; None where a rollout would have met one of its limits before the end.
+
+        Raises DataError: the template refuses a message or has no place for it; a call that the run would not read in
+        the text; results that are not one for each call.
+        """
+        recorder = Recorder()
+        history = list(prompt)
+        for turn, (number, message, others) in enumerate(_turns_of(messages)):
+            if turn == self._limits.max_turns:
+                return None
+            context, gap = self._context(recorder, history)
+            as_sampled = self._rule.sampled_text(history, message)
+            text, sampled = as_sampled.text, as_sampled.token_ids
+            num_before = len(recorder.tokens(context))
+            if len(sampled) > self._max_new_tokens or num_before + len(sampled) > self._limits.max_tokens:
+                return None
+            parts = parts_of(text, self._format, turn=turn, tools=self._rule.tools, gap=gap)
+            self._check_calls(number, message, parts)
+            said = self._rule.given(history, parts.message, text)
+            nothing = Turn(sampled, [0.0] * len(sampled), [0] * len(sampled), "stop")
+            recorder.add_sampled(context, said, nothing, text)
+            history += [said, *_answered(number, said.get("tool_calls") or [], others)]
+        return tuple(
+            DemonstratedRow(row.prompt.token_ids, tuple(row.response_token_ids), tuple(row.response_mask))
+            for row in Episode("", 0, _NO_PROMPT, recorder.nodes).rows()
+        )
+
+    def _context(self, recorder: Recorder, history: Sequence[Message]) -> tuple[int, str]:
+        """The context node that `history` leads to, and its text."""
+        tools = self._rule.tools
+        place = recorder.locate(history, tools)
+        rendered = (
+            self._rule.first(place.messages)
+            if place.node < 0
+            else self._rule.after(recorder.history(place.node), place.new)
+        )
+        if isinstance(rendered, Rewritten):
+            place = place.rewritten()
+            rendered = self._rule.first(place.messages)
+        return recorder.add_context(place, rendered, tools), rendered.text
+
+    def _check_calls(self, number: int, message: Message, parts: Parts) -> None:
+        """Raise DataError where the run would read other calls in the text of a message than it has."""
+        read = [_meaning_of(call) for call in parts.message.get("tool_calls") or []]
+        if parts.num_broken_calls or (message.get("tool_calls") and read != [*map(_meaning_of, message["tool_calls"])]):
+            found = ", ".join(f"{name}({arguments})" for name, arguments in read) or "none"
+            raise DataError(
+                f"message {number}: the run would not read its tool calls (episodes.tool_format: {self._format.name};"
+                f" read: {found}; broken: {parts.num_broken_calls})"
+            )
+
+
+def _turns_of(messages: Sequence[Message]) -> Iterator[tuple[int, Message, list[Message]]]:
+    """(its number in the list, counted from 1; the assistant's message; those behind it) of each turn."""
+    starts = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for start, end in zip(starts, [*starts[1:], len(messages)], strict=True):
+        yield start + 1, messages[start], list(messages[start + 1 : end])
+
+
+def _answered(number: int, calls: Sequence[Message], others: Sequence[Message]) -> list[Message]:
+    """The messages behind a turn; results of tools with the id and name of their call, in its order, as
+    `Tools.answer` gives them. Raises DataError: there are not as many as calls.
+    """
+    results = [message for message in others if message["role"] == "tool"]
+    if results and len(results) != len(calls):
+        raise DataError(
+            f"message {number} has {len(calls)} tool calls, and {len(results)} results of tools follow it; one for each"
+            " call is what a rollout gives"
+        )
+    waiting = iter(calls)
+    answered = []
+    for message in others:
+        if message["role"] == "tool":
+            call = next(waiting)
+            message = {**message, "tool_call_id": call["id"], "name": call["function"]["name"]}
+        answered.append(message)
+    return answered
+
+
+def _meaning_of(call: Message) -> tuple[str, str]:
+    return call["function"]["name"], json.dumps(arguments_of(call), sort_keys=True)
+
+
+def demonstration_encoder(
+    config: Config, tokenizer: Any, end_token_ids: Sequence[int], tool_schemas: Sequence[dict[str, Any]]
+) -> DemonstrationEncoder | None:
+    """How a run's demonstrations of several turns become tokens; None where its episode has one turn.
+
+    `end_token_ids`: the model's. Raises DataError: the template cannot go on behind a turn, or its way to write calls
+    is not known.
+    """
+    if is_one_turn(config):
+        return None
+    encoder = encoder_of(config.data, tokenizer)
+    lengths = episode_lengths(config)
+    return DemonstrationEncoder(
+        SuffixRule(encoder, end_token_ids, tool_schemas),
+        format_of(config.episodes.tool_format, tokenizer.get_chat_template(), tool_schemas),
+        Limits(lengths.turns, lengths.tokens),
+        config.rollout.max_new_tokens,
+    )

@@ -1,0 +1,222 @@
+"""An agent's visit at the endpoint: one session, its key, its turns, and the time that the agent takes of its own.
+
+Owns which requests are the same one, and what becomes of a turn whose client is gone. HTTP is `endpoint.py`'s, the form
+of requests `openai_wire.py`'s, the tokens the session's.
+
+A turn that was begun is sampled to its end and stays in the record, whether or not its client still waits. To drop it
+would drop long turns sooner than short ones. The same request again joins that turn: where it says that it is a retry,
+or where the answer to the one before did not reach its client. Any other equal request is another sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gspo_mega.agents.episode_session import Answer, Session
+from gspo_mega.agents.openai_wire import ApiError, ChatRequest, Sampling
+from gspo_mega.agents.protocol import ContextFull, TooManyTurns, TurnRefused
+from gspo_mega.base.errors import DataError, EpisodeError
+from gspo_mega.config.schema import Episodes
+
+MOST_OPEN_REQUESTS = 64
+"""Of one session at a time; each may hold a body of `episodes.endpoint.max_body_bytes`."""
+
+OnReport = Callable[[int, Sequence[int]], None]
+
+
+@dataclass(eq=False)
+class Call:
+    """One turn that was asked for. `fingerprint`: of its request, which holds a whole history and is not kept.
+    `opening`: the context's text before it, once known. `reports`: what was sampled so far. `is_heard`: whether a
+    client still waits for it. `delivered`: whether one has read its end.
+    """
+
+    fingerprint: str
+    key: str | None
+    is_heard: Callable[[], bool]
+    num_restarts: int
+    answer: asyncio.Task[Answer] = field(init=False)
+    delivered: bool = False
+    opening: str | None = None
+    reports: list[tuple[int, Sequence[int]]] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_lost(self) -> bool:
+        return not self.delivered and not self.is_heard()
+
+
+class Visit:
+    """One session at the endpoint, on its event loop. Made by `Endpoint.open`.
+
+    Attributes:
+        base_url, api_key, model: what a client is given.
+        sampling: what a request may say of it.
+        created: the `created` of its answers, Unix seconds.
+        refused: the last turn that a limit refused, None where none was.
+        failed: done with the error that ends the run, where a turn met one: any that is not the agent's doing.
+        num_open: requests that are being answered.
+        counts: num_endpoint_retries (requests that joined a turn of an earlier one), num_endpoint_unheard (turns
+            whose client had gone before their end), num_endpoint_errors (requests that were refused),
+            num_ignored_sampling (requests that asked for another distribution).
+    """
+
+    def __init__(self, session: Session, base_url: str, model: str) -> None:
+        self.session = session
+        self.base_url = base_url
+        self.model = model
+        params = session.params
+        self.sampling = Sampling(params.temperature, params.top_p, params.top_k, model)
+        self.api_key = secrets.token_urlsafe(32)
+        self.created = int(time.time())
+        self.refused: TurnRefused | None = None
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.num_open = 0
+        self._calls: list[Call] = []
+        self._num_turns = 0
+        self._own_seconds = 0.0
+        self._own_since: float | None = time.monotonic()
+        self._last_turn_ended = time.monotonic()
+
+    def admits(self, authorization: str) -> bool:
+        """Whether the header `Authorization` has the session's key; takes equally long for every wrong one."""
+        return hmac.compare_digest(authorization.encode("utf-8", "replace"), f"Bearer {self.api_key}".encode())
+
+    def call(self, request: ChatRequest, key: str | None, is_retry: bool, is_heard: Callable[[], bool]) -> Call:
+        """The turn that a request asks for, begun now or by an equal request before. `key`: its `Idempotency-Key`.
+        Raises ApiError.
+        """
+        call = self._same(request, key, is_retry)
+        if call is None:
+            call = self._begin(request, key, is_heard)
+        else:
+            call.is_heard = is_heard
+            self.counts["num_endpoint_retries"] += 1
+        self.counts["num_ignored_sampling"] += bool(request.ignored)
+        return call
+
+    def _same(self, request: ChatRequest, key: str | None, is_retry: bool) -> Call | None:
+        restarts = getattr(self.session, "num_restarts", 0)
+        if key is not None:
+            for call in reversed(self._calls):
+                if call.key == key and call.num_restarts == restarts:
+                    if call.fingerprint != request.fingerprint:
+                        raise ApiError("Idempotency-Key: it was used for another request", code="idempotency_key")
+                    return call
+        equal = [
+            call
+            for call in reversed(self._calls)
+            if call.fingerprint == request.fingerprint and call.num_restarts == restarts
+        ]
+        lost = [call for call in equal if call.is_lost]
+        if lost:
+            return lost[0]
+        return equal[0] if is_retry and equal else None
+
+    def _begin(self, request: ChatRequest, key: str | None, is_heard: Callable[[], bool]) -> Call:
+        call = Call(request.fingerprint, key, is_heard, getattr(self.session, "num_restarts", 0))
+        self._begin_turn()
+        call.answer = asyncio.ensure_future(self._answer(call, request))
+        call.answer.add_done_callback(lambda _: self._end_turn(call))
+        self._calls.append(call)
+        return call
+
+    async def _answer(self, call: Call, request: ChatRequest) -> Answer:
+        def begin(opening: str) -> None:
+            call.opening = opening
+            call.news.set()
+
+        def report(position: int, token_ids: Sequence[int]) -> None:
+            call.reports.append((position, token_ids))
+            call.news.set()
+
+        try:
+            return await self.session.answer(
+                request.messages,
+                tools=request.tools,
+                max_new_tokens=request.max_new_tokens,
+                on_tokens=report if request.stream else None,
+                on_begin=begin if request.stream else None,
+            )
+        except TurnRefused as error:
+            self.refused = error
+            raise
+        except (DataError, EpisodeError):
+            raise
+        except Exception as error:  # no server can serve, or a defect of ours: the run's
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+
+    def refusal_of(self, error: BaseException) -> ApiError:
+        """What a client is told of a turn that failed."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, ContextFull):
+            return ApiError(str(error), param="messages", code="context_length_exceeded")
+        if isinstance(error, TurnRefused):
+            return ApiError(str(error), code=error.kind)
+        if isinstance(error, DataError | EpisodeError):
+            return ApiError(str(error), param="messages", code="refused_messages")
+        return ApiError("the run cannot answer; it ends", status=503, code="run_ends")
+
+    def start_clock(self) -> None:
+        """The agent begins now; what came before, the start of its process, was not its own time."""
+        self._own_seconds, self._own_since = 0.0, time.monotonic()
+        self._last_turn_ended = self._own_since
+
+    def _begin_turn(self) -> None:
+        """Until `_end_turn` the agent's own time stands still."""
+        if self._num_turns == 0 and self._own_since is not None:
+            self._own_seconds += time.monotonic() - self._own_since
+            self._own_since = None
+        self._num_turns += 1
+
+    def _end_turn(self, call: Call) -> None:
+        call.news.set()
+        if not call.answer.cancelled() and isinstance(call.answer.exception(), TooManyTurns):
+            # An agent may go on asking; each request holds a whole history, and the next one is refused alike.
+            self._calls.remove(call)
+        self._num_turns -= 1
+        if self._num_turns == 0:
+            self._own_since = self._last_turn_ended = time.monotonic()
+
+    @property
+    def own_seconds(self) -> float:
+        """The time so far in which no turn was waited for."""
+        return self._own_seconds + (0.0 if self._own_since is None else time.monotonic() - self._own_since)
+
+    def left(self, episodes: Episodes) -> tuple[float, str]:
+        """Seconds of its own that the agent has left, below 0 where it has none, and the key that says so."""
+        if self._own_since is None:
+            return episodes.turn_deadline_seconds, ""
+        since = time.monotonic() - self._last_turn_ended
+        return min(
+            (episodes.turn_deadline_seconds - since, "episodes.turn_deadline_seconds"),
+            (episodes.deadline_seconds - self.own_seconds, "episodes.deadline_seconds"),
+        )
+
+    async def finish(self) -> None:
+        """Wait for turns that were begun and are not over, since the agent has ended. Raises the error in `failed`."""
+        waiting = [call.answer for call in self._calls if not call.answer.done()]
+        if waiting:
+            await asyncio.wait(waiting)
+        answered = [call for call in self._calls if not call.answer.cancelled() and call.answer.exception() is None]
+        self.counts["num_endpoint_unheard"] = sum(not call.delivered for call in answered)
+        if self.failed.done():
+            self.failed.result()
+
+    async def drop(self) -> None:
+        """End all turns that are not over."""
+        for call in self._calls:
+            call.answer.cancel()
+        await asyncio.gather(*(call.answer for call in self._calls), return_exceptions=True)
+        if not self.failed.cancel():
+            self.failed.exception()  # it was seen

@@ -1,0 +1,282 @@
+"""A worker of episodes: `python -m gspo_mega.agents.episode_worker PARENT_PID`, started by `pooled_worker.py`.
+
+Owns running episode functions beside each other on one event loop, their deadlines, and what is left of one that ended.
+It speaks JSON lines over the pipes that it was started with as stdin and stdout:
+
+    in   once: {"episode": {"function": name, "options": {...}}, "tools": [name], "page": path, "memory_bytes": n,
+         "file_bytes": n, "network": bool, "turn_deadline_seconds": x, "deadline_seconds": x, "tick_seconds": x,
+         "most_bytes": n}
+    out  {"ready": true, "pid": n, "tools": [schema]}  or  {"load_error": text}
+    in   {"episode": n, "past": {tool record}, "key": [name, arguments]}  tools that an earlier worker ran
+    in   {"episode": n, "task": {...}, "name": text}
+    out  {"episode": n, "ask": k, "messages": [...], "max_new_tokens": m or null}
+    in   {"episode": n, "ask": k, "message": {...}, "number": t}  or
+         {"episode": n, "ask": k, "refused": kind, "why": text}
+    out  {"episode": n, "turn": t, "reward": x}
+    out  {"episode": n, "tool": {tool record}, "key": [name, arguments] or null}
+    in   {"episode": n, "end": true}
+    out  {"episode": n, "outcome": {...}, "limit": kind} or {"episode": n, "failure": kind, "why": text}, with
+         "own_seconds": x, "num_processes": n, "is_clean": bool, "is_crowded": bool
+
+Every line out has a number, `line`, from 0. What functions print goes to stderr. The process ends with its stdin, or
+with its guard (`reward.guard`). A loop that stands still is found from outside (`loop_watch.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import ctypes
+import dataclasses
+import json
+import os
+import resource
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from gspo_mega.agents.loop_watch import CURRENT, WatchedLoop
+from gspo_mega.agents.owned_processes import end_processes, mark_processes
+from gspo_mega.agents.protocol import EpisodeFunction, Outcome, Task, TurnRefused, Unreachable, load_episode, outcome_of
+from gspo_mega.agents.tool_schema import Tool, load_tools
+from gspo_mega.agents.worker_seat import BadMessages, Seat, TooLarge
+from gspo_mega.base.errors import EpisodeError
+from gspo_mega.rewards.guard import leave_network
+from gspo_mega.rewards.returned_values import BadResult
+from gspo_mega.rewards.user_functions import describe
+from gspo_mega.rewards.worker_bounds import begin, leave, limit
+
+# An episode that was ended has this long to clean up after itself.
+_GRACE_SECONDS = 1.0
+_LONGEST_LINE = 2**31
+_ARENA_MAX = -8  # M_ARENA_MAX of <malloc.h>
+
+
+def main() -> None:
+    requests, replies, setup = begin()
+    mark_processes()
+    try:
+        if not setup["network"]:
+            leave_network("episodes", EpisodeError)
+        function = load_episode(setup["episode"]["function"], setup["episode"]["options"])
+        tools = load_tools(setup["tools"])
+    except EpisodeError as error:
+        replies.write(json.dumps({"load_error": str(error)}).encode() + b"\n")
+        replies.flush()
+        leave()
+    _share_one_arena()
+    os.register_at_fork(after_in_child=lambda: _hush(requests.fileno(), replies.fileno()))
+    loop = WatchedLoop(setup["page"])
+    asyncio.set_event_loop(loop)
+    worker = _Worker(loop, setup, function, tools)
+    serving = loop.create_task(worker.serve(requests, replies))
+    while not serving.done():
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):  # of a task that an episode made; the task has it, too
+            continue
+    serving.result()
+    leave()
+
+
+def _share_one_arena() -> None:
+    """Have glibc take the memory of all threads from one place: each further one would reserve 64 MiB of address space,
+    which the bound counts.
+    """
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+
+
+def _hush(*pipes: int) -> None:
+    """A fork of an episode hears and says nothing on our pipes."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for pipe in pipes:
+        os.dup2(nothing, pipe)
+
+
+class _Worker:
+    def __init__(
+        self, loop: WatchedLoop, setup: dict[str, Any], function: EpisodeFunction, tools: dict[str, Tool]
+    ) -> None:
+        self._loop = loop
+        self._setup = setup
+        self._function = function
+        self._tools = tools
+        self._seats: dict[int, Seat] = {}
+        self._past: dict[int, list[dict[str, Any]]] = {}
+        self._runs: dict[int, asyncio.Task[dict[str, Any]]] = {}
+        self._used_at_start = 0
+        self._guard_pid = os.getppid()
+        # The others may all be waiting for processes. It starts now, while there is room for it.
+        self._ending = ThreadPoolExecutor(1, "ending")
+        self._ending.submit(os.getpid)
+        self._num_lines = 0
+        self._out: asyncio.WriteTransport | None = None
+
+    async def serve(self, requests: Any, replies: Any) -> None:
+        """Run episodes until the requests end."""
+        reader = asyncio.StreamReader(limit=_LONGEST_LINE)
+        await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
+        self._out, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, replies)
+        limit(self._setup["memory_bytes"], self._setup["file_bytes"])
+        self._used_at_start = _used_bytes()
+        self._tick()
+        self._write({"ready": True, "pid": os.getpid(), "tools": [tool.schema for tool in self._tools.values()]})
+        while line := await reader.readline():
+            self._take(json.loads(line))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        number = message["episode"]
+        seat = self._seats.get(number)
+        if "past" in message:
+            self._past.setdefault(number, []).append(message)
+        elif "task" in message:
+            self._start(number, Task(**message["task"]), message["name"])
+        elif seat is None:
+            return
+        elif "end" in message:
+            self._end(seat, "cancelled", "nobody waits for it any more")
+        else:
+            seat.take_answer(message)
+
+    def _start(self, number: int, task: Task, name: str) -> None:
+        seat = Seat(
+            number, task, self._loop, self._tools, lambda message: self._send(number, message), self._is_crowded
+        )
+        for one in self._past.pop(number, ()):
+            seat.past_tools.setdefault(tuple(one["key"]), deque()).append(one["past"])
+        context = contextvars.copy_context()
+        context.run(CURRENT.set, seat)
+        self._seats[number] = seat
+        self._runs[number] = self._loop.create_task(self._play(seat), name=name, context=context)
+        self._runs[number].add_done_callback(lambda run: self._ended(seat, run), context=contextvars.Context())
+
+    async def _play(self, seat: Seat) -> dict[str, Any]:
+        """Run one episode's function: what is said of its end."""
+        try:
+            options = self._setup["episode"]["options"]
+            outcome, refused = outcome_of(await self._function(seat.task, seat, seat.tools, **options)), ""
+        except TurnRefused as refusal:
+            outcome, refused = Outcome(), refusal.kind
+        except BadResult as error:
+            return {"failure": error.kind, "why": str(error)}
+        except MemoryError as error:
+            return {"failure": "memory", "why": describe(error), "is_crowded": self._is_crowded()}
+        except (TooLarge, BadMessages) as error:
+            return {"failure": "too_large" if isinstance(error, TooLarge) else "messages", "why": describe(error)}
+        except Unreachable as error:
+            return {"failure": "unreachable", "why": describe(error)}
+        except BaseException as error:  # SystemExit and CancelledError too fail only this episode
+            forgotten = "; was an `await` forgotten?" if "coroutine" in str(error) else ""
+            return {"failure": "exception", "why": describe(error) + forgotten, "is_crowded": self._is_crowded()}
+        return {"outcome": dataclasses.asdict(outcome), "limit": refused}
+
+    def _is_crowded(self) -> bool:
+        """Whether an error may come from the memory that other episodes have taken."""
+        return len(self._seats) > 1 and _used_bytes() - self._used_at_start > self._setup["memory_bytes"] // 2
+
+    def _end(self, seat: Seat, kind: str, why: str) -> None:
+        if seat.ended_by is None:
+            seat.ended_by, seat.ended_at = (kind, why), time.monotonic()
+            self._runs[seat.number].cancel()
+
+    def _ended(self, seat: Seat, run: asyncio.Task[dict[str, Any]]) -> None:
+        """Say how an episode ended, once what it left behind has been cleaned up."""
+        said = {"failure": "exception", "why": "it was cancelled before it began"} if run.cancelled() else run.result()
+        if seat.ended_by is not None:  # whatever its function made of that
+            said = {"failure": seat.ended_by[0], "why": seat.ended_by[1]}
+        self._loop.create_task(self._clean(seat, run, said))
+
+    async def _clean(self, seat: Seat, run: asyncio.Task[Any], said: dict[str, Any]) -> None:
+        num_processes = 0
+        left = [task for task in seat.tasks if task is not run and not task.done()]
+        for task in left:
+            task.cancel()
+        until = time.monotonic() + _GRACE_SECONDS
+        if left:
+            await asyncio.wait(left, timeout=_GRACE_SECONDS)
+        num_processes += await self._end_processes(seat)  # for which a thread may wait
+        while seat.threads and time.monotonic() < until:
+            await asyncio.sleep(_GRACE_SECONDS / 20)
+        num_processes += await self._end_processes(seat)
+        is_clean = not seat.threads and not seat.has_processes and all(task.done() for task in left)
+        self._leave(seat, said | {"num_processes": num_processes}, is_clean=is_clean)
+
+    async def _end_processes(self, seat: Seat) -> int:
+        """End what the episode has started since this was called before, and return how many that were."""
+        if not seat.has_processes:
+            return 0
+        seat.has_processes = False
+        try:
+            return await self._loop.run_in_executor(self._ending, end_processes, seat.number, self._guard_pid)
+        except (OSError, MemoryError):  # one cannot be ended, or not looked for: the process is replaced
+            seat.has_processes = True
+            return 0
+
+    def _leave(self, seat: Seat, said: dict[str, Any], *, is_clean: bool) -> None:
+        if self._seats.pop(seat.number, None) is None:
+            return
+        del self._runs[seat.number]
+        end = {"own_seconds": seat.clock.seconds, "num_processes": 0, "is_clean": is_clean, "is_crowded": False}
+        try:
+            self._send(seat.number, end | said)
+        except TooLarge as error:
+            self._send(seat.number, end | {"failure": "too_large", "why": str(error)})
+
+    def _tick(self) -> None:
+        """Show that the loop runs, and look at the deadlines."""
+        self._loop.tick()
+        most, most_turn = self._setup["deadline_seconds"], self._setup["turn_deadline_seconds"]
+        for seat in list(self._seats.values()):
+            if seat.ended_by is not None:
+                # An episode that ignores its end is left to itself; the process is replaced when the others are done.
+                if not self._runs[seat.number].done() and time.monotonic() - seat.ended_at > _GRACE_SECONDS:
+                    kind, why = seat.ended_by
+                    self._leave(seat, {"failure": kind, "why": f"{why}; it ignores that"}, is_clean=False)
+                    self._ending.submit(end_processes, seat.number, self._guard_pid)
+            elif seat.turn_seconds > most_turn:
+                self._end(seat, "deadline", f"no turn and no end within {most_turn:g} s of its own{_in_tools(seat)}")
+            elif seat.clock.seconds > most:
+                self._end(seat, "deadline", f"no end within {most:g} s of its own{_in_tools(seat)}")
+        self._loop.call_later(self._setup["tick_seconds"], self._tick)
+
+    def _send(self, number: int, message: dict[str, Any]) -> None:
+        line = self._encoded(number, message)
+        if number in self._seats or "is_clean" in message:  # of an episode that was left to itself, nothing more
+            self._num_lines += 1
+            assert self._out is not None
+            self._out.write(line)
+
+    def _encoded(self, number: int, message: dict[str, Any]) -> bytes:
+        most = self._setup["most_bytes"]
+        try:
+            text = json.dumps(
+                {"line": self._num_lines, "episode": number} | message, ensure_ascii=False, allow_nan=False
+            )
+        except RecursionError:
+            raise TooLarge("a message nests too deeply") from None
+        line = text.encode("utf-8", "replace") + b"\n"  # half a character is replaced
+        if len(line) > most:
+            raise TooLarge(f"a message of {len(line)} bytes; at most {most} (episodes.endpoint.max_body_bytes)")
+        return line
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self._out is not None
+        self._out.write(json.dumps(message).encode() + b"\n")
+
+
+def _in_tools(seat: Seat) -> str:
+    now = time.perf_counter()
+    running = [f"{name} for {now - since:.1f} s" for name, since in seat.running_tools.values()]
+    return f"; in the tool {', '.join(running)}" if running else ""
+
+
+def _used_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""The paths of a run folder, all in one place, and the atomic writes that fill it.
+
+Owns names; writing whole files is `durable.py`'s. It does not own what the files mean: checkpoints, published weights,
+journal, server registrations and metrics belong to their own packages. Standard library only, so that every layer may
+import it.
+
+    <run.dir>/<run.name>/
+      config.resolved.yaml
+      lock                           held (flock) by the one supervisor of the run
+      lease/<8 digits>               the same for file systems without locks: who holds the run, with a heartbeat
+      attempts/0001/                 one start of the run; attempts/latest -> 0001
+        api_key                      0600; the servers' key, made anew for every attempt
+        servers/<server_id>.json     written by `gspo-mega serve`
+        software/<server_id>.json    the server's PyTorch and NCCL versions, where weights go through NCCL
+        software/machine-<n>-<role>.json   the packages' versions of a node's Python, which its doctor found (Slurm)
+        errors/rank_<r>.json         written by a rank that failed
+        beats/rank_<r>               the progress of a rank, written every few seconds
+        logs/{supervisor,rank_<r>,server_<k>}.log
+        logs/stacks_rank_<r>.txt     the stacks of a rank that made no progress for long; stacks_<n>/: when asked
+        console.log                  the progress lines of rank 0
+        stop                         a stop request; its text is the reason
+        command                      what was started: train, sft or eval
+        result.json                  what rank 0's work returned
+        state.json                   the supervisor's view of the run, with a heartbeat
+        restart.json                 of a failed attempt: whether the supervisor started the run again, and why
+        plan.txt versions.txt config.resolved.yaml     the plan, versions and configuration of this start
+      weights/v<8 digits>/           one published Hugging Face folder
+      weights/current.json           {"weight_version": int, "path": absolute path}
+      checkpoints/step_<8 digits>/   checkpoints/latest holds the newest complete folder's name
+      journal/step_<8 digits>        the episodes of one step, and those that were sampled ahead meanwhile
+      journal/step_<8 digits>.old-NNNN   ... as they were before the step was sampled again
+      metrics.jsonl  tensorboard/  hf/  hf_steps/step_<8 digits>/
+      sinks/<name>.json  sinks/<name>/   how far a sink of metrics has come, its files; profile/   the profiler's traces
+      report.html                    what `gspo-mega report` wrote last
+      old-NNNN/                      the record of another configuration, itself a run folder to read from
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.base.durable import atomic_write_json, atomic_write_text
+from gspo_mega.base.errors import FolderError
+from gspo_mega.base.guarded_files import NoRegularFileError, read_json_file, read_text
+
+__all__ = [
+    "CURRENT_WEIGHTS_NAME",
+    "EXIT_STOPPED",
+    "Attempt",
+    "DamagedFileError",
+    "RunFolder",
+    "atomic_write_json",
+    "atomic_write_text",
+    "read_json",
+    "weight_version_folder",
+]
+
+# Exit code of a rank that stopped on request, with a checkpoint (EX_TEMPFAIL: run the same command again).
+EXIT_STOPPED = 75
+
+CURRENT_WEIGHTS_NAME = "current.json"
+
+_ATTEMPT_NAME = re.compile(r"\d{4,}")
+
+
+def weight_version_folder(weights_dir: Path, weight_version: int) -> Path:
+    """The folder of one published weight version."""
+    return weights_dir / f"v{weight_version:08d}"
+
+
+def read_json(path: str | os.PathLike[str]) -> Any | None:
+    """The JSON value in `path`, or None when there is no such file. Raises DamagedFileError naming a file that is
+    damaged or no file, and OSError.
+    """
+    try:
+        return read_json_file(path)
+    except FileNotFoundError:
+        return None
+    except NoRegularFileError as error:
+        raise DamagedFileError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise DamagedFileError(f"{path}: not valid JSON: {error}") from None
+
+
+class DamagedFileError(FolderError, ValueError):
+    """A file of a run's folder holds something else than its writer wrote, or is no file."""
+
+
+class Attempt:
+    """The folder of one start of a run, `attempts/NNNN`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    def __repr__(self) -> str:
+        return f"Attempt({str(self.path)!r})"
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    @property
+    def run_folder(self) -> RunFolder:
+        return RunFolder(self.path.parent.parent)
+
+    @property
+    def api_key_file(self) -> Path:
+        return self.path / "api_key"
+
+    @property
+    def servers_dir(self) -> Path:
+        return self.path / "servers"
+
+    def server_file(self, server_id: str) -> Path:
+        return self.servers_dir / f"{server_id}.json"
+
+    @property
+    def server_parts_dir(self) -> Path:
+        """Orders to, and reports of, the parts of servers over several nodes."""
+        return self.path / "server_parts"
+
+    @property
+    def software_dir(self) -> Path:
+        return self.path / "software"
+
+    @property
+    def errors_dir(self) -> Path:
+        return self.path / "errors"
+
+    def error_file(self, rank: int) -> Path:
+        return self.errors_dir / f"rank_{rank}.json"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.logs_dir / "supervisor.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs_dir / f"rank_{rank}.log"
+
+    def server_log(self, index: int) -> Path:
+        return self.logs_dir / f"server_{index}.log"
+
+    def server_part_log(self, index: int, part: int) -> Path:
+        return self.logs_dir / f"server_{index}_part_{part}.log"
+
+    @property
+    def beats_dir(self) -> Path:
+        return self.path / "beats"
+
+    def beat_file(self, rank: int) -> Path:
+        return self.beats_dir / f"rank_{rank}"
+
+    def stacks_file(self, rank: int) -> Path:
+        return self.logs_dir / f"stacks_rank_{rank}.txt"
+
+    @property
+    def stacks_request_file(self) -> Path:
+        return self.path / "stacks"
+
+    def stacks_asked(self) -> int:
+        """The number of the last request for all ranks' stacks, or 0."""
+        try:
+            return int(read_text(self.stacks_request_file))
+        except (OSError, ValueError):
+            return 0
+
+    def stacks_dir(self, number: int) -> Path:
+        """The answers to that request."""
+        return self.logs_dir / f"stacks_{number}"
+
+    @property
+    def console_log(self) -> Path:
+        return self.path / "console.log"
+
+    @property
+    def stop_file(self) -> Path:
+        return self.path / "stop"
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the ranks to end in order at their next safe point. The first reason stands."""
+        if self.stop_reason() is None:
+            atomic_write_text(self.stop_file, reason + "\n")
+
+    def stop_reason(self) -> str | None:
+        """Why the ranks should stop; None while nobody has asked for it."""
+        try:
+            return read_text(self.stop_file, errors="replace").strip() or "asked by hand"  # `touch stop` is enough
+        except FileNotFoundError:
+            return None
+
+    @property
+    def command_file(self) -> Path:
+        return self.path / "command"
+
+    @property
+    def work_file(self) -> Path:
+        """What the ranks of this attempt are to do, where its command says so."""
+        return self.path / "work.json"
+
+    @property
+    def result_file(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def state_file(self) -> Path:
+        return self.path / "state.json"
+
+    @property
+    def restart_file(self) -> Path:
+        return self.path / "restart.json"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.txt"
+
+    @property
+    def versions_file(self) -> Path:
+        return self.path / "versions.txt"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.resolved.yaml"
+
+    def is_newest(self) -> bool:
+        """Whether no later attempt exists. An attempt whose supervisor lost the run must write nothing more."""
+        newest = self.run_folder.latest_attempt()
+        return newest is None or newest.number <= self.number
+
+    def create(self) -> Attempt:
+        """Make the folder with its sub-folders and a fresh API key. Raises FileExistsError if it exists."""
+        self.path.mkdir(parents=True)
+        for folder in (self.servers_dir, self.errors_dir, self.logs_dir):
+            folder.mkdir()
+        atomic_write_text(self.api_key_file, secrets.token_hex(32), mode=0o600)
+        return self
+
+
+class RunFolder:
+    """The folder of one run, `<run.dir>/<run.name>`. Constructing it touches nothing on disk."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.resolved.yaml"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def lease_dir(self) -> Path:
+        return self.path / "lease"
+
+    @property
+    def attempts_dir(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def latest_attempt_link(self) -> Path:
+        return self.attempts_dir / "latest"
+
+    def attempt(self, number: int) -> Attempt:
+        return Attempt(self.attempts_dir / f"{number:04d}")
+
+    def attempts(self) -> list[Attempt]:
+        """Attempts on disk, oldest first."""
+        if not self.attempts_dir.is_dir():
+            return []
+        found = (Attempt(entry) for entry in self.attempts_dir.iterdir() if _ATTEMPT_NAME.fullmatch(entry.name))
+        return sorted(found, key=lambda attempt: attempt.number)
+
+    def latest_attempt(self) -> Attempt | None:
+        attempts = self.attempts()
+        return attempts[-1] if attempts else None
+
+    def num_restarts(self) -> int:
+        """The number of failed attempts after which the supervisor started the run again by itself."""
+        records = (read_json(attempt.restart_file) for attempt in self.attempts())
+        return sum(isinstance(record, dict) and record.get("again") is True for record in records)
+
+    def new_attempt(self) -> Attempt:
+        """Create the next attempt (its folders and API key) and point `attempts/latest` to it.
+
+        The caller holds the run's lock; this function does not guard against a second caller.
+        """
+        latest = self.latest_attempt()
+        attempt = self.attempt(latest.number + 1 if latest else 1).create()
+        # A symbolic link cannot be overwritten in place: create it under another name, then rename it.
+        beside = self.attempts_dir / f".latest.{attempt.path.name}"
+        beside.symlink_to(attempt.path.name)
+        os.replace(beside, self.latest_attempt_link)
+        return attempt
+
+    @property
+    def weights_dir(self) -> Path:
+        return self.path / "weights"
+
+    def weights_version_dir(self, weight_version: int) -> Path:
+        return weight_version_folder(self.weights_dir, weight_version)
+
+    @property
+    def current_weights_file(self) -> Path:
+        return self.weights_dir / CURRENT_WEIGHTS_NAME
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint_dir(self, step: int) -> Path:
+        return self.checkpoints_dir / f"step_{step:08d}"
+
+    @property
+    def latest_checkpoint_file(self) -> Path:
+        return self.checkpoints_dir / "latest"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def sinks_dir(self) -> Path:
+        return self.path / "sinks"
+
+    @property
+    def profile_dir(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def journal_dir(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def huggingface_dir(self) -> Path:
+        return self.path / "hf"
+
+    @property
+    def huggingface_steps_dir(self) -> Path:
+        return self.path / "hf_steps"
+
+    def huggingface_step_dir(self, step: int) -> Path:
+        return self.huggingface_steps_dir / f"step_{step:08d}"

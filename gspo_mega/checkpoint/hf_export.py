@@ -1,0 +1,302 @@
+"""Export: the policy as a Hugging Face folder, written by all ranks that own tensors.
+
+Owns files, index and manifest of one folder, and that the folder appears complete or not at all.
+`sync/published_versions.py` owns the versions that a run keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from gspo_mega.base import durable
+from gspo_mega.base.errors import ModelError, PublishError
+from gspo_mega.base.guarded_files import read_json_file
+from gspo_mega.checkpoint.carried_layers import CarriedLayers
+from gspo_mega.checkpoint.gather import PolicyTensors
+from gspo_mega.checkpoint.hf_folder import INDEX_NAME, SINGLE_NAME
+from gspo_mega.checkpoint.quantize_published import PublishedForm, plain_form
+from gspo_mega.engine.collectives import all_gather_json, raise_together
+from gspo_mega.models.block_fp8 import KEY as QUANTIZATION_KEY
+from gspo_mega.models.block_fp8 import quantization_config
+from gspo_mega.models.description import description_files
+from gspo_mega.models.spec import BlockFp8, ModelSpec
+
+if TYPE_CHECKING:
+    from gspo_mega.engine.model import PolicyModel
+    from gspo_mega.engine.process_groups import ParallelGroups
+
+MANIFEST_NAME = "manifest.json"
+sync = durable.sync
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+}
+MAX_FILE_BYTES = 4 * 1024**3
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 (hex) of the bytes of a local tensor, of any shape and dtype, in row-major order as in safetensors."""
+    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a local tensor, of any shape and dtype, in row-major order.
+
+    Copies from a device, or if not contiguous; otherwise shares the tensor's memory.
+    """
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def policy_digests(policy: PolicyTensors, form: PublishedForm) -> dict[str, str]:
+    """SHA-256 of every whole tensor of `form`, by name, on every rank; each owner hashes its own. Collective.
+
+    Raises PublishError, the same on every rank, for a tensor that cannot be sent in that form.
+    """
+    mine: dict[str, str] = {}
+    problems: list[str] = []
+    try:
+        for name, tensor in form.owned(policy):
+            mine[name] = tensor_digest(tensor)
+    except PublishError as error:
+        problems = [str(error)]
+    raise_together(problems, policy.groups.host, PublishError, "the weights cannot be published")
+    return {name: digest for part in all_gather_json(mine, policy.groups.host) for name, digest in part.items()}
+
+
+def export_huggingface(
+    out_dir: str | Path,
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    chunks: Sequence[PolicyModel],
+    dtype: torch.dtype,
+    source_folder: str | Path,
+    weight_version: int,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    end_token_ids: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Write the policy in `chunks` (this rank's unwrapped GPT chunks) to `out_dir`: see `export_policy`, with the
+    layers for multi-token prediction that `source_folder` has. Collective.
+
+    `end_token_ids`: where they are more than `source_folder` names, the generation_config.json names them, so that
+    whoever serves the folder stops where the run did. Those of the lead rank count.
+    """
+    policy, form = PolicyTensors(spec, groups, chunks), plain_form(dtype)
+    more = end_token_ids if set(end_token_ids) - set(spec.eos_token_ids) else ()
+    return export_policy(
+        policy, out_dir, form, source_folder, weight_version, max_file_bytes, carries=True, end_token_ids=more
+    )
+
+
+def export_policy(
+    policy: PolicyTensors,
+    out_dir: str | Path,
+    form: PublishedForm,
+    source_folder: str | Path,
+    weight_version: int,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    *,
+    carries: bool = False,
+    end_token_ids: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Write the policy in `form` to `out_dir`, with config and tokenizer files of `source_folder`; return the manifest.
+
+    Each owner of tensors writes its own files of at most about `max_file_bytes` and uses no more host memory than that.
+    Files are written to a staging folder, synced, and compared with the digests taken from memory; then the folder is
+    renamed. An existing folder is replaced. `out_dir` lies on a file system that all ranks share. `carries`: with the
+    layers for multi-token prediction of `source_folder`, as they are there; the lead rank writes them. `end_token_ids`:
+    what generation_config.json names in place of the source's, if any.
+
+    The manifest (also in the folder): `weight_version`, `dtype` of plain tensors, and for every tensor its `shape`,
+    `dtype`, `file`, and `sha256` of the owner's memory. Collective over all ranks.
+
+    Raises PublishError, the same on every rank, if a tensor cannot be sent in that form, or a file cannot be written or
+    reads back differently.
+    """
+    out_dir = Path(out_dir)
+    staging = out_dir.with_name(out_dir.name + ".writing")
+    groups = policy.groups
+    lead = groups.is_lead
+    problems: list[str] = []
+    carried: list[CarriedLayers] = []
+    if lead:
+        problems = _attempt(_start, staging, Path(source_folder), form, policy, carries, carried, end_token_ids)
+    raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
+
+    writer = _Writer(staging, groups.world.rank, max_file_bytes)
+    try:
+        for name, tensor in form.owned(policy):
+            # After a failure the iterator still runs to its end, because other ranks wait in its collectives.
+            if not problems:
+                problems = _attempt(writer.add, name, tensor)
+    except PublishError as error:  # the iterator's own, after its end
+        problems = [str(error)]
+    if not problems:
+        problems = _attempt(_close, writer, carried)
+    raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
+
+    written = all_gather_json([writer.files, writer.tensors], groups.host)
+    final_names = _final_names([file for files, _ in written for file in files])
+    problems = _attempt(writer.rename, final_names)
+    raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
+
+    tensors = {name: t | {"file": final_names[t["file"]]} for _, part in written for name, t in part.items()}
+    manifest = {
+        "weight_version": weight_version,
+        "dtype": DTYPE_NAMES[form.plain],
+        "tensors": {name: tensors[name] for entry, _ in policy.stored() for name in form.described(entry)}
+        | {entry.name: tensors[entry.name] for layers in carried for entry in layers.entries},
+    }
+    if lead:
+        problems = _attempt(_finish, staging, out_dir, manifest)
+    raise_together(problems, groups.host, PublishError, f"{out_dir} cannot be written")
+    return manifest
+
+
+def _close(writer: _Writer, carried: list[CarriedLayers]) -> None:
+    for layers in carried:
+        for name, tensor in layers.tensors():
+            writer.add(name, tensor)
+    writer.close()
+
+
+def _attempt(action, *arguments: object) -> list[str]:
+    """Run an action on files. Returns its problem, if any, for all ranks to report."""
+    try:
+        action(*arguments)
+    except (OSError, SafetensorError, PublishError, ModelError) as error:
+        return [f"{type(error).__name__}: {error}"]
+    return []
+
+
+class _Writer:
+    """One rank's files, one after the other: filled, written, checked."""
+
+    def __init__(self, folder: Path, rank: int, max_file_bytes: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self.max_file_bytes = max_file_bytes
+        self.files: list[str] = []
+        self.tensors: dict[str, dict[str, Any]] = {}
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self.max_file_bytes:
+            self._write()
+        # A copy: the tensor may be a parameter's own memory.
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+
+    def close(self) -> None:
+        if self._pending:
+            self._write()
+
+    def _write(self) -> None:
+        file = f"rank{self.rank:05d}-{len(self.files):05d}.safetensors"
+        for name, tensor in self._pending.items():
+            self.tensors[name] = {
+                "shape": list(tensor.shape),
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "sha256": tensor_digest(tensor),
+                "file": file,
+            }
+        with durable.operation("publish.tensors"):
+            save_file(self._pending, self.folder / file, metadata={"format": "pt"})
+        durable.sync(self.folder / file, at="publish.sync")
+        with safe_open(self.folder / file, framework="pt") as saved:
+            for name in self._pending:
+                if tensor_digest(saved.get_tensor(name)) != self.tensors[name]["sha256"]:
+                    raise PublishError(f"{self.folder / file}: {name} reads back with other bytes than were written")
+        self.files.append(file)
+        self._pending, self._pending_bytes = {}, 0
+
+    def rename(self, final_names: dict[str, str]) -> None:
+        for file in self.files:
+            durable.rename(self.folder / file, self.folder / final_names[file], at="publish.name")
+
+
+def _final_names(files: list[str]) -> dict[str, str]:
+    if len(files) == 1:
+        return {files[0]: SINGLE_NAME}
+    return {file: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, start=1)}
+
+
+def _start(
+    staging: Path,
+    source: Path,
+    form: PublishedForm,
+    policy: PolicyTensors,
+    carries: bool,
+    carried: list[CarriedLayers],
+    end_token_ids: Sequence[int],
+) -> None:
+    durable.remove_tree(staging, at="publish.clear")
+    durable.make_folder(staging, at="publish.folder")
+    edited = policy.config_json
+    if carries:
+        layers = CarriedLayers(source)
+        carried.append(layers)
+        edited = lambda raw: layers.config_json(policy.config_json(raw))  # noqa: E731
+    copy_description(source, staging, DTYPE_NAMES[form.plain], form.stored, edited)
+    if end_token_ids:
+        file = staging / "generation_config.json"
+        generation = read_json_file(file) if file.exists() else {}
+        durable.atomic_write_json(file, {**generation, "eos_token_id": list(end_token_ids)}, at="publish.config")
+
+
+def copy_description(
+    source: Path,
+    target: Path,
+    dtype_name: str,
+    stored: BlockFp8 | None = None,
+    edited: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: raw,
+) -> None:
+    """Copy the files that describe a model (configuration, generation configuration, tokenizer); durable on return.
+
+    The copied config.json names `dtype_name`, the layout `stored` of quantised weights, whatever the source's is, and
+    no layers for multi-token prediction; `edited` has the last word on it. Weights and code are not copied, and no link
+    is followed out of the folder.
+    Raises OSError, and ModelError for such a link.
+    """
+    for file in description_files(source):
+        durable.copy_file(file, target / file.name, at="publish.copy")
+    config = read_json_file(source / "config.json")
+    # Both spellings are in use.
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = dtype_name
+    if not config.keys() & {"dtype", "torch_dtype"}:
+        config["torch_dtype"] = dtype_name
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0
+    config.pop(QUANTIZATION_KEY, None)
+    if stored is not None:
+        config[QUANTIZATION_KEY] = quantization_config(stored)
+    durable.atomic_write_json(target / "config.json", edited(config), at="publish.config")
+
+
+def _finish(staging: Path, out_dir: Path, manifest: dict[str, Any]) -> None:
+    tensors = manifest["tensors"]
+    files = {t["file"] for t in tensors.values()}
+    if files != {SINGLE_NAME}:
+        total = sum((staging / file).stat().st_size for file in files)
+        index = {"metadata": {"total_size": total}, "weight_map": {n: t["file"] for n, t in tensors.items()}}
+        durable.atomic_write_json(staging / INDEX_NAME, index, at="publish.index")
+    durable.atomic_write_json(staging / MANIFEST_NAME, manifest, at="publish.manifest")
+    durable.sync(staging, at="publish.sync")
+    replaced = out_dir.with_name(out_dir.name + ".replaced")
+    durable.remove_tree(replaced, at="publish.drop")
+    if out_dir.exists():
+        durable.rename(out_dir, replaced, at="publish.aside")
+    durable.rename(staging, out_dir, at="publish.rename")
+    durable.remove_tree(replaced, at="publish.drop")

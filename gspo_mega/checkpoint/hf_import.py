@@ -1,0 +1,122 @@
+"""Import: from a Hugging Face folder into the policy's chunks, in any layout.
+
+Owns filling parameters; `models/families.py` owns the place of each tensor. Every rank reads only its own slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from gspo_mega.base import beats
+from gspo_mega.base.errors import ModelError
+from gspo_mega.checkpoint.block_folder import open_folder
+from gspo_mega.checkpoint.hf_folder import HuggingFaceFolder, check_names_and_shapes, not_finite
+from gspo_mega.checkpoint.quantized import filled
+from gspo_mega.engine.collectives import raise_together
+from gspo_mega.engine.parameter_names import by_parameter, canonical_parameters, tensor_group
+from gspo_mega.models.families import TensorEntry, hf_tensors, may_be_there, parameter_blocks
+from gspo_mega.models.spec import ModelSpec
+from gspo_mega.models.stacked import as_stored
+
+if TYPE_CHECKING:
+    from gspo_mega.engine.model import PolicyModel
+    from gspo_mega.engine.process_groups import ParallelGroups
+
+_HEAD = "lm_head.weight"
+
+
+def import_huggingface(
+    folder: str | Path, spec: ModelSpec, groups: ParallelGroups, chunks: Sequence[PolicyModel]
+) -> None:
+    """Fill every parameter of this rank's chunks from the folder, cast to the parameter's dtype.
+
+    `chunks` are unwrapped GPT chunks. Padding rows of the vocabulary become zero. Call it before the optimizer copies
+    the parameters. Collective over all ranks.
+
+    Raises ModelError, the same on every rank, listing tensors that are missing, unexpected, of another shape or type,
+    or not finite. It also raises one if embeddings are tied and the folder has a head that differs
+    from them.
+    """
+    fill_from(
+        folder, spec, groups, lambda _: (canonical_parameters(spec, groups, chunks), hf_tensors(spec)), may_be_there
+    )
+
+
+def fill_from(
+    folder: str | Path,
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    wanted: Callable[[HuggingFaceFolder], tuple[dict[str, torch.Tensor], list[TensorEntry]]],
+    is_beside: Callable[[ModelSpec, str], bool],
+) -> None:
+    """Fill parameters of this rank from the folder: `wanted` gives them by canonical name, and all tensors of the model
+    that the folder has to hold; `is_beside` is true for names that it may hold too. Collective, and raises, as
+    `import_huggingface`.
+    """
+    problems: list[str] = []
+    source, parameters, entries = None, {}, []
+    try:
+        source = open_folder(folder, spec)
+        parameters, entries = wanted(source)
+        # Rank 0 reads all headers; the others open only the files that they need.
+        if groups.is_lead:
+            shapes = {entry.name: entry.shape for entry in as_stored(entries)}
+            problems = check_names_and_shapes(source, shapes, lambda name: is_beside(spec, name))
+    except ModelError as error:
+        problems = [str(error)]
+    raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
+    assert source is not None  # or this rank would have had a problem
+    with source:
+        try:
+            problems += _fill(source, spec, groups, parameters, entries)
+        except ModelError as error:
+            problems.append(str(error))
+    raise_together(problems, groups.host, ModelError, f"{folder} cannot be loaded as {spec.family}")
+
+
+def _fill(
+    source: HuggingFaceFolder,
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    parameters: dict[str, torch.Tensor],
+    entries: list[TensorEntry],
+) -> list[str]:
+    """Fill the parameters. Returns the tensors whose values are not finite, each once."""
+    owners, problems = {}, {}
+    for parameter, fused in by_parameter(entries).items():
+        owners |= dict.fromkeys((parameter, *fused[0].copies), fused)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            with filled(parameter) as values:
+                for entry in owners[name]:
+                    problem = _fill_from_tensor(source, spec, groups, entry, values)
+                    if problem is not None:
+                        problems.setdefault(entry.name, problem)
+    return list(problems.values())
+
+
+def _fill_from_tensor(
+    source: HuggingFaceFolder, spec: ModelSpec, groups: ParallelGroups, entry: TensorEntry, parameter: torch.Tensor
+) -> str | None:
+    problem = None
+    group = tensor_group(groups, entry)
+    for block in parameter_blocks(spec, entry, group.size, group.rank):
+        values = source.read(entry.name, block.dim, block.start, block.length)
+        parameter.narrow(block.dim, block.local_start, block.length).copy_(values)
+        problem = problem or not_finite(values, entry.name, source.file_of(entry.name))
+        beats.beat()
+        if (
+            problem is None
+            and entry.copies
+            and _HEAD in source.files
+            and not torch.equal(values, source.read(_HEAD, block.dim, block.start, block.length))
+        ):
+            raise ModelError(
+                f"config.json ties the embeddings, but {_HEAD} differs from {entry.name}; set tie_word_embeddings to"
+                " false there"
+            )
+    return problem

@@ -1,0 +1,1 @@
+"""The `gspo-mega` command line: one file per command."""

@@ -1,0 +1,163 @@
+"""Check this machine for a run: versions, GPUs, Transformer Engine, disks, addresses.
+
+Needs the standard library alone: a torch that is missing or broken is a line of the report. A Slurm job runs it on
+every node before anything else, with an all-reduce between all of them. Exit code 0: nothing is wrong; 1: something is
+wrong.
+
+With --tokenizer, check a chat template for episodes of several turns instead, and nothing of the machine
+(docs/templates.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from pathlib import Path
+
+from gspo_mega.base import two_pythons
+from gspo_mega.base.findings import Finding, render
+from gspo_mega.launcher.answer_deadline import DEADLINE_SECONDS, AnswerDeadline
+from gspo_mega.launcher.between_machines import Place, check_together
+from gspo_mega.launcher.machine_checks import check_machine
+from gspo_mega.launcher.server_variable import server_python_variable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--role", choices=("trainer", "server"), action="append", help="what will run on this machine (default: both)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are (default: runs)"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of GPUs that must be usable (default: the number of /dev/nvidia devices)",
+    )
+    parser.add_argument("--fp8", action="store_true", help="the run uses FP8 layers")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="concurrent requests: servers x rollout.max_concurrent_requests (default: 1024)",
+    )
+    parser.add_argument(
+        "--server-python",
+        metavar="PYTHON",
+        help="the servers' Python, where it is another one: what is in it, and whether it fits this one (default: that"
+        " of GSPO_SERVER_PYTHON)",
+    )
+    parser.add_argument(
+        "--publish",
+        choices=("distributed", "disk"),
+        default="distributed",
+        help="publish.method of the run: disk does not need the same PyTorch and NCCL on both sides (default:"
+        " distributed)",
+    )
+    parser.add_argument("--address", metavar="A", help="this machine's own address, which ranks and servers bind")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=DEADLINE_SECONDS,
+        metavar="S",
+        help="time limit of all checks together, in seconds (default: %(default)g)",
+    )
+    template = parser.add_argument_group("a chat template for episodes of several turns, in place of the machine")
+    template.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="HF_DIR",
+        help="folder of a Hugging Face tokenizer, with config.json or generation_config.json for its end tokens",
+    )
+    template.add_argument(
+        "--tool-format",
+        choices=("auto", "hermes", "brackets", "none"),
+        default="auto",
+        help="episodes.tool_format of the run (default: auto)",
+    )
+    several = parser.add_argument_group("several machines, one doctor on each machine")
+    several.add_argument("--machines", type=int, metavar="N", help="number of machines")
+    several.add_argument("--index", type=int, metavar="I", help="index of this machine, from 0")
+    several.add_argument(
+        "--master", metavar="ADDRESS:PORT", help="address and port where the first machine listens for the others"
+    )
+    several.add_argument(
+        "--meet", type=Path, metavar="DIR", help="a new folder on a file system that all machines share"
+    )
+    several.add_argument(
+        "--versions",
+        type=Path,
+        metavar="DIR",
+        help="write the versions of each role's Python there, for who compares the machines, and compare nothing here",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.tokenizer is not None:
+        return _check_tokenizer(args.tokenizer, args.tool_format)
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if args.gpus is None else args.gpus
+    deadline = AnswerDeadline(args.patience)
+    roles = tuple(args.role or ("trainer", "server"))
+    # Under Slurm the job names the Python of each step.
+    chosen = args.server_python or (server_python_variable() if args.versions is None else None)
+    software, findings = _software(roles, chosen, deadline)
+    if args.versions is not None:
+        for role, versions in software.items():
+            two_pythons.record(args.versions, args.index or 0, role, versions)
+    elif set(software) == {"trainer", "server"} and software["server"] is not software["trainer"]:
+        by_nccl = args.publish == "distributed" and gpus > 0
+        findings += two_pythons.compare(software["trainer"], software["server"], by_nccl)
+    if gpus:
+        problems = dict.fromkeys(two_pythons.driver_problem(versions) for versions in software.values())
+        findings += [Finding("wrong", "driver", problem) for problem in problems if problem is not None]
+    findings += check_machine(
+        tuple(software), args.folder, gpus, args.fp8, args.address, deadline, args.requests, software
+    )
+    if args.machines is not None:
+        address, _, port = args.master.rpartition(":")
+        findings += check_together(
+            Place(args.index, args.machines, (address.strip("[]"), int(port))), args.meet, gpus, deadline
+        )
+    print(render(findings, socket.gethostname()))
+    return 1 if any(finding.level == "wrong" for finding in findings) else 0
+
+
+def _software(
+    roles: tuple[str, ...], server_python: str | None, deadline: AnswerDeadline
+) -> tuple[dict[str, two_pythons.Versions], list[Finding]]:
+    """Versions of each role's Python; a role whose Python tells none is a finding instead."""
+    own = two_pythons.here()
+    software = dict.fromkeys(roles, own)
+    if server_python is not None and "server" in roles and not two_pythons.is_this_python(server_python):
+        try:
+            software["server"] = two_pythons.ask(server_python, deadline.left)
+        except ValueError as error:
+            del software["server"]
+            return software, [Finding("wrong", "pythons", f"the servers' Python: {error}")]
+    return software, []
+
+
+def _check_tokenizer(folder: Path, tool_format: str) -> int:
+    # The rest of the doctor works where none of these can be imported.
+    from gspo_mega.agents.template_certificate import certify_template, summary
+    from gspo_mega.data.chat import PromptEncoder, load_tokenizer
+    from gspo_mega.data.end_of_turn import run_end_tokens
+    from gspo_mega.data.template_suffix import SuffixRule
+    from gspo_mega.models.huggingface import read_end_tokens
+
+    configured = read_end_tokens(folder)
+    tokenizer = load_tokenizer(str(folder))
+    encoder = PromptEncoder(tokenizer, chat_template=True)
+    ends = run_end_tokens(encoder, tokenizer, configured, None, calls=True)
+    rule = SuffixRule(encoder, ends.ids)
+    certificate = certify_template(tokenizer, encoder, rule.with_tools, tool_format)
+    findings = [Finding("note", "ends", text) for text in ends.notices]
+    findings += [Finding(one.level, one.what, f"{one.text} [{one.kind}]") for one in summary(certificate)]
+    print(render(findings))
+    if certificate.is_exact:
+        print(f"{folder}: certified")
+        return 0
+    print(f"{folder}: not certified; the tokens of episodes of several turns would not be what this template writes")
+    return 1

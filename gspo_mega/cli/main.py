@@ -1,0 +1,168 @@
+"""The `gspo-mega` command line: choose the command, show its errors to the user.
+
+Each command is a module of this package with `add_arguments(parser)` and `run(args) -> int`. Only the module of the
+command in use is imported, so `gspo-mega plan` does not wait for libraries it does not use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from gspo_mega import __version__
+from gspo_mega.base import proxies
+from gspo_mega.base.errors import FolderError, GspoMegaError
+from gspo_mega.base.guarded_files import NoRegularFileError
+from gspo_mega.base.importing import uncollected
+from gspo_mega.base.printable import printable_output
+from gspo_mega.cli.screen import drop_standard_output, fill_standard_descriptors, show_error
+
+COMMANDS = {
+    "plan": "show the resolved layout of a configuration, or why it cannot run",
+    "train": "run a configuration: servers, ranks, training",
+    "sft": "supervised cold start of a configuration's model",
+    "reward-model": "a reward model, fitted on answers known to be right or wrong",
+    "eval": "sampled accuracy of a run or a Hugging Face folder",
+    "serve": "one SGLang server",
+    "inspect": "the recorded rollouts of a run's step",
+    "budget": "where the mismatch of trainer and servers comes from, and whether the clip range bears it",
+    "certify": "show that layouts compute the same numbers",
+    "compare": "what other objectives would do with a run's recorded rollouts",
+    "simulate": "a week of a configuration on many machines, simulated: step times, failures, nodes",
+    "report": "one HTML file of runs: summary, curves, trajectories",
+    "watch": "the report of a run that goes on, in a browser",
+    "diff": "where two runs part, since when, and why",
+    "status": "how a run is doing, from its folder alone",
+    "doctor": "what is wrong with this machine for a run",
+    "completion": "a script that completes this command line in a shell",
+}
+# Commands that run something: output that cannot be written does not change their exit code.
+RUNS = ("train", "sft", "reward-model", "eval", "serve", "certify", "budget", "compare")
+# Commands whose module has another name than they: a file name occurs once in the package.
+_OTHER_MODULES = {"completion": "shell_completion", "report": "run_report", "reward-model": "reward_model"}
+EXIT_USAGE = 2
+# The reader of the output is gone: the code that a shell reports for a program ended by SIGPIPE.
+EXIT_BROKEN_PIPE = 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. A GspoMegaError becomes its text on stderr and its `exit_code`."""
+    fill_standard_descriptors()
+    # A log line that cannot be written is lost; Python would show a traceback for each.
+    logging.raiseExceptions = False
+    proxies.keep_direct()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words else ""
+    try:
+        with printable_output():
+            code = _run(words)
+        _flush(name)
+        return code
+    except GspoMegaError as error:
+        show_error(error)
+        return error.exit_code
+    except NoRegularFileError as error:
+        show_error(f"gspo-mega {name}: {error.filename}: {error.strerror}")
+        return FolderError.exit_code
+    except OSError as error:
+        if error.filename is not None and (name not in RUNS or isinstance(error, PermissionError)):
+            show_error(f"gspo-mega {name}: {error.filename}: {error.strerror}")
+            return FolderError.exit_code
+        if name in RUNS:
+            raise
+        # A command that only prints: its reader (`| head`) has seen enough, or the disk behind `> file` is full.
+        drop_standard_output()
+        if isinstance(error, BrokenPipeError):
+            return EXIT_BROKEN_PIPE
+        show_error(f"gspo-mega {name}: standard output cannot be written: {error.strerror}")
+        return GspoMegaError.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _flush(name: str) -> None:
+    """Flush standard output now: a failure at Python's exit would replace the exit code of a run."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        if name not in RUNS:
+            raise
+        drop_standard_output()
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if words else EXIT_USAGE
+    if words[0] == "--version":
+        print(f"gspo-mega {__version__}")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(COMMANDS)}"
+        show_error(f"gspo-mega: {name!r} is not a command; {hint}")
+        return EXIT_USAGE
+    with uncollected():
+        command = importlib.import_module(module_of(name))
+    parser = Parser(
+        prog=f"gspo-mega {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.add_arguments(parser)
+    # Intermixed: an override may stand before or after an option.
+    return command.run(parser.parse_intermixed_args(words[1:]))
+
+
+class Parser(argparse.ArgumentParser):
+    """One that says what is missing, and how an override is written, where argparse says neither."""
+
+    def error(self, message: str) -> NoReturn:
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message:  # overrides may be none, though argparse counts them
+            wanted = [name for name in missing.split(", ") if "=" not in name]
+            usage = f"{self.prog} {' '.join(wanted)} ..."
+            message = f"{' and '.join(wanted)} {'is' if len(wanted) == 1 else 'are'} missing; for example: {usage}"
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            said = []
+            for word in unknown.split():
+                name = word.partition("=")[0]
+                near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75)
+                if near:
+                    said.append(f"{word} is no option; did you mean {near[0]}?")
+                elif word.startswith("--") and "=" in word:
+                    said.append(f"{word}: keys of the configuration have no dashes; write {word.lstrip('-')}")
+                else:
+                    said.append(f"{word} is no option")
+            message = "\n".join(said)
+        show_error("\n".join(f"{self.prog}: {line}" for line in message.splitlines()))
+        show_error(f"{self.prog} --help says what it takes")
+        raise SystemExit(EXIT_USAGE)
+
+
+def module_of(command: str) -> str:
+    """The module that holds a command."""
+    return f"gspo_mega.cli.{_OTHER_MODULES.get(command, command)}"
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {meaning}" for name, meaning in COMMANDS.items()]
+    return "\n".join(
+        [
+            "gspo-mega: GSPO on Megatron-Core policies with SGLang rollouts.",
+            "",
+            "usage: gspo-mega COMMAND [...]        (details: gspo-mega COMMAND --help)",
+            "       gspo-mega --version",
+            "",
+            *lines,
+            "",
+            "Configurations take overrides: gspo-mega train configs/quickstart.yaml train.num_steps=10",
+            "Completion in bash: source <(gspo-mega completion bash)",
+        ]
+    )

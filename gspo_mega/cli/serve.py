@@ -1,0 +1,167 @@
+"""Own one SGLang server: start it, register it in the run folder, restart it with the run's current weights.
+
+`gspo-mega train` starts `server.num_servers` of these. Started by hand on any machine that sees the run folder, this
+command adds a server to the running attempt, under the next free index; without a running attempt, the server gets an
+attempt of its own. A server over several nodes (`server.num_nodes`) has one of these on each. The command ends the
+server and all its processes when it receives a stop signal or when the process that started it is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from gspo_mega.base import descriptors
+from gspo_mega.base.addresses import address_problem
+from gspo_mega.base.errors import ConfigError, PublishError
+from gspo_mega.base.run_folder import Attempt, RunFolder, atomic_write_json
+from gspo_mega.checkpoint.server_start import CopyMaker, needed_copy
+from gspo_mega.config import Config, load_config
+from gspo_mega.config.deadlines import preflight_seconds
+from gspo_mega.launcher.attempt_state import SILENCE_SECONDS, beats, read_state
+from gspo_mega.launcher.gpus_and_ports import device_here, task_of_step
+from gspo_mega.launcher.lease import hold
+from gspo_mega.rollout.server.copy_wait import StartCopy
+from gspo_mega.rollout.server.reward_server import own_model, reward_config, reward_folder
+from gspo_mega.rollout.server.supervise_part import PartSupervisor
+from gspo_mega.rollout.server.supervise_server import ServerSupervisor
+from gspo_mega.sync.software import ask
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="the run's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
+    parser.add_argument(
+        "--attempt", type=Path, metavar="DIR", help="attempt folder to register in (default: the running attempt)"
+    )
+    parser.add_argument("--index", type=int, metavar="K", help="index of this server in the attempt (server-K)")
+    parser.add_argument(
+        "--reward-model", metavar="NAME", help="a server of this entry of reward.model, in place of one of the policy"
+    )
+    parser.add_argument(
+        "--host", metavar="ADDRESS", help="this machine's address to bind and register, instead of server.host"
+    )
+    parser.add_argument(
+        "--hosts",
+        metavar="A,B",
+        help="in a Slurm step with one task per node of one server: the nodes' addresses in the order of the tasks",
+    )
+    parser.add_argument(
+        "--part",
+        type=int,
+        metavar="N",
+        help="which node of a server over several this is, from 0, which registers it (default: the Slurm task)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_config(args.config, args.overrides).config
+    num_nodes = config.server.num_nodes if args.reward_model is None else 1
+    part = which_part(num_nodes, args.part, args.hosts, args.index, task_of_step())
+    host = args.host if args.hosts is None else args.hosts.split(",")[part]
+    if host is not None:
+        if (problem := address_problem(host)) is not None:
+            raise ConfigError(f"gspo-mega serve: --host: {problem}")
+        config = config.model_copy(update={"server": config.server.model_copy(update={"host": host})})
+    folder = RunFolder(Path(config.run.dir) / config.run.name)
+    attempt = running_attempt(folder, time.time(), SILENCE_SECONDS) if args.attempt is None else Attempt(args.attempt)
+    index = args.index
+    if index is None and args.reward_model is not None:
+        index = 0
+    if index is None:
+        index = free_index(attempt, config.server.num_servers) if attempt is not None and args.attempt is None else 0
+    if attempt is None and part > 0:
+        raise ConfigError("gspo-mega serve: --part: no attempt runs; start part 0 first, or name --attempt")
+    if attempt is None:
+        with hold(folder):  # unless a run is just starting
+            attempt = folder.new_attempt()
+    if args.reward_model is not None:
+        model = own_model(config, args.reward_model)
+        config, attempt = reward_config(config, model), reward_folder(attempt, model.name)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    descriptors.raise_limit()  # the server's processes inherit it: each open request has a connection
+    if args.reward_model is not None:
+        return ServerSupervisor(config, attempt, index, start=Path(config.model.path), classifies=True).run()
+    if part > 0:
+        return PartSupervisor(config, attempt, index, part).run()
+    if config.publish.method == "distributed" and device_here() == "gpu":
+        # In parallel with the server's start, which takes longer.
+        asked = (attempt, index, preflight_seconds(config))
+        threading.Thread(target=_record_software, args=asked, daemon=True, name="software").start()
+    return ServerSupervisor(config, attempt, index, start=_start(config, folder, index)).run()
+
+
+def _start(config: Config, folder: RunFolder, index: int) -> StartCopy | None:
+    """The copy of the model that the server starts from; None where it starts from `model.path`."""
+    copy = needed_copy(config, folder)
+    return None if copy is None else StartCopy(copy, partial(CopyMaker, config, copy) if index == 0 else None)
+
+
+def which_part(num_nodes: int, part: int | None, hosts: str | None, index: int | None, task: int | None) -> int:
+    """The part of its server that this command is: `part`, or with `hosts` the `task` of the Slurm step. Raises
+    ConfigError where they do not fit a server over `num_nodes` nodes.
+    """
+    if hosts is not None:
+        if len(hosts.split(",")) != num_nodes:
+            raise ConfigError(
+                f"gspo-mega serve: --hosts: {len(hosts.split(','))} addresses for server.num_nodes {num_nodes};"
+                " valid: one per node"
+            )
+        part = task if part is None else part
+        if part is None:
+            raise ConfigError("gspo-mega serve: --hosts: no SLURM_PROCID says which is this machine; add --part")
+    if num_nodes > 1 and (part is None or index is None):
+        raise ConfigError(
+            f"gspo-mega serve: a server over {num_nodes} nodes (server.num_nodes) needs --part 0 to {num_nodes - 1},"
+            " one per node, and the same --index for all"
+        )
+    if part is not None and not 0 <= part < num_nodes:
+        raise ConfigError(
+            f"gspo-mega serve: --part: {part} with server.num_nodes {num_nodes}; valid: 0 to {num_nodes - 1}"
+        )
+    return part or 0
+
+
+def record(folder: Path, server_id: str, software: Mapping[str, str | None]) -> None:
+    """Write the versions of a server's software where the trainer reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(folder / f"{server_id}.json", dict(software))
+
+
+def _record_software(attempt: Attempt, index: int, seconds: float) -> None:
+    """Record this Python's PyTorch and NCCL, which the trainer compares with its own before it publishes."""
+    try:
+        record(attempt.software_dir, f"server-{index}", ask(sys.executable, seconds))
+    except (PublishError, OSError) as error:
+        logging.warning("%s; it is not compared with the trainer's", error)
+
+
+def running_attempt(folder: RunFolder, now: float, patience_seconds: float) -> Attempt | None:
+    """The attempt whose supervisor shows signs of life, if there is one. `now`: unix seconds. A supervisor that is
+    silent by this clock is watched for `patience_seconds`, because its machine's clock may differ.
+    """
+    latest = folder.latest_attempt()
+    state = read_state(latest) if latest is not None else None
+    if latest is None or state is None or state.is_over:
+        return None
+    return latest if not state.is_silent(now) or beats(latest, patience_seconds) else None
+
+
+def free_index(attempt: Attempt, num_servers: int) -> int:
+    """Reserve an index by creating its log file, so that two servers started at once get different ones. Indices below
+    `num_servers` belong to the supervisor.
+    """
+    index = num_servers
+    while True:
+        try:
+            attempt.server_log(index).touch(exist_ok=False)
+        except FileExistsError:
+            index += 1
+            continue
+        return index

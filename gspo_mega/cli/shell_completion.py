@@ -1,0 +1,75 @@
+"""Print a script that completes `gspo-mega` in a shell: commands, options, their choices, configuration keys, files.
+
+    source <(gspo-mega completion bash)                                                  in this shell
+    gspo-mega completion bash > ~/.local/share/bash-completion/completions/gspo-mega     in every new shell
+
+The script contains all words: completion starts no Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+from collections.abc import Iterator
+
+from gspo_mega.cli.main import COMMANDS, module_of
+from gspo_mega.config.explain import all_keys
+
+# The words of one command are looked up as `COMMAND:options`, `COMMAND:keys` and `COMMAND:OPTION` (its choices).
+_BASH = """\
+# bash completion for gspo-mega, written by `gspo-mega completion bash`.
+declare -gA _gspo_mega_words=(
+{words}
+)
+_gspo_mega() {{
+  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD - 1]}} command=${{COMP_WORDS[1]}} found
+  COMPREPLY=()
+  if ((COMP_CWORD == 1)); then
+    found=${{_gspo_mega_words[commands]}}
+  elif [[ -n ${{_gspo_mega_words[$command:$previous]:-}} ]]; then
+    found=${{_gspo_mega_words[$command:$previous]}}
+  elif [[ $current == -* ]]; then
+    found=${{_gspo_mega_words[$command:options]:-}}
+  elif [[ -n $current && $previous != -* && $previous != = ]]; then
+    found=${{_gspo_mega_words[$command:keys]:-}}
+  fi
+  # Without a match the shell completes file names.
+  mapfile -t COMPREPLY < <(compgen -W "${{found:-}}" -- "$current")
+  if [[ ${{COMPREPLY[0]:-}} == *= ]]; then
+    compopt -o nospace 2>/dev/null || true
+    mapfile -t -O "${{#COMPREPLY[@]}}" COMPREPLY < <(compgen -f -- "$current")
+  fi
+}}
+complete -o bashdefault -o default -F _gspo_mega gspo-mega
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash",), help="the shell to write for")
+
+
+def run(args: argparse.Namespace) -> int:
+    words = {"commands": [*COMMANDS, "--help", "--version"]}
+    for name in COMMANDS:
+        words.update((f"{name}:{what}", found) for what, found in _words_of(name))
+    lines = (f"  [{key}]={shlex.quote(' '.join(found))}" for key, found in words.items())
+    print(_BASH.format(words="\n".join(lines)), end="")
+    return 0
+
+
+def _words_of(command: str) -> Iterator[tuple[str, list[str]]]:
+    """(`options`, `keys`, an option or the first position, its words) of one command."""
+    parser = argparse.ArgumentParser()
+    importlib.import_module(module_of(command)).add_arguments(parser)
+    options = [option for action in parser._actions for option in action.option_strings]
+    yield "options", options
+    for action in parser._actions:
+        if action.choices is not None:
+            # An argument without an option is the word after the command.
+            for option in action.option_strings or [command]:
+                yield option, list(map(str, action.choices))
+        if action.dest == "overrides":
+            keys = list(all_keys())
+            sections = {key[:-1] for key in keys}
+            yield "keys", [f"{'.'.join(key)}=" for key in keys if key not in sections]

@@ -1,0 +1,46 @@
+"""Train a policy on this machine with the servers and ranks that the configuration names.
+
+Checks and plans first, then starts `gspo-mega serve` and the ranks, shows one line per step, and ends all its processes
+however it ends. The run's folder is <run.dir>/<run.name>; the same command continues a stopped run. Ctrl-C stops the
+run after a checkpoint; a second Ctrl-C ends it at once. Closing the terminal also stops it after a checkpoint; under
+nohup the run continues. A lost reader (`| head`) or a full disk (`> file`) does not affect the run: the lines are also
+in the attempt's folder. A failed run restarts from its last checkpoint, up to train.max_restarts times.
+
+Exit code: 0 finished; 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by a closed terminal; 2 the configuration, model,
+data or reward is wrong; other codes name what failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gspo_mega.cli.screen import Screen
+from gspo_mega.config import load_config
+from gspo_mega.launcher.launch_local import launch
+from gspo_mega.launcher.slurm.launch_job import launch_slurm
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="the run's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
+    parser.add_argument(
+        "--from-rollouts", metavar="RUN", help="train on the rollouts recorded in this run folder, without servers"
+    )
+    parser.add_argument(
+        "--rollouts-only", action="store_true", help="sample and record the rollouts of every step, train nothing"
+    )
+    parser.add_argument(
+        "--slurm", action="store_true", help="run on the nodes of the Slurm job whose batch script runs this command"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    loaded = load_config(args.config, _overrides(args), "train")
+    with Screen() as say:
+        return launch_slurm(loaded, "train", say) if args.slurm else launch(loaded, "train", say)
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    extra = [f"train.from_rollouts={Path(args.from_rollouts).absolute()}"] if args.from_rollouts else []
+    return [*args.overrides, *extra, *(["train.rollouts_only=true"] if args.rollouts_only else [])]

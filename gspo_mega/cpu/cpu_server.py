@@ -1,0 +1,352 @@
+"""CPU support for SGLang: what lets the unmodified package serve on a machine without a GPU.
+
+Owns `activate()`, which must run before `sglang` is imported in every process of a server (`server_entry.py` calls it
+at import, so that spawned children call it, too). It works through import hooks alone: nothing of SGLang is edited on
+disk, and with a usable GPU it does nothing. `sglang_cpu_attention.py` owns the batched attention,
+`sglang_cpu_layers.py` the layers and the sampling that are computed with fewer operations, `sglang_cpu_invariant.py`
+those that do not depend on the batch, `sglang_cpu_quantization.py` the quantized layers, `sglang_cpu_adapters.py`
+adapters (LoRA).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Callable
+
+from gspo_mega.cpu.sglang_cpu_sinks import allow_sinks, keep_sinks_wide
+
+ATTENTION_BACKEND = "cpu_batched"
+"""Name under which the batched attention is registered with SGLang."""
+INVARIANT_ATTENTION_BACKEND = "cpu_batch_invariant"
+"""The one of `engine.batch_invariant`."""
+_LENT = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
+
+
+def has_gpu() -> bool:
+    """True when torch can use a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class _MissingKernels(types.ModuleType):
+    """Stands in for a package of compiled kernels; using any of them is an error that names it."""
+
+    __version__ = "0.0.0+absent"
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full_name = f"{self.__name__}.{name}"
+
+        def unavailable(*_args, **_kwargs):
+            raise NotImplementedError(f"{full_name} is not here: the set-up for machines without a GPU leaves it out")
+
+        return unavailable
+
+
+class _MissingKernelsFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Placed last on the path, so that it acts only where `sgl_kernel` is not installed."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "sgl_kernel":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _MissingKernels(spec.name)
+
+    def exec_module(self, module):
+        """A stand-in has no code of its own to run."""
+
+
+class _BeforeAfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function just before, or just after, the first import of a module."""
+
+    def __init__(self, before: dict[str, Callable[[], None]], after: dict[str, Callable[[types.ModuleType], None]]):
+        self._before = dict(before)
+        self._after = dict(after)
+
+    def find_spec(self, name, path=None, target=None):
+        before = self._before.pop(name, None)
+        if before is not None:
+            before()
+        after = self._after.pop(name, None)
+        if after is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        exec_module = spec.loader.exec_module
+
+        def exec_then(module):
+            exec_module(module)
+            after(module)
+
+        spec.loader.exec_module = exec_then
+        return spec
+
+
+def _lend_torchvision() -> None:
+    """Let SGLang import its table of configurations, which holds those of image models, too: the only modules on a text
+    model's path that import torchvision. The set-up without a GPU leaves torchvision out: PyPI's build is linked
+    against CUDA, and next to a CPU build of torch it keeps transformers from importing even a text model like Llama.
+    """
+    from transformers.utils.import_utils import is_torchvision_available
+
+    if is_torchvision_available():  # transformers keeps this answer: it does not see the stand-in
+        return
+    for name in _LENT:
+        module = _MissingKernels(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = module
+
+
+def _take_torchvision_back(_module: types.ModuleType) -> None:
+    for name in _LENT:
+        if isinstance(sys.modules.get(name), _MissingKernels):
+            del sys.modules[name]
+
+
+def _plain_host_buffers(module: types.ModuleType) -> None:
+    """Allocate host buffers (those of returned routed experts) without page-locking them, which needs CUDA."""
+
+    def allocate(dims, dtype, device, *_pinning, **_pinning_options):
+        import torch
+
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _compare_on_host(module: types.ModuleType) -> None:
+    """Have the weight checker compare on the host; by default it moves both sides to CUDA, chunk by chunk."""
+
+    def iter_chunks(self):
+        flat = self.tensor.reshape(-1)
+        for start in range(0, flat.numel(), module.CHUNK_NUMEL):
+            yield flat[start : start + module.CHUNK_NUMEL], None
+
+    module.RawComparable.iter_chunks = iter_chunks
+
+
+def _register_attention(module: types.ModuleType) -> None:
+    """Add the batched attention through SGLang's public registry."""
+
+    @module.register_attention_backend(ATTENTION_BACKEND)
+    def create(model_runner):
+        from gspo_mega.cpu.sglang_cpu_attention import BatchedCpuAttention
+
+        return BatchedCpuAttention(model_runner)
+
+    @module.register_attention_backend(INVARIANT_ATTENTION_BACKEND)
+    def create_invariant(model_runner):
+        from gspo_mega.cpu.sglang_invariant_attention import InvariantCpuAttention
+
+        return InvariantCpuAttention(model_runner)
+
+
+def _register_quantization(_module: types.ModuleType) -> None:
+    """Put quantized layers that need no GPU kernels into SGLang's registry of quantization methods."""
+    importlib.import_module("gspo_mega.cpu.sglang_cpu_quantization")
+
+
+def _absorb_plain_blocks(module: types.ModuleType) -> None:
+    """Latent attention multiplies by parts of `kv_b_proj`. On a GPU SGLang dequantizes its blocks for that; elsewhere
+    it rounds them again, to one scale, for a product that a CPU has not.
+    """
+    from gspo_mega.algorithm.fp8 import dequantize_blocks
+
+    def plain(weight, scale_inv, block):
+        import torch
+
+        return dequantize_blocks(weight, scale_inv, tuple(block)).to(torch.get_default_dtype()), None
+
+    vars(module)["block_quant_to_tensor_quant"] = plain
+
+
+def _plain_adapters(module: types.ModuleType) -> None:
+    """Compute adapters (LoRA) without page-locked host buffers, which need CUDA."""
+    from gspo_mega.cpu.sglang_cpu_adapters import use_plain_host_memory
+
+    use_plain_host_memory(module)
+
+
+def _adapters_of_layers(module: types.ModuleType) -> None:
+    """The same, and adapters of experts without SGLang's kernels for them, which are Triton's."""
+    from gspo_mega.cpu.sglang_cpu_adapters import compute_experts
+
+    _plain_adapters(module)
+    compute_experts(module)
+
+
+def _adapters_of_tokens(module: types.ModuleType) -> None:
+    """Say which token has which adapter without a kernel's limits."""
+    from gspo_mega.cpu.sglang_cpu_adapters import count_whole_segments
+
+    count_whole_segments(module)
+
+
+class _CachesFp8:
+    """Stands in for SGLang's platform where the KV cache is made. On a CPU SGLang has an FP8 cache for one vendor's
+    kernels only, with scales of its own; with this it makes the plain one that it has on a GPU.
+    """
+
+    def __init__(self, platform) -> None:
+        self._platform = platform
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str):
+        return getattr(self._platform, name)
+
+
+def _cache_fp8(module: types.ModuleType) -> None:
+    """Let `kv_cache_dtype: fp8_e4m3` make the cache that it makes on a GPU: e4m3, without a scale."""
+    vars(module)["current_platform"] = _CachesFp8(module.current_platform)
+
+
+def _attend_to_latents(module: types.ModuleType) -> None:
+    """Latent attention keeps latents in its cache: read them as one wide key-value head, in prefill, too."""
+    module.AttentionBackendRegistry.register(
+        ATTENTION_BACKEND, lambda attention, forward_batch: module.AttnForwardMethod.MLA
+    )
+
+
+def _unscaled_positions(module: types.ModuleType) -> None:
+    """Give latent attention positions without a scaling, as Moonlight has them: on a CPU SGLang makes YaRN's only."""
+    scaled = module.get_rope_cpu
+
+    def positions(head_size, rotary_dim, max_position, base, is_neox_style=True, rope_scaling=None, *others):
+        made = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *others)
+        return module.get_rope(*made[:8]) if rope_scaling is None else scaled(*made)
+
+    vars(module)["get_rope_cpu"] = positions
+
+
+def _plain_layers(name: str) -> Callable[[types.ModuleType], None]:
+    """Compute the layers of `name`, a class of the module, with fewer operations where they are plain."""
+
+    def take_over(module: types.ModuleType) -> None:
+        from gspo_mega.cpu.sglang_cpu_layers import take_over_layers
+
+        take_over_layers(getattr(module, name))
+
+    return take_over
+
+
+def _gate_shared_experts(module: types.ModuleType) -> None:
+    """The gate of a shared expert without SGLang's kernel for it, which is compiled for GPUs."""
+    from gspo_mega.cpu.sglang_cpu_layers import add_gated, gated
+
+    vars(module).update(fused_gate_sigmoid_mul=gated, fused_gate_sigmoid_mul_add=add_gated)
+
+
+def _plain_experts(module: types.ModuleType) -> None:
+    """Compute plain experts with fewer operations."""
+    from gspo_mega.cpu.sglang_cpu_layers import experts_forward_plain
+
+    vars(module)["moe_forward_native"] = experts_forward_plain(module.moe_forward_native)
+
+
+def _plain_sampling(module: types.ModuleType) -> None:
+    """Sample with one random number for each request; with the batch-invariant attention, log-probs by log-softmax."""
+    from gspo_mega.cpu.sglang_cpu_invariant import log_softmax_of
+    from gspo_mega.cpu.sglang_cpu_layers import sampling_plain
+
+    vars(module)["sampling_from_probs_torch"] = sampling_plain(module.sampling_from_probs_torch)
+    module.Sampler.__init__ = log_softmax_of(module.Sampler.__init__, INVARIANT_ATTENTION_BACKEND)
+
+
+def _invariant_head(module: types.ModuleType) -> None:
+    """With the batch-invariant attention, the trainer's LM head."""
+    from gspo_mega.cpu.sglang_cpu_invariant import head_of
+
+    processor = module.LogitsProcessor
+    processor._compute_lm_head = head_of(processor._compute_lm_head)
+
+
+def _scatter_by_sums(module: types.ModuleType) -> None:
+    """Reduce-scatter of unequal parts, for data-parallel attention. SGLang has a way without NCCL: to sum all and keep
+    a part.
+    """
+    group = module.GroupCoordinator
+    group.reduce_scatterv = group._deterministic_reduce_scatterv
+
+
+class _ForkingMultiprocessing:
+    """Stands in for `multiprocessing` in SGLang's engine: processes are forked instead of spawned."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("fork")
+
+    def set_start_method(self, method: str, force: bool = False) -> None:
+        """Ignore SGLang's request for `spawn`, which only CUDA needs."""
+
+    def __getattr__(self, name: str):
+        return getattr(self._context, name)
+
+
+def _fork_children(module: types.ModuleType) -> None:
+    """Start scheduler and detokenizer as forks of the process that has imported everything. Spawned, each would import
+    SGLang and torch again, which is two thirds of a start's work.
+    """
+    vars(module)["mp"] = _ForkingMultiprocessing()
+
+
+_installed = False
+
+
+def activate() -> bool:
+    """Make `import sglang` work without a GPU; a second call does nothing.
+
+    Returns True if CPU support is active, False on a machine with a GPU, where nothing is changed. Call it before
+    anything imports `sglang`.
+    """
+    global _installed
+    if _installed:
+        return True
+    if has_gpu():
+        return False
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    sys.meta_path.append(_MissingKernelsFinder())
+    sys.meta_path.insert(
+        0,
+        _BeforeAfterImport(
+            before={"sglang.srt.configs": _lend_torchvision},
+            after={
+                "sglang.srt.configs": _take_torchvision_back,
+                "sglang.srt.mem_cache.pool_host.common": _plain_host_buffers,
+                "sglang.srt.utils.weight_checker_comparator": _compare_on_host,
+                "sglang.srt.layers.attention.attention_registry": _register_attention,
+                "sglang.srt.layers.quantization": _register_quantization,
+                "sglang.srt.models.deepseek_common.deepseek_weight_loader": _absorb_plain_blocks,
+                "sglang.srt.layers.rotary_embedding.factory": _unscaled_positions,
+                "sglang.srt.mem_cache.kv_cache_configurator": _cache_fp8,
+                "sglang.srt.models.qwen2_moe": _gate_shared_experts,
+                "sglang.srt.models.gpt_oss": keep_sinks_wide,
+                "sglang.srt.arg_groups.model_hook": lambda module: allow_sinks(module, ATTENTION_BACKEND),
+                "sglang.srt.models.qwen3": _plain_layers("Qwen3Model"),
+                "sglang.srt.models.qwen3_moe": _plain_layers("Qwen3MoeModel"),
+                "sglang.srt.layers.moe.fused_moe_native": _plain_experts,
+                "sglang.srt.layers.sampler": _plain_sampling,
+                "sglang.srt.layers.logits_processor": _invariant_head,
+                "sglang.srt.lora.layers": _adapters_of_layers,
+                "sglang.srt.lora.backend.base_backend": _adapters_of_tokens,
+                "sglang.srt.lora.backend.torch_backend": _plain_adapters,
+                "sglang.srt.distributed.parallel_state": _scatter_by_sums,
+                "sglang.srt.entrypoints.engine": _fork_children,
+                "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,
+            },
+        ),
+    )
+    _installed = True
+    return True

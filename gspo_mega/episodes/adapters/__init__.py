@@ -1,1 +1,0 @@
-"""Episodes whose other side exists already: text environments in this process, and environments behind a wire."""

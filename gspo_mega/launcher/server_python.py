@@ -1,0 +1,107 @@
+"""The Python of the servers on one machine, where `server.python`, or else the variable GSPO_SERVER_PYTHON, names
+another one than that of the ranks.
+
+Owns the command and the variables of `gspo-mega serve` in that Python, and refuses a Python in which it cannot start,
+or to which the ranks could not publish: `base/two_pythons.py` compares the two.
+Under Slurm `site_settings.py` reads the same variable, and the key replaces it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import gspo_mega
+from gspo_mega.base import sglang_release, two_pythons
+from gspo_mega.base.errors import PlanError
+from gspo_mega.config import LoadedConfig
+from gspo_mega.config.deadlines import preflight_seconds
+from gspo_mega.launcher.server_variable import SERVER_PYTHON, server_python_variable
+
+# Runs in the server's Python: looks for the imports of `gspo-mega serve` and the server without importing them.
+_LOOK = """
+import importlib.metadata, importlib.util, json, sys
+needed = ["gspo_mega", "sglang", "torch", "pydantic", "yaml", "safetensors", "numpy", "aiohttp", "psutil"]
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+try:
+    sglang = importlib.metadata.version("sglang")
+except importlib.metadata.PackageNotFoundError:
+    sglang = None
+print(json.dumps([list(sys.version_info[:2]), missing, sglang]))
+"""
+
+
+def serve_command(
+    loaded: LoadedConfig, environment: Mapping[str, str] = os.environ
+) -> tuple[list[str], dict[str, str]]:
+    """The command `gspo-mega serve` in the servers' Python, and the variables that it needs besides `environment`.
+
+    Raises PlanError, with the place of the key or the name of the variable, where it is not a Python that can serve.
+    """
+    key, chosen = f"{loaded.where('server.python')}: server.python", loaded.config.server.python
+    if chosen is None:
+        key, chosen = SERVER_PYTHON, server_python_variable(environment)
+    if not chosen:
+        return [sys.executable, "-m", "gspo_mega", "serve"], {}
+    variables, seconds = _found_there(environment), preflight_seconds(loaded.config)
+    place = f"{key}: {chosen}"
+    found = shutil.which(chosen)
+    if found is None:
+        raise PlanError(f"{place}: no such program. Give the path of a Python, such as /opt/sglang/bin/python")
+    try:
+        looked = subprocess.run(
+            [found, "-c", _LOOK],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            stdin=subprocess.DEVNULL,
+            env={**environment, **variables},
+        )
+        version, missing, sglang = json.loads(looked.stdout)
+    except subprocess.TimeoutExpired:
+        raise PlanError(
+            f"{place}: did not answer within {seconds:g} s (cluster.preflight_seconds). Is it in a slow shared folder?"
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise PlanError(f"{place}: is not a Python that runs on this machine: {error}") from None
+    if tuple(version) < (3, 11):
+        raise PlanError(f"{place}: is Python {version[0]}.{version[1]}; 3.11 or newer is needed")
+    if missing:
+        raise PlanError(
+            f"{place}: has no {', '.join(missing)}; what a server needs there is in launch/env/gpu-server.txt"
+        )
+    if too_old := sglang_release.problem(sglang):
+        raise PlanError(f"{place}: {too_old}")
+    return [found, "-m", "gspo_mega", "serve"], variables
+
+
+def check_same_software(
+    loaded: LoadedConfig, python: str, variables: Mapping[str, str], environment: Mapping[str, str] = os.environ
+) -> None:
+    """For a run on GPUs: raises PlanError where weights go to the servers' `python` through NCCL, and PyTorch or NCCL
+    are others there than in this Python. `variables`: of the servers, besides `environment`.
+    """
+    if loaded.config.publish.method != "distributed" or two_pythons.is_this_python(python):
+        return
+    place = f"{loaded.where('publish.method')}: publish.method: distributed"
+    try:
+        server = two_pythons.ask(python, preflight_seconds(loaded.config), {**environment, **variables})
+    except ValueError as error:
+        raise PlanError(f"{place}: {error}") from None
+    if different := two_pythons.differences(two_pythons.here(), server):
+        raise PlanError("\n".join([f"{place}: {different[0]}", *different[1:]]))
+
+
+def _found_there(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which another Python finds this gspo_mega in its repository. An installed gspo_mega gets none:
+    its folder would bring other packages along, so the other Python must have its own.
+    """
+    root = Path(gspo_mega.__file__).resolve().parents[1]
+    if not (root / "pyproject.toml").is_file():
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(part for part in (str(root), environment.get("PYTHONPATH")) if part)}

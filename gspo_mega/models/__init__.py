@@ -1,0 +1,1 @@
+"""From a Hugging Face `config.json` to a ModelSpec, and the tables of model families. No torch."""

@@ -1,0 +1,126 @@
+"""The block-FP8 layout of a Hugging Face folder, as DeepSeek-V3 and Qwen3-FP8 are published: which tensors are
+quantised, under which names their scales lie, and `quantization_config`.
+
+Owns names, shapes and the reading of the configuration. Rounding is `gspo_mega.algorithm`'s, reading and writing of
+tensors `weights/`'s. No torch.
+
+A quantised `X.weight` of [n, m] is float8 e4m3 and stands for `X.weight[i, j] * X.weight_scale_inv[i // b0, j // b1]`;
+the scales have the shape [ceil(n / b0), ceil(m / b1)].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gspo_mega.config.block_scales import BLACKWELL, has_powers_of_two
+from gspo_mega.config.schema import Config
+from gspo_mega.config.server_precision import BLOCK, loads_quantized
+from gspo_mega.models.config_reader import ConfigReader
+from gspo_mega.models.families import TensorEntry
+from gspo_mega.models.spec import BlockFp8
+
+SCALE_SUFFIX = "_scale_inv"
+SERVED_BLOCK = BLOCK
+"""Rows and columns of a block as servers hold it."""
+KEY = "quantization_config"
+
+_ONLY = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+# What else such a configuration may say, without a meaning for the stored weights.
+_UNDERSTOOD = {*_ONLY, "weight_block_size", "scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize"}
+_GATES = (".router.weight", ".shared_experts.gate_weight")
+_BLACKWELL_NAMES = ("B200",)
+
+
+def read_block_fp8(reader: ConfigReader) -> BlockFp8 | None:
+    """The layout that a config.json names; None where its weights are plain. Another quantisation is a problem of
+    `reader`, by its key.
+    """
+    raw = reader.raw.get(KEY)
+    if not raw:
+        return None
+    if not isinstance(raw, dict):
+        reader.problem(KEY, f"is {raw!r}; must be an object")
+        return None
+    # `fmt` has one value so far, and not everybody writes it.
+    found = {key: raw.get(key, only if key == "fmt" else None) for key, only in _ONLY.items()}
+    wrong = [f"{key} is {value!r}, supported: {_ONLY[key]!r}" for key, value in found.items() if value != _ONLY[key]]
+    block = raw.get("weight_block_size")
+    sizes = block if isinstance(block, list) and len(block) == 2 else [0, 0]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        wrong.append(
+            f"weight_block_size is {block!r}, supported: rows and columns of a block such as [128, 128], not one scale"
+            " per tensor or per row"
+        )
+    scale_format = raw.get("scale_fmt")
+    if scale_format not in (None, "ue8m0"):
+        wrong.append(f"scale_fmt is {scale_format!r}, supported: none (any float32) or 'ue8m0' (powers of two)")
+    kept = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or []
+    if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
+        wrong.append(f"modules_to_not_convert is {kept!r}, supported: a list of names of modules")
+    wrong += [f"{key} is not known" for key in sorted(raw.keys() - _UNDERSTOOD)]
+    if wrong:
+        reader.problem(KEY, f"of quantised weights only FP8 in blocks can be read: {'; '.join(wrong)}")
+        return None
+    return BlockFp8((sizes[0], sizes[1]), tuple(kept), scale_format == "ue8m0")
+
+
+def quantization_config(stored: BlockFp8) -> dict[str, Any]:
+    """The value of config.json's `quantization_config` for this layout."""
+    value: dict[str, Any] = _ONLY | {"weight_block_size": list(stored.block)}
+    if stored.power_of_two:
+        value["scale_fmt"] = "ue8m0"
+    if stored.kept:
+        value["modules_to_not_convert"] = list(stored.kept)
+    return value
+
+
+def served_layout(config: Config) -> BlockFp8 | None:
+    """The layout in which the run's servers get their weights; None where these are plain."""
+    return BlockFp8(BLOCK, power_of_two=publishes_powers_of_two(config)) if loads_quantized(config) else None
+
+
+def publishes_powers_of_two(config: Config) -> bool:
+    """Are the scales of published blocks powers of two? As `fp8.block_scales` says, in any precision of the trainer.
+
+    With `auto`, on the GPUs of `cluster.gpu`: every process of the run, with and without a GPU, must answer the same.
+    """
+    return has_powers_of_two(config.fp8.block_scales, BLACKWELL if config.cluster.gpu in _BLACKWELL_NAMES else None)
+
+
+def is_quantizable(entry: TensorEntry) -> bool:
+    """Is this the weight of a linear layer? Norms, biases, embeddings, the LM head, the router and the gate of shared
+    experts stay as they are; so do experts that files stack.
+    """
+    if entry.stack is not None or not entry.parameter.endswith(".weight"):
+        return False
+    return entry.stage == "layer" and len(entry.shape) == 2 and not entry.parameter.endswith(_GATES)
+
+
+def is_quantized(stored: BlockFp8 | None, entry: TensorEntry) -> bool:
+    """Does a folder of this layout hold the tensor as FP8 with scales?"""
+    if stored is None or not is_quantizable(entry):
+        return False
+    module = entry.name.rpartition(".")[0]
+    return not any(module == name or module.startswith(f"{name}.") for name in stored.kept)
+
+
+def scale_name(name: str) -> str:
+    """The name of the scales of a quantised weight."""
+    return f"{name}{SCALE_SUFFIX}"
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    """The shape of the scales of a quantised weight of [n, m]."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def stored_bytes(stored: BlockFp8 | None, entries: list[TensorEntry], plain_bytes: int) -> int:
+    """Bytes of these tensors in a folder of this layout; a plain element takes `plain_bytes`, a buffer's element 4."""
+    total = 0
+    for entry in entries:
+        if stored is not None and is_quantized(stored, entry):
+            rows, columns = scale_shape(entry.shape, stored.block)
+            total += entry.num_elements + 4 * rows * columns
+        else:
+            total += entry.num_elements * (4 if entry.is_buffer else plain_bytes)
+    return total

@@ -1,0 +1,305 @@
+"""Read a Hugging Face folder's `config.json` into a ModelSpec, or raise an error that names what is not supported.
+
+Reads the files of transformers 4.x and 5.x. Settings that would change the maths and that the engine does not
+implement are refused by name: a model that computes something slightly different from its checkpoint is worse than
+one that does not start. Weights are not read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gspo_mega.base.errors import ModelError
+from gspo_mega.base.guarded_files import NoRegularFileError, odd_file, read_json_file
+from gspo_mega.models.block_fp8 import read_block_fp8
+from gspo_mega.models.config_reader import MOST_EXPERTS_OF_ALL_LAYERS, ConfigReader, shown
+from gspo_mega.models.deepseek import read_experts, read_latent_attention
+from gspo_mega.models.description import description_files
+from gspo_mega.models.end_tokens import stated_end
+from gspo_mega.models.gpt_oss import is_fp4, needs_plain_copy, read_gpt_oss
+from gspo_mega.models.rope import read_rope
+from gspo_mega.models.spec import BlockFp8, ModelSpec, MoeSpec
+from gspo_mega.models.table_rows import ExpertKeys, Family
+from gspo_mega.models.tables import FAMILIES
+
+ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
+_DTYPES = ("float32", "bfloat16")
+
+# Where one of these is set, the model computes something that no family here implements. (False, 0 and null count as
+# absent.)
+_FOREIGN = {
+    "shared_expert_intermediate_size": "shared experts",
+    "n_shared_experts": "shared experts",
+    "num_nextn_predict_layers": "multi-token prediction",
+    "attn_logit_softcapping": "soft-capped attention",
+    "final_logit_softcapping": "soft-capped logits",
+    "q_lora_rank": "latent attention",
+    "kv_lora_rank": "latent attention",
+    "mlp_bias": "biases in the MLP",
+}
+
+# Architectures that users ask for and that Megatron-Core cannot carry here, with the reason.
+_NOT_CARRIED = {
+    "Qwen3NextForCausalLM": "three of its four layers are gated delta nets: Megatron-Core 0.16.1 refuses packed"
+    " sequences in them, and later releases need kernels written in Triton (docs/families.md)",
+}
+
+
+def read_model_spec(
+    folder: str | Path, renamed: Callable[[dict[str, Any], str], dict[str, Any]] = lambda raw, where: raw
+) -> ModelSpec:
+    """Read `config.json` (and `generation_config.json` for further end-of-sequence ids) of a folder.
+
+    A `.json` file instead of a folder is read as a config.json: a shape to plan with. `renamed`: from a parsed
+    config.json and its place to the one that is read.
+
+    Raises ModelError listing everything that is missing, malformed or unsupported, and for a link that leads out of the
+    folder.
+    """
+    folder = Path(folder)
+    if folder.is_file() and folder.suffix == ".json":
+        return spec_from_config(renamed(_read_json(folder) or {}, str(folder)), where=str(folder))
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; give a Hugging Face folder with config.json and safetensors")
+    if (odd := odd_file(folder)) is not None:
+        raise ModelError(odd)
+    raw = _read_json(folder / "config.json")
+    if raw is None:
+        raise ModelError(f"{folder}: it has no config.json; give a Hugging Face folder")
+    description_files(folder)  # refuses a bad link now, on a login node, instead of at the first export
+    generation = _read_json(folder / "generation_config.json") or {}
+    where = str(folder / "config.json")
+    return spec_from_config(renamed(raw, where), where=where, generation=generation)
+
+
+def read_stored(folder: str | Path) -> BlockFp8 | None:
+    """How a folder holds its weights, from its own config.json alone; None where no weight is in FP8 blocks, and
+    without one.
+
+    Raises ModelError for a quantisation that is not supported.
+    """
+    file = Path(folder) / "config.json"
+    reader = ConfigReader(_read_json(file) or {})
+    stored = None if is_fp4(reader.raw) else read_block_fp8(reader)
+    if reader.problems:
+        raise ModelError("\n".join(f"{file}: {problem}" for problem in reader.problems))
+    return stored
+
+
+def folder_needs_plain_copy(folder: str | Path, dtype: str) -> bool:
+    """`needs_plain_copy` of a folder; false without a config.json. Raises ModelError."""
+    return needs_plain_copy(_read_json(Path(folder) / "config.json") or {}, dtype)
+
+
+def read_end_tokens(folder: str | Path) -> tuple[int, ...]:
+    """The ids that generation_config.json and config.json of a folder name as ends of a response: `eos_token_ids` of a
+    run with it. Empty where only the tokenizer's files name an end token.
+
+    Raises ModelError: no such folder, an id that is none, or no file names one.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; the one of a Hugging Face model or tokenizer is needed")
+    reader = ConfigReader(_read_json(folder / "config.json") or {})
+    ids = _eos_token_ids(reader, _read_json(folder / "generation_config.json") or {}, reader.raw.get("vocab_size") or 0)
+    if reader.problems:
+        raise ModelError("\n".join(f"{folder}: {problem}" for problem in reader.problems))
+    if not ids and stated_end(folder) is None:
+        raise ModelError(
+            f"{folder}: neither generation_config.json nor config.json names eos_token_id, and tokenizer_config.json no"
+            " eos_token that the tokenizer has; a response could never end"
+        )
+    return ids
+
+
+def spec_from_config(
+    raw: dict[str, Any], where: str = "config.json", generation: dict[str, Any] | None = None
+) -> ModelSpec:
+    """The ModelSpec of a parsed `config.json`. `where` names it in errors. Raises ModelError."""
+    try:
+        return _spec_from_config(raw, where, generation)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        # A list where a text should be, a text where a number should be, and so on.
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ModelError(f"{where}: a value is of another form than any model's is ({why})") from error
+
+
+def _spec_from_config(raw: dict[str, Any], where: str, generation: dict[str, Any] | None) -> ModelSpec:
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        reason = next((_NOT_CARRIED[name] for name in _NOT_CARRIED if architectures == [name]), None)
+        problem = "; it must name exactly one" if reason is None else f", which is not supported: {reason}"
+        raise ModelError(
+            f"{where}: architectures is {shown(architectures)}{problem}; supported: {', '.join(ARCHITECTURES)}"
+        )
+    name = ARCHITECTURES[architectures[0]]
+    family = FAMILIES[name]
+    reader = ConfigReader(raw)
+    _refuse_other_maths(reader, family)
+
+    hidden_size = reader.size("hidden_size")
+    num_heads = reader.size("num_attention_heads")
+    num_kv_heads = num_heads if reader.is_omitted("num_key_value_heads", family) else reader.size("num_key_value_heads")
+    latent = read_latent_attention(reader) if family.latent else None
+    if latent is not None:
+        head_dim = latent.content_dim + latent.rotary_dim
+    elif reader.is_omitted("head_dim", family):
+        head_dim = hidden_size // num_heads if num_heads else 0
+        if num_heads and hidden_size % num_heads:
+            reader.problem(
+                "num_attention_heads",
+                f"{num_heads} does not divide hidden_size {hidden_size}, and there is no head_dim",
+            )
+    else:
+        head_dim = reader.size("head_dim")
+    if num_kv_heads and num_heads % num_kv_heads:
+        reader.problem("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+    if latent is None and head_dim % 2:
+        reader.problem("head_dim", f"{head_dim} is odd; rotary positions need pairs")
+    vocab_size = reader.size("vocab_size")
+    rope_theta, rope_scaling, rotary_share = read_rope(reader, family)
+    if rotary_share < 1 and int(head_dim * rotary_share) % 2:
+        reader.problem("partial_rotary_factor", f"{rotary_share} of head_dim {head_dim} is odd; positions need pairs")
+    num_layers = reader.size("num_hidden_layers")
+    spec = ModelSpec(
+        family=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=reader.size("intermediate_size"),
+        vocab_size=vocab_size,
+        max_position_embeddings=reader.size("max_position_embeddings"),
+        rope_theta=rope_theta,
+        rms_norm_eps=reader.number("rms_norm_eps"),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", False),
+        qk_norm=_has(reader, family.qk_norm),
+        attention_bias=_has(reader, family.qkv_bias),
+        torch_dtype=_dtype(reader),
+        eos_token_ids=_eos_token_ids(reader, generation or {}, vocab_size),
+        moe=None if family.experts is None else _moe(reader, family.experts),
+        rope_scaling=rope_scaling,
+        rotary_share=rotary_share,
+        latent=latent,
+        num_ignored_layers=reader.count("num_nextn_predict_layers"),
+        stored=None if family.gpt_oss and is_fp4(raw) else read_block_fp8(reader),
+        raw=raw,
+        **(read_gpt_oss(reader, num_layers) if family.gpt_oss else {}),
+    )
+    if spec.moe is not None and num_layers * spec.moe.num_experts > MOST_EXPERTS_OF_ALL_LAYERS:
+        text = f"{num_layers} layers of {spec.moe.num_experts} experts; no model has more than"
+        reader.problem("num_hidden_layers", f"{text} {MOST_EXPERTS_OF_ALL_LAYERS} experts in all")
+    if reader.problems:
+        raise ModelError("\n".join(f"{where}: {problem}" for problem in reader.problems))
+    return spec
+
+
+def _has(reader: ConfigReader, own: bool | str) -> bool:
+    """A family's own value, or that of the key that it names."""
+    return own if isinstance(own, bool) else reader.flag(own, False)
+
+
+def _refuse_other_maths(reader: ConfigReader, family: Family) -> None:
+    raw = reader.raw
+    if raw.get("hidden_act", "silu") != "silu":
+        reader.problem("hidden_act", f"{raw['hidden_act']!r} is not supported; supported: 'silu'")
+    # Where a family always has biases on query, key and value, nobody reads the key.
+    if raw.get("attention_bias") and not family.qkv_bias:
+        reader.problem("attention_bias", "biases in attention are not supported; supported: false")
+    if raw.get("qkv_bias") is False and family.qkv_bias:
+        reader.problem("qkv_bias", "false: this family without biases on query, key and value is not supported")
+    if raw.get("attention_dropout"):
+        reader.problem("attention_dropout", f"{raw['attention_dropout']!r} is not supported; supported: 0")
+    layer_types = [] if family.gpt_oss else raw.get("layer_types") or []
+    if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
+        key = "use_sliding_window" if raw.get("use_sliding_window") else "layer_types"
+        reader.problem(
+            key, "sliding-window and other partial attention is not supported; supported: full attention in every layer"
+        )
+    for key, meaning in (_FOREIGN | dict(family.refused)).items():
+        if raw.get(key) and key not in family.understood:
+            reader.problem(key, f"{meaning} are not supported; use a checkpoint without them")
+    if family.experts is not None:
+        if raw.get("mlp_only_layers"):
+            reader.problem(
+                "mlp_only_layers",
+                f"{raw['mlp_only_layers']!r}: dense layers between MoE layers are not supported; supported: []",
+            )
+        if raw.get("decoder_sparse_step", 1) != 1:
+            reader.problem(
+                "decoder_sparse_step",
+                f"{raw['decoder_sparse_step']!r} is not supported; supported: 1, experts in every layer",
+            )
+
+
+def _dtype(reader: ConfigReader) -> str:
+    key = "dtype" if reader.raw.get("dtype") is not None else "torch_dtype"
+    # What both transformers and torch mean by leaving it out; beside MXFP4 weights, the one that these are read in.
+    value = reader.raw.get(key) or ("bfloat16" if is_fp4(reader.raw) else "float32")
+    name = str(value).removeprefix("torch.")
+    if name not in _DTYPES:
+        reader.problem(key, f"{value!r} is not supported; supported: {', '.join(_DTYPES)}")
+    return name
+
+
+def _eos_token_ids(reader: ConfigReader, generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Ids that end a response: those of generation_config.json and of config.json, each once, in that order."""
+    ids: list[int] = []
+    for source, value in (
+        ("generation_config.json's eos_token_id", generation.get("eos_token_id")),
+        ("eos_token_id", reader.raw.get("eos_token_id")),
+    ):
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if (
+                isinstance(token_id, bool)
+                or not isinstance(token_id, int)
+                or not 0 <= token_id < (vocab_size or math.inf)
+            ):
+                reader.problem(source, f"{token_id!r} is not a token id below vocab_size {vocab_size}")
+            elif token_id not in ids:
+                ids.append(token_id)
+    return tuple(ids)
+
+
+def _moe(reader: ConfigReader, keys: ExpertKeys) -> MoeSpec:
+    num_experts = reader.size(*keys.num_experts)
+    experts_per_token = reader.size("num_experts_per_tok")
+    if 0 < num_experts < experts_per_token:
+        reader.problem("num_experts_per_tok", f"{experts_per_token} is more than the {num_experts} experts")
+    intermediate_size = reader.size(keys.intermediate_size)
+    if keys.deepseek:
+        return read_experts(reader, num_experts, experts_per_token, intermediate_size)
+    return MoeSpec(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        expert_intermediate_size=intermediate_size,
+        norm_topk_prob=reader.flag("norm_topk_prob", False) if keys.norm_topk_prob is None else keys.norm_topk_prob,
+        shared_intermediate_size=reader.size(keys.gated_shared) if keys.gated_shared is not None else 0,
+        shared_gate=keys.gated_shared is not None,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, None where there is no file. Raises ModelError naming file and line."""
+    try:
+        value = read_json_file(path)
+    except FileNotFoundError:
+        return None
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
+    except UnicodeDecodeError:
+        raise ModelError(f"{path}: not UTF-8 text") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from None
+    except NoRegularFileError as error:
+        raise ModelError(f"{path}: {error.strerror}") from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return value

@@ -1,0 +1,288 @@
+"""The families: every tensor of a Hugging Face checkpoint, where Megatron keeps it, and what config.json leaves unsaid.
+
+Declarations only. What is derived from them (a model's tensors, how they are cut over ranks) is `families.py`, the
+reading of config.json `huggingface.py`. How to add a family: docs/families.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gspo_mega.models.table_rows import ExpertKeys, Family, Role, Sharding, Stack, TensorRule, Where
+
+
+def _layer(
+    name: str,
+    shape: tuple[str, ...],
+    parameter: str,
+    role: Role,
+    sharding: Sharding,
+    where: Where | None = None,
+    is_buffer: bool = False,
+) -> TensorRule:
+    return TensorRule(
+        f"model.layers.{{layer}}.{name}",
+        shape,
+        f"decoder.layers.{{layer}}.{parameter}",
+        role,
+        sharding,
+        "layer",
+        where,
+        is_buffer,
+    )
+
+
+def _attention(*own: TensorRule) -> tuple[TensorRule, ...]:
+    """Norms and attention of one layer; `own` is what a family has besides."""
+    return (
+        _layer("input_layernorm.weight", ("hidden",), "input_layernorm.weight", "whole", "replicated"),
+        _layer("self_attn.q_proj.weight", ("query", "hidden"), "self_attention.linear_qkv.weight", "q", "rows"),
+        _layer("self_attn.k_proj.weight", ("key_value", "hidden"), "self_attention.linear_qkv.weight", "k", "rows"),
+        _layer("self_attn.v_proj.weight", ("key_value", "hidden"), "self_attention.linear_qkv.weight", "v", "rows"),
+        *own,
+        _layer("self_attn.o_proj.weight", ("hidden", "query"), "self_attention.linear_proj.weight", "whole", "columns"),
+        _layer("post_attention_layernorm.weight", ("hidden",), "pre_mlp_layernorm.weight", "whole", "replicated"),
+    )
+
+
+_QK_NORM = (
+    _layer("self_attn.q_norm.weight", ("head",), "self_attention.q_layernorm.weight", "whole", "replicated", "qk norm"),
+    _layer("self_attn.k_norm.weight", ("head",), "self_attention.k_layernorm.weight", "whole", "replicated", "qk norm"),
+)
+_QKV_BIAS = (
+    _layer("self_attn.q_proj.bias", ("query",), "self_attention.linear_qkv.bias", "q", "rows", "qkv bias"),
+    _layer("self_attn.k_proj.bias", ("key_value",), "self_attention.linear_qkv.bias", "k", "rows", "qkv bias"),
+    _layer("self_attn.v_proj.bias", ("key_value",), "self_attention.linear_qkv.bias", "v", "rows", "qkv bias"),
+)
+
+
+def _latent_attention() -> tuple[TensorRule, ...]:
+    """Norms and latent attention of one layer. Up-projections lie head by head on both sides: [content, rotary] of a
+    query, [content, value] of a key and its value. Down-projections are on every tensor rank.
+    """
+    whole: tuple[Role, Sharding] = ("whole", "rows")
+    copied: tuple[Role, Sharding] = ("whole", "replicated")
+    return (
+        _layer("input_layernorm.weight", ("hidden",), "input_layernorm.weight", *copied),
+        _layer(
+            "self_attn.q_proj.weight",
+            ("query", "hidden"),
+            "self_attention.linear_q_proj.weight",
+            *whole,
+            "no query latent",
+        ),
+        _layer(
+            "self_attn.q_a_proj.weight",
+            ("query_rank", "hidden"),
+            "self_attention.linear_q_down_proj.weight",
+            *copied,
+            "query latent",
+        ),
+        _layer(
+            "self_attn.kv_a_proj_with_mqa.weight",
+            ("latent", "hidden"),
+            "self_attention.linear_kv_down_proj.weight",
+            *copied,
+        ),
+        _layer(
+            "self_attn.q_b_proj.weight",
+            ("query", "query_rank"),
+            "self_attention.linear_q_up_proj.weight",
+            *whole,
+            "query latent",
+        ),
+        _layer(
+            "self_attn.kv_b_proj.weight",
+            ("content_value", "key_value_rank"),
+            "self_attention.linear_kv_up_proj.weight",
+            *whole,
+        ),
+        _layer(
+            "self_attn.q_a_layernorm.weight",
+            ("query_rank",),
+            "self_attention.q_layernorm.weight",
+            *copied,
+            "query latent",
+        ),
+        _layer("self_attn.kv_a_layernorm.weight", ("key_value_rank",), "self_attention.kv_layernorm.weight", *copied),
+        _layer("self_attn.o_proj.weight", ("hidden", "value"), "self_attention.linear_proj.weight", "whole", "columns"),
+        _layer("post_attention_layernorm.weight", ("hidden",), "pre_mlp_layernorm.weight", *copied),
+    )
+
+
+def _mlp(
+    block: str, ours: str, width: str, names: tuple[str, str, str], where: Where | None = None
+) -> tuple[TensorRule, ...]:
+    """A gated MLP under the checkpoint's names for gate, up and down."""
+    gate, up, down = (f"{block}.{name}.weight" for name in names)
+    return (
+        _layer(gate, (width, "hidden"), f"{ours}.linear_fc1.weight", "gate", "rows", where),
+        _layer(up, (width, "hidden"), f"{ours}.linear_fc1.weight", "up", "rows", where),
+        _layer(down, ("hidden", width), f"{ours}.linear_fc2.weight", "whole", "columns", where),
+    )
+
+
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_DENSE_MLP = _mlp("mlp", "mlp", "intermediate", _NAMES)
+
+
+def _router(block: str) -> TensorRule:
+    return _layer(
+        f"{block}.gate.weight", ("experts", "hidden"), "mlp.router.weight", "whole", "replicated", "expert layer"
+    )
+
+
+def _experts(block: str, names: tuple[str, str, str] = _NAMES) -> tuple[TensorRule, ...]:
+    """The experts of one layer, under the names that the checkpoint has for them."""
+    return _mlp(f"{block}.experts.{{expert}}", "mlp.experts.{expert}", "expert_intermediate", names, "expert layer")
+
+
+_EXPERT_BIAS = _layer(
+    "mlp.gate.e_score_correction_bias",
+    ("experts",),
+    "mlp.router.expert_bias",
+    "whole",
+    "replicated",
+    "expert layer",
+    is_buffer=True,
+)
+_SHARED_EXPERTS = _mlp("mlp.shared_experts", "mlp.shared_experts", "shared_intermediate", _NAMES, "expert layer")
+_GATED_SHARED_EXPERT = (
+    _layer(
+        "mlp.shared_expert_gate.weight",
+        ("one", "hidden"),
+        "mlp.shared_experts.gate_weight",
+        "whole",
+        "replicated",
+        "expert layer",
+    ),
+    *_mlp("mlp.shared_expert", "mlp.shared_experts", "shared_intermediate", _NAMES, "expert layer"),
+)
+_FIRST_DENSE = _mlp("mlp", "mlp", "intermediate", _NAMES, "dense layer")
+# Of gpt-oss: what its layers have besides those of other families, and its experts, which its checkpoints stack.
+_SINKS = _layer("self_attn.sinks", ("heads",), "self_attention.core_attention.softmax_offset", "whole", "rows")
+_OUTPUT_BIAS = _layer("self_attn.o_proj.bias", ("hidden",), "self_attention.linear_proj.bias", "whole", "replicated")
+_BIASED_ROUTER = (
+    _layer("mlp.router.weight", ("experts", "hidden"), "mlp.router.weight", "whole", "replicated"),
+    _layer("mlp.router.bias", ("experts",), "mlp.router.bias", "whole", "replicated"),
+)
+
+
+def _stacked(
+    name: str, shape: tuple[str, ...], parameter: str, role: Role, sharding: Sharding, stack: Stack
+) -> TensorRule:
+    own = _layer(f"mlp.experts.{{expert}}.{name}", shape, f"mlp.experts.{{expert}}.{parameter}", role, sharding)
+    return replace(own, stack=replace(stack, name=f"model.layers.{{layer}}.mlp.experts.{stack.name}"))
+
+
+def _gate_and_up(kind: str, shape: tuple[str, ...], stack: str) -> tuple[TensorRule, ...]:
+    parameter = f"linear_fc1.{kind}"
+    return (
+        _stacked(f"gate_proj.{kind}", shape, parameter, "gate", "rows", Stack(stack, 0, 2)),
+        _stacked(f"up_proj.{kind}", shape, parameter, "up", "rows", Stack(stack, 1, 2)),
+    )
+
+
+_WIDTH = "expert_intermediate"
+_STACKED_EXPERTS = (
+    *_gate_and_up("weight", (_WIDTH, "hidden"), "gate_up_proj"),
+    *_gate_and_up("bias", (_WIDTH,), "gate_up_proj_bias"),
+    _stacked("down_proj.weight", ("hidden", _WIDTH), "linear_fc2.weight", "whole", "columns", Stack("down_proj")),
+    _stacked("down_proj.bias", ("hidden",), "linear_fc2.bias", "whole", "replicated", Stack("down_proj_bias")),
+)
+_DEEPSEEK_KEYS = ExpertKeys(("n_routed_experts", "num_local_experts"), "moe_intermediate_size", deepseek=True)
+
+
+_VOCABULARY = ("vocabulary", "hidden")
+EMBEDDING = TensorRule(
+    "model.embed_tokens.weight", _VOCABULARY, "embedding.word_embeddings.weight", "whole", "vocabulary", "first"
+)
+_FINAL_NORM = TensorRule(
+    "model.norm.weight", ("hidden",), "decoder.final_layernorm.weight", "whole", "replicated", "last"
+)
+HEAD = TensorRule("lm_head.weight", _VOCABULARY, "output_layer.weight", "whole", "vocabulary", "last")
+
+
+def _decoder(*per_layer: TensorRule) -> tuple[TensorRule, ...]:
+    """The table of a family, in the order of export, from what every layer has."""
+    return (EMBEDDING, *per_layer, _FINAL_NORM, HEAD)
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        _decoder(*_attention(), *_DENSE_MLP),
+        may_omit=frozenset({"head_dim", "num_key_value_heads", "rope_theta"}),
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _decoder(*_attention(*_QKV_BIAS), *_DENSE_MLP),
+        qkv_bias=True,
+        may_omit=frozenset({"head_dim"}),
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _decoder(*_attention(*_QK_NORM), *_DENSE_MLP),
+        qk_norm=True,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _decoder(*_attention(*_QK_NORM), _router("mlp"), *_experts("mlp")),
+        qk_norm=True,
+        experts=ExpertKeys(
+            ("num_experts", "num_local_experts"), "moe_intermediate_size"
+        ),  # 4.x and 5.x of transformers
+        may_omit=frozenset({"head_dim"}),
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        _decoder(*_attention(*_QKV_BIAS), _router("mlp"), *_GATED_SHARED_EXPERT, *_experts("mlp")),
+        qkv_bias=True,
+        experts=ExpertKeys(
+            ("num_experts", "num_local_experts"),
+            "moe_intermediate_size",
+            gated_shared="shared_expert_intermediate_size",
+        ),
+        may_omit=frozenset({"head_dim"}),
+        understood=frozenset({"shared_expert_intermediate_size"}),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _decoder(*_attention(), _router("block_sparse_moe"), *_experts("block_sparse_moe", ("w1", "w3", "w2"))),
+        experts=ExpertKeys(("num_local_experts", "num_experts"), "intermediate_size", norm_topk_prob=True),
+        may_omit=frozenset({"head_dim"}),
+        refused={"sliding_window": "sliding-window attention", "router_jitter_noise": "noise in the router"},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _decoder(*_latent_attention(), *_FIRST_DENSE, _router("mlp"), _EXPERT_BIAS, *_SHARED_EXPERTS, *_experts("mlp")),
+        experts=_DEEPSEEK_KEYS,
+        may_omit=frozenset({"num_key_value_heads"}),
+        understood=frozenset({"n_shared_experts", "num_nextn_predict_layers", "q_lora_rank", "kv_lora_rank"}),
+        latent=True,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        _decoder(
+            *_attention(*_QKV_BIAS, *_QK_NORM),
+            *_FIRST_DENSE,
+            replace(_router("mlp"), served_wide=True),
+            _EXPERT_BIAS,
+            *_SHARED_EXPERTS,
+            *_experts("mlp"),
+        ),
+        qk_norm="use_qk_norm",
+        qkv_bias="attention_bias",
+        rotary_share=0.5,
+        experts=_DEEPSEEK_KEYS,
+        may_omit=frozenset({"head_dim"}),
+        understood=frozenset({"n_shared_experts", "num_nextn_predict_layers"}),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _decoder(*_attention(*_QKV_BIAS, _SINKS), _OUTPUT_BIAS, *_BIASED_ROUTER, *_STACKED_EXPERTS),
+        qkv_bias=True,
+        experts=ExpertKeys(("num_local_experts", "num_experts"), "intermediate_size", norm_topk_prob=True),
+        gpt_oss=True,
+    ),
+}

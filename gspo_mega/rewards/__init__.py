@@ -1,0 +1,1 @@
+"""Verifiers and the pool of isolated processes that scores responses."""

@@ -1,0 +1,127 @@
+"""What a reward model is fitted on: rows of a file as texts, the order of their batches, and the loss of their scores.
+
+    pointwise   binary cross-entropy of sigmoid(score) with a label from 0 to 1
+    pairwise    -log sigmoid(score of the chosen - score of the rejected), Bradley and Terry's
+
+One place for both ways of fitting: one process with transformers (`fit_reward_model.py`), and ranks in a layout
+(`train/fit_scores.py`). Moves no weights.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+from gspo_mega.base.errors import ModelError
+from gspo_mega.rewards.prompt_forms import filled
+
+Loss = Literal["pointwise", "pairwise"]
+_LABELLED, _PAIRED = ("prompt", "response", "label"), ("prompt", "chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """How a model is fitted. `trained`: only the head, or all weights. `held_out`: share of the examples that are not
+    trained on and say how good the model is.
+    """
+
+    loss: Loss = "pointwise"
+    trained: Literal["head", "all"] = "all"
+    epochs: int = 1
+    lr: float = 1e-4
+    batch_size: int = 32
+    max_tokens: int = 4096
+    held_out: float = 0.1
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Example:
+    """Texts as the model reads them: one with its label, or the chosen and the rejected."""
+
+    texts: tuple[str, ...]
+    label: float = 1.0
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """`accuracy`: of held-out examples: a score on its label's side of 0, or a chosen above its rejected; None without
+    any. `losses`: the mean of each epoch, nats per example.
+    """
+
+    losses: list[float]
+    accuracy: float | None
+    num_trained: int
+    num_held_out: int
+
+
+def examples_of(rows: Iterable[dict[str, Any]], loss: Loss, text: str) -> list[Example]:
+    """Rows that have no `problem_of_row`, as `text` puts their keys together."""
+
+    def words(row: dict[str, Any], key: str) -> str:
+        known = {"answer": row.get("answer"), "metadata": row, "options": {}, "num_response_tokens": 0}
+        return filled(text, known | {"prompt": row["prompt"], "response": row[key]})
+
+    if loss == "pointwise":
+        return [Example((words(row, "response"),), float(row["label"])) for row in rows]
+    return [Example((words(row, "chosen"), words(row, "rejected"))) for row in rows]
+
+
+def problem_of_row(row: dict[str, Any], loss: Loss) -> str | None:
+    """What is wrong with a row of the data, or None."""
+    keys = _LABELLED if loss == "pointwise" else _PAIRED
+    for key in keys:
+        if key not in row:
+            return f"no key {key!r}; expected are {', '.join(keys)}"
+        if key == "label":
+            if not isinstance(row[key], (int, float)) or not 0 <= float(row[key]) <= 1:
+                return f"'label' is {row[key]!r}; a number from 0 to 1 is expected"
+        elif not isinstance(row[key], str):
+            return f"{key!r} is no text"
+    return None
+
+
+def split_rows(num_rows: int, how: Fitting) -> tuple[list[int], list[int]]:
+    """(rows that are held out, rows that are trained on); at least one is trained on."""
+    order = list(range(num_rows))
+    random.Random(how.seed).shuffle(order)
+    num_held_out = min(len(order) - 1, round(how.held_out * len(order)))
+    return order[:num_held_out], order[num_held_out:]
+
+
+def batches_of(trained: list[int], epoch: int, how: Fitting) -> Iterator[list[int]]:
+    """The batches of one epoch; `trained` is put into its order, which the next one starts from."""
+    random.Random(how.seed * 1000 + epoch).shuffle(trained)
+    return in_batches(trained, how.batch_size)
+
+
+def in_batches(rows: list[int], size: int) -> Iterator[list[int]]:
+    return (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def token_ids(tokenizer: Any, text: str, most: int) -> list[int]:
+    """The last `most` tokens: a judgement is about the end."""
+    ids = tokenizer(text)["input_ids"][-most:]
+    if not ids:
+        raise ModelError(f"an example without a token: {text!r}")
+    return ids
+
+
+def loss_of(scores: Tensor, labels: Tensor, loss: Loss) -> Tensor:
+    """Mean loss in nats. `scores`: [B, 1] pointwise, [B, 2] (chosen, rejected) pairwise, floating; `labels`: [B] of
+    that dtype, used pointwise.
+    """
+    if loss == "pointwise":
+        return binary_cross_entropy_with_logits(scores[:, 0], labels)
+    return -logsigmoid(scores[:, 0] - scores[:, 1]).mean()
+
+
+def num_right(scores: Tensor, labels: Tensor, loss: Loss) -> int:
+    """How many of the examples the scores judge rightly; shapes as of `loss_of`."""
+    margins = scores[:, 0] * (2 * labels - 1) if loss == "pointwise" else scores[:, 0] - scores[:, 1]
+    return int((margins > 0).sum())

@@ -1,0 +1,98 @@
+"""The guard of a process with users' code: its parent, which ends it together with everything that it ever started.
+
+A function may start children in sessions of their own, which no signal to a process group reaches. The guard is
+their subreaper in the kernel: a process whose parent ends becomes the guard's child, so none is lost, and the guard
+exits once none lives. It runs no user code. The pool ends it with SIGTERM, and so does the kernel when the pool's
+thread dies.
+
+Also here: giving up the network, with a network name space of the process's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+from pathlib import Path
+
+from gspo_mega.base.errors import GspoMegaError
+from gspo_mega.base.process_death import adopt_orphans, die_with_parent, kill_below
+
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_AWAITED = {signal.SIGTERM, signal.SIGCHLD}
+
+
+def go_on_guarded(parent_pid: int) -> None:
+    """Return in a child of this process; this process stays behind as its guard and does not return.
+
+    The guard ends as the child did (exit code or signal), after whatever the child left running. Call it before any
+    thread.
+    """
+    adopt_orphans()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    die_with_parent(parent_pid, signal.SIGTERM)
+    guard_pid = os.getpid()
+    child_pid = os.fork()
+    if child_pid != 0:
+        _guard(child_pid)
+    die_with_parent(guard_pid)
+    os.setsid()  # a signal to "my group" from inside a function does not reach the guard
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+
+
+def leave_network(section: str, refusal: type[GspoMegaError]) -> None:
+    """Enter a new network name space, in which no interface is up. Call it before any thread is started.
+
+    `section`: of the configuration that asks for it. Raises `refusal` where the kernel does not let this user do so.
+    """
+    user, group = os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
+        raise refusal(
+            f"{section}.network: false: the kernel refuses this user a network name space"
+            f" ({os.strerror(ctypes.get_errno())}); allow unprivileged user name spaces on this machine, or set"
+            f" {section}.network: true and isolate the run from outside"
+        )
+    try:
+        Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
+    except OSError as error:
+        raise refusal(f"{section}.network: false: the user name space cannot be set up: {error}") from error
+    die_with_parent(os.getppid())  # new credentials may have cleared it
+
+
+def _guard(child_pid: int) -> None:
+    """Wait for the child's end or for SIGTERM, end what is left, and exit as the child did."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)  # the pipes belong to the child and have to end with it
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    status = None
+    while status is None and signal.sigwait(_AWAITED) == signal.SIGCHLD:
+        status = _reap(child_pid)
+    kill_below()
+    code = 0 if status is None else os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        os.kill(os.getpid(), -code)
+    os._exit(max(code, 0))
+
+
+def _reap(child_pid: int) -> int | None:
+    """Reap all ended children; returns the status of `child_pid` if it was among them."""
+    status = None
+    while True:
+        try:
+            pid, ended = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if pid == 0:
+            return status
+        if pid == child_pid:
+            status = ended

@@ -1,0 +1,246 @@
+"""A guarded process that runs users' code, as its parent sees it: start, send, receive, end.
+
+Owns the process, its pipes and its environment. What it is told, and what a missing reply means, is decided by
+`scoring_pool.py` for reward functions and `episodes.episode_pool` for episodes; `scoring_worker.py` and
+`episodes.episode_worker` are what runs inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from gspo_mega.base.errors import GspoMegaError
+from gspo_mega.base.proxies import direct, for_users_code
+
+# Importing a user's module may mean importing a large library from a slow disk.
+START_DEADLINE_SECONDS = 120.0
+# A reply that came in time may be read late, when this process's own event loop was busy.
+_LATE_LOOP_SECONDS = 0.05
+# A process whose pipe has ended is about to end, unless a function closed the pipe.
+_EXIT_SECONDS = 10.0
+# The log of the starting process shows this much of what one process's functions print.
+MOST_OUTPUT_BYTES = 1024 * 1024
+# The guard ends everything well within this time, except a process that is blocked in the kernel.
+_END_SECONDS = 10.0
+
+# The environment variables that a user's function sees. All others, such as credentials and addresses of the run, are
+# hidden; `reward.environment` and `episodes.environment` name further ones that a function needs.
+ENVIRONMENT = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "LANGUAGE",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "TEMP",
+    "TMP",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONHASHSEED",
+    "PYTHONUTF8",
+    "PYTHONIOENCODING",
+    "PYTHONUNBUFFERED",
+    "PYTHONDONTWRITEBYTECODE",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What runs inside, and how it is spoken of.
+
+    `module`: `python -m module PARENT_PID` speaks JSON lines, of which the first says `{"ready": true, ...}` or
+    `{"load_error": text}`. `name`: of such a process, in words. `section`: the configuration's, whose `environment`
+    names further variables. `error`: of what a user got wrong. `longest_reply_bytes`: of one line. `own_variables`: of
+    the environment, that the module itself needs.
+    """
+
+    module: str
+    name: str
+    section: str
+    error: type[GspoMegaError]
+    longest_reply_bytes: int = 1024 * 1024
+    own_variables: Mapping[str, str] = field(default_factory=dict)
+
+
+class GuardedProcess:
+    """A running process that has loaded its functions. The child of this process is its guard (`guard.py`), in a
+    process group of its own.
+
+    Attributes:
+        ready: the first line that the process said.
+    """
+
+    def __init__(self, kind: Kind, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        self.ready: dict[str, Any] = {}
+        self._kind = kind
+        self._process = process
+        self._requests = process.stdin
+        self._replies = process.stdout
+        self._ended = False
+        self._showing = asyncio.create_task(_show(process.stderr, kind.name))
+
+    @classmethod
+    async def start(cls, kind: Kind, setup: dict[str, Any], loads: str, variables: Sequence[str] = ()) -> Self:
+        """Start a process and have it load what `setup` names (`kind.module` has the format).
+
+        `loads`: what that is, in words. `variables`: environment variables that the functions get besides
+        `ENVIRONMENT`. Raises `kind.error`: one of them is not set; a function cannot be loaded; or the process ends or
+        hangs while it tries.
+        """
+        process = cls(
+            kind,
+            await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                kind.module,
+                str(os.getpid()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=environment_of(kind, variables) | dict(kind.own_variables),
+                start_new_session=True,
+                limit=kind.longest_reply_bytes,
+            ),
+        )
+        try:
+            await process._load(setup, loads)
+        except BaseException:
+            await process.end()
+            raise
+        return process
+
+    async def _load(self, setup: dict[str, Any], loads: str) -> None:
+        self.send(setup)
+        try:
+            reply = await self.receive(START_DEADLINE_SECONDS)
+        except TimeoutError:
+            raise self._kind.error(f"{loads}: loading took longer than {START_DEADLINE_SECONDS:g} s") from None
+        if reply is None:
+            raise self._kind.error(
+                f"{loads}: the {self._kind.name} ended while it loaded them ({await self.exit_text()})"
+            )
+        if "load_error" in reply:
+            raise self._kind.error(reply["load_error"])
+        self.ready = reply
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue one message; a process that is gone is noticed by `receive`."""
+        self.send_line(json.dumps(message).encode())
+
+    def send_line(self, line: bytes) -> None:
+        """As `send`, of a message in JSON."""
+        self._requests.write(line + b"\n")
+
+    async def receive(self, timeout_seconds: float | None) -> dict[str, Any] | None:
+        """The next reply; None when the process is gone or its output is no reply. Raises TimeoutError when no reply
+        comes in time; None waits without end.
+        """
+        try:
+            try:
+                async with asyncio.timeout(None if timeout_seconds is None else max(timeout_seconds, 0)):
+                    line = await self._replies.readline()
+            except TimeoutError:
+                async with asyncio.timeout(_LATE_LOOP_SECONDS):
+                    line = await self._replies.readline()
+        except ValueError:  # a line over the limit: not a reply
+            return None
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):  # nothing, or torn: the end of the pipe; or nested too deep
+            return None
+        return reply if isinstance(reply, dict) else None
+
+    @property
+    def is_gone(self) -> bool:
+        return self._process.returncode is not None
+
+    @property
+    def may_speak(self) -> bool:
+        """Whether its pipe is open: where `receive` returned None, it said something that is no reply."""
+        return not self._replies.at_eof()
+
+    @property
+    def exit_code(self) -> int | None:
+        """As of `Popen.returncode`; None while it runs. Ask after `exit_text`."""
+        return self._process.returncode
+
+    async def exit_text(self) -> str:
+        """How the process ended, in words. Call it after its pipe has ended."""
+        try:
+            async with asyncio.timeout(_EXIT_SECONDS):
+                code = await self._process.wait()
+        except TimeoutError:
+            return "it closed its pipes"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    async def end(self) -> None:
+        """End the process and everything that it started, and wait for it. A second call does nothing."""
+        if self._ended:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):  # the process and its group are gone
+                os.killpg(self._process.pid, number)
+            try:
+                async with asyncio.timeout(_END_SECONDS):
+                    await self._process.wait()
+                break
+            except TimeoutError:  # its guard was stopped, or waits for a process that is blocked in the kernel
+                continue
+        # From here on its pid may belong to another process.
+        self._ended = True
+        self._requests.close()
+        await asyncio.wait([self._showing], timeout=_LATE_LOOP_SECONDS)
+        self._showing.cancel()
+
+
+def environment_of(kind: Kind, variables: Sequence[str]) -> dict[str, str]:
+    """What such a process gets of this one's environment. Raises `kind.error`: one of `variables` is not set."""
+    missing = [name for name in variables if name not in os.environ]
+    if missing:
+        raise kind.error(
+            f"{kind.section}.environment: {', '.join(missing)} is not set in the environment of this command"
+        )
+    named = {name: os.environ[name] for name in (*ENVIRONMENT, *variables) if name in os.environ}
+    return for_users_code() | named | direct()
+
+
+async def _show(output: asyncio.StreamReader, name: str) -> None:
+    """Copy what functions print to our standard error, up to `MOST_OUTPUT_BYTES`; read and drop the rest.
+
+    Drop all of it where standard error cannot be written to: a pipe that nobody reads would block the functions.
+    """
+    left = MOST_OUTPUT_BYTES
+    while chunk := await output.read(64 * 1024):
+        if left > 0:
+            shown, left = chunk[:left], left - len(chunk)
+            if left <= 0:
+                cut = f"(a {name} printed more than {MOST_OUTPUT_BYTES} bytes; what follows is not shown)"
+                shown += f"\n{cut}\n".encode()
+            try:
+                os.write(2, shown)
+            except OSError:
+                left = 0

@@ -1,0 +1,1 @@
+"""Runs programs from responses behind walls."""

@@ -1,0 +1,173 @@
+"""What a reward is a sum of: its functions with weights and conditions, and what their replies add up to.
+
+Owns the arithmetic. Asking the functions is the scoring pool's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gspo_mega.base.errors import RewardError
+from gspo_mega.base.records import REWARD_TOLERANCE
+from gspo_mega.config.remote_rules import services_of
+from gspo_mega.config.reward_rules import Condition, condition_of, names_of
+from gspo_mega.config.schema import OwnReward, Reward, RewardFunction
+from gspo_mega.rewards.functions import BUILTINS, VERIFIERS
+
+# What one function answers, or None where a condition of its `only_if` did not hold and it was not asked.
+Reply = dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One function of a sum. `label` is its name in an episode's `reward_parts`; a verifier's 1 says that the
+    response is right.
+    """
+
+    label: str
+    weight: float
+    is_verifier: bool
+    only_if: tuple[Condition, ...] = ()
+
+    def is_known(self, replies: Mapping[str, Reply]) -> bool:
+        """Whether the functions that it depends on have been asked."""
+        return all(condition.name in replies for condition in self.only_if)
+
+    def is_open(self, replies: Mapping[str, Reply]) -> bool:
+        """Whether all its conditions hold. None holds for a function that failed or was not asked itself."""
+        return all(
+            reply is not None and "value" in reply and condition.holds(reply["value"])
+            for condition in self.only_if
+            for reply in [replies[condition.name]]
+        )
+
+
+def table_of(
+    settings: Reward, source_rewards: Mapping[str, OwnReward]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], tuple[Entry, ...], dict[str, tuple[Entry, ...]]]:
+    """The processes' set-up message, what services are asked (`{label: {"function": service, "options": ...}}`), the
+    functions of the sum, and each source's own.
+
+    Where a name occurs twice it gets a number behind it. Raises RewardError: a service has a built-in's name.
+    """
+    services = services_of(settings)
+    for name in services:
+        if name in BUILTINS:
+            raise RewardError(f"reward {name!r} is a built-in; give the service of that name another one")
+    functions: dict[str, dict[str, Any]] = {}
+
+    def label_of(name: str, function: str, options: dict[str, Any]) -> str:
+        label, uses = name, 1
+        while label in functions:
+            uses += 1
+            label = f"{name}#{uses}"
+        functions[label] = {"function": function, "options": options}
+        return label
+
+    def entries_of(reward: OwnReward, shares: bool) -> tuple[Entry, ...]:
+        """`shares`: a function with the same options that another sum has already is asked under its label there."""
+        labels: list[str] = []
+        names = names_of(reward)
+        for name, one in zip(names, reward, strict=True):
+            asked = {"function": one.function, "options": one.options}
+            there = (label for label, entry in functions.items() if entry == asked and label not in labels)
+            found = next(there, None) if shares and name == one.function else None
+            labels.append(found or label_of(name, one.function, one.options))
+        called = dict(zip(names, labels, strict=True))
+        return tuple(_entry(one, label, called) for one, label in zip(reward, labels, strict=True))
+
+    entries = entries_of(settings.functions, shares=False)
+    known: list[tuple[OwnReward, tuple[Entry, ...]]] = []
+    of_source: dict[str, tuple[Entry, ...]] = {}
+    for source, reward in source_rewards.items():
+        own = next((found for one, found in known if one == reward), None)
+        if own is None:
+            own = entries_of(reward, shares=True)
+            known.append((reward, own))
+        of_source[source] = own
+    remote = {label: entry for label, entry in functions.items() if entry["function"] in services}
+    setup = {
+        "functions": {label: entry for label, entry in functions.items() if label not in remote},
+        "memory_bytes": settings.memory_bytes,
+        "file_bytes": settings.file_bytes,
+        "network": settings.network,
+    }
+    return setup, remote, entries, of_source
+
+
+def _entry(function: RewardFunction, label: str, labels: Mapping[str, str]) -> Entry:
+    """`labels`: of the sum's functions, by the names that conditions call them."""
+    conditions = [_condition(text) for text in function.only_if]
+    named = tuple(replace(one, name=labels.get(one.name, one.name)) for one in conditions)
+    return Entry(label, function.weight, function.function in VERIFIERS, named)
+
+
+def _condition(text: str) -> Condition:
+    condition = condition_of(text)
+    if condition is None:  # a configuration from a file was refused before
+        raise RewardError(f"reward: only_if: {text!r} is no condition")
+    return condition
+
+
+@dataclass
+class Tally:
+    """What the functions of a sum gave one response.
+
+    Attributes:
+        parts: each function's value and the further numbers that it returned; `LABEL/counted` says of a function
+            with conditions whether they held (1 or 0).
+        terms: what is summed; 0 for a function whose conditions did not hold.
+        failures: `(kind, text)` of each function that failed.
+        causes: what the response caused, of each function that gave it 0 for that (`blame.CAUSES`).
+        correct: whether the functions that declare it all call the response right; False where nothing declares and a
+            function was not asked; None where nothing declares.
+    """
+
+    parts: dict[str, float]
+    terms: list[float]
+    failures: list[tuple[str, str]]
+    correct: bool | None
+    causes: list[str] = field(default_factory=list)
+
+
+def tally(entries: tuple[Entry, ...], replies: Mapping[str, Reply]) -> Tally:
+    """Add up the replies to one response, by label."""
+    parts: dict[str, float] = {}
+    terms: list[float] = []
+    failures: list[tuple[str, str]] = []
+    verdicts: list[bool] = []
+    for entry in entries:
+        reply = replies[entry.label]
+        if entry.only_if:
+            parts[f"{entry.label}/counted"] = float(reply is not None)
+        if reply is None:
+            terms.append(0.0)
+            continue
+        if "failure" in reply:
+            failures.append((reply["failure"], f"{entry.label}: {reply['why']}"))
+            continue
+        parts[entry.label] = reply["value"]
+        parts |= {f"{entry.label}/{name}": value for name, value in reply["parts"].items()}
+        terms.append(entry.weight * reply["value"])
+        if entry.is_verifier:
+            verdicts.append(reply["value"] == 1.0)
+        elif reply["correct"] is not None:
+            verdicts.append(reply["correct"])
+    if not verdicts and any(reply is None for reply in replies.values()):
+        verdicts = [False]
+    causes = [reply["cause"] for entry in entries if (reply := replies[entry.label]) and "cause" in reply]
+    return Tally(parts, terms, failures, all(verdicts) if verdicts and not failures else None, causes)
+
+
+def sum_of(terms: list[float]) -> float:
+    """The sum of the terms, in any order; exactly 0 where it is within the rounding of terms that cancel."""
+    try:
+        total = math.fsum(terms)
+    except (OverflowError, ValueError):  # finite terms with an infinite sum, or infinite terms of both signs
+        return sum(terms)
+    if not math.isfinite(total):
+        return total
+    return 0.0 if abs(total) <= REWARD_TOLERANCE * max(map(abs, terms), default=0.0) else total

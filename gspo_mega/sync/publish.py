@@ -1,0 +1,310 @@
+"""Publish: the trainer's weights to the rollout servers, as one transaction under one deadline.
+
+pause -> send -> prove -> verify -> commit -> resume. A server that fails stays paused, is named in the result, and
+gets no work until it holds a committed version; the others continue. The publish fails if no server is left. The
+trainer never goes back to earlier weights.
+
+Owns the collective part: preparing the content, and gathering it for every send of rank 0. `transaction.py` owns the
+steps on the servers, `broadcast.py` sending through groups, `checkpoint/hf_export.py` writing files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_mega.algorithm.served import OnLoad
+from gspo_mega.base import kill_points
+from gspo_mega.base.errors import GspoMegaError, PublishError
+from gspo_mega.checkpoint.gather import PolicyTensors
+from gspo_mega.checkpoint.hf_export import export_policy, policy_digests
+from gspo_mega.checkpoint.quantize_published import PublishedForm, published_form, quantised_on_load
+from gspo_mega.config.schema import Config
+from gspo_mega.engine.collectives import all_gather_json, broadcast_json, raise_together
+from gspo_mega.models.spec import ModelSpec
+from gspo_mega.plan.verification import resolve_verification
+from gspo_mega.sync.broadcast import GroupSender
+from gspo_mega.sync.other_rank import Channel, OtherRank, obey
+from gspo_mega.sync.published_versions import PublishedVersions
+from gspo_mega.sync.senders import OwnTensors
+from gspo_mega.sync.server_tensors import ExpectedChecksums, server_tensor_name, server_tensors
+from gspo_mega.sync.servers import Deadline, Fleet, ServerControl
+from gspo_mega.sync.software import check_same, here
+from gspo_mega.sync.transaction import Content, Memory, Send, Transaction
+
+if TYPE_CHECKING:
+    from gspo_mega.engine.model import PolicyModel
+    from gspo_mega.engine.process_groups import ParallelGroups
+
+__all__ = ["PublishResult", "Publisher", "ServerControl"]
+
+
+@dataclass(frozen=True)
+class PublishResult:
+    """One committed version. `path` is its folder, or None if it was sent through groups and is not on disk.
+
+    `verified`: (server_id, generation) of every server that serves the version. `failed`: the reason for each other
+    server. `num_bytes`: the version's own. `bytes_sent_by_rank`: what each rank gave to the servers' groups, the
+    same for a group of any size. `phase_seconds` add up to `seconds`.
+    """
+
+    weight_version: int
+    path: str | None
+    verified: tuple[tuple[str, int], ...]
+    failed: dict[str, str]
+    num_bytes: int
+    bytes_sent_by_rank: dict[int, int]
+    seconds: float
+    phase_seconds: dict[str, float]
+
+    @property
+    def num_bytes_sent(self) -> int:
+        """What all ranks together gave to the servers' groups."""
+        return sum(self.bytes_sent_by_rank.values())
+
+
+def expected_checksums(policy: PolicyTensors, form: PublishedForm, expected: ExpectedChecksums) -> dict[str, str]:
+    """What every server tensor's checksum must be, on every rank. Collective; all ranks get a PublishError that one has
+    while it computes them.
+
+    A server's tensor is hashed where its first part is: only parts that another rank owns, as of experts, travel.
+    """
+    homes: dict[str, int] = {}
+    for entry, _ in policy.stored():
+        homes.setdefault(server_tensor_name(policy.spec, entry), policy.owner(entry))
+    stream, problems = form.brought_to(policy, lambda entry: homes[server_tensor_name(policy.spec, entry)]), []
+    try:
+        for name, tensor in stream:
+            expected.add(name, tensor)
+    except PublishError as error:
+        problems = [str(error)]
+        with suppress(PublishError):
+            for _ in stream:  # other ranks take part in every tensor
+                pass
+    raise_together(problems, policy.groups.host, PublishError, "the weights cannot be published")
+    parts = all_gather_json(expected.checksums(), policy.groups.host)
+    return {name: checksum for part in parts for name, checksum in part.items()}
+
+
+def _nothing(weight_version: int) -> None:
+    """A commit that changes nothing on disk."""
+
+
+class Publisher:
+    """Publishes one policy. Every rank has one; only rank 0 talks to servers.
+
+    `chunks`: this rank's unwrapped GPT chunks. `weights_dir`: the run's folder of versions, visible to all nodes.
+    `address`: rank 0's machine as the servers reach it (method distributed; default `server.host`). Servers have the
+    precision that the configuration gives them; configuration and tokenizer come from `model.path`. `held`: versions
+    that servers are loading, which stay on disk. Construction is collective.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        groups: ParallelGroups,
+        chunks: Sequence[PolicyModel],
+        weights_dir: str | Path,
+        address: str | None = None,
+        held: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        self.versions = PublishedVersions(weights_dir)
+        self._held = held
+        self._settings = config.publish
+        self._source_folder = config.model.path
+        self._form = published_form(config)
+        self._spec = spec
+        self._groups = groups
+        self._chunks = chunks
+        self._policy = PolicyTensors(spec, groups, chunks)
+        self._memory = Memory()
+        on_gpu = next(iter(chunks[0].parameters())).is_cuda
+        self._on_load: OnLoad | None = quantised_on_load(config)
+        self._tensors = server_tensors(spec, self._form.stored, self._on_load, reports_scales=not on_gpu)
+        self._verification = resolve_verification(config, on_gpu)
+        self._backend = backend = "nccl" if on_gpu else "gloo"
+        settings = config.publish
+        self._owners = sorted({self._policy.owner(entry) for entry, _ in self._policy.stored()})
+        self._own = OwnTensors(groups.world.rank)
+        self._to_lead = Channel(groups.host, 0)
+        self._sender = GroupSender(
+            address or config.server.host,
+            backend,
+            settings.bucket_bytes,
+            settings.deadline_seconds,
+            settings.servers_per_group,
+            self._own,
+            [OtherRank(rank, Channel(groups.host, rank)) for rank in self._owners if rank != 0],
+        )
+
+    def publish(
+        self,
+        weight_version: int,
+        servers: Sequence[ServerControl] = (),
+        announce: Callable[[int], None] = _nothing,
+        keeps_requests: bool = False,
+    ) -> PublishResult:
+        """Bring `servers` (given on rank 0) to the trainer's current weights, as `weight_version`. Collective.
+        `announce` is called on rank 0 with the version when it is committed, before any server serves it. With
+        `keeps_requests` open requests go on over the cache of the earlier weights; otherwise the servers end them.
+
+        Returns the committed version on every rank, with the servers that failed. Raises PublishError on every rank if
+        no server holds the version, or it cannot be written.
+        """
+        deadline = Deadline(self._settings.deadline_seconds)
+        content = self._prepare(weight_version)
+        on_disk = self._settings.method == "disk"
+
+        def commit(version: int) -> None:
+            if on_disk:
+                self._commit(version)
+            announce(version)
+
+        result = self._lead_or_follow(content, servers, deadline, commit, keeps_requests)
+        if not result.verified:
+            reasons = "".join(f"\n  {why}" for why in result.failed.values()) or " there is none"
+            raise PublishError(f"no server holds weight version {weight_version}:{reasons}")
+        return result
+
+    def publish_again(self, weight_version: int, servers: Sequence[ServerControl] = ()) -> PublishResult:
+        """Bring servers that restarted, or failed before, to the committed version. Collective; `servers` on rank 0.
+
+        The trainer's weights must still be the published ones. Servers are verified against the committed content. The
+        version stays committed on the other servers even if all of these fail. Raises PublishError, the same on every
+        rank, if another version is the committed one.
+        """
+        problem = None
+        committed = self._memory.committed
+        if self._groups.is_lead and (committed is None or committed.weight_version != weight_version):
+            problem = (
+                f"weight version {weight_version} cannot be published again: {committed and committed.weight_version}"
+                " is committed"
+            )
+        problem = broadcast_json(problem, self._groups.host)
+        if problem is not None:
+            raise PublishError(problem)
+        content = committed or Content(weight_version)
+        return self._lead_or_follow(content, servers, Deadline(self._settings.deadline_seconds), _nothing)
+
+    def check_servers(self, software_dir: Path) -> None:
+        """Check on rank 0, before the first publish, that servers have this process's PyTorch and NCCL, if NCCL is
+        used.
+
+        `software_dir`: the versions that the servers recorded. Raises PublishError naming the servers that differ.
+        """
+        if self._settings.method == "distributed" and self._backend == "nccl":
+            check_same(software_dir, here())
+
+    def close(self) -> None:
+        """Leave the servers' groups; waits a few seconds at most."""
+        self._sender.close()
+        self._own.close()
+
+    # --- parts that are collective -------------------------------------------------------------------------
+
+    def _prepare(self, weight_version: int) -> Content:
+        """The content's checksums from the trainer's memory, independent of what is sent, and its files, if any."""
+        digests = None
+        if self._settings.method == "disk":
+            manifest = self._export(weight_version)
+            digests = {name: tensor["sha256"] for name, tensor in manifest["tensors"].items()}
+        if self._verification == "replicas":
+            return Content(weight_version, digests=digests or policy_digests(self._policy, self._form))
+        expected = ExpectedChecksums(self._spec, self._form.stored, self._on_load)
+        return Content(weight_version, expected=expected_checksums(self._policy, self._form, expected))
+
+    def _export(self, weight_version: int) -> dict[str, Any]:
+        return export_policy(
+            self._policy, self.versions.path(weight_version), self._form, self._source_folder, weight_version
+        )
+
+    def _lead_or_follow(
+        self,
+        content: Content,
+        servers: Sequence[ServerControl],
+        deadline: Deadline,
+        commit: Callable[[int], None],
+        keeps_requests: bool = False,
+    ) -> PublishResult:
+        """Rank 0 runs the transaction; the others gather once per send. Returns its result, or raises its error, on all
+        ranks.
+        """
+        if not self._groups.is_lead:
+            while (order := broadcast_json(None, self._groups.host))["do"] == "send":
+                tensors = self._form.owned(self._policy)
+                if self._groups.world.rank in self._owners:
+                    obey(self._own, self._to_lead, tensors, self._settings.bucket_bytes)
+                else:
+                    for _ in tensors:  # this rank takes part in gathering them
+                        pass
+            if "error" in order:
+                raise PublishError(order["error"])
+            result = order["result"]  # whose names JSON has made text
+            result["verified"] = tuple((server, generation) for server, generation in result["verified"])
+            result["bytes_sent_by_rank"] = {int(rank): sent for rank, sent in result["bytes_sent_by_rank"].items()}
+            return PublishResult(**result)
+        outcome: dict[str, Any] = {"error": f"rank 0 failed while it published weight version {content.weight_version}"}
+        try:
+            result = self._lead(content, servers, deadline, commit, keeps_requests)
+            outcome = {"result": asdict(result)}
+            return result
+        except GspoMegaError as error:
+            outcome = {"error": str(error)}
+            raise
+        finally:
+            broadcast_json({"do": "end", **outcome}, self._groups.host)
+
+    # --- parts of rank 0 -----------------------------------------------------------------------------------
+
+    def _lead(
+        self,
+        content: Content,
+        servers: Sequence[ServerControl],
+        deadline: Deadline,
+        commit: Callable[[int], None],
+        keeps_requests: bool,
+    ) -> PublishResult:
+        version = content.weight_version
+        more = {"keeps_cache": True} if keeps_requests else {}
+        sent_before = self._sender.bytes_by_rank.copy()
+
+        def send(fleet: Fleet, targets: list[ServerControl]) -> None:
+            if self._settings.method == "disk":
+                path = str(self.versions.path(version))
+                fleet.each(lambda s, left: self._load(s, path, version, left, **more), targets)
+            else:
+                broadcast_json({"do": "send"}, self._groups.host)
+                self._sender.send(fleet, targets, self._form.owned(self._policy), version)
+
+            kill_points.reached("publish.sent")
+
+        transaction = self._transaction(content, deadline, send, keeps_requests)
+        verified, failed = transaction.run(servers, lambda: commit(version))
+        return PublishResult(
+            weight_version=version,
+            path=str(self.versions.path(version)) if self._settings.method == "disk" else None,
+            verified=verified,
+            failed=failed,
+            num_bytes=self._version_bytes(),
+            bytes_sent_by_rank=dict(self._sender.bytes_by_rank - sent_before),
+            seconds=sum(transaction.phase_seconds.values()),
+            phase_seconds=transaction.phase_seconds,
+        )
+
+    def _load(self, server: ServerControl, path: str, version: int, seconds: float, **more: bool) -> None:
+        """Have the server load the version's folder, and report the version."""
+        server.update_from_disk(path, version, deadline_seconds=seconds, **more)
+
+    def _transaction(self, content: Content, deadline: Deadline, send: Send, keeps_requests: bool) -> Transaction:
+        return Transaction(self._tensors, self._memory, content, deadline, send, keeps_requests)
+
+    def _version_bytes(self) -> int:
+        return self._form.num_bytes(self._policy)
+
+    def _commit(self, weight_version: int) -> None:
+        self.versions.commit(weight_version)
+        self.versions.prune(self._settings.keep_last, self._held())

@@ -1,0 +1,130 @@
+"""One publish as rank 0 leads it: pause -> send -> prove -> verify -> commit -> resume.
+
+Owns the order of these steps over the servers, and that a server which fails one step takes no further part while the
+others go on. `publish.py` owns ranks and collectives, and passes in how weights are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from gspo_mega.base import kill_points
+from gspo_mega.sync.server_tensors import ServerTensors
+from gspo_mega.sync.servers import Deadline, Fleet, ServerControl
+from gspo_mega.sync.verify import Baseline, check_replicas, check_tensors, read_reports
+
+Send = Callable[[Fleet, list[ServerControl]], None]
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a publish. `expected`: checksums that a server must report, by its tensor names (verify: tensors).
+    `digests`: the trainer's checksums by checkpoint name (verify: replicas). The one not needed is None."""
+
+    weight_version: int
+    expected: dict[str, str] | None = None
+    digests: dict[str, str] | None = None
+
+
+@dataclass
+class Memory:
+    """Rank 0's state between publishes.
+
+    `proved`: the generation of each server for which an update is known to reach every tensor. `committed` and
+    `baseline` are those of the last verified publish.
+    """
+
+    proved: dict[str, int] = field(default_factory=dict)
+    committed: Content | None = None
+    baseline: Baseline = field(default_factory=Baseline)
+
+
+class Transaction:
+    """Brings servers to `content`. `tensors`: what they hold. `send` updates servers in full; servers that fail leave
+    the fleet.
+    """
+
+    def __init__(
+        self,
+        tensors: ServerTensors,
+        memory: Memory,
+        content: Content,
+        deadline: Deadline,
+        send: Send,
+        keeps_requests: bool = False,
+    ) -> None:
+        """`keeps_requests`: open requests stand still meanwhile and go on over their cache."""
+        self._tensors = tensors
+        self._memory = memory
+        self._content = content
+        self._deadline = deadline
+        self._send = send
+        self._keeps_requests = keeps_requests
+        self.phase_seconds = {"prepare": deadline.passed()}
+
+    def run(
+        self, servers: Sequence[ServerControl], commit: Callable[[], None]
+    ) -> tuple[tuple[tuple[str, int], ...], dict[str, str]]:
+        """(server_id, generation) of servers that serve the verified content, and the reasons of the others.
+
+        Calls `commit` once, after a server holds the verified content and before any serves it. Servers that fail stay
+        paused. Raises the errors of `commit`.
+        """
+        fleet = Fleet(servers, self._deadline)
+        generations = {s.server_id: s.generation for s in servers}
+        try:
+            with self._phase("pause"):
+                if self._keeps_requests:
+                    fleet.each(lambda s, left: s.pause_in_place(deadline_seconds=left))
+                else:
+                    fleet.each(lambda s, left: s.pause(deadline_seconds=left))
+            with self._phase("send"):
+                self._update(fleet, fleet.active)
+            with self._phase("prove"):
+                self._prove(fleet, generations)
+            with self._phase("verify"):
+                baseline = self._verify(fleet)
+            with self._phase("commit"):
+                if fleet.active:
+                    commit()
+                    kill_points.reached("publish.committed")
+                    self._memory.committed, self._memory.baseline = self._content, baseline
+            with self._phase("resume"):
+                fleet.each(lambda s, left: s.resume(deadline_seconds=left))
+        finally:
+            fleet.close()
+        return tuple((s.server_id, generations[s.server_id]) for s in fleet.active), fleet.failed
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """What passes from the end of one phase to the end of the next one is the next one's."""
+        yield
+        self.phase_seconds[name] = self._deadline.passed() - sum(self.phase_seconds.values())
+
+    def _update(self, fleet: Fleet, servers: list[ServerControl]) -> None:
+        if servers:
+            self._send(fleet, servers)
+            if not self._keeps_requests:
+                # The new weights must not continue from the old weights' cache.
+                fleet.each(lambda s, left: s.flush_cache(deadline_seconds=left), servers)
+
+    def _prove(self, fleet: Fleet, generations: dict[str, int]) -> None:
+        """Once per server start: destroy every tensor, send the same weights again, and compare with before.
+
+        A tensor that updates do not reach stays random, so this works without knowing the server's checksums.
+        """
+        new = [s for s in fleet.active if self._memory.proved.get(s.server_id) != generations[s.server_id]]
+        fleet.each(lambda s, left: s.snapshot(deadline_seconds=left), new)
+        fleet.each(lambda s, left: s.reset_tensors(deadline_seconds=left), new)
+        self._update(fleet, [s for s in new if s in fleet.active])
+        for server_id in fleet.each(lambda s, left: s.compare(deadline_seconds=left), new):
+            self._memory.proved[server_id] = generations[server_id]
+
+    def _verify(self, fleet: Fleet) -> Baseline:
+        reports = read_reports(fleet, self._content.weight_version)
+        if self._content.expected is not None:
+            check_tensors(fleet, reports, self._content.expected)
+            return self._memory.baseline
+        return check_replicas(fleet, self._tensors, reports, self._content.digests or {}, self._memory.baseline)

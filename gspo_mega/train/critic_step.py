@@ -1,0 +1,160 @@
+"""What PPO's critic does in a step: values of the whole rollout batch, advantages into its packs, value steps.
+
+Owns the order of these acts, and a rank's part of what the step says of them. The passes are `engine/critic.py`'s, the
+advantages `engine/critic_targets.py`'s; which number gets which name is `critic_report.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from gspo_mega.algorithm.aggregation import sequence_coefficients
+from gspo_mega.algorithm.objective_settings import ObjectiveSettings
+from gspo_mega.algorithm.value_loss import value_sums
+from gspo_mega.base.errors import ModelError
+from gspo_mega.base.records import MicroBatch
+from gspo_mega.config.critic_config import critic_config, critic_path
+from gspo_mega.config.schema import Config
+from gspo_mega.config.schema.critic_sections import Critic
+from gspo_mega.engine.critic import CriticEngine, Values
+from gspo_mega.engine.critic_targets import Estimator, LogProbs, TokenRewards, estimate_returns
+from gspo_mega.engine.megatron_optimizer import StepResult
+from gspo_mega.engine.policy import OldState
+from gspo_mega.engine.process_groups import ParallelGroups
+from gspo_mega.models.spec import ModelSpec, shape_differences
+from gspo_mega.models.value_models import read_critic_spec
+from gspo_mega.train.assemble import MiniBatch
+
+
+def build_critic(config: Config, spec: ModelSpec, groups: ParallelGroups) -> CriticEngine:
+    """The critic of a training run, without weights. Collective.
+
+    Raises ModelError where its folder has another shape than the policy, whose layout, packs and vocabulary it uses.
+    """
+    assert config.train is not None
+    path = critic_path(config)
+    if other := shape_differences(read_critic_spec(path), spec):
+        raise ModelError(f"critic.path {path} has another shape than the policy: {', '.join(other)}")
+    return CriticEngine(critic_config(config), spec, groups, config.train.num_steps * config.batch.num_mini_batches)
+
+
+@dataclass
+class CriticPart:
+    """One rank's part of a step's report. `old_sums` [6]: `VALUE_SUMS` of the values that the advantages were made
+    with; `step_sums` [mini-batches, 8]: of each value step (`CriticEngine.train_mini_batch`); `penalty` [2]: sum of
+    log policy - log reference over tokens, and their number. `rows`, `advantages`: the mean advantage of the tokens of
+    a row of the rollout batch, on one rank for each row.
+    """
+
+    old_sums: np.ndarray = field(default_factory=lambda: np.zeros(6))
+    step_sums: np.ndarray = field(default_factory=lambda: np.zeros((0, 8)))
+    penalty: np.ndarray = field(default_factory=lambda: np.zeros(2))
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+
+def estimator_of(settings: Critic, std_ddof: int) -> Estimator:
+    """How a run with this section estimates advantages; `std_ddof`: `advantage.std_ddof`."""
+    return Estimator(
+        discount=settings.gamma,
+        trace=settings.gae_lambda,
+        bootstraps=settings.bootstrap_truncated,
+        whitens=settings.whiten,
+        kl_coefficient=settings.kl_coefficient,
+        std_ddof=std_ddof,
+    )
+
+
+def value_coefficients(settings: Critic, mini_batch: MiniBatch, returns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What weighs each sequence in the value loss, [S] float64, one tensor per pack with `returns` on their device."""
+    averaged = ObjectiveSettings(aggregation=settings.aggregation)
+    coefficients = []
+    for pack, own in zip(mini_batch.micro_batches, returns, strict=False):
+        length, weight = (torch.from_numpy(pack.sequence[name]).to(own.device) for name in ("length", "weight"))
+        coefficients.append(
+            sequence_coefficients(averaged, length, mini_batch.value_denominator, branch_weights=weight)
+        )
+    return coefficients
+
+
+class CriticStep:
+    """The critic's part of one step, on every rank. `results`: of its optimizer steps."""
+
+    def __init__(self, engine: CriticEngine, settings: Critic, std_ddof: int) -> None:
+        self._engine, self._settings, self._groups = engine, settings, engine.groups
+        self._estimator = estimator_of(settings, std_ddof)
+        self._values: list[list[Values]] = []
+        self._returns: list[list[torch.Tensor]] = []
+        self.results: list[StepResult] = []
+        self.part = CriticPart()
+
+    def estimate(
+        self,
+        mini_batches: Sequence[MiniBatch],
+        old: Sequence[OldState | None],
+        reference: Sequence[list[torch.Tensor] | None],
+    ) -> None:
+        """Values under the critic's present weights, and from them the advantages of every pack. Collective.
+
+        `old`, `reference`: as the policy's steps get them; needed for a penalty in the rewards alone.
+        """
+        for mini_batch, before, frozen in zip(mini_batches, old, reference, strict=True):
+            packs = mini_batch.micro_batches
+            values = self._engine.values(packs)
+            returns: list[torch.Tensor] = []
+            if self._groups.is_last_stage:
+                rewards = [TokenRewards.of(pack) for pack in packs]
+                log_probs = self._log_probs(before, frozen)
+                returns = estimate_returns(packs, values, rewards, self._estimator, self._groups, log_probs)
+                self._note(packs, values, returns, log_probs)
+            self._values.append(values)
+            self._returns.append(returns)
+
+    def train(self, place: int, mini_batch: MiniBatch) -> StepResult:
+        """The value step of the mini-batch at `place`. Collective."""
+        coefficients = value_coefficients(self._settings, mini_batch, self._returns[place])
+        result, sums = self._engine.train_mini_batch(
+            mini_batch.micro_batches,
+            [one.before for one in self._values[place]],
+            self._returns[place],
+            coefficients,
+            self._settings.clip_range,
+        )
+        self.results.append(result)
+        self.part.step_sums = np.concatenate([self.part.step_sums, sums.numpy()[None]])
+        return result
+
+    def _log_probs(self, old: OldState | None, reference: list[torch.Tensor] | None) -> list[LogProbs] | None:
+        if self._settings.kl_coefficient == 0:
+            return None
+        assert old is not None and reference is not None
+        return [LogProbs(one.log_probs, frozen) for one, frozen in zip(old.micro_batches, reference, strict=True)]
+
+    def _note(
+        self,
+        packs: Sequence[MicroBatch],
+        values: Sequence[Values],
+        returns: Sequence[torch.Tensor],
+        log_probs: Sequence[LogProbs] | None,
+    ) -> None:
+        """This rank's part of the report on one mini-batch, on last-stage ranks. Tensor ranks have the same numbers."""
+        if self._groups.tensor.rank != 0:
+            return
+        for value, target in zip(values, returns, strict=True):
+            self.part.old_sums += torch.stack([*value_sums(value.before, target).values()]).cpu().numpy()
+        for one in log_probs or ():
+            gap = one.old.double() - one.reference.double()
+            self.part.penalty += np.array([float(gap.sum()), gap.numel()])
+        if self._groups.context.rank != 0:
+            return
+        for pack in packs:
+            assert pack.token_advantages is not None
+            sums = np.bincount(pack.sequence_ids, pack.token_advantages, pack.num_sequences)
+            real = pack.trajectory_index >= 0
+            means = sums / np.maximum(pack.sequence["length"], 1)
+            self.part.rows = np.concatenate([self.part.rows, pack.trajectory_index[real]])
+            self.part.advantages = np.concatenate([self.part.advantages, means[real]])

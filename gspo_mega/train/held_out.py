@@ -1,0 +1,260 @@
+"""Held-out prompts and the results on them: whether they are also trained on, how many responses are correct.
+
+Owns the meaning of accuracy. Sampling and scoring are the collector's and the scoring pool's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo_mega.base.episode_records import Episode
+from gspo_mega.base.errors import DataError, RewardError
+from gspo_mega.base.records import Prompt, are_equal_rewards
+from gspo_mega.base.rollout_batch import Group
+from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets, names_prompts, reward_names
+from gspo_mega.config.schema import Config, Data, OwnReward, Source
+from gspo_mega.data.jsonl import Enough, Row
+from gspo_mega.data.prompts import PromptSource, answer_keys, answer_of, encoder_of
+from gspo_mega.rewards.final_answers import final_answer
+from gspo_mega.rewards.functions import problem_of_answer
+from gspo_mega.train.estimators import Estimate, ks_of, majority_correct, over_prompts, pass_at
+from gspo_mega.train.leaks import NUM_WORDS, PromptTexts, words_of
+
+# Whose texts a set is compared with, beside the other sets by name; no set can have this name.
+TRAINING = "training data"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results on one held-out set, means over prompts of the means over their samples that could be scored.
+
+    `accuracy`: the fraction of correct responses (avg@k). A response is correct if the reward functions say so, or if
+    its reward is at least `correct_threshold`. `standard_error`: of the accuracy, from the spread between prompts.
+    `num_samples` includes the `num_reward_failures` that could not be scored; they are in no mean. `num_left_out`: rows
+    of the file that were too long. `turns_mean`: answers of the policy in an episode. `pass_at`: by k, [pass@k, its
+    standard error] over the prompts with at least k scored samples; `majority`: the same of maj@k. Both are of several
+    samples per prompt only.
+    """
+
+    accuracy: float
+    standard_error: float
+    reward_mean: float
+    num_prompts: int
+    num_samples: int
+    truncated_fraction: float
+    response_tokens_mean: float
+    num_reward_failures: int
+    num_left_out: int = 0
+    turns_mean: float = 1.0
+    pass_at: dict[str, list[float]] = field(default_factory=dict)
+    majority: list[float] | None = None
+
+
+def summarize(
+    groups: list[Group],
+    correct_threshold: float | None = None,
+    num_left_out: int = 0,
+    votes: str = "none",
+    place: str = "eval",
+) -> Evaluation:
+    """The results of sampled and scored groups. `votes`: which responses agree, as in `eval.votes`.
+
+    Raises RewardError: no sample could be scored, or nothing says which responses are correct.
+    """
+    episodes = [episode for g in groups for episode in g.episodes]
+    failed = [episode for episode in episodes if not episode.is_scored]
+    scored = [group for g in groups if (group := g.scored)]
+    if not scored:
+        shown = "".join(
+            f"\n  {one.episode_id} ({one.prompt.prompt_id}): {one.failure or one.reward_error}" for one in failed[:5]
+        )
+        raise RewardError(
+            f"held-out evaluation: scoring failed for all of {len(episodes)} samples, so there is no accuracy. The"
+            f" first:{shown}"
+        )
+    marks = [[is_correct(one, correct_threshold, place) for one in group] for group in scored]
+    accuracy = over_prompts(_mean(map(float, group)) for group in marks)
+    most = max(len(group) for group in marks)
+    return Evaluation(
+        accuracy=accuracy.mean,
+        standard_error=accuracy.standard_error,
+        reward_mean=_mean(_mean(float(one.reward or 0.0) for one in group) for group in scored),
+        num_prompts=len(groups),
+        num_samples=len(episodes),
+        truncated_fraction=_mean(float(one.is_truncated) for one in episodes),
+        response_tokens_mean=_mean(float(one.num_sampled_tokens) for one in episodes),
+        num_reward_failures=len(failed),
+        num_left_out=num_left_out,
+        turns_mean=_mean(float(one.num_turns) for one in episodes),
+        pass_at={str(k): list(_pass_at(marks, k)) for k in ks_of(most)} if most > 1 else {},
+        majority=list(_majority(scored, marks, votes)) if most > 1 and votes != "none" else None,
+    )
+
+
+def _pass_at(marks: list[list[bool]], k: int) -> Estimate:
+    return over_prompts(pass_at(len(group), sum(group), k) for group in marks if len(group) >= k)
+
+
+def _majority(scored: list[list[Episode]], marks: list[list[bool]], votes: str) -> Estimate:
+    read = _final_answer if votes == "final_answer" else str.strip
+    return over_prompts(
+        majority_correct([(read(one.response_text) or None, mark) for one, mark in zip(group, right, strict=True)])
+        for group, right in zip(scored, marks, strict=True)
+    )
+
+
+def _final_answer(text: str) -> str:
+    found = final_answer(text)
+    return "" if found is None else "".join(str(found).split()).strip("$.").casefold()
+
+
+def _mean(values: Any) -> float:
+    return over_prompts(values).mean
+
+
+def is_correct(episode: Episode, threshold: float | None, place: str = "eval") -> bool:
+    """Whether a scored episode is correct. Raises RewardError where nothing says it."""
+    assert episode.reward is not None
+    if threshold is not None:
+        return episode.reward >= threshold or are_equal_rewards((episode.reward, threshold))
+    if episode.correct is None:
+        raise RewardError(
+            "held-out evaluation: no reward function says which responses are correct"
+            f" ({', '.join(episode.reward_parts)}). Return {{'reward': x, 'correct': True or False}} from one, or"
+            f" set {place}.correct_threshold, the reward from which a response is correct"
+        )
+    return episode.correct
+
+
+class LoadedSet:
+    """The prompts of one held-out set, and how many of them the training files contain.
+
+    Raises DataError: the file or a row is malformed, or there are fewer prompts than `num_prompts` asks for.
+    """
+
+    def __init__(
+        self,
+        settings: HeldOutSet,
+        config: Config,
+        tokenizer: Any,
+        enough: Enough = lambda num_rows: False,
+    ) -> None:
+        """`enough(n)`: whether n rows of the file are enough to read, as for `open_rows`."""
+        self.settings = settings
+        data, place = settings.data, settings.place
+        check_answer = row_check(config, settings.reward, data)
+        texts: list[list[str]] = []
+
+        def check(row: Row) -> str | None:
+            texts.append(words_of(row[data.prompt_key]))
+            return check_answer(row)
+
+        self.source = source = PromptSource(
+            settings.source,
+            settings.path,
+            data,
+            encoder_of(data, tokenizer),
+            check,
+            settings.template,
+            settings.template_keys,
+            enough,
+        )
+        self.prompts: list[Prompt] = list(source.items(settings.num_prompts))
+        self.num_left_out = source.num_overlong
+        if settings.num_prompts is not None and source.is_whole and len(self.prompts) < settings.num_prompts:
+            raise DataError(
+                f"{settings.path}: {place}.num_prompts asks for {settings.num_prompts} prompts; {len(self.prompts)}"
+                f" are there ({source.num_overlong} left out as longer than data.max_prompt_tokens,"
+                f" {source.num_unreadable} for their answers)"
+            )
+        self.rows = [int(prompt.prompt_id.rpartition(":")[2]) for prompt in self.prompts]
+        self.words = [texts[row] for row in self.rows]
+        self._texts = PromptTexts(self.words)
+        self._same: dict[str, set[int]] = {}
+        self._close: dict[str, set[int]] = {}
+
+    def compare(self, words: list[str], whose: str) -> None:
+        """Note which prompts a text of `whose` is the same as or close to."""
+        if (same := self._texts.same_as(words)) is not None:
+            self._same.setdefault(whose, set()).add(same)
+        elif close := self._texts.close_to(words):
+            self._close.setdefault(whose, set()).update(close)
+
+    def report(self) -> list[str]:
+        """Lines for the user about the set, once the training files were read."""
+        path = self.settings.path
+        left_out = f"; {self.num_left_out} longer than data.max_prompt_tokens and left out" if self.num_left_out else ""
+        lines = [f"held out {path}: {len(self.prompts)} prompts{left_out}"]
+        if (unreadable := self.source.unreadable_line()) is not None:
+            lines.append(f"notice   {unreadable}")
+        if same := self._same.get(TRAINING):
+            lines.append(
+                f"notice   {len(same)} of {len(self.prompts)} held-out prompts are also trained on (the first is row"
+                f" {self.rows[min(same)] + 1} of {path}): the accuracy is not held-out"
+            )
+        if close := self._close.get(TRAINING, set()) - self._same.get(TRAINING, set()):
+            lines.append(
+                f"notice   {len(close)} of {len(self.prompts)} held-out prompts share at least half of their runs of"
+                f" {NUM_WORDS} words with a training prompt (the first is row {self.rows[min(close)] + 1} of {path}):"
+                " look whether they are the same problem"
+            )
+        for other in sorted((self._same.keys() | self._close.keys()) - {TRAINING}):
+            shared = self._same.get(other, set()) | self._close.get(other, set())
+            lines.append(
+                f"notice   {len(shared)} of {len(self.prompts)} held-out prompts of set {self.settings.name} are also"
+                f" in set {other}, or close to one of it (the first is row {self.rows[min(shared)] + 1} of {path})"
+            )
+        return lines
+
+
+class HeldOut:
+    """The held-out sets of `eval` (none without that section). Raises DataError as `LoadedSet`."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self.sets = [LoadedSet(one, config, tokenizer) for one in eval_sets(config)]
+        self._config = config
+        for number, one in enumerate(self.sets):
+            for other in self.sets[:number]:
+                for words in other.words:
+                    one.compare(words, other.settings.name)
+
+    def check_of(self, source: Source, needs_answers: bool = True) -> Callable[[Row], str | None]:
+        """The check of a training file's rows: whether its rewards can use the answer, which demonstrations need not
+        have. Notes rows whose prompt is a held-out one.
+        """
+        check_answer = row_check(self._config, source.reward, self._config.data)
+        key = self._config.data.prompt_key
+
+        def check(row: Row) -> str | None:
+            if self.sets:
+                words = words_of(row[key])
+                for one in self.sets:
+                    one.compare(words, TRAINING)
+            return check_answer(row) if needs_answers else None
+
+        return check
+
+    def report(self) -> list[str]:
+        """Lines for the user about all sets, once the training files were read."""
+        lines = [line for one in self.sets for line in one.report()]
+        if self.sets and not names_prompts(self._config.data):
+            lines.append(
+                "notice   no training data is named (data.path): the held-out prompts are not looked for in any"
+            )
+        return lines
+
+
+def row_check(config: Config, own_reward: OwnReward | None, data: Data) -> Callable[[Row], str | None]:
+    """A check of a row's answer against the rewards that will score it; it returns what is wrong, or None. `own_reward`
+    replaces the rewards of section `reward` if there is one. `data`: how the row is read.
+    """
+    names = reward_names(config, own_reward)
+    keys = " and ".join(repr(key) for _, key in answer_keys(data))
+
+    def check(row: Row) -> str | None:
+        problem = problem_of_answer(answer_of(row, data), names)
+        return None if problem is None else f"{keys}: {problem}"
+
+    return check

@@ -1,0 +1,197 @@
+"""The supervised cold start: cross-entropy on demonstrations until sampled accuracy reaches its band.
+
+Same ranks, engine, servers and evaluation as the training loop; weights are published only to be measured.
+`state.step` counts optimizer steps tried here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gspo_mega.agents.demonstrated import demonstration_encoder
+from gspo_mega.base.errors import NumericsError, RewardError
+from gspo_mega.config.command_types import sft_config
+from gspo_mega.config.prompt_sources import sources_of
+from gspo_mega.config.schema import Sft
+from gspo_mega.data.demonstrations import Demonstration, load_demonstrations
+from gspo_mega.data.end_of_turn import check_taught_end
+from gspo_mega.data.prompts import encoder_of
+from gspo_mega.data.stream import PromptStream
+from gspo_mega.metrics.console import progress_line
+from gspo_mega.train.adapter_report import adapter_metrics
+from gspo_mega.train.assemble import assemble_supervised
+from gspo_mega.train.final_table import accuracy_text
+from gspo_mega.train.held_out_report import due_sets, evaluation_metrics
+from gspo_mega.train.rank_link import Work
+from gspo_mega.train.routing_report import expert_loads, router_losses
+from gspo_mega.train.session import Session
+from gspo_mega.train.worker_context import WorkerContext
+
+
+def run_sft(context: WorkerContext) -> dict[str, Any] | None:
+    """Train on demonstrations; stop on the first measured accuracy within the configured band and export.
+
+    Returns rank 0's result. Raises NumericsError when the accuracy jumps past the band or is not reached in
+    `sft.max_steps`. Collective.
+    """
+    config = sft_config(context.config)
+    settings = config.sft
+    with Session(context, num_optimizer_steps=settings.max_steps, trains_policy=False) as session:
+        state = session.state
+        demonstrations = _demonstrations(session)
+        if session.lead is not None:
+            for line in [*session.lead.rollouts.describe_ends(), *session.lead.rollouts.held_out.report()]:
+                session.say(line)
+        verdict = _start(session)
+        while verdict is None:
+            if state.step >= settings.max_steps:
+                raise NumericsError(
+                    f"sampled accuracy did not reach sft.stop_accuracy_low {settings.stop_accuracy_low} in"
+                    f" {settings.max_steps} steps (sft.max_steps); last:"
+                    f" {accuracy_text(state.summary.get('accuracy_after'))}. A larger optimizer.lr or more steps may"
+                    " help"
+                )
+            with session.profiling.step(state.step + 1):
+                verdict = _step(session, demonstrations)
+        if verdict == "stopped":
+            _checkpoint(session, demonstrations)
+            session.say(f"stopped after step {state.step}; the same command continues")
+            return {"stopped": "on request", "step": state.step}
+        _checkpoint(session, demonstrations)
+        session.saving.export()
+        accuracy = state.summary.get("accuracy_after")
+        session.say(
+            f"cold start done after {state.step} steps: held-out accuracy {accuracy_text(accuracy)};"
+            f" {session.run_folder.huggingface_dir}"
+        )
+        return {"step": state.step, "accuracy": accuracy, "huggingface_dir": str(session.run_folder.huggingface_dir)}
+
+
+def _demonstrations(session: Session) -> PromptStream[Demonstration] | None:
+    """Rank 0's stream of demonstrations, at the position where the run left it."""
+    if session.lead is None:
+        return None
+    config = session.config
+    rollouts = session.lead.rollouts
+    check_taught_end(encoder_of(config.data, rollouts.tokenizer), rollouts.end_tokens.ids, config.model.path)
+    conversation = demonstration_encoder(config, rollouts.tokenizer, rollouts.end_tokens.ids, rollouts.tool_schemas)
+    sources = load_demonstrations(
+        config.data,
+        rollouts.tokenizer,
+        max_response_tokens=config.rollout.max_new_tokens,
+        conversation=conversation,
+    )
+    stream = PromptStream(
+        sources,
+        [s.weight for s in sources_of(config.data)],
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        accept_changed=config.data.accept_changed,
+    )
+    if session.state.demonstrations:
+        stream.load_state_dict(session.state.demonstrations)
+    return stream
+
+
+def _checkpoint(session: Session, demonstrations: PromptStream[Demonstration] | None) -> None:
+    if demonstrations is not None:
+        session.state.demonstrations = demonstrations.state_dict()
+    session.saving.checkpoint()
+    session.saving.poll(wait=True)
+
+
+def _start(session: Session) -> str | None:
+    """Wait for the servers. Returns a reason to stop, or the verdict of a run that is done already."""
+    stop = session.servers.wait()
+    session.phases.timer.start_step()
+    return "stopped" if stop is not None else session.state.summary.get("verdict")
+
+
+def _step(session: Session, demonstrations: PromptStream[Demonstration] | None) -> str | None:
+    """One optimizer step, and a measurement where one is due. Returns "done", "stopped" or None to go on."""
+    config, state = sft_config(session.config), session.state
+    settings = config.sft
+    work = _take(session, demonstrations)
+    if work.stop is not None:
+        return "stopped"
+    (mini_batch,) = work.mini_batches
+    session.gpus.turn("train")
+    with session.phase("train"):
+        result, passed = session.engine.train_supervised(mini_batch.micro_batches, mini_batch.denominator)
+    session.note_step(result.skipped, result.grad_norm)
+    state.step += 1
+    with session.phase("report"):
+        of_adapters = adapter_metrics(session.engine)
+        gathered = session.exchange.gather({"totals": passed.totals, "routing": passed.routing})
+    verdict, metrics = None, {}
+    due = state.step % settings.eval_every_steps == 0 and state.step >= settings.eval_from_step
+    if due or state.step == settings.max_steps:
+        verdict, metrics = _measure(session, settings)
+    seconds = session.phases.timer.finish_step()
+    if gathered is not None and session.lead is not None:
+        log_probs, entropy = np.sum([part["totals"]["supervised_sums"] for part in gathered if part["totals"]], axis=0)
+        routing = [part["routing"] for part in gathered]
+        metrics |= router_losses(config.moe, routing) | expert_loads(routing)
+        metrics |= {
+            "sft/loss": -float(log_probs) / mini_batch.denominator,
+            "sft/num_tokens": mini_batch.denominator,
+            "policy/entropy": float(entropy) / mini_batch.denominator,
+            "optimizer/grad_norm": result.grad_norm,
+            "optimizer/lr": result.lr,
+            "optimizer/num_optimizer_steps": state.num_optimizer_steps,
+            "optimizer/num_skipped": int(result.skipped),
+            **of_adapters,
+            **seconds,
+        }
+        session.lead.writer.write(state.step, metrics)
+        if "eval/accuracy" in metrics:
+            session.say(progress_line(state.step, metrics, settings.max_steps))
+    return verdict
+
+
+def _take(session: Session, demonstrations: PromptStream[Demonstration] | None) -> Work:
+    if demonstrations is None or session.lead is None:
+        with session.phase("rollout"):
+            return session.ranks.receive_work()
+    stop = session.lead.stop_request.check()
+    if stop is not None:
+        return session.ranks.hand_out_stop(stop)
+    config = sft_config(session.config)
+    with session.phase("assemble"):
+        chosen = [demonstrations.next() for _ in range(config.sft.sequences_per_step)]
+        return session.ranks.hand_out(assemble_supervised(chosen, config, session.layout, session.state.step))
+
+
+def _measure(session: Session, settings: Sft) -> tuple[str | None, dict[str, float]]:
+    """Publish, sample held-out problems, and decide. Raises NumericsError on every rank past the band, RewardError
+    where too many samples could not be scored to decide by the others.
+    """
+    state = session.state
+    state.weight_version += 1
+    session.servers.publish(state.weight_version)
+    first = session.eval_sets[0].name
+    others = due_sets(session, state.step, state.step == settings.max_steps)
+    found = session.evaluate(list(dict.fromkeys([first, *others])))
+    if found is None:
+        return None, {}
+    evaluation = found[first]
+    most_failed = session.config.reward.max_failed_fraction
+    if evaluation.num_reward_failures > most_failed * evaluation.num_samples:
+        raise RewardError(
+            f"{evaluation.num_reward_failures} of {evaluation.num_samples} held-out scorings failed after step"
+            f" {state.step}, more than reward.max_failed_fraction {most_failed:g} allows; the cold start cannot be"
+            " stopped by such an accuracy"
+        )
+    accuracy = [evaluation.accuracy, evaluation.standard_error]
+    state.summary["accuracy_after"] = accuracy
+    if accuracy[0] > settings.stop_accuracy_high:
+        raise NumericsError(
+            f"sampled accuracy {accuracy_text(accuracy)} after step {state.step} is above sft.stop_accuracy_high"
+            f" {settings.stop_accuracy_high}: it jumped past the band; measure more often (sft.eval_every_steps) or"
+            " lower optimizer.lr"
+        )
+    if accuracy[0] >= settings.stop_accuracy_low:
+        state.summary["verdict"] = "done"
+    return state.summary.get("verdict"), evaluation_metrics(found, first)

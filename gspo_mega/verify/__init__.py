@@ -1,0 +1,1 @@
+"""Commands that check the numbers: certify, mismatch (`gspo-mega budget`), compare, simulate."""

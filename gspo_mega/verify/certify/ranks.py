@@ -1,0 +1,305 @@
+"""A rank of `gspo-mega certify`: runs the cases of its start one after another in one process.
+
+The cases are `certify.cases` of the run's configuration; references come first in the run and leave their numbers in
+the run folder, where the other cases find them. Rank 0 appends a line to `cases.jsonl` of the attempt for each case
+done.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from gspo_mega.algorithm.objective_settings import objective_settings
+from gspo_mega.algorithm.surrogates import low_edge
+from gspo_mega.base.run_folder import RunFolder, atomic_write_json
+from gspo_mega.checkpoint.adapter_folder import start_of_adapters
+from gspo_mega.checkpoint.block_folder import open_folder
+from gspo_mega.checkpoint.hf_import import import_huggingface
+from gspo_mega.config.schema import CertifyCase, Config, Objective
+from gspo_mega.config.sharp_fp8 import is_sharp
+from gspo_mega.engine.balancing import has_router_losses
+from gspo_mega.engine.policy import PolicyEngine
+from gspo_mega.engine.process_groups import create_groups, destroy_groups
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.spec import ModelSpec
+from gspo_mega.plan import resolve_layout
+from gspo_mega.plan.layout import Layout
+from gspo_mega.train.worker_context import WorkerContext
+from gspo_mega.verify.certify.batch import Draws, old_log_probs, recorded_batch, redraw, set_old_log_probs
+from gspo_mega.verify.certify.cases import RESULTS_FILE, case_config, folder_name
+from gspo_mega.verify.certify.compare_runs import Comparison, Reference, outside, tolerance_of
+from gspo_mega.verify.certify.critic_case import CriticMeasurement, build_critic, compare_critic, record_critic
+from gspo_mega.verify.certify.measure import Measurement, Numbers
+from gspo_mega.verify.certify.route_comparison import RouterMargins, gather_routes, tie_routers
+
+# Minimum distance of the recorded batch's router scores from a tie. A large model has too many routes for that; its
+# flips are counted.
+ROUTER_MARGIN = 1e-4
+MOST_DRAWS = 100
+# Whole sequences in each of two context or tensor ranks, for the recipes with one scale per tensor.
+_EQUAL_PADDING = 32
+
+
+def run_certify(context: WorkerContext) -> dict[str, Any] | None:
+    """Every case of this start, in order. Collective over all ranks."""
+    certify = context.config.certify
+    for case in certify.cases:
+        started = time.monotonic()
+        config = case_config(RunFolder(context.run_dir).config_file, case).config
+        folder = context.run_dir / "reference" / folder_name(config.model.path)
+        result = run_case(
+            context, config, case, Reference(folder), is_reference=case.name.startswith(certify.reference.name)
+        )
+        if context.is_lead:
+            line = {"name": case.name, "seconds": time.monotonic() - started, **result}
+            with (context.attempt_dir / RESULTS_FILE).open("a", encoding="utf-8") as results:
+                results.write(json.dumps(line) + "\n")
+            logging.info("%s: %s", case.name, line)
+    return {"num_cases": len(certify.cases)} if context.is_lead else None
+
+
+def run_case(
+    context: WorkerContext, config: Config, case: CertifyCase, reference: Reference, is_reference: bool
+) -> dict[str, Any]:
+    """One case in this process: measured for the others if it `is_reference`, else compared with `reference`. Returns
+    its line of the table on rank 0, an empty one elsewhere. Collective over all ranks.
+    """
+    parallel = config.parallel
+    spec = read_model_spec(config.model.path)
+    layout = _padded_alike(config, resolve_layout(config, spec))
+    groups = create_groups(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        seed=config.run.seed,
+    )
+    if is_reference:  # its routers choose
+        config = _with_routing(config, "none")
+    elif _follows_reference(config, spec):
+        config = _with_routing(config, "R3")
+    try:
+        # What is measured are passes and gradients of whole batches, whatever the run corrects.
+        uncorrected = {"mismatch": config.mismatch.model_copy(update={"correction": "none"})}
+        engine = PolicyEngine(
+            config.model_copy(update=uncorrected), spec, groups, num_optimizer_steps=config.certify.num_steps
+        )
+        critic = build_critic(config, spec, groups)
+        _load(engine, config)
+        draws = None if is_reference else reference.draws()
+        batch = recorded_batch(config, spec.vocab_size, draws)
+        measurement = Measurement(engine, config, layout, batch, case.packing)
+        of_critic = None if critic is None else CriticMeasurement(critic, config, measurement)
+        if is_reference:
+            result = _record(measurement, of_critic, reference)
+        else:
+            result = _compare(measurement, of_critic, reference, case)
+        return result if context.is_lead else {}
+    finally:
+        destroy_groups()
+
+
+def _load(engine: PolicyEngine, config: Config) -> None:
+    import_huggingface(config.model.path, engine.spec, engine.groups, engine.chunks)
+    start_of_adapters(engine)
+    engine.after_weights_loaded()
+
+
+def _follows_reference(config: Config, spec: ModelSpec) -> bool:
+    """Whether a case goes through the reference's experts without being told to. FP8 would choose others for some
+    tokens, and padding, which has a way of its own in replayed passes, counts in scales and in blocks of tokens.
+    """
+    return config.precision == "fp8" and spec.moe is not None and config.moe.routing_replay == "none"
+
+
+def _padded_alike(config: Config, layout: Layout) -> Layout:
+    """The layout with as much padding per sequence as any other, where its numbers count: in FP8 in the scale of a
+    tensor, and in the losses of routers.
+    """
+    if config.precision != "fp8" and not has_router_losses(config.moe):
+        return layout
+    sequence, pack = (
+        math.lcm(n, _EQUAL_PADDING) for n in (layout.sequence_multiple_tokens, layout.pack_multiple_tokens)
+    )
+    return replace(layout, sequence_multiple_tokens=sequence, pack_multiple_tokens=pack)
+
+
+def _with_routing(config: Config, replay: str) -> Config:
+    return config.model_copy(update={"moe": config.moe.model_copy(update={"routing_replay": replay})})
+
+
+def clip_edges(objective: Objective) -> tuple[float, float]:
+    """The clip range of log s_i, nats; a lower width of 1 or more leaves that side open."""
+    return low_edge(objective.clip_low), math.log1p(objective.clip_high)
+
+
+def _compare(
+    measurement: Measurement, critic: CriticMeasurement | None, reference: Reference, case: CertifyCase
+) -> dict[str, Any]:
+    """How far this case is from the reference; on rank 0."""
+    config, engine, trajectories = measurement.config, measurement.engine, measurement.batch.trajectories
+    settings, comparison = (
+        objective_settings(config.algorithm, config.objective),
+        Comparison(reference, clip_edges(config.objective), counts_reached=is_sharp(config)),
+    )
+    replayed = config.moe.routing_replay == "R3"
+    if replayed:
+        routes = reference.load("numbers", Numbers).routes
+        assert routes is not None  # routing replay without experts was refused
+        _set_routes(measurement, routes)
+    recorded = np.load(reference.recorded_file)
+    set_old_log_probs(measurement.batch, recorded)
+    of_critic = {} if critic is None else compare_critic(critic, reference)
+    with open_folder(config.model.path, engine.spec) as start:
+        # Replayed routes are those of the first weights; other references than FP8's choose again after a step.
+        is_first_alone = replayed and config.precision != "fp8"
+        numbers, steps = measurement.run(
+            recorded,
+            settings,
+            1 if is_first_alone else config.certify.num_steps,
+            comparison.take_gradient,
+            None if is_first_alone else lambda tensors: comparison.take_weights(tensors, start),
+        )
+    if engine.groups.is_lead:
+        comparison.take_steps(steps, config)
+    result = comparison.result(
+        numbers, [t.trajectory_id for t in trajectories], [t.num_response_tokens for t in trajectories]
+    )
+    result |= of_critic
+    result["outside"] = outside(result, tolerance_of(config, case), case.exact)
+    if config.certify.edges:
+        _load(engine, config)
+        tie_routers(engine)
+        result["edges"] = comparison.flips_on_edges(
+            measurement.on_edges(np.load(reference.recorded_on_edges_file), settings)
+        )
+    return result
+
+
+def _set_routes(measurement: Measurement, routes: np.ndarray) -> None:
+    """Send the batch through the reference's experts (of `gather_routes`), as if the rollout engine had chosen them."""
+    routes = np.where(routes < 0, np.arange(routes.shape[2]), routes)  # tokens that nothing depends on go anywhere
+    start = 0
+    for trajectory in measurement.batch.trajectories:
+        end = start + trajectory.num_tokens - 1
+        trajectory.routed_experts = routes[start:end].astype(np.int32)
+        start = end
+
+
+def _record(measurement: Measurement, critic: CriticMeasurement | None, reference: Reference) -> dict[str, Any]:
+    """Measure the reference, save its numbers, and describe what its batch covers."""
+    config, engine = measurement.config, measurement.engine
+    settings, is_lead = objective_settings(config.algorithm, config.objective), engine.groups.is_lead
+    draws, router_margin = _keep_from_ties(measurement)
+    routes = _follow_own_routes(measurement) if _follows_reference(config, engine.spec) else None
+    if engine.scales.is_active:  # they were measured on the first draws, which no case sees
+        engine.scales.forget()
+        _load(engine, config)
+    batch = measurement.batch
+    ends = np.cumsum([t.num_response_tokens for t in batch.trajectories])
+
+    def recorded(on_edges: bool) -> np.ndarray:
+        return np.concatenate(old_log_probs(batch, np.split(measurement.log_probs(), ends[:-1]), config, on_edges))
+
+    if is_lead:
+        shutil.rmtree(reference.folder, ignore_errors=True)
+        reference.folder.mkdir(parents=True)
+        atomic_write_json(reference.draws_file, asdict(draws))
+    old = recorded(on_edges=False)
+    set_old_log_probs(batch, old)
+    advantages = np.array([t.advantage or 0.0 for t in batch.trajectories], np.float64)
+    if critic is not None:
+        by_token = record_critic(critic, reference).advantages
+        advantages = np.array([part.sum() for part in np.split(by_token, ends[:-1])])
+    numbers, steps = measurement.run(
+        old,
+        settings,
+        config.certify.num_steps,
+        lambda tensors: reference.save_tensors("gradient", tensors),
+        lambda tensors: reference.save_tensors("weights", tensors),
+    )
+    if routes is not None:
+        numbers.routes = routes
+    if is_lead:
+        np.save(reference.recorded_file, old)
+        reference.save("numbers", numbers)
+        reference.save("steps", steps)
+    description = _describe(numbers, measurement, advantages) | {"router_margin": router_margin}
+    if config.certify.edges:
+        _load(engine, config)
+        tie_routers(engine)
+        old = recorded(on_edges=True)
+        edges = measurement.on_edges(old, settings)
+        if is_lead:
+            np.save(reference.recorded_on_edges_file, old)
+            reference.save("edges", edges)
+    return {"batch": description}
+
+
+def _keep_from_ties(measurement: Measurement) -> tuple[Draws, float | None]:
+    """Draw tokens again until no route is near a tie, so that rounding cannot change one. Returns the draws and the
+    smallest gap of two scores at the edge, None where it is not known: without experts, or when the reference has
+    several ranks.
+    """
+    engine, config = measurement.engine, measurement.config
+    draws, margin = Draws.first(config), None
+    if engine.spec.moe is None or engine.groups.world.size > 1:
+        return draws, margin
+    for _ in range(MOST_DRAWS):
+        mine = measurement.shard()
+        with RouterMargins(engine) as margins:
+            engine.old_pass(mine.micro_batches)
+        gaps = margins.by_trajectory(measurement.batch, mine.micro_batches)
+        margin = float(min(gap.min() for gap in gaps))
+        if not redraw(measurement.batch, [gap < ROUTER_MARGIN for gap in gaps], draws):
+            break
+        measurement.batch = recorded_batch(config, engine.spec.vocab_size, draws)
+    return draws, margin
+
+
+def _follow_own_routes(measurement: Measurement) -> np.ndarray:
+    """Let the reference go from now on through the experts that its routers choose now, as its cases do: also after
+    optimizer steps, and with the same way for padding. Returns the routes. Collective.
+    """
+    engine, mine = measurement.engine, measurement.shard()
+    routes = gather_routes(engine, measurement.batch, mine.micro_batches, engine.old_pass(mine.micro_batches).routes)
+    assert routes is not None  # of a model with experts, whose routers chose
+    engine.config = measurement.config = _with_routing(measurement.config, "R3")
+    _set_routes(measurement, routes)
+    return routes
+
+
+def _describe(numbers: Numbers, measurement: Measurement, advantages: np.ndarray) -> dict[str, Any]:
+    """What the recorded batch covers: a certificate on a batch that clips nothing would say little. `advantages` [n]:
+    of each trajectory, or the sum of its tokens'.
+    """
+    trajectories = measurement.batch.trajectories
+    active = np.array([any(t.response_mask) for t in trajectories])
+    edges = np.array(clip_edges(measurement.config.objective))
+    return {
+        "num_trajectories": len(trajectories),
+        "num_tokens": sum(t.num_tokens for t in trajectories),
+        "group_sizes": sorted({len(g.trajectories) for g in measurement.batch.groups}),
+        "response_lengths": [
+            min(t.num_response_tokens for t in trajectories),
+            max(t.num_response_tokens for t in trajectories),
+        ],
+        "num_fully_masked": int((~active).sum()),
+        "num_clipped_high": round(numbers.sums["clipped_high_sequences"]),
+        "num_clipped_low": round(numbers.sums["clipped_low_sequences"]),
+        "num_positive": int((advantages > 0).sum()),
+        "num_negative": int((advantages < 0).sum()),
+        "clip_margin": float(np.abs(numbers.log_s[active, None] - edges[None]).min()),
+        "grad_norms": numbers.grad_norms,
+        "num_routes": 0 if numbers.routes is None else int((numbers.routes >= 0).all(axis=2).sum()),
+    }

@@ -1,0 +1,129 @@
+"""The folders of weights that a budget's servers start from where `model.path` itself will not do.
+
+`quantized`: FP8 blocks, for a server of `server.quantization: fp8_block` and a plain `model.path`. `rounded`: plain
+weights that have been rounded as the servers round them, so that a plain server shows what the rounding of the weights
+alone does. Owns where they lie and how they are made; the rules of rounding are `gspo_mega.algorithm`'s, writing is
+`checkpoint/convert.py`'s. Imports torch when it writes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from gspo_mega.config import Config
+from gspo_mega.config.server_precision import loads_quantized, server_dtype
+from gspo_mega.models.huggingface import read_stored
+from gspo_mega.models.weights_stamp import weights_stamp
+
+if TYPE_CHECKING:
+    import torch
+
+    from gspo_mega.models.families import TensorEntry
+
+Kind = Literal["quantized", "rounded"]
+
+
+def folder_of(config: Config, kind: Kind) -> Path:
+    """Where the folder is, whether it exists or not: another one for other weights and another rounding."""
+    settings = (config.server.quantization, server_dtype(config), str(config.fp8), kind)
+    return _parent(config) / f"{kind}-{weights_stamp(config.model.path, *settings)}"
+
+
+def _parent(config: Config) -> Path:
+    return Path(config.run.dir).absolute() / f"{config.run.name}-budget" / "weights"
+
+
+def remove_folders(config: Config) -> None:
+    """Remove what `make_folder` made: it is as large as the model, and can be made again."""
+    shutil.rmtree(_parent(config), ignore_errors=True)
+
+
+def start_folder(config: Config) -> Path | None:
+    """The folder that the run's servers start from; None where that is model.path."""
+    if loads_quantized(config) and read_stored(config.model.path) is None:
+        return folder_of(config, "quantized")
+    return None
+
+
+def make_folder(config: Config, folder: Path) -> None:
+    """Make `folder`, one of `folder_of`, unless it is there. `config`: the run's own. Raises ModelError,
+    CheckpointError, OSError.
+    """
+    if (folder / "config.json").is_file():
+        return
+    from gspo_mega.checkpoint.convert import FILE_BYTES, to_huggingface
+    from gspo_mega.checkpoint.quantize import to_form
+    from gspo_mega.checkpoint.quantize_published import published_form
+    from gspo_mega.checkpoint.tensor_sources import open_checkpoint
+
+    def progress(_done: int, _total: int, _name: str) -> None: ...
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    source = open_checkpoint(Path(config.model.path))
+    if folder == folder_of(config, "quantized"):
+        to_form(source, folder, published_form(config), progress=progress)
+    else:
+        form = _rounded_form(config, source)
+        to_huggingface(source, folder, form=form, progress=progress, file_bytes=FILE_BYTES)
+
+
+def _rounded_form(config: Config, source: Any) -> Any:
+    import torch
+
+    from gspo_mega.algorithm.fp8 import dequantize_blocks
+    from gspo_mega.algorithm.int8 import dequantize_int8_rows
+    from gspo_mega.algorithm.served import served_experts, served_linear
+    from gspo_mega.checkpoint.quantize_published import PublishedForm, published_form, quantize_weight
+    from gspo_mega.models.block_fp8 import is_quantizable, is_quantized, served_layout
+    from gspo_mega.models.families import hf_tensors
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[server_dtype(config)]
+    layout, rule = served_layout(config), published_form(config).rule
+    kind = config.server.quantization
+    entries = {entry.name: entry for entry in hf_tensors(source.spec)}
+
+    def values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """[n, k] float32 of what SGLang keeps as [k, n] with a scale for each output channel."""
+        return (
+            dequantize_int8_rows(data.t().contiguous(), scale.reshape(-1, 1))
+            if kind == "int8"
+            else (dequantize_blocks(data.t().contiguous(), scale.reshape(-1, 1), (1, data.shape[0])))
+        )
+
+    def rounded(entry: TensorEntry, tensor: torch.Tensor) -> torch.Tensor:
+        if source.spec.stored is not None or not is_quantizable(entry):
+            return tensor  # a quantized folder's values are rounded already
+        if layout is not None:
+            if not is_quantized(layout, entry):
+                return tensor
+            return dequantize_blocks(*quantize_weight(tensor, rule, layout.block), layout.block)
+        assert kind in ("fp8", "int8")
+        partner = _partner(entry.name)
+        if kind == "fp8" and ".experts." in entry.name:
+            # An expert's gate and up share a scale, which the larger of them gives.
+            both = [tensor.flatten()]
+            if partner in entries:
+                both.append(source.read(entries[partner], dtype).flatten())
+            data, scale = served_experts(torch.cat(both)[None, None], "fp8")
+            flat = dequantize_blocks(data[0], scale.reshape(1, 1), (1, data.shape[2]))
+            return flat[0, : tensor.numel()].view(tensor.shape)
+        return values(*served_linear(tensor, kind))
+
+    class Rounded(PublishedForm):
+        """Plain tensors with the values that the servers' quantized ones have."""
+
+        def tensors(self, entry: TensorEntry, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+            yield entry.name, tensor if entry.is_buffer else rounded(entry, tensor).to(self.plain)
+
+    return Rounded(dtype, dtype)
+
+
+def _partner(name: str) -> str:
+    """The matrix that shares an expert's scale: up for gate, gate for up; nothing else has one."""
+    for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj"), (".w1.", ".w3."), (".w3.", ".w1.")):
+        if one in name:
+            return name.replace(one, other)
+    return ""

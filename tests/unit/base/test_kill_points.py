@@ -1,0 +1,58 @@
+"""Faults are armed by name, count and rank; nothing happens where none is armed."""
+
+import pytest
+
+from gspo_mega.base import durable, kill_points
+
+
+@pytest.fixture(autouse=True)
+def disarmed():
+    yield
+    kill_points.arm(None, 0)
+
+
+def test_the_nth_time_on_its_rank_alone(tmp_path):
+    kill_points.arm("point=journal.sync.before,hit=2,do=disk_full,rank=1", rank=0)
+    for _ in range(3):
+        kill_points.reached("journal.sync.before")
+    kill_points.arm("point=journal.sync.before,hit=2,do=disk_full,rank=1", rank=1)
+    kill_points.reached("journal.sync.before")
+    kill_points.reached("journal.sync.after")
+    with pytest.raises(OSError, match="No space left"):
+        kill_points.reached("journal.sync.before")
+    kill_points.reached("journal.sync.before")
+
+
+@pytest.mark.parametrize("text", ["point=nowhere", "do=explode", "who=me", "hit=often"])
+def test_what_cannot_be_armed_is_refused(text):
+    with pytest.raises(ValueError):
+        kill_points.arm(text, 0)
+
+
+def test_a_point_must_be_declared():
+    with pytest.raises(KeyError):
+        kill_points.reached("save.everything")
+
+
+def test_a_whole_file_or_the_old_one(tmp_path):
+    file = tmp_path / "f"
+    durable.atomic_write_text(file, "old", at="save.latest")
+    for point in ("write.before", "write.after", "rename.before"):
+        kill_points.arm(f"point=save.latest.{point},do=denied", 0)
+        with pytest.raises(PermissionError):
+            durable.atomic_write_text(file, "new", at="save.latest")
+        assert file.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_folder_whose_removal_was_cut_short_has_no_name_left(tmp_path, monkeypatch):
+    folder = tmp_path / "step"
+    folder.mkdir()
+    (folder / "a").write_text("a")
+    monkeypatch.setattr(
+        durable.shutil,
+        "rmtree",
+        lambda path: (_ for _ in ()).throw(PermissionError() if path.exists() else FileNotFoundError()),
+    )
+    with pytest.raises(PermissionError):
+        durable.remove_tree(folder, at="save.prune")
+    assert not folder.exists() and (tmp_path / ".step.removed" / "a").exists()

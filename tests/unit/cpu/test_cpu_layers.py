@@ -1,0 +1,97 @@
+"""What the CPU server computes in fewer operations: sampling, rotary positions, experts."""
+
+from __future__ import annotations
+
+import math
+import types
+
+import pytest
+import torch
+
+from gspo_mega.cpu.sglang_cpu_layers import add_gated, experts_forward_plain, gated, rotate, rotation_of, sample
+
+
+def test_samples_have_the_distribution():
+    torch.manual_seed(0)
+    probs = torch.tensor([0.5, 0.0, 0.3, 0.0, 0.15, 0.05, 0.0])
+    num_draws = 200_000
+    counts = torch.bincount(sample(probs.expand(num_draws, -1)).long(), minlength=len(probs))
+    assert counts[probs == 0].sum() == 0
+    expected = probs * num_draws
+    chi_squared = ((counts - expected) ** 2 / expected)[probs > 0].sum()
+    assert chi_squared < 16.3, "3 degrees of freedom, one in a thousand"
+
+
+def test_rows_are_sampled_independently():
+    torch.manual_seed(0)
+    probs = torch.rand(50_000, 2)
+    first, second = sample(probs / probs.sum(1, keepdim=True)).view(2, -1).float()
+    assert abs(torch.corrcoef(torch.stack((first, second)))[0, 1]) < 0.03
+
+
+def test_small_probabilities_of_a_large_vocabulary_count():
+    torch.manual_seed(0)
+    probs = torch.full((400, 150_000), 1.0e-7)  # 1.5 % together, each below float32's spacing at 1
+    probs[:, 0] = 1 - 1.0e-7 * 149_999
+    share = torch.stack([sample(probs) > 0 for _ in range(25)]).float().mean()
+    assert 0.010 < share < 0.020
+
+
+@pytest.mark.parametrize("row", [[0.5, float("nan")], [0.0, 0.0], [float("inf"), 1.0]])
+def test_a_row_without_a_distribution_is_an_error(row):
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        sample(torch.tensor([[0.5, 0.5], row]))
+
+
+def test_rotary_positions_are_those_of_the_halves():
+    torch.manual_seed(0)
+    angles = torch.rand(10, 4) * 6
+    cache, positions, x = torch.cat((angles.cos(), angles.sin()), -1), torch.tensor([3, 9, 0]), torch.randn(3, 2, 8)
+    cos, sin = angles[positions, None].cos(), angles[positions, None].sin()
+    one, two = x.chunk(2, -1)
+    expected = torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+    torch.testing.assert_close(rotate(x, rotation_of(cache, positions)), expected, rtol=0, atol=1e-6)
+
+
+def test_experts_are_those_of_the_router():
+    torch.manual_seed(0)
+    layer = types.SimpleNamespace(num_experts=5, w13_weight=torch.randn(5, 12, 4), w2_weight=torch.randn(5, 4, 6))
+    config = types.SimpleNamespace(activation="silu", gemm1_alpha=None, apply_router_weight_on_input=False)
+    # No token has expert 2.
+    x, chosen, weights = torch.randn(3, 4), torch.tensor([[4, 0], [1, 4], [0, 3]], dtype=torch.int32), torch.rand(3, 2)
+
+    def one(token: int, expert: int) -> torch.Tensor:
+        gate, up = (layer.w13_weight[expert] @ x[token]).chunk(2)
+        return layer.w2_weight[expert] @ (torch.nn.functional.silu(gate) * up)
+
+    expected = torch.zeros(3, 4)
+    for token in range(3):
+        for expert, weight in zip(chosen[token], weights[token]):
+            expected[token] += weight * one(token, int(expert))
+
+    def stock(*_):
+        raise AssertionError("SGLang's own experts are not needed here")
+
+    output = experts_forward_plain(stock)(layer, x, (weights, chosen, None), config)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_other_experts_are_left_to_the_server():
+    layer = types.SimpleNamespace(w13_weight=torch.zeros(1))
+    config = types.SimpleNamespace(activation="gelu", gemm1_alpha=None, apply_router_weight_on_input=False)
+    x = torch.zeros(1, 4)
+    marker = torch.ones(1)
+    assert experts_forward_plain(lambda *_: marker)(layer, x, (None, None, None), config) is marker
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gate_of_a_shared_expert(dtype):
+    """sigmoid(0) is a half, sigmoid(ln 3) three quarters; what is added is rounded once."""
+    hidden = torch.tensor([[1.0, 1.0], [math.log(3.0), 0.0]])
+    gate, shared = torch.tensor([1.0, -1.0]), torch.tensor([[2.0, -4.0], [8.0, 16.0]], dtype=dtype)
+    final = torch.tensor([[1.0, 1.0], [0.0, 256.0]], dtype=dtype)
+    expected = torch.tensor([[1.0, -2.0], [6.0, 12.0]])
+    found = gated(hidden, gate, shared)
+    assert found.dtype == dtype and torch.allclose(found.float(), expected)
+    added = (final.float() + expected).to(dtype)
+    assert add_gated(hidden, gate, shared, final) is None and torch.allclose(final, added)

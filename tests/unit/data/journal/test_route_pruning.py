@@ -1,0 +1,105 @@
+"""Routed experts leave old files while the run goes on: no step waits, and no file that is gone comes back."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_mega.base import durable
+from gspo_mega.base.episode_records import one_turn_row
+from gspo_mega.base.errors import JournalError
+from gspo_mega.base.records import Prompt
+from gspo_mega.base.rollout_batch import Group, RolloutBatch
+from gspo_mega.data.journal.journal import Journal
+from gspo_mega.data.journal.route_pruning import RoutePruning
+from gspo_mega.rollout.freshness import Freshness
+from gspo_mega.train.journalled import JournalledSource
+
+NUM_STEPS = 4
+
+
+@pytest.fixture
+def journal(tmp_path):
+    journal, prompt = Journal(tmp_path), Prompt("p:0", "p", (1, 2), "text")
+    for step in range(NUM_STEPS):
+        routes = np.full((3, 4, 2), step, np.uint8)
+        row = one_turn_row(f"s{step}", 0, prompt, [3, 4], [1, 1], [-0.5] * 2, [0] * 2, "stop", routed_experts=routes)
+        batch = RolloutBatch(step, [Group.of_rows(0, prompt, [row])])
+        with journal.begin(step, step, 1, {}) as writer:
+            writer.add(batch.episodes[0])
+            writer.finish(batch, {})
+    return journal
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """(begun, going_on): rewriting a file waits for the second, and says so with the first."""
+    begun, going_on, usual = threading.Event(), threading.Event(), durable.write_whole
+
+    def slow(*args, **more):
+        begun.set()
+        assert going_on.wait(20)
+        usual(*args, **more)
+
+    monkeypatch.setattr(durable, "write_whole", slow)
+    return begun, going_on
+
+
+def source_of(journal: Journal, said: list[str]) -> JournalledSource:
+    nothing: Any = None  # is sampled
+    return JournalledSource(journal, nothing, 1, say=said.append, freshness=Freshness(), prune_routes=True)
+
+
+def pruned(journal: Journal) -> list[bool]:
+    return [journal.has_pruned_routes(step) for step in journal.steps()]
+
+
+def test_no_step_waits_for_it(journal, slow_disk):
+    said = []
+    source = source_of(journal, said)
+    begun, going_on = slow_disk
+    source.is_durable(journal.folder / "step_00000001")
+    assert begun.wait(20) and pruned(journal) == [False] * NUM_STEPS
+    source.is_durable(journal.folder / "step_00000003")  # a later checkpoint, before the first file is done
+    going_on.set()
+    source.close()
+    assert pruned(journal) == [True, True, True, False] and said == []
+
+
+def test_a_file_that_is_not_kept_does_not_come_back(journal, slow_disk):
+    begun, going_on = slow_disk
+    pruning = RoutePruning(journal)
+    pruning.begin(2)
+    assert begun.wait(20)
+    journal.prune(2)
+    assert journal.steps() == [0, 2, 3], "the one that is rewritten goes behind that"
+    going_on.set()
+    pruning.wait()
+    assert journal.steps() == [2, 3] and pruned(journal) == [False, False]
+    assert not list(journal.folder.glob(".*"))
+
+
+def test_a_disk_that_refuses_is_told_once_and_the_file_stays(journal, monkeypatch):
+    def refuse(*args, **more):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "write_whole", refuse)
+        pruning = RoutePruning(journal)
+        pruning.begin(2)
+        with pytest.raises(JournalError, match="step_00000000: the rollout journal cannot be written: No space left"):
+            pruning.wait()
+        said = []
+        source = source_of(journal, said)
+        source.is_durable(journal.folder / "step_00000002")
+        source.close()
+        (line,) = said
+        assert line.startswith("notice   journal.prune_routes: routed experts stay until the next start:")
+    assert pruned(journal) == [False] * NUM_STEPS
+    pruning.begin(2)
+    pruning.wait()
+    assert pruned(journal) == [True, True, False, False]
+    assert journal.read(0).batch is not None

@@ -1,0 +1,9 @@
+"""Which groups of a step's record are whole."""
+
+from gspo_mega.base.rollout_batch import Group
+from gspo_mega.data.journal.step_record import StepRecord
+
+
+def whole_groups(record: StepRecord) -> dict[int, Group]:
+    """Those with as many episodes as the record says that a group has, by number."""
+    return {number: group for number, group in record.groups.items() if len(group.episodes) == record.group_size}

@@ -1,0 +1,123 @@
+"""What each family's tensors become on a server: SGLang's fused parameters, by the names in its model code."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from gspo_mega.models.huggingface import spec_from_config
+from gspo_mega.models.tables import FAMILIES
+from gspo_mega.sync.server_tensors import server_tensor_names
+
+SIZES = dict(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    vocab_size=32,
+    max_position_embeddings=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    num_experts=2,
+    num_local_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=8,
+)
+ATTENTION = {
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.qkv_proj.weight",
+    "self_attn.o_proj.weight",
+}
+NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+DENSE = {"mlp.gate_up_proj.weight", "mlp.down_proj.weight"}
+LATENT = {"input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.o_proj.weight"} | {
+    f"self_attn.{name}.weight"
+    for name in ("fused_qkv_a_proj_with_mqa", "q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj")
+}
+OWN = {
+    "qwen2_moe": dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8),
+    "deepseek_v3": dict(
+        num_key_value_heads=2,
+        q_lora_rank=6,
+        kv_lora_rank=4,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=2,
+        v_head_dim=4,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+        norm_topk_prob=False,
+    ),
+    "glm4_moe": dict(
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+        norm_topk_prob=False,
+    ),
+    "gpt_oss": dict(num_experts_per_tok=1, sliding_window=4, rope_scaling=dict(rope_type="default")),
+}
+EXPERTS = {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"}
+WITH_BIAS = {
+    "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.gate_up_proj.weight",
+    "mlp.shared_experts.down_proj.weight",
+}
+IN_A_LAYER = {
+    "llama": ATTENTION | DENSE,
+    "qwen2": ATTENTION | DENSE | {"self_attn.qkv_proj.bias"},
+    "qwen2_moe": (
+        ATTENTION
+        | {"self_attn.qkv_proj.bias", "mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"}
+        | {f"mlp.shared_expert{name}.weight" for name in ("_gate", ".gate_up_proj", ".down_proj")}
+    ),
+    "qwen3": ATTENTION | DENSE | NORMS,
+    "qwen3_moe": ATTENTION | NORMS | {"mlp.gate.weight", "mlp.experts.w13_weight", "mlp.experts.w2_weight"},
+    "deepseek_v3": LATENT | WITH_BIAS | EXPERTS,
+    "glm4_moe": ATTENTION | {"self_attn.qkv_proj.bias"} | NORMS | WITH_BIAS | EXPERTS,
+    "gpt_oss": (
+        ATTENTION
+        | {f"self_attn.{name}" for name in ("qkv_proj.bias", "o_proj.bias", "sinks")}
+        | {"mlp.router.weight", "mlp.router.bias"}
+        | {f"mlp.experts.{name}_weight{kind}" for name in ("w13", "w2") for kind in ("", "_bias")}
+    ),
+    "mixtral": (
+        ATTENTION | {f"block_sparse_moe.{name}" for name in ("gate.weight", "experts.w13_weight", "experts.w2_weight")}
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_those_of_the_servers_parameters(family):
+    names = set(
+        server_tensor_names(
+            spec_from_config(SIZES | OWN.get(family, {}) | {"architectures": [FAMILIES[family].architecture]})
+        ).values()
+    )
+    layer = "model.layers.0."
+    assert {name.removeprefix(layer) for name in names if name.startswith(layer)} == IN_A_LAYER[family]
+    assert {name for name in names if not name.startswith(layer)} == {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_installed_server_knows_the_architecture(family):
+    found = importlib.util.find_spec("sglang")
+    if found is None:
+        pytest.skip("sglang is not installed")
+    definition = f"class {FAMILIES[family].architecture}("
+    models = Path(found.submodule_search_locations[0]) / "srt" / "models"
+    assert any(definition in path.read_text() for path in models.glob("*.py"))

@@ -1,0 +1,134 @@
+"""What a certificate runs: cases as configurations, refusals with a reason, ranks that are started for them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_mega.base.errors import ConfigError, PlanError
+from gspo_mega.config import load_config
+from gspo_mega.config.schema import CertifyCase
+from gspo_mega.models.huggingface import read_model_spec
+from gspo_mega.models.tables import FAMILIES
+from gspo_mega.verify.certify.cases import Case, case_config, own_layout, resolve_cases, starts
+
+DENSE = "configs/certify_dense.yaml"
+MOE = "configs/certify_moe.yaml"
+PPO = "configs/certify_ppo.yaml"
+FAMILY_CASES = "configs/certify_families.yaml"
+BALANCED = "configs/certify_balanced.yaml"
+
+
+def load(file, *overrides):
+    return load_config(file, overrides, "certify"), list(overrides)
+
+
+@pytest.mark.parametrize(("file", "refused"), [(DENSE, 2), (MOE, 4), (PPO, 1), (FAMILY_CASES, 0), (BALANCED, 0)])
+def test_the_shipped_matrices_refuse_what_they_say_they_refuse(file, refused):
+    references, cases = resolve_cases(*load(file), "cpu")
+    assert [case.name for case in cases if case.refusal is not None] == [
+        case.name for case in cases if case.spec.refused
+    ]
+    assert sum(case.refusal is not None for case in cases) == refused
+    assert {case.model for case in cases} == {case.model for case in references}
+    assert {case.spec.ranks for case in references} == {1}
+
+
+def test_every_family_has_cases_with_tensor_ranks_and_with_stages():
+    _, cases = resolve_cases(*load(FAMILY_CASES), "cpu")
+    for key in ("parallel.tensor", "parallel.pipeline", "parallel.context", "optimizer.distributed"):
+        assert {read_model_spec(case.model).family for case in cases if key in case.spec.set} == FAMILIES.keys()
+
+
+def test_the_norm_acts_in_what_is_measured_also_of_a_critic_with_an_optimizer_of_its_own():
+    loaded, overrides = load(PPO, "critic.optimizer={lr: 1e-4, clip_grad: 3.0}", "optimizer.clip_grad=2.0")
+    config = case_config(loaded.path, own_layout(loaded.config), overrides).config
+    assert config.optimizer.clip_grad == config.critic.optimizer.clip_grad == 0.1
+
+
+def test_the_layout_known_to_train_wrong_is_refused_with_its_reason():
+    _, cases = resolve_cases(*load(MOE), "cpu")
+    (wrong,) = [case for case in cases if case.name == "TP2 with EP1 and ETP1"]
+    assert "trains wrong: experts would not be reduced over their data-parallel group" in wrong.refusal
+
+
+def test_a_case_cannot_have_block_scales_of_its_own():
+    own = "{name: powers, set: {precision: fp8, fp8.block_scales: power_of_two}}"
+    other = "{name: other, set: {precision: fp8, fp8.recipe: tensorwise, fp8.block_scales: power_of_two}}"
+    _, cases = resolve_cases(*load(DENSE, f"certify.cases=[{own}, {other}]"), "cpu")
+    assert "reads the rule once when it starts; set it outside the cases" in cases[0].refusal
+    assert cases[1].refusal is None
+    _, (case,) = resolve_cases(*load(DENSE, f"certify.cases=[{own}]", "fp8.block_scales=power_of_two"), "cpu")
+    assert case.refusal is None
+
+
+def test_without_cases_the_files_own_layout_is_the_case():
+    overrides = [
+        "certify.cases=[]",
+        "cluster.ranks_per_node=4",
+        "parallel.tensor=2",
+        "parallel.expert=2",
+        "optimizer.distributed=true",
+    ]
+    loaded, overrides = load(MOE, *overrides)
+    references, (case,) = resolve_cases(loaded, overrides, "cpu")
+    assert case.refusal is None and case.spec == own_layout(loaded.config) and case.spec.ranks == 4
+    config = case_config(loaded.path, case.spec, overrides).config
+    assert (config.parallel.tensor, config.parallel.expert, config.cluster.ranks_per_node) == (2, 2, 4)
+    reference = case_config(loaded.path, references[0].spec, overrides).config
+    assert (reference.parallel.tensor, reference.parallel.expert, reference.cluster.ranks_per_node) == (1, 1, 1)
+    # What is measured: one mini-batch, the recorded old log-probs, no KL term.
+    for measured in (config, reference):
+        assert (measured.batch.num_mini_batches, measured.old_log_probs, measured.kl.coefficient) == (1, "rollout", 0)
+        assert measured.optimizer.distributed
+
+
+def test_a_smaller_layout_than_the_files_may_be_the_reference():
+    overrides = [
+        "certify.cases=[]",
+        "cluster.ranks_per_node=4",
+        "parallel.pipeline=4",
+        "certify.reference={name: smaller, ranks: 2, set: {parallel.pipeline: 2}}",
+    ]
+    loaded, overrides = load(DENSE, *overrides)
+    (reference,), _ = resolve_cases(loaded, overrides, "cpu")
+    assert (reference.name, reference.spec.ranks, reference.spec.set["parallel.pipeline"]) == ("smaller", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("cases", "error", "text"),
+    [
+        ("[{name: a}, {name: a, ranks: 2}]", ConfigError, r"2 cases are named 'a'; names must differ"),
+        ("[{name: reference 2}]", ConfigError, "begins like the reference's name 'reference'; give the case another"),
+    ],
+)
+def test_names_that_cannot_be_told_apart_are_refused(cases, error, text):
+    with pytest.raises(error, match=text) as raised:
+        resolve_cases(*load(DENSE, f"certify.cases={cases}"), "cpu")
+    assert "certify.cases" in str(raised.value)
+
+
+def test_an_unknown_key_of_a_case_is_its_refusal():
+    _, (case,) = resolve_cases(*load(DENSE, "certify.cases=[{name: a, set: {parallel.tensr: 2}}]"), "cpu")
+    assert "did you mean 'tensor'" in case.refusal
+
+
+def test_a_reference_that_cannot_run_ends_it_before_anything_starts():
+    with pytest.raises(PlanError, match="(?s)reference that all cases are compared with cannot run.*does not divide"):
+        resolve_cases(*load(DENSE, "certify.reference={name: smaller, ranks: 3, set: {parallel.tensor: 3}}"), "cpu")
+
+
+@given(st.lists(st.integers(1, 4), max_size=40), st.integers(1, 9))
+def test_starts_cover_every_case_once_with_ranks_of_one_number(ranks, cases_a_start):
+    cases = [Case(CertifyCase(name=str(i), ranks=r), "m", "fp32", None) for i, r in enumerate(ranks)]
+    groups = list(starts(cases, cases_a_start))
+    assert sorted(case.name for group in groups for case in group) == sorted(case.name for case in cases)
+    for group in groups:
+        assert 1 <= len(group) <= cases_a_start and len({case.spec.ranks for case in group}) == 1
+
+
+def test_a_critic_is_measured_like_the_policy():
+    """Its penalty needs log-probs that no recorded batch has, and its Adam the same eps."""
+    overrides = ["critic.kl_coefficient=0.1", "critic.optimizer={lr: 1e-3}"]
+    own = case_config(PPO, CertifyCase(name="one"), overrides).config
+    assert own.critic is not None and own.critic.kl_coefficient == 0.0 and own.critic.optimizer is not None
+    assert own.critic.optimizer.eps == own.optimizer.eps == 1e-6 and own.critic.optimizer.lr == 1e-3
