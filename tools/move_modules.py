@@ -28,6 +28,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "gspo_mega"
+# Stands after the package's name in what is written already: a file may be the source of one move and the target of another.
+DONE = "\x00"
 TEXTS = ("*.md", "*.py", "*.sh", "*.toml", "*.yaml", "*.yml", "*.json", "*.txt", "*.cfg", "*.sbatch", "run")
 SKIPPED = ("tools/moves.txt", "tools/move_modules.py", "CHANGELOG.md")
 
@@ -295,7 +297,7 @@ def merged_text(
     for source in sources:
         text = rewrite_python(source.text, source.module, target, target_of, renamed)
         lines = text.splitlines(keepends=True)
-        tree = ast.parse(text)
+        tree = ast.parse(text.replace(DONE, ""))
         position = 0
         parts: list[str] = []
         earlier = set(seen)
@@ -351,6 +353,7 @@ def rewrite_tree(
             with contextlib.suppress(SyntaxError):  # a file that is wrong on purpose
                 text = rewrite_python(text, module_of(path), module_of(path), target_of, renamed)
         text = rewrite_text(text, path, target_of)
+        text = text.replace(DONE, "")
         if text != before:
             path.write_text(text, encoding="utf-8", errors="surrogateescape")
 
@@ -367,10 +370,10 @@ def rewrite_text(text: str, path: Path, target_of: dict[str, str]) -> str:
         return text
     dotted = sorted(target_of, key=len, reverse=True)
     pattern = re.compile(r"(?<![\w./])(" + "|".join(map(re.escape, dotted)) + r")(?![\w])")
-    text = pattern.sub(lambda found: target_of[found[1]].removesuffix(".__init__"), text)
+    text = pattern.sub(lambda found: done(target_of[found[1]].removesuffix(".__init__")), text)
     files = {f"{old.replace('.', '/')}.py": f"{new.replace('.', '/')}.py" for old, new in target_of.items()}
     pattern = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, sorted(files, key=len, reverse=True))) + r")(?!\w)")
-    text = pattern.sub(lambda found: files[found[1]], text)
+    text = pattern.sub(lambda found: done(files[found[1]]), text)
     if path.suffix != ".py" and path.suffix != ".md":
         return text
     if any(old.split(".")[1] in ROOMS for old in target_of):
@@ -395,6 +398,10 @@ def rewrite_text(text: str, path: Path, target_of: dict[str, str]) -> str:
     quoted = [name for name in named if "/" in name]
     pattern = re.compile(r"([\"'])(" + "|".join(map(re.escape, sorted(quoted, key=len, reverse=True))) + r")\1")
     return pattern.sub(lambda found: f"{found[1]}{named[found[2]]}{found[1]}", text)
+
+
+def done(name: str) -> str:
+    return name.replace(PACKAGE, PACKAGE + DONE, 1)
 
 
 class Edit:
@@ -473,7 +480,9 @@ def rewrite_python(
                     lines[node.module or ""].append(alias.name + (f" as {alias.asname}" if alias.asname else ""))
             if changed:
                 indent = " " * node.col_offset
-                statement = f"\n{indent}".join(f"from {m} import {', '.join(sorted(n))}" for m, n in lines.items())
+                statement = f"\n{indent}".join(
+                    f"from {done(m)} import {', '.join(sorted(n))}" for m, n in lines.items()
+                )
                 if not statement:
                     blocks = [getattr(parents[node], field, None) for field in ("body", "orelse", "finalbody")]
                     body = next((block for block in blocks if block and node in block), [node])
@@ -482,7 +491,7 @@ def rewrite_python(
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name in target_of:
-                    edit.replace(alias, target_of[alias.name] + (f" as {alias.asname}" if alias.asname else ""))
+                    edit.replace(alias, done(target_of[alias.name]) + (f" as {alias.asname}" if alias.asname else ""))
                     if alias.asname:
                         attributes[alias.asname] = (alias.asname, alias.name)
     for node in ast.walk(tree):

@@ -17,10 +17,10 @@ from gspo_mega.agents.episode_pool import check_functions
 from gspo_mega.agents.protocol import runs_in_worker
 from gspo_mega.base.errors import ConfigError, DataError, EpisodeError, FolderError, JournalError
 from gspo_mega.base.run_folder import RunFolder
-from gspo_mega.config import LoadedConfig, data_sources
 from gspo_mega.config.episode_lengths import is_one_turn
 from gspo_mega.config.foreign_options import program_problem
-from gspo_mega.config.prompt_sources import HeldOutSet, eval_sets, reward_names, source_rewards
+from gspo_mega.config.loader import LoadedConfig
+from gspo_mega.config.prompt_sources import HeldOutSet, data_sources, eval_sets, reward_names, source_rewards
 from gspo_mega.config.schema import OwnReward
 from gspo_mega.data.demonstrations import problem_of_response
 from gspo_mega.data.journal.journal import Journal

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gspo_mega.config import Config
 from gspo_mega.config.critic_config import critic_of
 from gspo_mega.config.mismatch_range import Band, band_of
+from gspo_mega.config.schema import Config
 from gspo_mega.verify.mismatch.attribution import (
     Estimate,
     Row,
