@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "gspo_mega"
-# Stands after the package's name in what is written already: a file may be the source of one move and the target of another.
+# Stands after the package's name in what is written already: one move's source may be another's target.
 DONE = "\x00"
 TEXTS = ("*.md", "*.py", "*.sh", "*.toml", "*.yaml", "*.yml", "*.json", "*.txt", "*.cfg", "*.sbatch", "run")
 SKIPPED = ("tools/moves.txt", "tools/move_modules.py", "CHANGELOG.md")
@@ -222,14 +222,12 @@ def merge_all(merged: dict[str, list[str]]) -> None:
     texts = {}
     for target, modules in merged.items():
         texts[target] = merged_text(target, [sources[m] for m in ordered(modules, sources)], target_of, renamed)
-    for target, modules in merged.items():
-        first = max(modules, key=lambda m: len(sources[m].text))
-        for module in modules:
-            if module != target and module != first:
-                subprocess.run(["git", "rm", "-qf", str(file_of(module))], check=True, cwd=ROOT)
-        if first != target:
-            subprocess.run(["git", "mv", "-f", str(file_of(first)), str(file_of(target))], check=True, cwd=ROOT)
+    old = [str(file_of(module)) for module in target_of]
+    subprocess.run(["git", "rm", "-qf", *old], check=True, cwd=ROOT)
+    for target in merged:
+        file_of(target).parent.mkdir(exist_ok=True)
         file_of(target).write_text(texts[target])
+    subprocess.run(["git", "add", *(str(file_of(target)) for target in merged)], check=True, cwd=ROOT)
     rewrite_tree(target_of, renamed, skipped={file_of(target) for target in merged})
 
 
